@@ -1,0 +1,1 @@
+"""Words everyone shares: roles, errors, clock, names. Standard library only."""

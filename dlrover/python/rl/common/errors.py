@@ -1,0 +1,198 @@
+"""The one error tree. Every error says whether trying again may help, and what must restart for that.
+
+::
+
+    DLRoverRLError
+    ├── InvalidJob                   the job's description is wrong; lists every problem
+    ├── MissingExtra                 an optional engine is not installed; names the extra
+    ├── DataError                    a data file or column is wrong; names file and line
+    ├── EngineError                  an engine was asked for what it cannot do
+    │   └── WeightSyncError          received weights are not the ones that were sent
+    ├── CallError                    a role-group call that was refused before anything was sent
+    │   ├── UnknownMethod            (also an AttributeError) no such role group or method; nearest name given
+    │   └── ShardError               an argument cannot be split as asked
+    ├── InvocationError              a member's call failed: role, rank, method, node, remote traceback
+    │   ├── InvocationTimeout        some ranks are late; what did arrive is kept
+    │   └── WorkloadDied             a member's process is gone
+    ├── WorkloadStartError           a workload's or trainer's constructor failed
+    ├── PlacementTimeout             the cluster did not free the resources in time
+    └── JobError
+        ├── JobFailed                the job ended in failure; carries the first cause
+        ├── JobConflict              a job of this name is already there
+        └── JournalCorrupt           the master's journal cannot be read; never taken for an empty one
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Scope(str, Enum):
+    """What must restart before an operation that failed can succeed."""
+
+    NOTHING = "nothing"
+    MEMBER = "member"
+    GROUP = "group"
+    TRAINER = "trainer"
+    JOB = "job"
+
+
+class DLRoverRLError(Exception):
+    """Base of every error this package raises on purpose."""
+
+    retryable: bool = False
+    """True when the same request may succeed after ``restarts`` has restarted."""
+
+    restarts: Scope = Scope.NOTHING
+    """What has to restart before a retry makes sense."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__.copy())
+
+
+def _rebuild(cls: type[DLRoverRLError], args: tuple[Any, ...], state: dict[str, Any]) -> DLRoverRLError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One thing wrong with a job: where it stands (``trainer.class``, ``train.jsonl:7``) and what is wrong."""
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+class InvalidJob(DLRoverRLError):
+    """The description of a job is wrong. ``problems`` lists everything that was found, not only the first."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        super().__init__(f"{count} problem{'s' if count != 1 else ''} in the job:\n{lines}")
+
+
+class MissingExtra(DLRoverRLError):
+    """An optional dependency is absent; the message names the extra that brings it."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"'{package}' is not installed: pip install 'dlrover-rl[{extra}]'")
+
+
+class DataError(DLRoverRLError):
+    """A data file, row or column cannot be used. ``problems`` lists each place."""
+
+    def __init__(self, problems: Sequence[Problem] | str) -> None:
+        if isinstance(problems, str):
+            problems = (Problem("data", problems),)
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class EngineError(DLRoverRLError):
+    """An engine was asked for something it cannot do; the message says what it can."""
+
+
+class WeightSyncError(EngineError):
+    """Weights that arrived differ from the ones that were sent; the message names the tensors."""
+
+
+class CallError(DLRoverRLError):
+    """A role-group call was refused before anything was sent."""
+
+
+class UnknownMethod(CallError, AttributeError):
+    """The role group, or the method on it, does not exist; the message gives the nearest name."""
+
+
+class ShardError(CallError):
+    """An argument cannot be split over the members as asked."""
+
+
+class InvocationError(DLRoverRLError):
+    """A call on one member of a role group failed.
+
+    Attributes:
+        role: the role called.
+        rank: the rank that failed.
+        method: the method called.
+        node: the host the member ran on, or ``""`` when unknown.
+        remote_traceback: the traceback text from the member's process, or ``""``.
+
+    The member's own exception is ``__cause__`` when it could be carried over.
+    """
+
+    def __init__(
+        self, message: str, *, role: str, rank: int, method: str, node: str = "", remote_traceback: str = ""
+    ) -> None:
+        self.role, self.rank, self.method, self.node = role, rank, method, node
+        self.remote_traceback = remote_traceback
+        at = f" on {node}" if node else ""
+        text = f"{role}[{rank}].{method}{at}: {message}"
+        super().__init__(f"{text}\n\n{remote_traceback}" if remote_traceback else text)
+
+
+class InvocationTimeout(InvocationError):
+    """Some ranks did not answer in time. ``late`` lists them; ``arrived`` maps each other rank to its result."""
+
+    retryable = True
+    restarts = Scope.MEMBER
+
+    def __init__(
+        self, *, role: str, method: str, timeout_s: float, late: Sequence[int], arrived: Mapping[int, Any]
+    ) -> None:
+        self.late, self.arrived, self.timeout_s = tuple(late), dict(arrived), timeout_s
+        names = ", ".join(str(rank) for rank in self.late)
+        super().__init__(
+            f"no answer within {timeout_s:g} s from rank{'s' if len(self.late) > 1 else ''} {names}"
+            f" ({len(self.arrived)} arrived)",
+            role=role,
+            rank=self.late[0],
+            method=method,
+        )
+
+
+class WorkloadDied(InvocationError):
+    """The process of a member is gone (killed, crashed, out of memory, or its node lost)."""
+
+    retryable = True
+    restarts = Scope.MEMBER
+
+
+class WorkloadStartError(DLRoverRLError):
+    """A constructor raised while the job was starting; names the role, the rank and the remote traceback."""
+
+    def __init__(self, who: str, message: str, remote_traceback: str = "") -> None:
+        self.who, self.remote_traceback = who, remote_traceback
+        text = f"{who} could not start: {message}"
+        super().__init__(f"{text}\n\n{remote_traceback}" if remote_traceback else text)
+
+
+class PlacementTimeout(DLRoverRLError):
+    """The cluster did not have the asked resources within the deadline; the message shows need and have."""
+
+    retryable = True
+    restarts = Scope.JOB
+
+
+class JobError(DLRoverRLError):
+    """Something about the job as a whole."""
+
+
+class JobFailed(JobError):
+    """The job ended in failure; the message carries the first cause."""
+
+
+class JobConflict(JobError):
+    """A job of this name is already running."""
+
+
+class JournalCorrupt(JobError):
+    """The journal holds a line that cannot be trusted. Nothing is started from it."""

@@ -1,0 +1,1 @@
+"""Samples, columnar batches, data files, conversations and masks."""

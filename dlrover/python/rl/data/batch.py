@@ -1,0 +1,236 @@
+"""A columnar batch with ragged rows: what travels between workloads.
+
+A batch is a set of equally long columns. A column is one of
+
+* a dense array ``[rows, ...]`` (``numpy.ndarray``),
+* a :class:`Ragged` array, rows of different lengths stored as one flat array and offsets,
+* a list of Python objects (texts, dicts).
+
+Arrays are contiguous numpy, so a batch passes through Ray's object store without a copy: the reader sees read-only
+views of shared memory.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.common.nearest import hint
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Rows of different lengths in one buffer: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
+
+    Attributes:
+        values: ``[total, ...]``.
+        offsets: ``[rows + 1]`` int64, rising from 0 to ``total``.
+    """
+
+    values: Array
+    offsets: npt.NDArray[np.int64]
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Any], dtype: npt.DTypeLike | None = None) -> "Ragged":
+        """Build from a sequence of 1-D rows (lists or arrays); ``dtype`` is needed when every row may be empty."""
+        arrays = [np.asarray(row, dtype=dtype) for row in rows]
+        offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
+        np.cumsum([len(array) for array in arrays], out=offsets[1:])
+        filled = [array for array in arrays if len(array)]
+        values = np.concatenate(filled) if filled else np.empty(0, dtype=dtype or np.int64)
+        return cls(np.ascontiguousarray(values, dtype=dtype), offsets)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """``[rows]``: the length of each row."""
+        return np.diff(self.offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> Array:
+        row = range(len(self))[row]
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    def __iter__(self) -> Iterator[Array]:
+        return (self[row] for row in range(len(self)))
+
+    def rows(self, start: int, stop: int) -> "Ragged":
+        """Rows ``start`` to ``stop`` as a view of the same buffer (only that part travels when sent)."""
+        first, last = self.offsets[start], self.offsets[stop]
+        return Ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
+
+    def take(self, indices: Sequence[int]) -> "Ragged":
+        """The rows at ``indices``, copied, in that order."""
+        return Ragged.from_rows([self[index] for index in indices], dtype=self.values.dtype)
+
+    def like(self, values: Array) -> "Ragged":
+        """The same row structure over other ``values`` ``[total, ...]``."""
+        if len(values) != len(self.values):
+            raise DataError(f"{len(values)} values for rows that hold {len(self.values)}")
+        return Ragged(values, self.offsets)
+
+    def spread(self, per_row: Array) -> Array:
+        """Repeat a per-row value over the row's elements: ``[rows]`` to ``[total]``."""
+        return np.repeat(per_row, self.lengths)
+
+
+Column: TypeAlias = Array | Ragged | list[Any]
+
+
+def _column(value: Any) -> Column:
+    if isinstance(value, Ragged | list):
+        return value
+    if isinstance(value, np.ndarray) and value.ndim > 0:
+        return value
+    raise DataError(f"a column is a numpy array, a Ragged or a list, not {type(value).__name__}")
+
+
+def _concat(columns: Sequence[Column]) -> Column:
+    first = columns[0]
+    if isinstance(first, Ragged):
+        ragged = [column for column in columns if isinstance(column, Ragged)]
+        lengths = np.concatenate([column.lengths for column in ragged])
+        return Ragged(np.concatenate([column.values for column in ragged]), np.concatenate([[0], np.cumsum(lengths)]))
+    if isinstance(first, list):
+        return [item for column in columns for item in column]
+    return np.concatenate([np.asarray(column) for column in columns])
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """An immutable set of equally long columns, by name; its length is the number of rows.
+
+    Raises:
+        DataError: columns of different lengths, or a value that is no column.
+    """
+
+    columns: Mapping[str, Column]
+
+    def __post_init__(self) -> None:
+        columns = {name: _column(value) for name, value in self.columns.items()}
+        lengths = {name: len(value) for name, value in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise DataError(f"columns differ in length: {lengths}")
+        object.__setattr__(self, "columns", columns)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()))) if self.columns else 0
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
+
+    def __getitem__(self, name: str) -> Column:
+        try:
+            return self.columns[name]
+        except KeyError:
+            raise DataError(f"the batch has no column '{name}'{hint(name, self.columns)}") from None
+
+    def dense(self, name: str) -> Array:
+        """The dense column ``name``."""
+        return self._typed(name, np.ndarray)
+
+    def ragged(self, name: str) -> Ragged:
+        """The ragged column ``name``."""
+        return self._typed(name, Ragged)
+
+    def objects(self, name: str) -> list[Any]:
+        """The object column ``name``."""
+        return self._typed(name, list)
+
+    def _typed(self, name: str, kind: type[Any]) -> Any:
+        column = self[name]
+        if not isinstance(column, kind):
+            raise DataError(f"column '{name}' is {type(column).__name__}, not {kind.__name__}")
+        return column
+
+    def row(self, index: int) -> dict[str, Any]:
+        """One row as a plain dict."""
+        return {name: column[index] for name, column in self.columns.items()}
+
+    # -- making others ------------------------------------------------------------------------------------------------
+
+    def with_columns(self, **columns: Any) -> "Batch":
+        """This batch with columns added or replaced."""
+        return Batch({**self.columns, **columns})
+
+    def select(self, *names: str) -> "Batch":
+        """Only the named columns."""
+        return Batch({name: self[name] for name in names})
+
+    def rows(self, start: int, stop: int) -> "Batch":
+        """Rows ``start`` to ``stop``, as views where possible."""
+        return self._map(lambda column: column.rows(start, stop) if isinstance(column, Ragged) else column[start:stop])
+
+    def take(self, indices: Sequence[int]) -> "Batch":
+        """The rows at ``indices``, copied, in that order."""
+
+        def pick(column: Column) -> Column:
+            if isinstance(column, Ragged):
+                return column.take(indices)
+            if isinstance(column, list):
+                return [column[index] for index in indices]
+            return column[np.asarray(indices, dtype=np.int64)]
+
+        return self._map(pick)
+
+    def _map(self, change: Callable[[Column], Column]) -> "Batch":
+        return Batch({name: change(column) for name, column in self.columns.items()})
+
+    @classmethod
+    def concat(cls, parts: Sequence["Batch"]) -> "Batch":
+        """The parts one after the other; all must have the same columns."""
+        if not parts:
+            raise DataError("nothing to concatenate")
+        if len(parts) == 1:
+            return parts[0]
+        names = list(parts[0].columns)
+        for part in parts[1:]:
+            if set(part.columns) != set(names):
+                raise DataError(f"parts have different columns: {sorted(names)} and {sorted(part.columns)}")
+        return cls({name: _concat([part[name] for part in parts]) for name in names})
+
+    # -- splitting ----------------------------------------------------------------------------------------------------
+
+    def split(self, parts: int, by: str = "rows", column: str = "tokens") -> list["Batch"]:
+        """Cut into ``parts`` contiguous batches, order kept.
+
+        Args:
+            parts: how many; at least 1 and at most the number of rows.
+            by: ``"rows"``: sizes differ by at most one, larger ones first; ``"tokens"``: the summed lengths of the
+                ragged ``column`` are as even as contiguous cuts allow greedily, every part has a row.
+        """
+        if not 1 <= parts <= len(self):
+            raise DataError(f"{len(self)} rows cannot be split into {parts} parts")
+        if by == "rows":
+            cuts = even_cuts(len(self), parts)
+        elif by == "tokens":
+            cuts = token_cuts(self.ragged(column).lengths, parts)
+        else:
+            raise DataError(f"split by '{by}'{hint(by, ('rows', 'tokens'))}")
+        return [self.rows(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+
+
+def even_cuts(rows: int, parts: int) -> list[int]:
+    """``parts + 1`` boundaries that cut ``rows`` into parts differing by at most one, larger ones first."""
+    small, larger = divmod(rows, parts)
+    return [part * small + min(part, larger) for part in range(parts + 1)]
+
+
+def token_cuts(lengths: npt.NDArray[np.int64], parts: int) -> list[int]:
+    """``parts + 1`` boundaries at which the running total of ``lengths`` is nearest to an even share."""
+    totals = np.concatenate([[0], np.cumsum(lengths)])
+    rows = len(lengths)
+    cuts = [0]
+    for part in range(1, parts):
+        target = totals[-1] * part / parts
+        nearest_cut = int(np.abs(totals - target).argmin())
+        cuts.append(min(max(nearest_cut, cuts[-1] + 1), rows - (parts - part)))
+    return [*cuts, rows]

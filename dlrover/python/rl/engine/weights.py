@@ -1,0 +1,79 @@
+"""Weights on their way from a train engine to a rollout engine: versioned, fingerprinted, verified."""
+
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.common.nearest import hint
+
+
+@dataclass(frozen=True, eq=False)
+class WeightSnapshot:
+    """A model's parameters at one version, as contiguous byte buffers (zero-copy through an object store).
+
+    Attributes:
+        version: the train engine's version.
+        buffers: name to ``uint8`` bytes of the tensor.
+        shapes: name to shape.
+        dtypes: name to torch dtype name (``"float32"``, ``"bfloat16"``).
+        fingerprints: name to CRC-32 of the bytes.
+    """
+
+    version: int
+    buffers: Mapping[str, npt.NDArray[np.uint8]]
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]
+    fingerprints: Mapping[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def tensor(self, name: str) -> Any:
+        """The tensor ``name`` as a view of the received bytes: read it, never write it."""
+        raw = torch.frombuffer(bytearray(self.buffers[name]), dtype=torch.uint8)
+        return raw.view(getattr(torch, self.dtypes[name])).reshape(self.shapes[name])
+
+
+def take_snapshot(named: Iterable[tuple[str, Any]], version: int) -> WeightSnapshot:
+    """Copy named tensors to host memory and fingerprint them."""
+    buffers, shapes, dtypes = {}, {}, {}
+    for name, tensor in named:
+        host = tensor.detach().to("cpu", copy=True).contiguous()
+        shapes[name] = tuple(host.shape)
+        dtypes[name] = str(host.dtype).removeprefix("torch.")
+        buffers[name] = host.reshape(-1).view(torch.uint8).numpy()
+    fingerprints = {name: zlib.crc32(buffer) for name, buffer in buffers.items()}
+    return WeightSnapshot(version, buffers, shapes, dtypes, fingerprints)
+
+
+def verify(snapshot: WeightSnapshot, expected: Mapping[str, tuple[int, ...]], serving: int) -> None:
+    """Check a received snapshot against the model that shall take it.
+
+    Args:
+        snapshot: what arrived.
+        expected: name to shape of the receiving model.
+        serving: the version served now; an older one is refused.
+
+    Raises:
+        WeightSyncError: names every missing, unknown, reshaped or corrupted tensor.
+    """
+    faults = [f"'{name}' is missing" for name in expected if name not in snapshot.buffers]
+    for name, buffer in snapshot.buffers.items():
+        if name not in expected:
+            faults.append(f"'{name}' is unknown{hint(name, expected)}")
+        elif tuple(expected[name]) != tuple(snapshot.shapes[name]):
+            faults.append(f"'{name}' has shape {snapshot.shapes[name]}, not {tuple(expected[name])}")
+        elif zlib.crc32(buffer) != snapshot.fingerprints[name]:
+            faults.append(f"'{name}' does not match its fingerprint")
+    if snapshot.version < serving:
+        faults.append(f"version {snapshot.version} is older than {serving}, which is being served")
+    if faults:
+        raise WeightSyncError(f"weights of version {snapshot.version} refused: " + "; ".join(faults))

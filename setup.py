@@ -1,0 +1,51 @@
+"""Packaging of DLRover RL: light core, one extra for each heavy engine."""
+
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+CORE = [
+    "annotated-types>=0.6",
+    "click>=8.1",
+    "grpcio>=1.60",
+    "matplotlib>=3.8",
+    "numpy>=1.26",
+    "omegaconf>=2.3",
+    "prometheus-client>=0.20",
+    "pydantic>=2.8",
+    "ray>=2.40",
+    "rich>=13",
+    "tensorboardX>=2.6",
+    "torch>=2.6",
+    "transformers>=4.51",
+]
+DEV = [
+    "hypothesis>=6.100",
+    "mypy>=1.13",
+    "pre-commit>=3.7",
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "ruff>=0.8",
+    "tensorboard>=2.16",
+]
+DOCS = ["furo>=2024.8", "myst-parser>=4", "sphinx>=8"]
+
+setup(
+    name="dlrover-rl",
+    version="0.1.0",
+    description="A pluggable, fault-tolerant control plane for RL post-training on Ray",
+    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_namespace_packages(include=["dlrover", "dlrover.*"]),
+    package_data={"dlrover": ["py.typed"]},
+    install_requires=CORE,
+    extras_require={"dev": DEV + DOCS, "docs": DOCS},
+    entry_points={"console_scripts": ["dlrover-rl = dlrover.python.rl.master.main:main"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
