@@ -12,7 +12,7 @@ views of shared memory.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.common.nearest import hint
 
 Array: TypeAlias = npt.NDArray[Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +146,7 @@ class Batch:
         """The object column ``name``."""
         return self._typed(name, list)
 
-    def _typed(self, name: str, kind: type[Any]) -> Any:
+    def _typed(self, name: str, kind: type[T]) -> T:
         column = self[name]
         if not isinstance(column, kind):
             raise DataError(f"column '{name}' is {type(column).__name__}, not {kind.__name__}")

@@ -50,7 +50,7 @@ def take_snapshot(named: Iterable[tuple[str, Any]], version: int) -> WeightSnaps
         shapes[name] = tuple(host.shape)
         dtypes[name] = str(host.dtype).removeprefix("torch.")
         buffers[name] = host.reshape(-1).view(torch.uint8).numpy()
-    fingerprints = {name: zlib.crc32(buffer) for name, buffer in buffers.items()}
+    fingerprints = {name: zlib.crc32(buffer.data) for name, buffer in buffers.items()}
     return WeightSnapshot(version, buffers, shapes, dtypes, fingerprints)
 
 
@@ -71,7 +71,7 @@ def verify(snapshot: WeightSnapshot, expected: Mapping[str, tuple[int, ...]], se
             faults.append(f"'{name}' is unknown{hint(name, expected)}")
         elif tuple(expected[name]) != tuple(snapshot.shapes[name]):
             faults.append(f"'{name}' has shape {snapshot.shapes[name]}, not {tuple(expected[name])}")
-        elif zlib.crc32(buffer) != snapshot.fingerprints[name]:
+        elif zlib.crc32(buffer.data) != snapshot.fingerprints[name]:
             faults.append(f"'{name}' does not match its fingerprint")
     if snapshot.version < serving:
         faults.append(f"version {snapshot.version} is older than {serving}, which is being served")
