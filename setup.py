@@ -7,6 +7,7 @@ from setuptools import find_namespace_packages, setup
 CORE = [
     "annotated-types>=0.6",
     "click>=8.1",
+    "cloudpickle>=3",
     "grpcio>=1.60",
     "matplotlib>=3.8",
     "numpy>=1.26",
@@ -37,7 +38,7 @@ setup(
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_namespace_packages(include=["dlrover", "dlrover.*"]),
     package_data={"dlrover": ["py.typed"]},
     install_requires=CORE,

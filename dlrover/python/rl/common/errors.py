@@ -24,11 +24,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 
-class Scope(str, Enum):
+class Scope(StrEnum):
     """What must restart before an operation that failed can succeed."""
 
     NOTHING = "nothing"
@@ -126,8 +126,10 @@ class InvocationError(DLRoverRLError):
         node: the host the member ran on, or ``""`` when unknown.
         remote_traceback: the traceback text from the member's process, or ``""``.
 
-    The member's own exception is ``__cause__`` when it could be carried over.
+    The member's own exception is ``original``, and ``__cause__``, when it could be carried over.
     """
+
+    original: BaseException | None = None
 
     def __init__(
         self, message: str, *, role: str, rank: int, method: str, node: str = "", remote_traceback: str = ""

@@ -1,0 +1,1 @@
+"""Describing a job: typed specifications, files, overrides, the builder. Imports no engine and no Ray."""

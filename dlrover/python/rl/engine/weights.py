@@ -1,5 +1,6 @@
 """Weights on their way from a train engine to a rollout engine: versioned, fingerprinted, verified."""
 
+import math
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -37,9 +38,15 @@ class WeightSnapshot:
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
     def tensor(self, name: str) -> Any:
-        """The tensor ``name`` as a view of the received bytes: read it, never write it."""
-        raw = torch.frombuffer(bytearray(self.buffers[name]), dtype=torch.uint8)
-        return raw.view(getattr(torch, self.dtypes[name])).reshape(self.shapes[name])
+        """The tensor ``name`` as a view of the received bytes: read it, never write it.
+
+        The bytes may be read-only shared memory. DLPack shares those without a copy and without the warning that
+        ``torch.from_numpy`` and ``torch.frombuffer`` give.
+        """
+        buffer, shape, dtype = self.buffers[name], self.shapes[name], getattr(torch, self.dtypes[name])
+        if not buffer.size:
+            return torch.empty(shape, dtype=dtype)
+        return torch.from_dlpack(buffer).view(dtype).reshape(shape)
 
 
 def take_snapshot(named: Iterable[tuple[str, Any]], version: int) -> WeightSnapshot:
@@ -63,7 +70,7 @@ def verify(snapshot: WeightSnapshot, expected: Mapping[str, tuple[int, ...]], se
         serving: the version served now; an older one is refused.
 
     Raises:
-        WeightSyncError: names every missing, unknown, reshaped or corrupted tensor.
+        WeightSyncError: names every missing, unknown, reshaped, cut or corrupted tensor, or the older version.
     """
     faults = [f"'{name}' is missing" for name in expected if name not in snapshot.buffers]
     for name, buffer in snapshot.buffers.items():
@@ -71,9 +78,15 @@ def verify(snapshot: WeightSnapshot, expected: Mapping[str, tuple[int, ...]], se
             faults.append(f"'{name}' is unknown{hint(name, expected)}")
         elif tuple(expected[name]) != tuple(snapshot.shapes[name]):
             faults.append(f"'{name}' has shape {snapshot.shapes[name]}, not {tuple(expected[name])}")
+        elif buffer.nbytes != _nbytes(snapshot.shapes[name], snapshot.dtypes[name]):
+            faults.append(f"'{name}' has {buffer.nbytes} bytes, not the {snapshot.dtypes[name]} it claims")
         elif zlib.crc32(buffer.data) != snapshot.fingerprints[name]:
             faults.append(f"'{name}' does not match its fingerprint")
     if snapshot.version < serving:
         faults.append(f"version {snapshot.version} is older than {serving}, which is being served")
     if faults:
         raise WeightSyncError(f"weights of version {snapshot.version} refused: " + "; ".join(faults))
+
+
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * int(getattr(torch, dtype).itemsize)

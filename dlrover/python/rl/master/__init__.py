@@ -1,0 +1,1 @@
+"""The master: its loop, the command line, progress, submitting."""

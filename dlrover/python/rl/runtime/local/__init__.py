@@ -1,0 +1,1 @@
+"""Everything in one process, without Ray: breakpoints work."""

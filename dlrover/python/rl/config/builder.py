@@ -1,0 +1,155 @@
+"""Describing a job in Python, with the original's builder methods."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+
+from dlrover.python.rl.common.errors import CallError
+from dlrover.python.rl.config.layout import job_from_mapping
+from dlrover.python.rl.config.spec import JobSpec
+
+B = TypeVar("B", bound="JobBuilder")
+
+
+class JobBuilder:
+    """Fluent description of a job. Job-level calls set the job; a role call makes that role current, and ``total``,
+    ``per_node``, ``env`` and ``resource`` then apply to it. Nothing is checked before :meth:`spec`."""
+
+    def __init__(self) -> None:
+        self._trainer: dict[str, Any] = {}
+        self._workload: dict[str, dict[str, Any]] = {}
+        self._groups: list[dict[str, int]] = []
+        self._env: dict[str, str] = {}
+        self._config: Any = {}
+        self._restart: dict[str, Any] = {}
+        self._current: dict[str, Any] | None = None
+
+    # -- the job ------------------------------------------------------------------------------------------------------
+
+    def node_num(self: B, num: int = 1) -> B:
+        """Nodes the job may use."""
+        self._trainer["node_number"] = num
+        return self
+
+    def device_per_node(self: B, num: int = 8) -> B:
+        """Devices on each node."""
+        self._trainer["device_per_node"] = num
+        return self
+
+    def device_type(self: B, device_type: str = "GPU") -> B:
+        """``"CPU"`` or ``"GPU"``."""
+        self._trainer["device_type"] = device_type
+        return self
+
+    def config(self: B, config: Mapping[str, Any] | DictConfig) -> B:
+        """The user's own configuration, handed to trainer and workloads."""
+        self._config = config
+        return self
+
+    def global_env(self: B, env: Mapping[str, str]) -> B:
+        """Environment of every process of the job; cumulative."""
+        self._env.update(env)
+        return self
+
+    def restart_limits(self: B, **limits: Any) -> B:
+        """Fields of :class:`~dlrover.python.rl.config.spec.RestartSpec`."""
+        self._restart.update(limits)
+        return self
+
+    def trainer(self: B, module_name: str, class_name: str) -> B:
+        """The trainer class."""
+        self._trainer.update({"module": module_name, "class": class_name})
+        return self
+
+    # -- roles --------------------------------------------------------------------------------------------------------
+
+    def role(self: B, name: str, module_name: str, class_name: str) -> B:
+        """A role of any name, and make it current."""
+        self._current = self._workload.setdefault(name.lower(), {})
+        self._current.update({"module": module_name, "class": class_name})
+        return self
+
+    def actor(self: B, module_name: str, class_name: str) -> B:
+        """The ACTOR role (required)."""
+        return self.role("actor", module_name, class_name)
+
+    def rollout(self: B, module_name: str, class_name: str) -> B:
+        """The ROLLOUT role."""
+        return self.role("rollout", module_name, class_name)
+
+    def reference(self: B, module_name: str, class_name: str) -> B:
+        """The REFERENCE role."""
+        return self.role("reference", module_name, class_name)
+
+    def reward(self: B, module_name: str, class_name: str) -> B:
+        """The REWARD role."""
+        return self.role("reward", module_name, class_name)
+
+    def critic(self: B, module_name: str, class_name: str) -> B:
+        """The CRITIC role."""
+        return self.role("critic", module_name, class_name)
+
+    def total(self: B, num: int = 1) -> B:
+        """Members of the current role."""
+        self._role("total")["num"] = num
+        return self
+
+    def per_node(self: B, num: int = 1) -> B:
+        """Members of the current role on each node."""
+        self._role("per_node")["per_node"] = num
+        return self
+
+    def env(self: B, env: Mapping[str, str]) -> B:
+        """Environment of the current role; wins over the global one."""
+        self._role("env").setdefault("env", {}).update(env)
+        return self
+
+    def resource(self: B, **amounts: float) -> B:
+        """What one member of the current role needs: ``cpu=2, gpu=0.5, memory=4096`` (MB)."""
+        self._role("resource").setdefault("resource", {}).update(amounts)
+        return self
+
+    def enable_ray_auto_visible_device(self: B) -> B:
+        """Let Ray choose the visible devices of the current role; by default it does not."""
+        return self.env({"DLROVER_RL_RAY_VISIBLE_DEVICES": "1"})
+
+    def with_collocation(self: B, *roles: str) -> B:
+        """Let these roles share devices."""
+        names = [role.lower() for role in roles]
+        self._groups.append({name: self._members_per_group(name) for name in names})
+        return self
+
+    def with_collocation_all(self: B) -> B:
+        """Let all roles defined so far share devices."""
+        return self.with_collocation(*self._workload)
+
+    def _members_per_group(self, name: str) -> int:
+        spec = self._workload.get(name, {})
+        return int(spec.get("per_node") or spec.get("num", 1))
+
+    def _role(self, call: str) -> dict[str, Any]:
+        if self._current is None:
+            raise CallError(f"{call}() applies to a role: call actor(), rollout(), ... or role() first")
+        return self._current
+
+    # -- the result ---------------------------------------------------------------------------------------------------
+
+    def spec(self, name: str, search_path: tuple[str, ...] = ()) -> JobSpec:
+        """The described job under ``name``.
+
+        Raises:
+            InvalidJob: with every problem found.
+        """
+        data = OmegaConf.create(
+            {
+                "name": name,
+                "trainer": self._trainer,
+                "workload": self._workload,
+                "workload_group": self._groups,
+                "env": self._env,
+                "restart": self._restart,
+            }
+        )
+        data["config"] = self._config if isinstance(self._config, DictConfig) else OmegaConf.create(dict(self._config))
+        return job_from_mapping(data, name, search_path)

@@ -1,0 +1,194 @@
+"""The layout of a job file: DLRover's ``rl_config``.
+
+::
+
+    name: my-job                       # default: the file's name
+    job_dir: runs/my-job               # default: runs/<name>
+    trainer: {module, class, node_number, device_type, device_per_node}
+    workload:
+      actor: {module, class, num, resource: {cpu, gpu, memory}, env}
+    workload_group: [{actor: 1, reference: 1}]
+    env: {KEY: value}
+    config: {...}                      # the user's own
+    restart: {job_max_restart, ...}
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Gt
+from omegaconf import DictConfig, OmegaConf
+
+from dlrover.python.rl.common.errors import InvalidJob, Problem
+from dlrover.python.rl.common.names import check_job_name
+from dlrover.python.rl.common.nearest import hint
+from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.config.spec import (
+    JobSpec,
+    MasterSpec,
+    Positive,
+    RestartSpec,
+    SchedulingStrategy,
+    TrainerSpec,
+    WorkloadSpec,
+)
+from dlrover.python.rl.config.typed import parse, plain
+
+
+@dataclass(frozen=True)
+class JobLayout:
+    """The top level of a job file, before roles and groups are checked against each other."""
+
+    trainer: TrainerSpec
+    workload: Mapping[str, WorkloadSpec]
+    name: str = ""
+    job_dir: str = ""
+    workload_group: list[Mapping[str, Positive]] = field(default_factory=list)
+    env: Mapping[str, str] = field(default_factory=dict)
+    config: Any = None
+    restart: RestartSpec = RestartSpec()
+    master: MasterSpec = MasterSpec()
+    placement_timeout_s: Annotated[float, Gt(0.0)] = 120.0
+    scheduling_strategy: SchedulingStrategy = "AUTO"
+    algorithm_type: Literal["GRPO", "PPO", "USER_DEFINED"] = "USER_DEFINED"
+
+
+JOB_KEYS = tuple(JobLayout.__dataclass_fields__)
+
+
+def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str, ...] = ()) -> JobSpec:
+    """Check a whole job file.
+
+    Args:
+        data: the file's content.
+        default_name: the job's name when the file gives none.
+        search_path: folders that classes may be imported from.
+
+    Raises:
+        InvalidJob: with every problem that can be seen without importing anything.
+    """
+    rest = {key: data._get_node(key) for key in data if key != "config"}
+    values = plain(OmegaConf.create(rest)) if rest else {}
+    layout, problems = parse(JobLayout, _with_class_field(values), "")
+    problems = [_in_file_terms(problem) for problem in problems]
+    problems += _role_problems(values)
+    if layout is None or problems:
+        raise InvalidJob(problems)
+    config = data.get("config")
+    return JobSpec(
+        name=layout.name or default_name,
+        trainer=layout.trainer,
+        workloads={RLRoleType(role): spec for role, spec in layout.workload.items()},
+        groups=tuple({RLRoleType(role): n for role, n in group.items()} for group in layout.workload_group),
+        env=layout.env,
+        config=config if config is not None else OmegaConf.create({}),
+        job_dir=Path(layout.job_dir or Path("runs") / (layout.name or default_name)).absolute(),
+        search_path=search_path,
+        restart=layout.restart,
+        master=layout.master,
+        placement_timeout_s=layout.placement_timeout_s,
+        scheduling_strategy=layout.scheduling_strategy,
+    )
+
+
+def _with_class_field(values: Any) -> Any:
+    """``class`` cannot be a field's name: rename it where the layout has it."""
+    renamed = dict(values)
+    if isinstance(renamed.get("trainer"), dict):
+        renamed["trainer"] = _rename(renamed["trainer"])
+    if isinstance(renamed.get("workload"), dict):
+        renamed["workload"] = {
+            role: _rename(spec) if isinstance(spec, dict) else spec for role, spec in renamed["workload"].items()
+        }
+    return renamed
+
+
+def _rename(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    names = {"class": "class_", "class_": "class_ (write 'class')"}
+    renamed = {names.get(key, key): value for key, value in mapping.items()}
+    resource = renamed.get("resource")
+    if isinstance(resource, dict) and "mem" in resource:
+        renamed["resource"] = {"memory" if key == "mem" else key: value for key, value in resource.items()}
+    return renamed
+
+
+def _in_file_terms(problem: Problem) -> Problem:
+    return Problem(problem.where.replace("class_", "class"), problem.what.replace("class_", "class"))
+
+
+def _role_problems(values: Any) -> list[Problem]:
+    """Problems between the parts of the file: names, the actor, groups."""
+    problems = []
+    if name := values.get("name"):
+        try:
+            check_job_name(str(name))
+        except ValueError as error:
+            problems.append(Problem("name", str(error)))
+    workload = values.get("workload")
+    if not isinstance(workload, dict):
+        return problems
+    nums: dict[str, Any] = {}
+    for role, spec in workload.items():
+        try:
+            nums[RLRoleType(role)] = spec.get("num", 1) if isinstance(spec, dict) else 1
+        except ValueError as error:
+            problems.append(Problem(f"workload.{role}", str(error)))
+    if RLRoleType.ACTOR not in nums:
+        problems.append(Problem("workload", f"the role 'actor' is required{hint('actor', workload)}"))
+    restarts = values.get("restart")
+    limits = restarts.get("workload_max_restart") if isinstance(restarts, dict) else None
+    for role in limits if isinstance(limits, dict) else ():
+        if str(role).upper() not in nums:
+            where = f"restart.workload_max_restart.{role}"
+            problems.append(Problem(where, f"the job has no role '{role}'{hint(str(role), workload)}"))
+    return problems + _group_problems(values.get("workload_group"), nums)
+
+
+def _group_problems(groups: Any, nums: Mapping[str, Any]) -> list[Problem]:
+    problems = []
+    seen: dict[str, int] = {}
+    names = [str(role).lower() for role in nums]
+    for index, group in enumerate(groups if isinstance(groups, list) else []):
+        for role, count in group.items() if isinstance(group, dict) else ():
+            where, key = f"workload_group.{index}.{role}", str(role).upper()
+            if key not in nums:
+                problems.append(Problem(where, f"the job has no role '{role}'{hint(str(role), names)}"))
+            elif key in seen:
+                problems.append(Problem(where, f"'{role}' is already in workload_group.{seen[key]}"))
+            elif isinstance(count, int) and isinstance(nums[key], int) and count > 0 and nums[key] % count:
+                problems.append(Problem(where, f"{nums[key]} members cannot form groups of {count}"))
+            seen.setdefault(key, index)
+    return problems
+
+
+def job_to_yaml(job: JobSpec) -> str:
+    """The resolved job as a job file; reading it back gives the same job."""
+    trainer = {_file_key(name): value for name, value in vars(job.trainer).items()}
+    trainer["torch_master_port"] = list(job.trainer.torch_master_port)
+    layout = {
+        "name": job.name,
+        "job_dir": str(job.job_dir),
+        "trainer": trainer,
+        "workload": {
+            role.lower(): {
+                _file_key(name): dict(value) if isinstance(value, Mapping) else value
+                for name, value in vars(spec).items()
+            }
+            for role, spec in job.workloads.items()
+        },
+        "workload_group": [{role.lower(): count for role, count in group.items()} for group in job.groups],
+        "env": dict(job.env),
+        "restart": {**vars(job.restart), "workload_max_restart": dict(job.restart.workload_max_restart)},
+        "master": dict(vars(job.master)),
+        "placement_timeout_s": job.placement_timeout_s,
+        "scheduling_strategy": job.scheduling_strategy,
+    }
+    data = OmegaConf.create(layout)
+    data["config"] = job.config
+    return OmegaConf.to_yaml(data)
+
+
+def _file_key(name: str) -> str:
+    return "class" if name == "class_" else name

@@ -1,0 +1,113 @@
+"""Job files and dotted overrides."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from dlrover.python.rl.common.errors import InvalidJob, Problem
+from dlrover.python.rl.common.nearest import hint
+from dlrover.python.rl.config.layout import JOB_KEYS, job_from_mapping
+from dlrover.python.rl.config.spec import JobSpec
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
+    """Read a job file and apply overrides.
+
+    Args:
+        path: a YAML file in DLRover's ``rl_config`` layout; its folder and the working directory are searched for the
+            job's classes.
+        overrides: ``key=value``. A key that begins with a part of the layout (``workload.rollout.num=4``) changes the
+            job, any other (``data.train=my.jsonl``) the job's ``config``. The key must exist; ``+key=value`` adds one.
+
+    Raises:
+        InvalidJob: with every problem found.
+    """
+    file = Path(path)
+    if not file.is_file():
+        siblings = [other.name for other in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
+        raise InvalidJob([Problem(str(path), f"no such job file{hint(file.name, siblings)}")])
+    data = _read(file.read_text(encoding="utf-8"), str(path))
+    problems = _apply(data, overrides)
+    search = tuple(dict.fromkeys([str(Path.cwd()), str(file.absolute().parent)]))
+    try:
+        job = job_from_mapping(data, _as_name(file.stem), search)
+    except InvalidJob as error:
+        raise InvalidJob([*problems, *error.problems]) from None
+    if problems:
+        raise InvalidJob(problems)
+    return job
+
+
+def load_job_text(
+    text: str, name: str, overrides: Sequence[str] = (), search_path: tuple[str, ...] | None = None
+) -> JobSpec:
+    """Like :func:`load_job` for YAML or JSON text; classes are looked for in the working directory by default."""
+    data = _read(text, "rl_config")
+    problems = _apply(data, overrides)
+    if problems:
+        raise InvalidJob(problems)
+    data["name"] = name
+    return job_from_mapping(data, name, (str(Path.cwd()),) if search_path is None else search_path)
+
+
+def _as_name(stem: str) -> str:
+    return "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in stem.lower()).strip("-")
+
+
+def _read(text: str, where: str) -> DictConfig:
+    try:
+        data = OmegaConf.create(text)
+    except (YAMLError, OmegaConfBaseException, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{where}:{mark.line + 1}" if mark is not None else where
+        raise InvalidJob([Problem(place, f"not valid YAML: {getattr(error, 'problem', None) or error}")]) from error
+    if not isinstance(data, DictConfig):
+        raise InvalidJob([Problem(where, "a job file is a mapping at its top level")])
+    return data
+
+
+def _apply(data: DictConfig, overrides: Sequence[str]) -> list[Problem]:
+    problems = []
+    if data.get("config") is None:
+        data["config"] = OmegaConf.create({})
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        adding, key = key.startswith("+"), key.removeprefix("+").strip()
+        if not equals or not key:
+            problems.append(Problem(override, "an override is written key=value"))
+            continue
+        path = key if key.split(".")[0] in JOB_KEYS else f"config.{key}"
+        problem = None if adding else _missing(data, path, key)
+        if problem is not None:
+            problems.append(problem)
+            continue
+        try:
+            OmegaConf.update(data, path, OmegaConf.from_dotlist([f"value={value}"])["value"], force_add=True)
+        except (OmegaConfBaseException, YAMLError) as error:
+            problems.append(Problem(key, str(error).splitlines()[0]))
+    return problems
+
+
+def _missing(data: DictConfig, path: str, key: str) -> Problem | None:
+    """The problem of an override whose key is not in the file, or None."""
+    *parents, last = path.split(".")
+    node: Any = data
+    for depth, part in enumerate(parents):
+        if part not in JOB_KEYS and not (isinstance(node, DictConfig) and part in node):
+            return _unknown(node, part, key)
+        child = node.get(part) if isinstance(node, DictConfig) else None
+        if child is None and depth == 0:
+            return None  # a part of the layout that the file leaves out: the layout check judges the key
+        node = child
+    if path.split(".")[0] != "config" or (isinstance(node, DictConfig) and last in node):
+        return None
+    return _unknown(node, last, key)
+
+
+def _unknown(node: Any, part: str, key: str) -> Problem:
+    known = [str(name) for name in node] if isinstance(node, DictConfig) else []
+    return Problem(key, f"unknown key '{part}'{hint(part, known)} (write +{key}=... to add it)")

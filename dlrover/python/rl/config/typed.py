@@ -1,0 +1,104 @@
+"""From plain mappings to frozen dataclasses, every problem reported at once."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_type_hints
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from dlrover.python.rl.common.errors import InvalidJob, Problem
+from dlrover.python.rl.common.nearest import hint
+
+T = TypeVar("T")
+
+_STRICT = ConfigDict(extra="forbid", strict=False, arbitrary_types_allowed=True)
+
+
+def plain(value: Any) -> Any:
+    """An OmegaConf container as plain dicts and lists, interpolations resolved; anything else as it is.
+
+    Raises:
+        InvalidJob: an interpolation cannot be resolved, or a mandatory value (``???``) is missing.
+    """
+    if not isinstance(value, DictConfig | ListConfig):
+        return value
+    try:
+        return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        where = str(getattr(error, "full_key", "") or "config")
+        raise InvalidJob([Problem(where, str(error).splitlines()[0])]) from error
+
+
+def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Problem]]:
+    """Read ``data`` as the dataclass ``schema``.
+
+    Args:
+        schema: a dataclass; its annotations are the types, ``annotated_types`` bounds the ranges.
+        data: a mapping or ``DictConfig``.
+        where: how the mapping is called in the problems' places.
+
+    Returns:
+        The instance and no problems, or None and all of them.
+    """
+    try:
+        values = plain(data)
+        return _adapter(schema).validate_python(values), []
+    except InvalidJob as error:
+        return None, list(error.problems)
+    except ValidationError as error:
+        return None, [_problem(schema, item, where) for item in error.errors()]
+
+
+def require(schema: type[T], data: Any, where: str) -> T:
+    """Like :func:`parse`, raising :class:`InvalidJob` with all problems."""
+    value, problems = parse(schema, data, where)
+    if value is None:
+        raise InvalidJob(problems)
+    return value
+
+
+def _adapter(schema: type[T]) -> TypeAdapter[T]:
+    for dataclass in _nested(schema):
+        if "__pydantic_config__" not in vars(dataclass):
+            dataclass.__pydantic_config__ = _STRICT
+    return TypeAdapter(schema)
+
+
+def _nested(schema: Any) -> list[type[Any]]:
+    """``schema`` and every dataclass its fields mention."""
+    found: list[type[Any]] = []
+    waiting = [schema]
+    while waiting:
+        kind = waiting.pop()
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind not in found:
+            found.append(kind)
+            waiting.extend(get_type_hints(kind).values())
+        waiting.extend(getattr(kind, "__args__", ()))
+    return found
+
+
+def _problem(schema: Any, item: Mapping[str, Any], where: str) -> Problem:
+    path = [part for part in item["loc"] if not (isinstance(part, str) and "[" in part)]
+    place = ".".join([where, *map(str, path)]) if where else ".".join(map(str, path))
+    if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        known = _fields_at(schema, path[:-1])
+        return Problem(place, f"unknown key '{path[-1]}'{hint(str(path[-1]), known)}")
+    if item["type"] in ("missing", "missing_argument"):
+        return Problem(place, "is required")
+    return Problem(place, f"{_lower(item['msg'])}, got {item['input']!r}")
+
+
+def _lower(text: str) -> str:
+    text = text.removeprefix("Value error, ")
+    return text[:1].lower() + text[1:]
+
+
+def _fields_at(schema: Any, path: list[Any]) -> list[str]:
+    kind = schema
+    for part in path:
+        hints = get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+        candidates = _nested(hints[part]) if part in hints else [kind]
+        kind = candidates[0] if candidates else kind
+    return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []

@@ -1,0 +1,172 @@
+"""Causal language models in Hugging Face format: read as float32 masters, written whole or not at all."""
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.weights import WeightSnapshot, verify
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True, eq=False)
+class CausalLM:
+    """A model with what the engines need to know about it.
+
+    Attributes:
+        model: the Hugging Face model, float32, dropout off.
+        tokenizer: its tokenizer.
+        eos_ids: every id that ends a completion: the tokenizer's and those of the generation config.
+        pad_id: an id to fill padding with; the model never attends to it.
+        vocab_size: rows of the input embedding; ids must be below.
+        max_positions: longest sequence in tokens, or None when the model names no limit.
+    """
+
+    model: Any
+    tokenizer: Any
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    vocab_size: int
+    max_positions: int | None
+
+    def named_weights(self) -> Iterator[tuple[str, Any]]:
+        """Name and tensor of every parameter and saved buffer; tied tensors once, under their first name."""
+        seen: set[int] = set()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+
+    @torch.no_grad()
+    def receive(self, snapshot: WeightSnapshot, serving: int) -> None:
+        """Copy a snapshot into the weights in place, so ties and references to them hold.
+
+        Args:
+            snapshot: what arrived; all of it is verified before anything is written.
+            serving: the version held now.
+
+        Raises:
+            WeightSyncError: the snapshot does not fit or is corrupt; nothing was changed.
+        """
+        own = dict(self.named_weights())
+        verify(snapshot, {name: tuple(tensor.shape) for name, tensor in own.items()}, serving)
+        for name, tensor in own.items():
+            tensor.copy_(snapshot.tensor(name))
+
+    def check_tokens(self, tokens: Any, longest: int) -> None:
+        """Refuse ids outside the vocabulary and sequences of more than ``max_positions`` tokens.
+
+        Args:
+            tokens: flat integer array of ids.
+            longest: tokens of the longest sequence, those still to be generated included.
+
+        Raises:
+            EngineError: either is the case.
+        """
+        if self.max_positions is not None and longest > self.max_positions:
+            raise EngineError(f"a sequence of {longest} tokens does not fit the model's {self.max_positions} positions")
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            raise EngineError(
+                f"token ids from {tokens.min()} to {tokens.max()}, but the model knows 0 to {self.vocab_size - 1}"
+            )
+
+
+def load_causal_lm(source: str | Path, device: str = "cpu") -> CausalLM:
+    """Load model and tokenizer from a folder or by their name on the hub.
+
+    Weights become float32 whatever the checkpoint holds, since updates of small learning rates vanish in bfloat16.
+    Dropout is switched off: a policy's log-probs in training must be those it sampled with.
+
+    Raises:
+        EngineError: there is no such model, or the checkpoint lacks weights of it.
+    """
+    where = _resolve(source)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            where, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(where)
+    except (OSError, ValueError) as error:
+        raise EngineError(f"no model can be loaded from '{source}': {_reason(where)}") from error
+    if absent := sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])}):
+        # The library would fill them with random numbers and go on.
+        raise EngineError(f"the checkpoint '{source}' lacks {', '.join(absent)}")
+    _disable_dropout(model)
+    model.eval().to(device)
+    ends = _as_ids(tokenizer.eos_token_id) + _as_ids(getattr(model.generation_config, "eos_token_id", None))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0)
+    return CausalLM(
+        model,
+        tokenizer,
+        eos_ids=tuple(dict.fromkeys(ends)),
+        pad_id=pad,
+        vocab_size=model.get_input_embeddings().num_embeddings,
+        max_positions=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+    )
+
+
+def _resolve(source: str | Path) -> str:
+    text = str(source)
+    if not Path(text).is_dir() and (isinstance(source, Path) or not _HUB_NAME.fullmatch(text)):
+        raise EngineError(f"no model at '{text}': it is neither a folder nor reachable on the hub")
+    return text
+
+
+def _reason(where: str) -> str:
+    if Path(where).is_dir():
+        return "the folder does not hold a causal language model with its tokenizer"
+    return "it is neither a folder nor reachable on the hub"
+
+
+def _as_ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _disable_dropout(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout") and isinstance(module.attention_dropout, float):
+            module.attention_dropout = 0.0
+
+
+def write_atomically(path: Path, model: Any, tokenizer: Any) -> Path:
+    """Write model and tokenizer to the folder ``path``; a reader sees the old folder or the new one, never a part.
+
+    Between the two there is an instant with neither: a folder that is not empty cannot be replaced in one step.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh, old = (path.with_name(f".{path.name}.{kind}-{uuid.uuid4().hex}") for kind in ("new", "old"))
+    try:
+        model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        for file in fresh.iterdir():
+            _flush(file)
+        if path.exists():
+            path.rename(old)
+        fresh.rename(path)
+        _flush(path.parent)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def _flush(path: Path) -> None:
+    """Push a file's or folder's contents to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

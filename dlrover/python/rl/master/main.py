@@ -1,0 +1,201 @@
+"""The command line: ``dlrover-rl run|check|submit|status|stop``.
+
+Exit codes: 0 the job finished; 1 it failed; 2 the request was wrong and nothing was started; 3 it was stopped by
+somebody else; 4 Ray could not be reached; 130 it was interrupted here (Ctrl-C).
+"""
+
+import ast
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dlrover.python.rl.common.errors import DLRoverRLError, InvalidJob, JobConflict, Problem
+from dlrover.python.rl.common.log import configure_logging
+from dlrover.python.rl.common.names import check_job_name, master_name
+from dlrover.python.rl.config.layout import job_to_yaml
+from dlrover.python.rl.config.load import load_job, load_job_text
+from dlrover.python.rl.config.spec import JobSpec, RestartSpec
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.job import CheckedJob, check_job, run_here, run_on_ray, stop_master
+from dlrover.python.rl.master.progress import ProgressView
+from dlrover.python.rl.master.status import JobStatus
+from dlrover.python.rl.runtime.ray.actors import ask, end, find
+from dlrover.python.rl.runtime.ray.cluster import ClusterUnavailable, ray_cluster
+
+EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
+
+_ANSWER_S = 30.0
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Run RL post-training jobs."""
+    configure_logging()
+
+
+@cli.command()
+@click.argument("job_file")
+@click.argument("overrides", nargs=-1)
+@click.option("--address", help="A running Ray cluster ('auto', 'host:port'); by default one is started for the job.")
+@click.option("--local", is_flag=True, help="Run everything in this process, without Ray.")
+def run(job_file: str, overrides: tuple[str, ...], address: str | None, local: bool) -> None:
+    """Run JOB_FILE to its end. OVERRIDES are key=value (+key=value adds a key)."""
+    job = load_job(job_file, overrides)
+    _run(check_job(job, local), address, local)
+
+
+@cli.command()
+@click.argument("job_file")
+@click.argument("overrides", nargs=-1)
+@click.option("--local", is_flag=True, help="Check for a run in one process.")
+def check(job_file: str, overrides: tuple[str, ...], local: bool) -> None:
+    """Print the resolved plan of JOB_FILE, or all of its problems."""
+    checked = check_job(load_job(job_file, overrides), local)
+    click.echo(f"{job_to_yaml(checked.job)}\n{describe(checked)}")
+
+
+def _literal(_: click.Context, option: click.Parameter, text: str) -> Any:
+    """A Python literal, as the original's options take them."""
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError) as error:
+        raise click.BadParameter(f"{text!r} is not a Python literal such as {{'rollout': 3}}") from error
+    if not isinstance(value, dict):
+        raise click.BadParameter(f"{text!r} is not a dict")
+    return value
+
+
+@cli.command()
+@click.option("--job_name", required=True, help="Unique on the cluster; a DNS label.")
+@click.option("--rl_config", required=True, help="The job in the rl_config layout: YAML or JSON text, or a file.")
+@click.option("--master_cpu", type=click.FloatRange(min=0), default=0, show_default=True)
+@click.option("--master_mem", "--master_memory", type=click.FloatRange(min=0), default=0, help="In MB.")
+@click.option("--job_max_restart", "--max_restart", type=click.IntRange(min=0), default=10, show_default=True)
+@click.option("--trainer_max_restart", type=click.IntRange(min=0), default=10, show_default=True)
+@click.option("--workload_max_restart", default="{}", callback=_literal, help="Role to limit: {'rollout': 3}.")
+@click.option(
+    "--scheduling_strategy_type", type=click.Choice(["AUTO", "SIMPLE", "GROUP"], case_sensitive=False), default="AUTO"
+)
+@click.option("--address", help="A running Ray cluster; by default one is started for the job.")
+@click.option("--local", is_flag=True, help="Run everything in this process, without Ray.")
+def submit(job_name: str, rl_config: str, address: str | None, local: bool, **options: Any) -> None:
+    """Run a job given by the original's options, and wait for its end."""
+    text = Path(rl_config).read_text(encoding="utf-8") if _is_file(rl_config) else rl_config
+    job = _with_options(load_job_text(text, job_name), options)
+    _run(check_job(job, local), address, local)
+
+
+def _is_file(text: str) -> bool:
+    return "\n" not in text and "{" not in text and Path(text).is_file()
+
+
+def _with_options(job: JobSpec, options: dict[str, Any]) -> JobSpec:
+    limits = {str(role).upper(): int(limit) for role, limit in options["workload_max_restart"].items()}
+    unknown = [
+        Problem("--workload_max_restart", f"the job has no role '{role}'") for role in set(limits) - {*job.workloads}
+    ]
+    if unknown:
+        raise InvalidJob(unknown)
+    restart = RestartSpec(
+        job_max_restart=options["job_max_restart"],
+        trainer_max_restart=options["trainer_max_restart"],
+        workload_max_restart=limits,
+        backoff_s=job.restart.backoff_s,
+    )
+    master = replace(job.master, cpu=options["master_cpu"], memory=options["master_mem"])
+    strategy = options["scheduling_strategy_type"].upper()
+    return replace(job, restart=restart, master=master, scheduling_strategy=strategy)
+
+
+@cli.command()
+@click.argument("job_name")
+@click.option("--address", default="auto", show_default=True)
+def status(job_name: str, address: str) -> None:
+    """Say how a running job is."""
+    _with_master(job_name, address, lambda master: _print_status(ask(master.status.remote(), _ANSWER_S)))
+
+
+@cli.command()
+@click.argument("job_name")
+@click.option("--address", default="auto", show_default=True)
+def stop(job_name: str, address: str) -> None:
+    """End a running job in good order."""
+
+    def act(master: Any) -> None:
+        if ask(master.status.remote(), _ANSWER_S).phase.terminal:
+            end(master)
+        else:
+            stop_master(master, "stopped from the command line")
+
+    _with_master(job_name, address, act)
+
+
+def _with_master(job_name: str, address: str, act: Callable[[Any], None]) -> None:
+    try:
+        check_job_name(job_name)
+    except ValueError as error:
+        raise InvalidJob([Problem("job_name", str(error))]) from error
+    with ray_cluster(address, {}):
+        master = find(master_name(job_name))
+        if master is None:
+            raise InvalidJob([Problem("job_name", f"no job named '{job_name}' on this cluster")])
+        act(master)
+
+
+def _print_status(answer: JobStatus) -> None:
+    of = f"/{answer.total_steps}" if answer.total_steps else ""
+    click.echo(f"{answer.name}: {answer.phase.value}, step {answer.step}{of}, restarts {answer.restarts}")
+    for who, node, pid in answer.members:
+        click.echo(f"  {who:<16} {node} pid {pid}")
+    if answer.reason:
+        click.echo(f"  {answer.reason}")
+
+
+def describe(checked: CheckedJob) -> str:
+    """The plan, one line for each role."""
+    lines = [f"plan: {len(checked.placement.bundles)} bundles, {checked.placement.total} in all"]
+    for role, slots in checked.placement.slots.items():
+        spec = checked.job.workloads[role]
+        where = ", ".join(f"{slot.bundle}" for slot in slots)
+        shared = checked.job.collocation_of(role)
+        with_whom = f", sharing devices: {'+'.join(shared)}" if shared else ""
+        lines.append(
+            f"  {role:<10} x{spec.num}  {spec.module}.{spec.class_}  each {dict(slots[0].resources)}"
+            f"  in bundle {where}{with_whom}"
+        )
+    return "\n".join(lines)
+
+
+def _run(checked: CheckedJob, address: str | None, local: bool) -> None:
+    with ProgressView(checked.job.name) as view:
+        ended = run_here(checked, view) if local else run_on_ray(checked, view, address)
+    click.echo(f"{ended.name}: {ended.phase.value}, {ended.reason}; files in {checked.job.job_dir}", err=True)
+    if ended.cause is not None and ended.cause.detail:
+        click.echo(f"\n{ended.cause.detail}", err=True)
+    if ended.phase is Phase.FAILED:
+        sys.exit(EXIT_FAILED)
+    if ended.phase is not Phase.FINISHED:
+        sys.exit(EXIT_INTERRUPTED if ended.reason == "interrupted" else EXIT_STOPPED)
+
+
+def main() -> None:
+    """Entry point of ``dlrover-rl``."""
+    try:
+        cli(prog_name="dlrover-rl")
+    except (InvalidJob, JobConflict) as error:
+        click.echo(str(error), err=True)
+        sys.exit(EXIT_INVALID)
+    except ClusterUnavailable as error:
+        click.echo(str(error), err=True)
+        sys.exit(EXIT_NO_CLUSTER)
+    except DLRoverRLError as error:
+        click.echo(str(error), err=True)
+        sys.exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    main()

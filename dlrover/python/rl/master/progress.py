@@ -1,0 +1,92 @@
+"""Showing a run: a live bar on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dlrover.python.rl.trainer.trainer import StepReport
+
+_HEADLINE = ("reward", "loss", "kl", "accuracy", "tokens_per_s")
+_PLAIN_INTERVAL_S = 2.0
+
+
+def figures(metrics: Mapping[str, float]) -> str:
+    """The figures of a step worth a line: ``reward 0.53  kl 0.012  4,812 tok/s``."""
+    shown = []
+    for name in _HEADLINE:
+        if name in metrics:
+            value = metrics[name]
+            shown.append(f"{value:,.0f} tok/s" if name == "tokens_per_s" else f"{name} {value:.4g}")
+    return "  ".join(shown)
+
+
+class ProgressView:
+    """Shows step reports. Use it as a context manager and call it with each report.
+
+    Args:
+        title: the job's name.
+        stream: where to write.
+    """
+
+    def __init__(self, title: str, stream: TextIO | None = None) -> None:
+        self._title, self._stream = title, stream or sys.stderr
+        self._bar: Progress | None = None
+        self._task: int | None = None
+        self._began_s = self._printed_s = 0.0
+        self._first = 0
+
+    def __enter__(self) -> "ProgressView":
+        console = Console(file=self._stream)
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, report: StepReport) -> None:
+        if self._bar is None:
+            self._line(report)
+            return
+        total = report.total_steps or None
+        if self._task is None:
+            self._task = self._bar.add_task(self._title, total=total, figures="")
+        # Rich knows tasks by a number type of its own.
+        task = self._bar.tasks[self._task].id
+        self._bar.update(task, completed=report.step, total=total, figures=figures(report.metrics))
+
+    def _line(self, report: StepReport) -> None:
+        now_s = time.monotonic()
+        if not self._began_s:
+            self._began_s, self._first = now_s, report.step
+        last = report.step == report.total_steps
+        if now_s - self._printed_s < _PLAIN_INTERVAL_S and not last:
+            return
+        self._printed_s = now_s
+        of = f"/{report.total_steps}" if report.total_steps else ""
+        self._stream.write(f"{self._title}  step {report.step}{of}  {figures(report.metrics)}{self._eta(report)}\n")
+        self._stream.flush()
+
+    def _eta(self, report: StepReport) -> str:
+        done = report.step - self._first
+        if done <= 0 or not report.total_steps:
+            return ""
+        left_s = (time.monotonic() - self._began_s) / done * (report.total_steps - report.step)
+        return f"  eta {left_s:.0f} s"

@@ -1,0 +1,80 @@
+"""A Ray cluster to run on: one that is started here and ended again, or one that is there already."""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ray
+
+from dlrover.python.rl.common.errors import DLRoverRLError
+from dlrover.python.rl.common.names import NAMESPACE
+
+_LOG = logging.getLogger(__name__)
+
+_START_ATTEMPTS = 3
+_LOOPBACK = "127.0.0.1"
+
+
+class ClusterUnavailable(DLRoverRLError):
+    """Ray could not be started or reached."""
+
+    retryable = True
+
+
+@contextlib.contextmanager
+def ray_cluster(
+    address: str | None, needed: Mapping[str, float], namespace: str = NAMESPACE, log_to_driver: bool = True
+) -> Iterator[None]:
+    """Be connected to Ray inside the block.
+
+    Args:
+        address: of a running cluster (``"auto"``, ``"host:port"``); None starts one on loopback, on this machine only,
+            with enough logical resources for ``needed``, and ends it with the block.
+        needed: the job's resources (``cpu``, ``gpu``, custom ones).
+        namespace: of the actors made inside.
+        log_to_driver: print what the processes print.
+
+    Raises:
+        ClusterUnavailable: after some attempts, with Ray's own error as the cause.
+    """
+    _connect(address, needed, namespace, log_to_driver)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str | None, needed: Mapping[str, float], namespace: str, log_to_driver: bool) -> None:
+    common: dict[str, Any] = {
+        "namespace": namespace,
+        "log_to_driver": log_to_driver,
+        "logging_level": logging.ERROR,
+        "configure_logging": True,
+    }
+    if address is None:
+        # Ray looks at this variable first, and would join another cluster.
+        os.environ.pop("RAY_ADDRESS", None)
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        common |= {
+            "num_cpus": max(int(needed.get("cpu", 0)) + 2, os.cpu_count() or 1),
+            "include_dashboard": False,
+            "_node_ip_address": _LOOPBACK,
+            "resources": {name: amount for name, amount in needed.items() if name not in ("cpu", "gpu", "memory")},
+        }
+    else:
+        common["address"] = address
+    last: BaseException | None = None
+    for attempt in range(1 if address else _START_ATTEMPTS):
+        try:
+            ray.init(**common)
+            return
+        except (RuntimeError, ConnectionError, TimeoutError, ray.exceptions.RayError, ValueError) as error:
+            last = error
+            _LOG.warning("Ray did not come up (attempt %d): %s", attempt + 1, error)
+            ray.shutdown()
+            time.sleep(0.5 * attempt)
+    where = f"at {address}" if address else "on this machine"
+    raise ClusterUnavailable(f"no Ray cluster {where}: {last}") from last

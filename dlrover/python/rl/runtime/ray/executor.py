@@ -1,0 +1,369 @@
+"""Carrying out the brain's commands on Ray. Lives in the master's process, on its event loop."""
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from dlrover.python.rl.common.errors import PlacementTimeout, WorkloadStartError
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import NAMESPACE, member_name, trainer_name
+from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.events import (
+    Cause,
+    CauseKind,
+    Command,
+    Failed,
+    MemberStarted,
+    Place,
+    Placed,
+    Release,
+    Released,
+    RestartDue,
+    StartMembers,
+    StartTrainer,
+    TrainerFinished,
+    TrainerStarted,
+    WaitThenRestart,
+)
+from dlrover.python.rl.control.placement import Placement, Slot
+from dlrover.python.rl.runtime.executor import Emit, cause_of
+from dlrover.python.rl.runtime.ray.member import Location, member_class
+from dlrover.python.rl.runtime.ray.trainer import TrainerActor, TrainerFailed
+from dlrover.python.rl.trainer.workload import MemberContext
+
+_LOG = get_logger(__name__)
+
+WATCH_INTERVAL_S = 0.5
+_POLL_S = 0.05
+_CLOSE_GRACE_S = 1.0
+_GONE_DEADLINE_S = 20.0
+_MEGABYTE = 1024 * 1024
+
+_VISIBLE_DEVICES_OFF = {
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES": "1",
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
+}
+
+
+@dataclass
+class _Incarnation:
+    """What one incarnation of the job owns."""
+
+    groups: list[PlacementGroup] = field(default_factory=list)
+    members: dict[tuple[RLRoleType, int], Any] = field(default_factory=dict)
+    trainer: Any = None
+    tasks: list["asyncio.Task[None]"] = field(default_factory=list)
+
+
+class RayExecutor:
+    """Runs a job as detached, named actors.
+
+    Args:
+        job: what to run.
+        placement: where its members go.
+        methods: role to the public methods of its workload.
+        master: the master's own handle, given to workloads and trainer.
+    """
+
+    def __init__(self, job: JobSpec, placement: Placement, methods: Mapping[str, tuple[str, ...]], master: Any) -> None:
+        self._job, self._placement, self._methods, self._master = job, placement, methods, master
+        self._owned: dict[int, _Incarnation] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    def execute(self, command: Command, emit: Emit) -> None:
+        number = command.incarnation
+        owned = self._owned.setdefault(number, _Incarnation())
+        if isinstance(command, Place):
+            self._spawn(self._place(number, owned, emit), owned, emit, number)
+        elif isinstance(command, StartMembers):
+            self._spawn(self._start_members(number, owned, emit), owned, emit, number)
+        elif isinstance(command, StartTrainer):
+            self._spawn(self._run_trainer(number, owned, emit), owned, emit, number)
+        elif isinstance(command, Release):
+            self._detach(self._release(number, owned, emit))
+        elif isinstance(command, WaitThenRestart):
+            self._detach(self._wait(command, emit))
+
+    # -- tasks --------------------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None], owned: _Incarnation, emit: Emit, number: int) -> None:
+        """Run ``work`` as part of an incarnation: whatever it raises is a failure of the job, and release ends it."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # noqa: BLE001 -- the end of the line: it becomes an event
+                emit(Failed(number, _cause(error)))
+
+        owned.tasks.append(self._detach(guarded()))
+
+    def _detach(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    # -- placing ------------------------------------------------------------------------------------------------------
+
+    async def _place(self, number: int, owned: _Incarnation, emit: Emit) -> None:
+        if self._job.scheduling_strategy != "SIMPLE":
+            for node in sorted({bundle.node for bundle in self._placement.bundles}):
+                bundles = [_ray_bundle(item.resources) for item in self._placement.bundles if item.node == node]
+                name = f"{self._job.name}/{number}/node-{node}"
+                owned.groups.append(placement_group(bundles, "STRICT_PACK", name=name, lifetime="detached"))
+            await self._await_groups(owned.groups)
+        emit(Placed(number))
+
+    async def _await_groups(self, groups: list[PlacementGroup]) -> None:
+        deadline = asyncio.get_running_loop().time() + self._job.placement_timeout_s
+        while any(placement_group_table(group)["state"] != "CREATED" for group in groups):
+            if asyncio.get_running_loop().time() > deadline:
+                have = {name: amount for name, amount in ray.available_resources().items() if ":" not in name}
+                raise PlacementTimeout(
+                    f"after {self._job.placement_timeout_s:g} s the cluster still lacks the resources: "
+                    f"needed {self._placement.total}, free {have}"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    def _options(self, name: str, slot: Slot, groups: list[PlacementGroup], env: Mapping[str, str]) -> dict[str, Any]:
+        """Ray's options for a member's actor."""
+        amounts = dict(slot.resources)
+        options: dict[str, Any] = {
+            "name": name,
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            # Replacing a member is the master's job: Ray's own restart would hide it, in its constructor's state.
+            "max_restarts": 0,
+            "num_cpus": amounts.pop("cpu", 0.0),
+            "num_gpus": amounts.pop("gpu", 0.0),
+            "memory": int(amounts.pop("memory", 0.0) * _MEGABYTE) or None,
+            "resources": amounts or None,
+            "runtime_env": {"env_vars": dict(env)},
+        }
+        if groups:
+            node = self._placement.bundles[slot.bundle].node
+            first = next(index for index, bundle in enumerate(self._placement.bundles) if bundle.node == node)
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(groups[node], slot.bundle - first)
+        return options
+
+    # -- members ------------------------------------------------------------------------------------------------------
+
+    async def _start_members(self, number: int, owned: _Incarnation, emit: Emit) -> None:
+        for role, rank in self._job.members():
+            owned.members[role, rank] = self._create(number, owned, role, rank)
+        ports = self._job.trainer.torch_master_port
+        located = await _all({member: handle.dlrover_locate.remote(ports) for member, handle in owned.members.items()})
+        contexts = self._contexts(number, located)
+        # The configuration is the same for all members: stored once.
+        config = ray.put(self._job.config)
+        started = {
+            (role, rank): self._target(role, handle, contexts[role, rank], config)
+            for (role, rank), handle in owned.members.items()
+        }
+        for (role, rank), pid in (await _all(started)).items():
+            self._spawn(self._watch(f"{role}[{rank}]", owned.members[role, rank]), owned, emit, number)
+            emit(MemberStarted(number, role, rank, located[role, rank].host, pid))
+
+    def _create(self, number: int, owned: _Incarnation, role: RLRoleType, rank: int) -> Any:
+        spec = self._job.workloads[role]
+        env = {**self._process_env(), **self._job.env, **spec.env}
+        if spec.env.get("DLROVER_RL_RAY_VISIBLE_DEVICES") != "1":
+            env = {**_VISIBLE_DEVICES_OFF, **env}
+        name = member_name(self._job.name, number, role, rank)
+        options = self._options(name, self._placement.slots[role][rank], owned.groups, env)
+        actor = ray.remote(member_class(spec.class_, self._methods.get(role, ())))
+        return actor.options(**options).remote(f"{role}-{rank}")
+
+    def _process_env(self) -> dict[str, str]:
+        if self._job.trainer.device_type != "CPU":
+            return {}
+        # Several processes share the cores: threads that spin while they wait take them from the others.
+        return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+    def _target(self, role: RLRoleType, handle: Any, context: MemberContext, config: Any) -> Any:
+        spec = self._job.workloads[role]
+        return handle.dlrover_start.remote(
+            (spec.module, spec.class_, self._job.search_path), context, self._master, config
+        )
+
+    def _contexts(
+        self, number: int, located: Mapping[tuple[RLRoleType, int], Location]
+    ) -> dict[tuple[RLRoleType, int], MemberContext]:
+        contexts = {}
+        for role, rank in self._job.members():
+            here = located[role, rank].node_id
+            on_node = [other for other in range(self._job.workloads[role].num) if located[role, other].node_id == here]
+            first = located[role, 0]
+            contexts[role, rank] = MemberContext(
+                name=member_name(self._job.name, number, role, rank),
+                role=role,
+                rank=rank,
+                world_size=self._job.workloads[role].num,
+                local_rank=on_node.index(rank),
+                local_world_size=len(on_node),
+                master_addr=first.address,
+                master_port=first.port,
+                collocation=",".join(self._job.collocation_of(role)),
+            )
+        return contexts
+
+    async def _watch(self, who: str, handle: Any) -> None:
+        """Hold a ping pending on the member: it fails the moment the process is gone, busy or not."""
+        while True:
+            try:
+                await handle.dlrover_ping.remote()
+            except RayActorError as error:
+                raise MemberGone(who, error) from error
+            await asyncio.sleep(WATCH_INTERVAL_S)
+
+    # -- trainer ------------------------------------------------------------------------------------------------------
+
+    async def _run_trainer(self, number: int, owned: _Incarnation, emit: Emit) -> None:
+        owned.trainer = (
+            ray.remote(TrainerActor)
+            .options(
+                name=trainer_name(self._job.name, number),
+                namespace=NAMESPACE,
+                lifetime="detached",
+                max_restarts=0,
+                num_cpus=0,
+                runtime_env={"env_vars": {**self._process_env(), **self._job.env}},
+            )
+            .remote()
+        )
+        handles: dict[RLRoleType, list[Any]] = {}
+        for (role, _), handle in owned.members.items():
+            handles.setdefault(role, []).append(handle)
+        resources = {role: dict(slots[0].resources) for role, slots in self._placement.slots.items()}
+        try:
+            where = await owned.trainer.start.remote(self._job, handles, resources, self._master)
+            emit(TrainerStarted(number, where.host, where.pid))
+            await owned.trainer.run.remote()
+        except RayActorError as error:
+            raise MemberGone("trainer", error) from error
+        emit(TrainerFinished(number))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    async def _release(self, number: int, owned: _Incarnation, emit: Emit) -> None:
+        for task in owned.tasks:
+            task.cancel()
+        if owned.trainer is not None:
+            ray.kill(owned.trainer)
+        await self._close_members(owned)
+        for handle in owned.members.values():
+            ray.kill(handle)
+        for group in owned.groups:
+            remove_placement_group(group)
+        names = [member_name(self._job.name, number, *member) for member in owned.members]
+        await _until_gone([*names, trainer_name(self._job.name, number)])
+        self._owned.pop(number, None)
+        emit(Released(number))
+
+    async def _close_members(self, owned: _Incarnation) -> None:
+        """Let idle workloads close; one that is busy or dead is not waited for longer than a moment."""
+        closing = [handle.dlrover_close.remote() for handle in owned.members.values()]
+        if closing:
+            ready, late = await asyncio.to_thread(
+                ray.wait, closing, num_returns=len(closing), timeout=_CLOSE_GRACE_S, fetch_local=False
+            )
+            _LOG.debug("%d members closed, %d did not in time", len(ready), len(late))
+
+    async def _wait(self, command: WaitThenRestart, emit: Emit) -> None:
+        await asyncio.sleep(command.delay_s)
+        emit(RestartDue(command.incarnation))
+
+
+class MemberGone(Exception):
+    """A process of the job is gone; ``who`` it was, and Ray's error."""
+
+    def __init__(self, who: str, error: RayError) -> None:
+        super().__init__(who)
+        self.who, self.error = who, error
+
+
+async def _all(pending: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Await several object refs by key; the first failure ends the wait."""
+    keys = list(pending)
+    values = await asyncio.gather(*(_one(key, pending[key]) for key in keys))
+    return dict(zip(keys, values, strict=True))
+
+
+async def _one(member: tuple[RLRoleType, int], ref: Any) -> Any:
+    try:
+        return await ref
+    except RayActorError as error:
+        raise MemberGone(f"{member[0]}[{member[1]}]", error) from error
+
+
+async def _until_gone(names: list[str]) -> None:
+    """Wait until no actor of these names is left."""
+    deadline = asyncio.get_running_loop().time() + _GONE_DEADLINE_S
+    for name in names:
+        while _exists(name):
+            if asyncio.get_running_loop().time() > deadline:
+                _LOG.warning("the actor %s is still there after %g s", name, _GONE_DEADLINE_S)
+                return
+            await asyncio.sleep(_POLL_S)
+
+
+def _exists(name: str) -> bool:
+    try:
+        ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True
+
+
+def _ray_bundle(resources: Mapping[str, float]) -> dict[str, float]:
+    names = {"cpu": "CPU", "gpu": "GPU"}
+    return {
+        names.get(name, name): amount * _MEGABYTE if name == "memory" else amount
+        for name, amount in resources.items()
+        if amount
+    }
+
+
+def _cause(error: Exception) -> Cause:
+    if isinstance(error, MemberGone):
+        return Cause(_death(error.error), error.who, _one_line(error.error), str(error.error))
+    if isinstance(error, PlacementTimeout):
+        return Cause(CauseKind.NO_RESOURCES, "job", str(error))
+    inner = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(inner, TrainerFailed):
+        if inner.error is not None:
+            return cause_of(inner.error, "trainer", inner.remote_traceback)
+        return Cause(CauseKind.USER_ERROR, "trainer", inner.summary, inner.remote_traceback)
+    if isinstance(inner, WorkloadStartError):
+        return cause_of(inner, inner.who)
+    return Cause(CauseKind.INTERNAL, "job", f"{type(inner).__name__}: {inner}".splitlines()[0], str(error))
+
+
+def _death(error: RayError) -> CauseKind:
+    if isinstance(error, OutOfMemoryError) or "memory" in str(error).lower():
+        return CauseKind.OUT_OF_MEMORY
+    if isinstance(error, NodeDiedError) or (isinstance(error, ActorDiedError) and "node" in _one_line(error).lower()):
+        return CauseKind.NODE_LOST
+    return CauseKind.PROCESS_DIED
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,48 @@
+"""How arguments travel to a member: plain values, top-level object refs, and the two shapes that hold nested ones."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dlrover.python.rl.trainer.port import Ref
+from dlrover.python.rl.trainer.shard import Rows, take_rows
+
+
+@dataclass(frozen=True)
+class ListOfRefs:
+    """A list argument that mixes values and object refs; ``is_ref`` says which is which."""
+
+    items: tuple[Any, ...]
+    is_ref: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class RowsOfRefs:
+    """One shard of pending results: object refs of the parts and of their row counts."""
+
+    tokens: tuple[Any, ...]
+    sizes: tuple[Any, ...]
+    index: int
+    count: int
+
+
+def encode(value: Any) -> Any:
+    """What is sent for one argument. A :class:`Ref` becomes its object ref, which Ray resolves before the call."""
+    if isinstance(value, Ref):
+        return value.token
+    if isinstance(value, Rows):
+        refs = value.parts
+        return RowsOfRefs(tuple(ref.token for ref in refs), tuple(ref.size for ref in refs), value.index, value.count)
+    if isinstance(value, list) and any(isinstance(item, Ref) for item in value):
+        is_ref = tuple(isinstance(item, Ref) for item in value)
+        return ListOfRefs(tuple(item.token if isinstance(item, Ref) else item for item in value), is_ref)
+    return value
+
+
+def decode(value: Any, get: Callable[[Any], Any]) -> Any:
+    """What the workload's method sees of one argument; ``get`` fetches an object ref, or a list of them."""
+    if isinstance(value, ListOfRefs):
+        return [get(item) if is_ref else item for item, is_ref in zip(value.items, value.is_ref, strict=True)]
+    if isinstance(value, RowsOfRefs):
+        return take_rows(Rows(value.tokens, value.index, value.count), get(list(value.sizes)), get)
+    return value

@@ -1,0 +1,191 @@
+"""How an argument is divided over the members of a role group.
+
+==========================================  ===========================================================================
+argument                                    what each of ``n`` shards gets
+==========================================  ===========================================================================
+``Shard(x)``                                an even part of ``x`` along its first axis
+``Replicate(x)``                            all of ``x``
+list of exactly ``n`` items                 its item
+longer list, tuple, array, tensor, Batch    an even part along the first axis
+shorter one                                 refused: :class:`~dlrover.python.rl.common.errors.ShardError`
+anything else                               all of it
+==========================================  ===========================================================================
+
+Even parts keep the order and differ by at most one row, larger ones first. A named tuple, a string and a 0-d array
+count as "anything else"; a dict is divided only inside ``Shard``: each of its columns is.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dlrover.python.rl.common.errors import DataError, ShardError
+from dlrover.python.rl.data.batch import Batch, even_cuts
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Split ``value`` along its first axis over the shards, whatever its length and type allow.
+
+    Args:
+        value: a list, tuple, array, tensor, ``Batch``, dict of equally long columns, or pending results (the parts are
+            then taken as one sequence of rows, each shard fetching only the rows it needs).
+        by: ``"rows"``, or ``"tokens"`` for a ``Batch``: parts with even token counts.
+    """
+
+    value: Any
+    by: str = "rows"
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Give all of ``value`` to every member."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One shard of pending results: part ``index`` of ``count`` over the rows of ``parts`` joined together."""
+
+    parts: Sequence[Any]
+    index: int
+    count: int
+
+
+def divide(value: Any, shards: int, auto_shard: bool, label: str) -> list[Any] | None:
+    """Return one part per shard, or None when ``value`` goes to every member whole.
+
+    Args:
+        value: the argument as the caller wrote it.
+        shards: how many parts are needed.
+        auto_shard: whether unwrapped values are divided at all.
+        label: the argument's name in error messages.
+
+    Raises:
+        ShardError: the value has fewer rows than shards, or cannot be divided.
+    """
+    if isinstance(value, Replicate):
+        return None
+    if isinstance(value, Shard):
+        return split(value.value, shards, label, value.by)
+    if not auto_shard or not is_sequence_of_rows(value):
+        return None
+    if isinstance(value, list) and len(value) == shards:
+        return list(value)
+    return split(value, shards, label)
+
+
+def unwrap(value: Any) -> Any:
+    """The value inside ``Shard`` or ``Replicate``, or the value itself."""
+    return value.value if isinstance(value, Shard | Replicate) else value
+
+
+def is_sequence_of_rows(value: Any) -> bool:
+    """Whether an unwrapped value is divided by default."""
+    if isinstance(value, list | Batch):
+        return True
+    if isinstance(value, tuple):
+        return not hasattr(value, "_fields")
+    return _is_array(value)
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__getitem__") and len(getattr(value, "shape", ())) > 0
+
+
+def split(value: Any, shards: int, label: str, by: str = "rows") -> list[Any]:
+    """Cut ``value`` into even parts; see the table above."""
+    if getattr(value, "is_pending", False):
+        return [Rows(tuple(value), index, shards) for index in range(shards)]
+    if isinstance(value, dict):
+        return _split_columns(value, shards, label)
+    if not (is_sequence_of_rows(value) or isinstance(value, range)):
+        raise ShardError(f"{label} is {type(value).__name__}, which has no rows to split; wrap it in Replicate(...)")
+    rows = len(value)
+    if rows < shards:
+        raise ShardError(
+            f"{label} has {rows} row{'' if rows == 1 else 's'}, too few to split over {shards} shards; "
+            "wrap it in Replicate(...) to give all of it to every member"
+        )
+    if isinstance(value, Batch):
+        try:
+            return list(value.split(shards, by))
+        except DataError as error:
+            raise ShardError(f"{label}: {error}") from error
+    if by != "rows":
+        raise ShardError(f"{label} is {type(value).__name__}; only a Batch can be split by '{by}'")
+    cuts = even_cuts(rows, shards)
+    return [_part(value, start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+
+
+def _part(value: Any, start: int, stop: int) -> Any:
+    part = value[start:stop]
+    # A torch view is sent with its whole storage: copy the slice.
+    return part.clone() if hasattr(part, "untyped_storage") else part
+
+
+def _split_columns(columns: Mapping[str, Any], shards: int, label: str) -> list[Any]:
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) != 1:
+        raise ShardError(f"{label} has columns of different lengths: {lengths}")
+    parts = {name: split(column, shards, f"{label}['{name}']") for name, column in columns.items()}
+    return [{name: parts[name][index] for name in columns} for index in range(shards)]
+
+
+def take_rows(rows: Rows, sizes: Sequence[int | None], fetch: Callable[[Any], Any]) -> Any:
+    """Resolve one shard of pending results where it is needed.
+
+    Args:
+        rows: which shard.
+        sizes: the number of rows of each part, None for a value that has none.
+        fetch: gets the value of a part; called only for the parts this shard needs.
+
+    Raises:
+        ShardError: a part has no rows, or there are fewer rows than shards.
+    """
+    known = [size for size in sizes if size is not None]
+    if len(known) != len(sizes):
+        raise ShardError("Shard(...) of pending results needs results with rows (list, tuple, array or Batch)")
+    total = sum(known)
+    if total < rows.count:
+        raise ShardError(f"pending results have {total} rows, too few to split over {rows.count} shards")
+    cuts = even_cuts(total, rows.count)
+    wanted_start, wanted_stop = cuts[rows.index], cuts[rows.index + 1]
+    pieces, offset = [], 0
+    for part, size in zip(rows.parts, known, strict=True):
+        start, stop = max(wanted_start - offset, 0), min(wanted_stop - offset, size)
+        if start < stop:
+            value = fetch(part)
+            pieces.append(value if (start, stop) == (0, size) else _slice(value, start, stop))
+        offset += size
+    return join(pieces)
+
+
+def _slice(value: Any, start: int, stop: int) -> Any:
+    return value.rows(start, stop) if isinstance(value, Batch) else value[start:stop]
+
+
+def join(pieces: Sequence[Any]) -> Any:
+    """Put parts of one kind one after the other.
+
+    Raises:
+        ShardError: the kind of value cannot be joined.
+    """
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    if isinstance(first, Batch):
+        return Batch.concat(pieces)
+    if isinstance(first, list):
+        return [item for piece in pieces for item in piece]
+    if isinstance(first, tuple):
+        return tuple(item for piece in pieces for item in piece)
+    if hasattr(first, "__array_namespace__"):
+        return first.__array_namespace__().concat(list(pieces))
+    raise ShardError(f"parts of type {type(first).__name__} cannot be joined; return a Batch, list or numpy array")
+
+
+def row_count(value: Any) -> int | None:
+    """The rows of a result for :func:`take_rows`, None when it has none."""
+    return len(value) if is_sequence_of_rows(value) else None
