@@ -72,10 +72,7 @@ def encode_example(
         DataError: the row has neither form, or the tokenizer cannot encode it.
         ValueError: unknown ``mode``, or ``max_length`` below 1.
     """
-    if mode not in get_args(Turns):
-        raise ValueError(f"unknown mode '{mode}'{hint(mode, get_args(Turns))}")
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"max_length must be at least 1, not {max_length}")
+    _check_arguments(mode, max_length)
     faults = _faults(row)
     if faults:
         raise DataError("; ".join(faults))
@@ -123,6 +120,22 @@ def load_sft(
     tokens = Ragged.from_rows([item.tokens for item in encoded], dtype=np.int64)
     mask = Ragged.from_rows([item.action_mask for item in encoded], dtype=np.bool_)
     return Batch({"tokens": tokens, "action_mask": mask}), dropped
+
+
+def _check_arguments(mode: str, max_length: int | None) -> None:
+    if mode not in get_args(Turns):
+        raise ValueError(f"unknown mode '{mode}'{hint(mode, get_args(Turns))}")
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"max_length must be at least 1, not {max_length}")
+
+
+def check_sft(path: str | Path) -> list[Problem]:
+    """What :func:`load_sft` would refuse the file for whatever the tokenizer; empty when it would not."""
+    rows, problems = scan_jsonl(path)
+    if not rows and not problems:
+        problems = [Problem(str(path), "holds no rows")]
+    problems += [Problem(f"{path}:{line}", fault) for line, row in rows for fault in _faults(row)]
+    return in_line_order(problems)
 
 
 def _faults(row: Mapping[str, Any]) -> list[str]:

@@ -52,7 +52,7 @@ class OptimizerConfig:
 
 TokenLoss: TypeAlias = Callable[[Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
 """``loss(logprobs, columns) -> (loss, metrics)``: ``logprobs`` ``[tokens]`` of the action tokens of a micro-batch, each
-of ``columns`` ``[tokens]`` aligned with them. ``loss`` is a scalar **sum** whose per-token weights (column ``weights``)
+of ``columns`` ``[tokens]`` aligned with them. ``loss`` is a scalar **sum** whose per-token weights (column ``weight``)
 already carry the global normaliser, and so are the ``metrics``: they add up over micro-batches and ranks."""
 
 

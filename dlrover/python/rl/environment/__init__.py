@@ -1,0 +1,1 @@
+"""Environments, verifiers and built-in tasks."""

@@ -1,0 +1,1 @@
+"""Ready jobs: trainers and the workloads of each role."""

@@ -258,6 +258,10 @@ class RayExecutor:
             await owned.trainer.run.remote()
         except RayActorError as error:
             raise MemberGone("trainer", error) from error
+        except RayTaskError:
+            # What the trainer raised may be the echo of a member's death: let the watch speak first.
+            await asyncio.sleep(WATCH_INTERVAL_S + _POLL_S)
+            raise
         emit(TrainerFinished(number))
 
     # -- the end ------------------------------------------------------------------------------------------------------

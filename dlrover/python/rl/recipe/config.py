@@ -1,0 +1,147 @@
+"""What a job file's ``config`` holds for the ready recipes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
+
+from dlrover.python.rl.common.errors import Problem
+from dlrover.python.rl.engine.base import OptimizerConfig
+
+Positive = Annotated[int, Gt(0)]
+NonNegative = Annotated[int, Ge(0)]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How engines run, the same for every role."""
+
+    device: str = "cpu"
+    """A torch device."""
+
+    max_tokens_per_microbatch: Positive = 16384
+    """Most tokens, padding included, of one forward pass of a train engine."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+
+    max_batch: Positive = 128
+    """Most sequences that a rollout engine decodes at a time."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How completions are drawn in training."""
+
+    samples_per_prompt: Positive = 8
+    """Completions of each prompt: a group."""
+
+    max_new_tokens: Positive = 64
+    """Tokens at most, the end-of-sequence token included."""
+
+    temperature: Annotated[float, Gt(0.0)] = 1.0
+    """Divides the logits."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """How a completion is judged."""
+
+    function: str = "dlrover.python.rl.environment.verifiers:exact"
+    """``package.module:function``, called as ``function(completion, answer, extra_info)`` and returning a number."""
+
+    timeout_s: Annotated[float, Gt(0.0)] = 5.0
+    """A call that takes longer is ended and its sample counts as failed: it is trained on by nobody."""
+
+
+@dataclass(frozen=True)
+class PromptData:
+    """Problems to train and to evaluate on: JSON Lines of ``prompt`` or ``messages``, with ``answer``."""
+
+    train: str
+    """Path of the problems."""
+
+    eval: str | None = None
+    """Path of problems to evaluate on; None holds ``eval_rows`` out of ``train``, which are never trained on."""
+
+    eval_rows: Positive = 200
+    """How many problems to evaluate on."""
+
+
+@dataclass(frozen=True)
+class GRPOConfig:
+    """Group-relative policy optimisation."""
+
+    model: str
+    """Folder or hub name of a causal language model."""
+
+    data: PromptData
+    steps: Positive = 100
+    """Optimizer steps."""
+
+    prompts_per_step: Positive = 16
+    """Prompts of one step; each is sampled ``rollout.samples_per_prompt`` times."""
+
+    seed: NonNegative = 0
+    """What the order of the data and every sample depend on."""
+
+    eval_every: NonNegative = 0
+    """Evaluate every so many steps; 0: before and after only."""
+
+    algorithm: Mapping[str, Any] = field(default_factory=lambda: {"name": "grpo"})
+    """``name`` of the algorithm, and its options."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    engine: EngineConfig = EngineConfig()
+
+
+@dataclass(frozen=True)
+class SFTData:
+    """Examples: JSON Lines of ``prompt`` and ``response``, or of ``messages``."""
+
+    train: str
+    """Path of the examples."""
+
+    max_length: Positive = 512
+    """Tokens of a row at most; the tail is cut, a row with nothing left to train is dropped and counted."""
+
+    assistant: Literal["all", "last"] = "all"
+    """Which assistant turns are trained."""
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """Supervised fine-tuning."""
+
+    model: str
+    """Folder or hub name of a causal language model."""
+
+    data: SFTData
+    epochs: Annotated[float, Gt(0.0)] = 1.0
+    """Passes over the data."""
+
+    batch_size: Positive = 32
+    """Rows of one optimizer step."""
+
+    averaging: Literal["token", "sequence"] = "token"
+    """Mean over the tokens of the whole batch, or over rows of their token means."""
+
+    seed: NonNegative = 0
+    """What the order of the data depends on."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    engine: EngineConfig = EngineConfig()
+
+
+def model_problems(model: str) -> list[Problem]:
+    """A model given as a path has to be there; a hub name is looked up when it is loaded."""
+    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if looks_like_path and not Path(model).expanduser().is_dir():
+        return [Problem("config.model", f"no such folder: {model}")]
+    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+        return [Problem("config.model", f"{model} holds no model: it has no config.json")]
+    return []

@@ -1,0 +1,46 @@
+"""Algorithms by name."""
+
+import pytest
+
+from dlrover.python.rl.algorithm.dr_grpo import DrGRPO
+from dlrover.python.rl.algorithm.grpo import GRPO
+from dlrover.python.rl.algorithm.registry import ALGORITHMS, make_algorithm
+from dlrover.python.rl.algorithm.sft import SFT
+from dlrover.python.rl.common.errors import InvalidJob
+
+
+def problems(name, options=None):
+    with pytest.raises(InvalidJob) as caught:
+        make_algorithm(name, options)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_every_name_makes_its_algorithm():
+    assert {name: type(make_algorithm(name)) for name in ALGORITHMS} == {"grpo": GRPO, "dr_grpo": DrGRPO, "sft": SFT}
+    assert make_algorithm("grpo", {"clip_high": 1, "normalize": "none"}) == GRPO(clip_high=1, normalize="none")
+    assert make_algorithm("dr_grpo", {"averaging": "constant", "max_tokens": 9}).max_tokens == 9
+    assert make_algorithm("dr_grpo", {"max_tokens": None}) == DrGRPO()
+
+
+def test_an_unknown_name_gives_the_nearest():
+    assert problems("grop") == ["algorithm.name: 'grop' is unknown; did you mean 'grpo'?"]
+    assert problems("xyz") == ["algorithm.name: 'xyz' is unknown; known: dr_grpo, grpo, sft"]
+
+
+def test_all_wrong_options_are_reported_at_once():
+    options = {"clip_lo": 1, "clip_high": "0.2", "kl_coef": True, "averaging": "mean", "normalize": None}
+    assert problems("grpo", options) == [
+        "algorithm.clip_lo: is unknown; did you mean 'clip_low'?",
+        "algorithm.clip_high: must be a number, not '0.2'",
+        "algorithm.kl_coef: must be a number, not True",
+        "algorithm.averaging: must be one of 'token', 'sequence', not 'mean'",
+        "algorithm.normalize: must be one of 'none', 'std', not None",
+    ]
+
+
+def test_options_that_do_not_go_together_are_a_problem_of_the_job():
+    assert problems("dr_grpo", {"averaging": "constant"}) == [
+        "algorithm: max_tokens goes with averaging 'constant': give both or neither"
+    ]
+    assert problems("dr_grpo", {"max_tokens": 0}) == ["algorithm.max_tokens: must be above 0, not 0"]
+    assert problems("dr_grpo", {"max_tokens": 1.5}) == ["algorithm.max_tokens: must be an integer, not 1.5"]

@@ -1,0 +1,35 @@
+"""A byte-level tokenizer with a ChatML template, made from nothing."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def byte_tokenizer(template: str = CHATML, merges: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokenizerFast:
+    """256 bytes, the ``merges`` and three special tokens; ends a turn with ``<|im_end|>``."""
+    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    model = BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=list(merges))
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template
+    )
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer():
+    return byte_tokenizer

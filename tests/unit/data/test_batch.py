@@ -1,0 +1,176 @@
+"""Ragged rows and columnar batches."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.data.batch import Batch, Ragged, even_cuts, token_cuts
+
+row_lists = st.lists(st.lists(st.integers(-(2**40), 2**40), max_size=6), max_size=8)
+
+
+def as_lists(ragged: Ragged) -> list[list[int]]:
+    return [row.tolist() for row in ragged]
+
+
+def make_batch(rows: int) -> Batch:
+    tokens = Ragged.from_rows([list(range(index % 4 + 1)) for index in range(rows)], dtype=np.int64)
+    return Batch({"id": np.arange(rows), "tokens": tokens, "text": [str(index) for index in range(rows)]})
+
+
+def same(left: Batch, right: Batch) -> bool:
+    return all(
+        as_lists(left.ragged(name)) == as_lists(right.ragged(name))
+        if isinstance(left[name], Ragged)
+        else list(left[name]) == list(right[name])
+        for name in left.columns
+    )
+
+
+# -- Ragged ---------------------------------------------------------------------------------------------------------
+
+
+@given(row_lists)
+def test_ragged_gives_its_rows_back(rows):
+    ragged = Ragged.from_rows(rows, dtype=np.int64)
+    assert as_lists(ragged) == rows
+    assert ragged.lengths.tolist() == [len(row) for row in rows]
+    assert len(ragged) == len(rows)
+
+
+def test_ragged_of_empty_rows_keeps_its_dtype():
+    assert Ragged.from_rows([[], []], dtype=np.float32).values.dtype == np.float32
+
+
+def test_ragged_index_counts_from_either_end_and_stops_iteration():
+    ragged = Ragged.from_rows([[1], [2, 3]])
+    assert ragged[-1].tolist() == [2, 3]
+    with pytest.raises(IndexError):
+        ragged[2]
+
+
+def test_ragged_rows_are_views():
+    ragged = Ragged.from_rows([[1], [2, 3], [], [4]])
+    part = ragged.rows(1, 4)
+    assert as_lists(part) == [[2, 3], [], [4]]
+    assert np.shares_memory(part.values, ragged.values)
+
+
+def test_ragged_take_copies_in_the_order_asked():
+    ragged = Ragged.from_rows([[1], [2, 3], [4]])
+    taken = ragged.take([2, 1, 2])
+    assert as_lists(taken) == [[4], [2, 3], [4]]
+    assert not np.shares_memory(taken.values, ragged.values)
+
+
+def test_ragged_spread_repeats_and_like_keeps_the_rows():
+    ragged = Ragged.from_rows([[1, 2], [], [3]])
+    spread = ragged.spread(np.array([0.5, 1.5, 2.5]))
+    assert as_lists(ragged.like(spread)) == [[0.5, 0.5], [], [2.5]]
+    with pytest.raises(DataError, match="2 values for rows that hold 3"):
+        ragged.like(np.zeros(2))
+
+
+# -- Batch ----------------------------------------------------------------------------------------------------------
+
+
+def test_columns_must_be_equally_long():
+    with pytest.raises(DataError, match=r"columns differ in length: \{'a': 2, 'b': 1\}"):
+        Batch({"a": np.zeros(2), "b": ["x"]})
+
+
+@pytest.mark.parametrize("value", [(1, 2), 3, np.float64(1), "text", None])
+def test_other_values_are_no_columns(value):
+    with pytest.raises(DataError, match="a column is a numpy array, a Ragged or a list"):
+        Batch({"a": value})
+
+
+def test_a_missing_column_is_named_with_the_nearest():
+    with pytest.raises(DataError, match="no column 'tokns'; did you mean 'tokens'"):
+        make_batch(2)["tokns"]
+
+
+def test_a_column_of_another_kind_is_refused():
+    batch = make_batch(2)
+    assert "tokens" in batch
+    assert batch.objects("text") == ["0", "1"]
+    with pytest.raises(DataError, match="column 'tokens' is Ragged, not ndarray"):
+        batch.dense("tokens")
+
+
+def test_one_row_as_a_dict():
+    row = make_batch(3).row(1)
+    assert (row["id"], row["tokens"].tolist(), row["text"]) == (1, [0, 1], "1")
+
+
+def test_with_columns_and_select_leave_the_original_alone():
+    batch = make_batch(3)
+    more = batch.with_columns(reward=np.ones(3))
+    assert "reward" not in batch
+    assert list(more.select("reward", "id").columns) == ["reward", "id"]
+
+
+def test_rows_share_memory_and_take_does_not():
+    batch = make_batch(6)
+    part, taken = batch.rows(2, 5), batch.take([2, 3, 4])
+    assert same(part, taken)
+    assert np.shares_memory(part.dense("id"), batch.dense("id"))
+    assert np.shares_memory(part.ragged("tokens").values, batch.ragged("tokens").values)
+    assert not np.shares_memory(taken.dense("id"), batch.dense("id"))
+
+
+def test_concat_of_nothing_and_of_different_columns_is_refused():
+    with pytest.raises(DataError, match="nothing to concatenate"):
+        Batch.concat([])
+    with pytest.raises(DataError, match="different columns"):
+        Batch.concat([make_batch(1), make_batch(1).select("id")])
+
+
+@pytest.mark.parametrize("by", ["rows", "tokens"])
+@pytest.mark.parametrize("parts", range(1, 6))
+@pytest.mark.parametrize("rows", range(1, 21))
+def test_split_keeps_every_row_once_in_order(rows, parts, by):
+    batch = make_batch(rows)
+    if parts > rows:
+        with pytest.raises(DataError, match=f"{rows} rows cannot be split into {parts} parts"):
+            batch.split(parts, by=by)
+        return
+    pieces = batch.split(parts, by=by)
+    assert len(pieces) == parts
+    assert all(len(piece) for piece in pieces)
+    assert same(Batch.concat(pieces), batch)
+    if by == "rows":
+        sizes = [len(piece) for piece in pieces]
+        assert max(sizes) - min(sizes) <= 1
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def test_split_by_something_else_is_refused():
+    with pytest.raises(DataError, match="split by 'token'; did you mean 'tokens'"):
+        make_batch(2).split(2, by="token")
+
+
+def test_token_cuts_even_out_tokens_rather_than_rows():
+    assert even_cuts(5, 2) == [0, 3, 5]
+    assert token_cuts(np.array([9, 1, 1, 1, 6]), 2) == [0, 1, 5]
+    assert token_cuts(np.array([0, 0, 0]), 3) == [0, 1, 2, 3]
+
+
+def test_a_batch_pickles_out_of_band_without_a_copy():
+    batch = make_batch(50)
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    back = pickle.loads(data, buffers=buffers)
+    assert same(back, batch)
+    assert np.shares_memory(back.dense("id"), batch.dense("id"))
+    assert np.shares_memory(back.ragged("tokens").values, batch.ragged("tokens").values)
+
+
+def test_a_view_sends_its_own_rows_only():
+    buffers: list[pickle.PickleBuffer] = []
+    pickle.dumps(make_batch(400).rows(0, 4).select("tokens"), protocol=5, buffer_callback=buffers.append)
+    assert sum(buffer.raw().nbytes for buffer in buffers) == (1 + 2 + 3 + 4) * 8 + 5 * 8

@@ -1,0 +1,186 @@
+"""Tokens and masks of supervised examples."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.data.conversation import Encoded, encode_example, encode_prompt, load_sft
+
+HIDING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKING_PROMPT = HIDING.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+NO_MARKER = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+text = st.text(alphabet=st.sampled_from("aä漢🙂 \n<|assistant"), max_size=8)
+
+
+def say(*contents: str, system: str | None = None) -> list[dict[str, str]]:
+    turns = [{"role": ("user", "assistant")[index % 2], "content": content} for index, content in enumerate(contents)]
+    return ([{"role": "system", "content": system}] if system is not None else []) + turns
+
+
+def decode(tokenizer, ids) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def trained(tokenizer, encoded: Encoded) -> str:
+    assert len(encoded.tokens) == len(encoded.action_mask)
+    return decode(tokenizer, [token for token, on in zip(encoded.tokens, encoded.action_mask, strict=True) if on])
+
+
+def test_prompts_are_tokenised_as_inference_sees_them(tokenizer):
+    assert decode(tokenizer, encode_prompt(tokenizer, "1+1=")) == "1+1="
+    ids = encode_prompt(tokenizer, say("hi", system="be kind"))
+    expected = "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert decode(tokenizer, ids) == expected
+    assert all(type(token) is int for token in ids)
+
+
+def test_row_66_raw_text_trains_the_response_and_its_end(tokenizer):
+    (encoded,) = encode_example(tokenizer, {"prompt": "A", "response": "BC", "id": 3})
+    assert encoded.action_mask == [False, True, True, True]
+    assert trained(tokenizer, encoded) == "BC<|im_end|>"
+
+
+def test_raw_prompt_and_response_are_never_merged(make_tokenizer):
+    tokenizer = make_tokenizer(merges=(("A", "B"),))
+    assert len(tokenizer("AB")["input_ids"]) == 1
+    (encoded,) = encode_example(tokenizer, {"prompt": "A", "response": "B"})
+    assert encoded.tokens[:1] == encode_prompt(tokenizer, "A")
+    assert encoded.action_mask == [False, True, True]
+
+
+def test_raw_text_without_a_prompt_cannot_train_its_first_token(tokenizer):
+    (encoded,) = encode_example(tokenizer, {"prompt": "", "response": "BC"})
+    assert encoded.action_mask == [False, True, True]
+
+
+def test_row_67_and_68_every_answer_and_no_header(tokenizer):
+    (encoded,) = encode_example(tokenizer, {"messages": say("Q1", "A1", "Q2", "A2", system="S")})
+    assert trained(tokenizer, encoded) == "A1<|im_end|>A2<|im_end|>"
+    assert decode(tokenizer, encoded.tokens).endswith("A2<|im_end|>\n")
+
+
+def test_row_69_only_the_last_answer(tokenizer):
+    (encoded,) = encode_example(tokenizer, {"messages": say("Q1", "A1", "Q2", "A2", "Q3")}, mode="last")
+    assert trained(tokenizer, encoded) == "A2<|im_end|>"
+
+
+@pytest.mark.parametrize("row", [{"messages": say("Q", "A")}, {"prompt": "Q", "response": "A"}])
+def test_row_70_every_token_but_the_first(tokenizer, row):
+    (encoded,) = encode_example(tokenizer, row, mask_prompt=False)
+    assert encoded.action_mask == [False] + [True] * (len(encoded.tokens) - 1)
+
+
+def test_row_71_a_template_that_hides_old_thoughts_splits_the_row(make_tokenizer):
+    tokenizer = make_tokenizer(HIDING)
+    messages = say("Q1", "<think>a</think>A1", "Q2", "<think>b</think>A2")
+    first, second = encode_example(tokenizer, {"messages": messages})
+    assert trained(tokenizer, first) == "<think>a</think>A1<|im_end|>"
+    assert trained(tokenizer, second) == "<think>b</think>A2<|im_end|>"
+    assert "a</think>" not in decode(tokenizer, second.tokens)
+    assert len(encode_example(tokenizer, {"messages": say("Q1", "A1", "Q2", "A2")})) == 1
+
+
+def test_row_71_the_last_answer_needs_no_split(make_tokenizer):
+    tokenizer = make_tokenizer(HIDING)
+    messages = say("Q1", "<think>a</think>A1", "Q2", "<think>b</think>A2")
+    (encoded,) = encode_example(tokenizer, {"messages": messages}, mode="last")
+    assert trained(tokenizer, encoded) == "<think>b</think>A2<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"), [("<think>\nt</think>A", "t</think>A"), ("A", "A"), ("<thought>A", "<thought>A")]
+)
+def test_a_template_that_opens_thoughts_when_generating(make_tokenizer, content, expected):
+    tokenizer = make_tokenizer(THINKING_PROMPT)
+    (encoded,) = encode_example(tokenizer, {"messages": say("Q", content)})
+    assert trained(tokenizer, encoded) == f"{expected}<|im_end|>"
+
+
+def test_a_template_without_an_end_marker_keeps_the_contents_own_space(make_tokenizer):
+    (encoded,) = encode_example(make_tokenizer(NO_MARKER), {"messages": say("Q", "A \n", "R", "B")})
+    assert trained(make_tokenizer(NO_MARKER), encoded) == "A \nB"
+
+
+def test_tokens_that_reach_over_a_border_are_cut_there(make_tokenizer):
+    tokenizer = make_tokenizer(merges=(("Ċ", "Ċ"),))  # "\n\n" is one token
+    (encoded,) = encode_example(tokenizer, {"messages": say("Q", "\nA")})
+    assert trained(tokenizer, encoded) == "\nA<|im_end|>"
+    prompt = encode_prompt(tokenizer, say("Q"))
+    assert encoded.tokens[: len(prompt)] == prompt
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(st.lists(text, min_size=2, max_size=6))
+def test_exactly_the_answers_are_trained_whatever_they_hold(tokenizer, contents):
+    (encoded,) = encode_example(tokenizer, {"messages": say(*contents)})
+    assert trained(tokenizer, encoded) == "".join(f"{content}<|im_end|>" for content in contents[1::2])
+    assert not encoded.action_mask[0]
+
+
+def test_row_64_the_tail_is_cut_and_nothing_trained_is_dropped(tokenizer):
+    row = {"prompt": "ABC", "response": "DE"}
+    (encoded,) = encode_example(tokenizer, row, max_length=4)
+    assert encoded.action_mask == [False, False, False, True]
+    assert encode_example(tokenizer, row, max_length=3) == []
+    assert encode_example(tokenizer, row, max_length=1, mask_prompt=False) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": "a", "respnse": "b"}, "needs 'prompt' and 'response', or 'messages'; it has prompt, respnse"),
+        ({"prompt": "a", "response": 3}, "'response' must be text"),
+        ({"messages": say("Q")}, "no assistant turn to train"),
+        ({"messages": [{"role": "assistant", "content": "A"}]}, "begins with the assistant"),
+        ({"messages": [{"role": "bot", "content": "A"}]}, "unknown role 'bot'"),
+    ],
+)
+def test_rows_that_cannot_be_encoded(tokenizer, row, what):
+    with pytest.raises(DataError, match=what):
+        encode_example(tokenizer, row)
+
+
+def test_wrong_arguments_are_refused(tokenizer):
+    row = {"prompt": "a", "response": "b"}
+    with pytest.raises(ValueError, match="unknown mode 'lst'; did you mean 'last'"):
+        encode_example(tokenizer, row, mode="lst")
+    with pytest.raises(ValueError, match="at least 1, not -1"):
+        encode_example(tokenizer, row, max_length=-1)
+
+
+def test_a_refusing_template_is_a_data_error(make_tokenizer):
+    tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match="the chat template refused the conversation: roles must alternate"):
+        encode_example(tokenizer, {"messages": say("Q", "A")})
+
+
+def test_a_file_becomes_one_batch_and_dropped_rows_are_counted(tokenizer, tmp_path):
+    path = tmp_path / "sft.jsonl"
+    rows = [{"prompt": "A", "response": "BC"}, {"prompt": "long" * 5, "response": "x"}, {"prompt": "D", "response": ""}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    batch, dropped = load_sft(path, tokenizer, max_length=8)
+    assert (len(batch), dropped) == (2, 1)
+    assert batch.ragged("tokens").values.dtype == np.int64
+    assert [row.tolist() for row in batch.ragged("action_mask")] == [[False, True, True, True], [False, True]]
+    with pytest.raises(DataError, match="no row with a trained token; 3 dropped at 1 tokens"):
+        load_sft(path, tokenizer, max_length=1)
+
+
+def test_all_bad_rows_of_a_file_are_reported_together(tokenizer, tmp_path):
+    path = tmp_path / "sft.jsonl"
+    path.write_text('{"prompt": "A"}\n{"prompt": "A", "response": "B"}\n{"messages": 1}\n?\n')
+    with pytest.raises(DataError) as caught:
+        load_sft(path, tokenizer)
+    assert [problem.where for problem in caught.value.problems] == [f"{path}:{line}" for line in (1, 3, 4)]

@@ -1,0 +1,52 @@
+"""JSON Lines files."""
+
+import pytest
+
+from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.data.jsonl import read_jsonl
+
+
+def test_objects_in_order_without_blank_lines(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes('\ufeff{"a": "é\u2028"}\r\n\n  \n{"b": [1]}'.encode())
+    assert read_jsonl(path) == [{"a": "é\u2028"}, {"b": [1]}]
+
+
+def test_every_malformed_line_is_reported_at_once(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    deep = b"[" * 200_000
+    path.write_bytes(b'{"a": 1}\n{"a": \n[1]\n\n{"a": "\xff"}\n{"a": NaN}\n' + deep)
+    with pytest.raises(DataError) as caught:
+        read_jsonl(path)
+    found = {problem.where.rpartition(":")[2]: problem.what for problem in caught.value.problems}
+    assert list(found) == ["2", "3", "5", "6", "7"]
+    assert found["2"].startswith("not JSON: Expecting value at column")
+    assert found["3"] == "not an object but list"
+    assert found["5"] == "not UTF-8 at byte 7"
+    assert found["6"] == "not JSON: NaN is no number"
+    assert found["7"].startswith("not JSON")
+    assert all(problem.where.startswith(f"{path}:") for problem in caught.value.problems)
+
+
+def test_twenty_problems_are_shown_and_the_others_counted(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("x\n" * 25)
+    with pytest.raises(DataError) as caught:
+        read_jsonl(path)
+    assert len(caught.value.problems) == 21
+    assert str(caught.value.problems[-1]) == f"{path}: and 5 more problems"
+
+
+def test_a_missing_file_is_named_with_the_nearest(tmp_path):
+    (tmp_path / "train.jsonl").touch()
+    with pytest.raises(DataError, match=r"trian\.jsonl: no such file; did you mean 'train\.jsonl'\?"):
+        read_jsonl(tmp_path / "trian.jsonl")
+    with pytest.raises(DataError, match="no such file$"):
+        read_jsonl(tmp_path / "zzz")
+    with pytest.raises(DataError, match="no such file; there is no folder"):
+        read_jsonl(tmp_path / "nowhere" / "train.jsonl")
+
+
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+        read_jsonl(tmp_path)

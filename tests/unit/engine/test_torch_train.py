@@ -1,0 +1,402 @@
+"""The PyTorch train engine: its gradients against the slow plain way, its refusals, its checkpoints."""
+
+import dataclasses
+import math
+import multiprocessing
+import socket
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dlrover.python.rl.common.errors import EngineError, WeightSyncError
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.engine.base import OptimizerConfig
+from dlrover.python.rl.engine.torch.distributed import RankGroup
+from dlrover.python.rl.engine.torch.microbatch import micro_batches
+from dlrover.python.rl.engine.torch.train import TorchTrainEngine
+from dlrover.python.rl.engine.weights import take_snapshot
+from dlrover.python.rl.recipe.tiny import write_tiny_model
+
+CONFIG = OptimizerConfig(lr=1e-3, max_grad_norm=None)
+LENGTHS = [(3, 9), (1, 2), (7, 30), (2, 1), (4, 12), (5, 5), (1, 20), (6, 3)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=64)
+
+
+def make_batch(seed=0) -> Batch:
+    """Rows of unequal lengths with a hole in each long action mask, as a tool's answer leaves one."""
+    generator = np.random.default_rng(seed)
+    tokens = [generator.integers(0, 256, head + tail) for head, tail in LENGTHS]
+    masks = [np.arange(head + tail) >= head for head, tail in LENGTHS]
+    for mask in masks:
+        if len(mask) > 14:
+            mask[10:13] = False
+    flat = sum(map(len, tokens))
+    ragged = Ragged.from_rows(tokens)
+    return Batch(
+        {
+            "tokens": ragged,
+            "action_mask": Ragged.from_rows(masks),
+            "old": ragged.like(generator.normal(size=flat).astype(np.float64)),
+            "weights": generator.uniform(0.5, 1.5, len(LENGTHS)).astype(np.float32),
+            "prompt_id": np.arange(len(LENGTHS)),
+            "text": ["x"] * len(LENGTHS),
+        }
+    )
+
+
+def token_loss(logprobs, columns):
+    """Anything that is a weighted sum over tokens and uses both kinds of column."""
+    terms = columns["weights"] * (torch.exp(0.1 * (logprobs - columns["old"])) - logprobs)
+    return terms.sum() / 50, {"tokens": torch.tensor(float(len(terms))), "weight": columns["weights"].sum()}
+
+
+def plain_loss(model, batch, temperature=1.0):
+    """The same loss, a row at a time without padding, over the whole vocabulary at every position."""
+    rows = zip(*(batch.ragged(name) for name in ("tokens", "action_mask", "old")), batch.dense("weights"), strict=True)
+    total = torch.zeros(())
+    for tokens, mask, old, weight in rows:
+        ids, chosen = torch.tensor(tokens), torch.tensor(mask[1:])
+        table = torch.log_softmax(model(ids[None]).logits[0, :-1].float() / temperature, dim=-1)
+        logprobs = table[torch.arange(len(ids) - 1), ids[1:]][chosen]
+        columns = {
+            "old": torch.tensor(old[1:], dtype=torch.float32)[chosen],
+            "weights": torch.full((len(logprobs),), weight),
+        }
+        total = total + token_loss(logprobs, columns)[0]
+    return total
+
+
+def plain_step(path, batch, temperature=1.0):
+    """Loss, gradient norm and weights after one AdamW step taken by hand."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=CONFIG.lr, weight_decay=0.0)
+    loss = plain_loss(model, batch, temperature)
+    loss.backward()
+    norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
+    optimizer.step()
+    return float(loss), norm, dict(model.named_parameters())
+
+
+def weights(engine) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in engine._lm.named_weights()}
+
+
+def assert_close(first, second, tolerance=1e-6):
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.allclose(tensor, second[name], rtol=0, atol=tolerance), name
+
+
+# -- log-probs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1, 60, 16384])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_row_123_logprobs_are_those_at_the_temperature_in_the_rows_order(model_path, budget, temperature):
+    batch = make_batch()
+    found = TorchTrainEngine(model_path, None, max_tokens_per_microbatch=budget).logprobs(batch, temperature)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    columns = (batch.ragged("tokens"), batch.ragged("action_mask"), found.ragged("logprobs"))
+    for tokens, mask, logprobs in zip(*columns, strict=True):
+        with torch.no_grad():
+            table = torch.log_softmax(model(torch.tensor(tokens)[None]).logits[0] / temperature, dim=-1)
+        expected = table[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].numpy()
+        assert np.allclose(logprobs[1:], np.where(mask[1:], expected, 0.0), atol=1e-5)
+        assert logprobs.dtype == np.float32
+        assert logprobs[0] == 0
+
+
+def test_a_batch_without_action_tokens_has_zero_logprobs(model_path):
+    batch = Batch({"tokens": Ragged.from_rows([[1], [2, 3]]), "action_mask": Ragged.from_rows([[False], [False] * 2])})
+    assert TorchTrainEngine(model_path, None).logprobs(batch).ragged("logprobs").values.tolist() == [0.0] * 3
+
+
+def test_micro_batches_keep_the_budget_and_hold_every_action_once():
+    batch = make_batch()
+    parts = list(micro_batches(batch, 40, pad_id=0, device="cpu"))
+    assert len(parts) > 2
+    assert all(part.tokens.numel() <= 40 for part in parts)
+    found = np.sort(np.concatenate([part.flat for part in parts]))
+    assert found.tolist() == np.flatnonzero(batch.ragged("action_mask").values).tolist()
+    for part in parts:
+        assert part.tokens[part.actions].tolist() == batch.ragged("tokens").values[part.flat].tolist()
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_step_equals_the_slow_plain_one(model_path, temperature):
+    engine = TorchTrainEngine(model_path, CONFIG)
+    result = engine.step(make_batch(), token_loss, temperature)
+    loss, norm, expected = plain_step(model_path, make_batch(), temperature)
+    assert result.loss == pytest.approx(loss, rel=1e-5)
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert result.metrics["tokens"] == make_batch().ragged("action_mask").values.sum()
+    assert engine.version == 1
+    assert_close(weights(engine), {name: tensor.detach() for name, tensor in expected.items()}, 2e-5)
+
+
+@pytest.mark.parametrize("budget", [16384, 128, 64, 1])
+def test_row_122_the_gradient_does_not_depend_on_the_micro_batches(model_path, budget):
+    whole = TorchTrainEngine(model_path, CONFIG)
+    cut = TorchTrainEngine(model_path, CONFIG, max_tokens_per_microbatch=budget)
+    first, second = whole.step(make_batch(), token_loss), cut.step(make_batch(), token_loss)
+    assert second.loss == pytest.approx(first.loss, rel=1e-6)
+    assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-6)
+    assert second.metrics == pytest.approx(first.metrics)
+    gradients = [  # Adam's first moment after one step is the gradient times 1 - beta
+        [state["exp_avg"] for state in engine._optimizer.state_dict()["state"].values()] for engine in (whole, cut)
+    ]
+    for one, other in zip(*gradients, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-7)
+
+
+def test_gradient_checkpointing_changes_nothing(model_path):
+    plain, saving = (TorchTrainEngine(model_path, CONFIG, gradient_checkpointing=on) for on in (False, True))
+    assert plain.step(make_batch(), token_loss) == saving.step(make_batch(), token_loss)
+    assert_close(weights(plain), weights(saving))
+
+
+def test_the_rate_warms_up_linearly(model_path):
+    engine = TorchTrainEngine(model_path, dataclasses.replace(CONFIG, lr=0.4, warmup_steps=4))
+    engine.step = partial(engine.step, make_batch(), lambda logprobs, columns: (0.0 * logprobs.sum(), {}))
+    assert [engine.step().lr for _ in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+
+
+def test_only_matrices_decay(model_path):
+    engine = TorchTrainEngine(model_path, dataclasses.replace(CONFIG, weight_decay=0.1))
+    before = weights(engine)
+    engine.step(make_batch(), lambda logprobs, columns: (0.0 * logprobs.sum(), {}))
+    for name, tensor in weights(engine).items():
+        factor = 1 - CONFIG.lr * 0.1 if tensor.ndim >= 2 else 1.0
+        assert torch.allclose(tensor, before[name] * factor, rtol=1e-6, atol=0), name
+
+
+def test_row_052_clipping_scales_by_the_global_norm_and_reports_it_unclipped(model_path):
+    free = TorchTrainEngine(model_path, CONFIG)
+    clipped = TorchTrainEngine(model_path, dataclasses.replace(CONFIG, max_grad_norm=0.01))
+    norms = [engine.step(make_batch(), token_loss).grad_norm for engine in (free, clipped)]
+    assert norms[0] == pytest.approx(norms[1])
+    assert norms[0] > 0.01
+    moments = [engine._optimizer.state_dict()["state"][0]["exp_avg"] for engine in (free, clipped)]
+    assert torch.allclose(moments[0] * 0.01 / norms[0], moments[1], rtol=1e-3, atol=1e-9)
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def train_rank(rank, world_size, port, path, results):
+    """One data-parallel rank: three steps on its shard, then a non-finite one that every rank must refuse."""
+    torch.set_num_threads(1)
+    group = RankGroup.connect(rank, world_size, "127.0.0.1", port, timeout_s=60)
+    try:
+        engine = TorchTrainEngine(path, dataclasses.replace(CONFIG, max_grad_norm=1.0), group=group)
+        steps = [engine.step(make_batch(seed).split(world_size)[rank], token_loss) for seed in range(3)]
+        refused = False
+        try:
+            scale = float("nan") if rank == 1 else 1.0
+            engine.step(make_batch(), lambda logprobs, columns: (scale * logprobs.sum(), {}))
+        except EngineError:
+            refused = True
+        state = {name: tensor.numpy() for name, tensor in weights(engine).items()}
+        results.put((rank, [(step.loss, step.grad_norm, step.metrics) for step in steps], refused, state))
+    finally:
+        group.close()
+
+
+def test_row_122_two_ranks_train_as_one_process_does(model_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    ranks = [spawn.Process(target=train_rank, args=(rank, 2, port, model_path, results)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        answers = sorted((results.get(timeout=100) for _ in ranks), key=lambda answer: answer[0])
+    finally:
+        for process in ranks:
+            process.join(timeout=20)
+            process.kill()
+    alone = TorchTrainEngine(model_path, dataclasses.replace(CONFIG, max_grad_norm=1.0))
+    steps = [alone.step(make_batch(seed), token_loss) for seed in range(3)]
+    for _, found, refused, state in answers:
+        assert refused
+        assert_close(weights(alone), {name: torch.from_numpy(array) for name, array in state.items()}, 1e-6)
+        for step, (loss, norm, metrics) in zip(steps, found, strict=True):
+            assert (loss, norm) == pytest.approx((step.loss, step.grad_norm), rel=1e-4)
+            assert metrics == pytest.approx(step.metrics, rel=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_row_122_the_sum_over_shards_is_the_whole_batchs_gradient(model_path, ranks):
+    whole = TorchTrainEngine(model_path, CONFIG)
+    whole.step(make_batch(), token_loss)
+    shards = [TorchTrainEngine(model_path, CONFIG) for _ in range(ranks)]
+    for engine, part in zip(shards, make_batch().split(ranks, by="tokens"), strict=True):
+        engine.step(part, token_loss)
+    for index, state in whole._optimizer.state_dict()["state"].items():
+        total = sum(engine._optimizer.state_dict()["state"][index]["exp_avg"] for engine in shards)
+        assert torch.allclose(total, state["exp_avg"], rtol=1e-4, atol=1e-7)
+
+
+def test_ranks_that_do_not_meet_are_an_error():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(EngineError, match=f"rank 0 of 2 did not meet the others at 127.0.0.1:{port}"):
+        RankGroup.connect(0, 2, "127.0.0.1", port, timeout_s=1)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda logprobs, columns: (logprobs.sum() * math.nan, {}), "loss is nan"),
+        (lambda logprobs, columns: (logprobs.sum() * math.inf, {}), "loss is -inf"),
+        # The square root's slope at zero is infinite: a finite loss with a gradient that is not.
+        (lambda logprobs, columns: ((logprobs - logprobs.detach()).abs().sqrt().sum(), {}), "gradient norm is"),
+    ],
+)
+def test_an_update_that_is_not_finite_is_refused(model_path, loss, message):
+    engine = TorchTrainEngine(model_path, CONFIG)
+    engine.step(make_batch(), token_loss)
+    before = weights(engine)
+    with pytest.raises(EngineError, match=message):
+        engine.step(make_batch(), loss)
+    assert engine.version == 1
+    assert_close(weights(engine), before, 0.0)
+    again = TorchTrainEngine(model_path, CONFIG)
+    again.step(make_batch(), token_loss)
+    assert engine.step(make_batch(1), token_loss) == again.step(make_batch(1), token_loss)
+
+
+def test_a_frozen_engine_refuses_to_step(model_path):
+    with pytest.raises(EngineError, match="frozen"):
+        TorchTrainEngine(model_path, None).step(make_batch(), token_loss)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mask", "message"),
+    [
+        ([[1, 2]], [[True, True]], "first token"),
+        ([[1, 2]], [[False]], "different lengths"),
+        ([[1, 2]], [[False, False]], "no row of the batch has an action token"),
+        ([[1, 700]], [[False, True]], "the model knows 0 to 258"),
+        ([[1] * 65], [[False] * 64 + [True]], "65 tokens does not fit the model's 64 positions"),
+    ],
+)
+def test_batches_that_cannot_be_trained_on_are_refused(model_path, tokens, mask, message):
+    batch = Batch({"tokens": Ragged.from_rows(tokens), "action_mask": Ragged.from_rows(mask)})
+    engine = TorchTrainEngine(model_path, CONFIG)
+    with pytest.raises(EngineError, match=message):
+        engine.step(batch, lambda logprobs, columns: (logprobs.sum(), {}))
+    assert engine.version == 0
+
+
+def test_a_missing_model_is_named(tmp_path):
+    with pytest.raises(EngineError, match="no model at '.*nowhere': it is neither a folder nor reachable on the hub"):
+        TorchTrainEngine(tmp_path / "nowhere", None)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    with pytest.raises(EngineError, match="the folder does not hold a causal language model"):
+        TorchTrainEngine(tmp_path, None)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(model_path, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    kept = {name: tensor for name, tensor in model.state_dict().items() if "norm.weight" not in name}
+    model.save_pretrained(tmp_path / "cut", state_dict=kept)
+    AutoTokenizer.from_pretrained(model_path).save_pretrained(tmp_path / "cut")
+    with pytest.raises(EngineError, match=r"lacks .*model\.norm\.weight"):
+        TorchTrainEngine(tmp_path / "cut", None)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_row_053_a_bf16_checkpoint_loads_as_fp32_masters_that_small_steps_move(model_path, tmp_path):
+    AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
+    AutoTokenizer.from_pretrained(model_path).save_pretrained(tmp_path / "bf16")
+    engine = TorchTrainEngine(tmp_path / "bf16", dataclasses.replace(CONFIG, lr=1e-6))
+    before = weights(engine)
+    assert {tensor.dtype for tensor in before.values()} == {torch.float32}
+    engine.step(make_batch(), token_loss)
+    assert all(not torch.equal(before[name], tensor) for name, tensor in weights(engine).items())
+
+
+def test_row_106_a_tied_model_saves_and_loads_with_equal_logits(model_path, tmp_path):
+    engine = TorchTrainEngine(model_path, CONFIG)
+    engine.step(make_batch(), token_loss)
+    engine.save(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    ids = torch.arange(40)[None]
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded(ids).logits, engine._lm.model(ids).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode("hi") == [104, 105]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+def test_row_107_a_reference_follows_its_actor(model_path):
+    actor, reference = TorchTrainEngine(model_path, CONFIG), TorchTrainEngine(model_path, None)
+    actor.step(make_batch(), token_loss)
+    reference.receive(actor.publish())
+    assert reference.version == 1
+    found, expected = (engine.logprobs(make_batch()).ragged("logprobs").values for engine in (reference, actor))
+    assert np.array_equal(found, expected)
+    with pytest.raises(EngineError, match="only a frozen one"):
+        actor.receive(reference.publish())
+
+
+def test_row_104_a_snapshot_carries_the_version_it_was_taken_at(model_path):
+    engine = TorchTrainEngine(model_path, CONFIG)
+    first = engine.publish()
+    engine.step(make_batch(), token_loss)
+    assert (first.version, engine.publish().version) == (0, 1)
+    name = "model.norm.weight"
+    assert not torch.equal(first.tensor(name), engine.publish().tensor(name))
+
+
+def test_a_restored_engine_goes_on_bit_for_bit(model_path, tmp_path):
+    engine = TorchTrainEngine(model_path, CONFIG)
+    engine.step(make_batch(0), token_loss)
+    torch.save(engine.state_dict(), tmp_path / "state.pt")
+    expected = engine.step(make_batch(1), token_loss)
+    restored = TorchTrainEngine(model_path, CONFIG)
+    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert restored.version == 1
+    assert restored.step(make_batch(1), token_loss) == expected
+    assert_close(weights(restored), weights(engine), 0.0)
+
+
+def test_a_state_that_does_not_fit_is_refused(model_path):
+    engine, frozen = TorchTrainEngine(model_path, CONFIG), TorchTrainEngine(model_path, None)
+    with pytest.raises(EngineError, match="does not fit a frozen one"):
+        frozen.load_state_dict(engine.state_dict())
+    with pytest.raises(WeightSyncError, match="is missing"):
+        frozen.load_state_dict({"version": 0, "model": {}, "optimizer": None})
+
+
+def test_a_snapshot_of_another_shape_is_refused_by_a_reference(model_path):
+    frozen = TorchTrainEngine(model_path, None)
+    wider = take_snapshot([(name, torch.cat([tensor, tensor])) for name, tensor in weights(frozen).items()], 1)
+    with pytest.raises(WeightSyncError, match="has shape"):
+        frozen.receive(wider)
+    assert frozen.version == 0

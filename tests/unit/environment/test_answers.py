@@ -1,0 +1,116 @@
+"""Final answers in hostile text."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover.python.rl.environment.answers import boxed_answer, exact_answer, last_number
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed {7}", "7"),
+        (r"\boxed{}", ""),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{a \boxed{b} c}", "b"),
+        (r"{ \boxed{5} { \boxed{6}", "6"),
+        (r"} \boxed{5} }", "5"),
+        (r"\boxed{8} \boxed{9", "8"),
+        (r"\boxed{9", None),
+        (r"\boxed", None),
+        (r"\boxed5", None),
+        ("no box {3}", None),
+        ("", None),
+    ],
+)
+def test_row_79_boxed_answers(text, expected):
+    assert boxed_answer(text) == expected
+
+
+@given(st.recursive(st.text(alphabet="ab 1", max_size=4), lambda inner: inner.map(lambda text: "{" + text + "}")))
+def test_row_79_any_balanced_content_comes_back(content):
+    assert boxed_answer(rf"{{x}} \boxed{{{content}}} }}{{") == content
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("3 apples and 4.50 pears.", "4.50"),
+        ("it is 1,234,567.", "1,234,567"),
+        ("it is 12,34", "34"),
+        ("at -5", "-5"),
+        ("5-3", "3"),
+        ("x = +.5", "+.5"),
+        ("6e23 of them", "6e23"),
+        ("none", None),
+    ],
+)
+def test_last_number(text, expected):
+    assert last_number(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"It is \boxed{19}.", "19", 1.0),
+        (r"\boxed{019}", "19", 1.0),
+        (r"\boxed{ 1,000.0 }", "1000", 1.0),
+        (r"\boxed{1e3}", "1000", 1.0),
+        (r"19, so \boxed{18}", "19", 0.0),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1.0),
+        (r"\boxed{1/2}", "0.5", 0.0),
+        ("  Paris\n", "Paris", 1.0),
+        ("Paris, of course", "Paris", 0.0),
+        ("the sum is 42.", "42", 1.0),
+        ("42 or rather 43", "42", 0.0),
+        ("0.1", "0.10000000000000000001", 0.0),
+        ("", "0", 0.0),
+        ("NaN", "nan", 0.0),
+        ("Infinity", "inf", 0.0),
+        ("1e99999999999999999999", "1", 0.0),
+        ("٤٢", "42", 0.0),
+    ],
+)
+def test_exact_answer(completion, answer, reward):
+    assert exact_answer(completion, answer) == reward
+
+
+@pytest.mark.parametrize("answer", ["", " \n"])
+def test_an_empty_reference_is_refused(answer):
+    with pytest.raises(ValueError, match="no answer to compare with"):
+        exact_answer("", answer)
+
+
+def test_row_98_nothing_is_evaluated():
+    started = time.perf_counter()
+    assert exact_answer(r"\boxed{9**9**9}", "5") == 0.0
+    assert exact_answer(r"\boxed{1e999999999}", "5") == 0.0
+    assert time.perf_counter() - started < 1
+
+
+HOSTILE = {
+    "open braces": lambda size: r"\boxed{" + "{" * size,
+    "pairs": lambda size: r"\boxed{" + "{}" * (size // 2),
+    "open boxes": lambda size: r"\boxed{" * (size // 7),
+    "nested boxes": lambda size: r"\boxed{" * (size // 8) + "}" * (size // 8),
+    "digits": lambda size: r"\boxed{" + "9" * size + "}",
+    "groups": lambda size: "1" + ",111" * (size // 4) + "1",
+    "exponents": lambda size: "1e" * (size // 2),
+    "signs": lambda size: "-" * size,
+    "spaces": lambda size: r"\boxed" + " " * size,
+    "backslashes": lambda size: "\\" * size,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_row_98_ten_megabytes_take_seconds(name):
+    text = HOSTILE[name](10_000_000)
+    started = time.process_time()
+    assert exact_answer(text, "5") == 0.0
+    assert time.process_time() - started < 10  # A quadratic step would take hours.

@@ -1,0 +1,158 @@
+"""Verifiers under a deadline."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import verifiers
+
+from dlrover.python.rl.environment.deadline import DeadlineVerifier, VerifierCrashed, VerifierError, VerifierTimeout
+
+
+@pytest.fixture(scope="module")
+def obedient():
+    with DeadlineVerifier("verifiers:obedient", timeout_s=10) as verifier:
+        yield verifier
+
+
+def is_alive(pid: int) -> bool:
+    """True while the process runs; a zombie that its new parent has yet to reap has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int, limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while is_alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} outlived its owner"
+        os.sched_yield()
+
+
+def test_a_reward_comes_back():
+    with DeadlineVerifier(verifiers.length, timeout_s=10) as verifier:
+        assert verifier("four", "answer") == 4.0
+        assert verifier("four", None, {"bonus": 2}) == 6.0
+        assert verifier("x" * 1_000_000, None) == 1e6
+
+
+def test_the_child_imports_nothing_of_the_parent(obedient):
+    assert obedient("heavy", None) == 0
+
+
+def test_a_late_verifier_is_killed_and_replaced():
+    with DeadlineVerifier(verifiers.obedient, timeout_s=1.0) as verifier:
+        child = verifier._process.pid
+        with pytest.raises(VerifierTimeout, match=r"verifiers:obedient gave no reward within 1 s"):
+            verifier("loop", None)
+        assert not is_alive(child)
+        assert verifier("fine", None) == 1.0
+
+
+def test_what_a_late_verifier_started_goes_with_it(tmp_path):
+    path = tmp_path / "pid"
+    with DeadlineVerifier(verifiers.obedient, timeout_s=2) as verifier, pytest.raises(VerifierTimeout):
+        verifier("child", None, {"path": str(path)})
+    wait_until_gone(int(path.read_text()))
+
+
+@pytest.mark.parametrize(("how", "what"), [("exit", "exit code 3"), ("segfault", "killed by SIGSEGV")])
+def test_a_crash_is_named_and_survived(obedient, how, what):
+    with pytest.raises(VerifierCrashed, match=f"the process of verifiers:obedient ended: {what}"):
+        obedient(how, None)
+    assert obedient("fine", None) == 1.0
+
+
+def test_a_death_between_calls_is_named_and_survived(obedient):
+    os.kill(obedient._process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, obedient._process.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(VerifierCrashed, match="killed by SIGKILL"):
+        obedient("fine", None)
+    assert obedient("fine", None) == 1.0
+
+
+def test_an_exception_comes_back_with_its_traceback(obedient):
+    with pytest.raises(VerifierError, match="raised KeyError: 'no such thing'") as caught:
+        obedient("raise", None)
+    assert 'raise KeyError("no such thing")' in caught.value.remote_traceback
+    assert type(caught.value) is VerifierError
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(("completion", "what"), [("nan", "returned nan, which is no reward"), ("none", "TypeError")])
+def test_something_else_than_a_number_is_no_reward(obedient, completion, what):
+    with pytest.raises(VerifierError, match=what):
+        obedient(completion, None)
+    assert obedient("bool", None) == 1.0
+
+
+def test_arguments_that_cannot_be_sent_leave_the_child_in_step(obedient):
+    with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
+        obedient("fine", None, {"lock": threading.Lock()})
+    assert obedient("fine", None) == 1.0
+
+
+def test_calls_from_threads_take_turns():
+    rewards: list[float] = []
+    with DeadlineVerifier(verifiers.length, timeout_s=30) as verifier:
+        threads = [
+            threading.Thread(target=lambda size=size: rewards.append(verifier("x" * size, None))) for size in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(rewards) == list(range(8))
+
+
+def test_closing_leaves_no_process():
+    verifier = DeadlineVerifier(verifiers.process_id, timeout_s=10)
+    child = int(verifier("", None))
+    verifier.close()
+    verifier.close()
+    assert not is_alive(child)
+    with pytest.raises(ValueError, match="verifiers:process_id is closed"):
+        verifier("", None)
+
+
+def test_a_killed_parent_leaves_no_process():
+    script = (
+        "import sys; from dlrover.python.rl.environment.deadline import DeadlineVerifier\n"
+        "verifier = DeadlineVerifier('os:getpgid', 10); sys.stdout.write(str(verifier._process.pid) + '\\n')\n"
+        "sys.stdout.flush(); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        parent.kill()
+    wait_until_gone(child)
+
+
+@pytest.mark.parametrize("name", ["verifiers:missing", "no_such_module:f", "verifiers:not_a_function"])
+def test_what_cannot_be_loaded_is_refused_at_once(name):
+    with pytest.raises(VerifierError, match=f"{name} could not be loaded"):
+        DeadlineVerifier(name, timeout_s=1)
+
+
+@pytest.mark.parametrize("function", ["json.loads", ":f", "m:", lambda *_: 0.0, len.__call__])
+def test_what_has_no_importable_name_is_refused(function):
+    with pytest.raises(ValueError, match=r"not of the form|cannot be imported by another process"):
+        DeadlineVerifier(function, timeout_s=1)
+
+
+@pytest.mark.parametrize("limit", [0, -1, float("nan"), float("inf")])
+def test_limits_must_be_positive_and_finite(limit):
+    with pytest.raises(ValueError, match="limits must be positive and finite"):
+        DeadlineVerifier(verifiers.length, timeout_s=limit)
+
+
+def test_the_module_imports_nothing_heavy():
+    code = "import sys, dlrover.python.rl.environment.deadline; sys.exit(bool({'numpy', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
