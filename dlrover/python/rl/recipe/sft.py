@@ -12,8 +12,8 @@ from dlrover.python.rl.common.errors import Problem
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.typed import parse, require
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.data.cursor import PromptCursor
 from dlrover.python.rl.data.conversation import check_sft
+from dlrover.python.rl.data.cursor import PromptCursor
 from dlrover.python.rl.engine.base import StepResult
 from dlrover.python.rl.recipe.config import SFTConfig, model_problems
 from dlrover.python.rl.recipe.tracking import RunLog

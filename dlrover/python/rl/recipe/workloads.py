@@ -95,7 +95,8 @@ class ReferenceWorkload(BaseWorkload):
     @trainer_invocation(blocking=False)
     def logprobs(self, rollouts: Batch, temperature: float) -> Batch:
         """``logprobs`` of the completions, for the actor's update."""
-        return self._engine.logprobs(rollouts.select(*TRAINED), temperature)
+        logprobs: Batch = self._engine.logprobs(rollouts.select(*TRAINED), temperature)
+        return logprobs
 
 
 class RolloutWorkload(BaseWorkload):
@@ -125,7 +126,7 @@ class RolloutWorkload(BaseWorkload):
         tokenizer = self._engine.tokenizer
         encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts.objects("prompt")]
         asked = Batch({"prompt_id": prompts["prompt_id"], "tokens": Ragged.from_rows(encoded, dtype=np.int64)})
-        drawn = self._engine.generate(asked, sampling, seed)
+        drawn: Batch = self._engine.generate(asked, sampling, seed)
         rows = np.repeat(np.arange(len(prompts)), sampling.samples_per_prompt).tolist()
         told = prompts.select("prompt", "answer", "extra_info").take(rows)
         return drawn.with_columns(completion=_texts(tokenizer, drawn), **told.columns)

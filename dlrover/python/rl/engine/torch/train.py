@@ -55,9 +55,10 @@ class TorchTrainEngine:
         if optimizer is None:
             self._lm.model.requires_grad_(False)
         elif gradient_checkpointing:
-            # Transformers checkpoints in training mode only; dropout is off, so nothing else changes with the mode.
-            self._lm.model.gradient_checkpointing_enable({"use_reentrant": False})
-            self._lm.model.train()
+            # Transformers recomputes in training mode only; dropout is off, so nothing else changes with the mode.
+            trained = self._lm.model.train()
+            enable = getattr(trained, "activation_checkpointing_enable", None) or trained.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
 
     @property
     def tokenizer(self) -> Any:
