@@ -86,7 +86,7 @@ def plain_gradients(path, batch, temperature=1.0):
     loss = plain_loss(model, batch, temperature)
     loss.backward()
     norm = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
-    return float(loss), norm, {name: parameter.grad for name, parameter in model.named_parameters()}
+    return float(loss.detach()), norm, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 def weights(engine) -> dict[str, torch.Tensor]:

@@ -58,7 +58,7 @@ class GRPOTrainer(BaseTrainer):
         before = self.evaluate(0)
         for step in self.steps(self.cfg.steps):
             began_s = time.monotonic()
-            rollouts = self.RG_ROLLOUT.generate(Shard(self.problems.next()), self.sampling, (self.cfg.seed, step))
+            rollouts = self.RG_ROLLOUT.generate(Shard(self.problems.next()), self.sampling, self.seed_of(step))
             reference = self.reference_logprobs(rollouts)
             scored = Batch.concat(self.RG_REWARD.score(Shard(rollouts)))
             rows = self.algorithm.annotate(scored)
@@ -75,6 +75,10 @@ class GRPOTrainer(BaseTrainer):
             return Replicate(None)
         return Shard(self.RG_REFERENCE.logprobs(Shard(rollouts), self.cfg.rollout.temperature))
 
+    def seed_of(self, step: int) -> Replicate:
+        """What a step's samples depend on, besides prompt and index."""
+        return Replicate((self.cfg.seed, step))
+
     def sync_weights(self) -> None:
         """Give the actor's weights to every rollout member; returns once all of them serve them."""
         (weights,) = self.RG_ACTOR.publish_weights()
@@ -83,7 +87,7 @@ class GRPOTrainer(BaseTrainer):
     def evaluate(self, step: int) -> float:
         """Accuracy of greedy answers to the held-out problems: the mean of their rewards."""
         greedy = SamplingParams(self.cfg.rollout.max_new_tokens, temperature=0.0, samples_per_prompt=1)
-        answers = self.RG_ROLLOUT.generate(Shard(self.problems.held_out), greedy, (self.cfg.seed, step))
+        answers = self.RG_ROLLOUT.generate(Shard(self.problems.held_out), greedy, self.seed_of(step))
         scored = Batch.concat(self.RG_REWARD.score(Shard(answers)))
         return float(np.nan_to_num(scored.dense("reward")).mean())
 

@@ -21,6 +21,10 @@ START_OF_TURN = "<|im_start|>"
 END_OF_TURN = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, START_OF_TURN, END_OF_TURN)
 
+INITIAL_STD = 0.06
+"""Spread of the random weights. The usual 0.02 is meant for widths in the thousands; at these widths it makes the first
+steps of learning several times longer."""
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
@@ -93,6 +97,7 @@ def write_tiny_model(  # noqa: PLR0913 - a model's shape is this many numbers
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         max_position_embeddings=max_positions,
+        initializer_range=INITIAL_STD,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
