@@ -68,6 +68,8 @@ def divide(value: Any, shards: int, auto_shard: bool, label: str) -> list[Any] |
     if isinstance(value, Replicate):
         return None
     if isinstance(value, Shard):
+        if getattr(value.value, "is_pending", False):
+            return [Rows(tuple(value.value), index, shards) for index in range(shards)]
         return split(value.value, shards, label, value.by)
     if not auto_shard or not is_sequence_of_rows(value):
         return None
@@ -96,8 +98,6 @@ def _is_array(value: Any) -> bool:
 
 def split(value: Any, shards: int, label: str, by: str = "rows") -> list[Any]:
     """Cut ``value`` into even parts; see the table above."""
-    if getattr(value, "is_pending", False):
-        return [Rows(tuple(value), index, shards) for index in range(shards)]
     if isinstance(value, dict):
         return _split_columns(value, shards, label)
     if not (is_sequence_of_rows(value) or isinstance(value, range)):

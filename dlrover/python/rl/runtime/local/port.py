@@ -32,13 +32,45 @@ class LocalMember:
     alive: bool = True
 
 
-@dataclass
-class _Done:
-    """What came of a call: its outcome, how long it took, the rows of its result."""
+@dataclass(frozen=True)
+class Stored:
+    """A value as an object store keeps it: every reader gets a copy, large buffers are shared read-only."""
 
-    outcome: Outcome
-    took_s: float
-    rows: int | None = None
+    data: bytes
+    buffers: tuple[memoryview, ...]
+    rows: int | None
+
+    @classmethod
+    def of(cls, value: Any) -> "Stored":
+        """Serialise ``value``, once."""
+        buffers: list[pickle.PickleBuffer] = []
+        data = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        return cls(data, tuple(memoryview(buffer.raw()).toreadonly() for buffer in buffers), row_count(value))
+
+    def load(self) -> Any:
+        """A copy of the value."""
+        return pickle.loads(self.data, buffers=self.buffers)
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What came of a call: its result or its error, and how long it took."""
+
+    result: Stored | None
+    error: InvocationError | None
+    took_s: float = 0.0
+
+    def outcome(self, timeout_s: float | None) -> Outcome:
+        """As the trainer sees it, given the call's deadline."""
+        if timeout_s is not None and self.took_s > timeout_s:
+            return Outcome(late=True)
+        return Outcome(self.result.load() if self.result else None, self.error)
+
+    def value(self) -> Any:
+        """As another member sees it."""
+        if self.result is None or self.error is not None:
+            raise _Upstream(self.error)
+        return self.result.load()
 
 
 @dataclass
@@ -56,35 +88,34 @@ class LocalPort:
     clock: Clock = field(default_factory=SystemClock)
 
     def put(self, value: Any) -> Ref:
-        return Ref(self, _Done(Outcome(isolated(value)), 0.0, row_count(value)))
+        return Ref(self, _Done(Stored.of(value), None))
 
     def submit(self, role: str, rank: int, call: Call) -> Ref:
         started_s = self.clock.now_s()
-        outcome = self._run(role, rank, call)
-        done = _Done(outcome, self.clock.now_s() - started_s, row_count(outcome.value))
+        result, error = self._run(role, rank, call)
+        done = _Done(result, error, self.clock.now_s() - started_s)
         return Ref(self, done, done, role, rank, call.method)
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
-        if timeout_s is None or not self.enforce_deadlines:
-            return [ref.token.outcome for ref in refs]
-        return [Outcome(late=True) if ref.token.took_s > timeout_s else ref.token.outcome for ref in refs]
+        deadline_s = timeout_s if self.enforce_deadlines else None
+        return [ref.token.outcome(deadline_s) for ref in refs]
 
     def kill(self, role: str, rank: int) -> None:
         """End a member as a killed process would end: its state is gone, calls to it fail."""
         member = self.members[role][rank]
         member.alive, member.workload = False, None
 
-    def _run(self, role: str, rank: int, call: Call) -> Outcome:
+    def _run(self, role: str, rank: int, call: Call) -> tuple[Stored | None, InvocationError | None]:
         member = self.members[role][rank]
         if not member.alive:
-            return Outcome(error=WorkloadDied("the member was killed", role=role, rank=rank, method=call.method))
+            return None, WorkloadDied("the member was killed", role=role, rank=rank, method=call.method)
         try:
             args = [self._resolve(value) for value in call.args]
             kwargs = {name: self._resolve(value) for name, value in call.kwargs.items()}
             with process_environment(member.env):
-                return Outcome(isolated(_finish(getattr(member.workload, call.method)(*args, **kwargs))))
+                return Stored.of(_finish(getattr(member.workload, call.method)(*args, **kwargs))), None
         except _Upstream as upstream:
-            return Outcome(error=upstream.error)
+            return None, upstream.error
         except Exception as error:  # noqa: BLE001 -- the boundary that a process would be
             failure = InvocationError(
                 f"{type(error).__name__}: {error}",
@@ -95,19 +126,16 @@ class LocalPort:
                 remote_traceback=traceback.format_exc(),
             )
             failure.original = failure.__cause__ = error
-            return Outcome(error=failure)
+            return None, failure
 
     def _resolve(self, value: Any) -> Any:
         if isinstance(value, Ref):
-            return _value(value)
+            return value.token.value()
         if isinstance(value, Rows):
-            sizes = [part.token.rows for part in value.parts]
-            for part in value.parts:
-                _value(part)
-            return take_rows(value, sizes, _value)
+            return take_rows(value, [_rows(part) for part in value.parts], lambda part: part.token.value())
         if isinstance(value, list) and any(isinstance(item, Ref) for item in value):
-            return [_value(item) if isinstance(item, Ref) else isolated(item) for item in value]
-        return isolated(value)
+            return [self._resolve(item) for item in value]
+        return Stored.of(value).load()
 
 
 @dataclass(frozen=True)
@@ -140,16 +168,16 @@ class LocalMethod:
 class _Upstream(Exception):
     """The call that should have made an argument failed."""
 
-    def __init__(self, error: InvocationError) -> None:
+    def __init__(self, error: InvocationError | None) -> None:
         super().__init__(str(error))
         self.error = error
 
 
-def _value(ref: Ref) -> Any:
-    outcome: Outcome = ref.token.outcome
-    if outcome.error is not None:
-        raise _Upstream(outcome.error)
-    return outcome.value
+def _rows(ref: Ref) -> int | None:
+    done: _Done = ref.token
+    if done.result is None:
+        raise _Upstream(done.error)
+    return done.result.rows
 
 
 def _finish(result: Any) -> Any:
@@ -159,13 +187,6 @@ def _finish(result: Any) -> Any:
 
 async def _awaited(result: Any) -> Any:
     return await result
-
-
-def isolated(value: Any) -> Any:
-    """A copy as another process would see it: equal, unshared, its large buffers read-only and not copied."""
-    buffers: list[pickle.PickleBuffer] = []
-    data = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    return pickle.loads(data, buffers=[memoryview(buffer.raw()).toreadonly() for buffer in buffers])
 
 
 @contextmanager

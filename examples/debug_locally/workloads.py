@@ -1,0 +1,28 @@
+"""Two roles for a walk with the debugger: REWARD members score texts, ACTOR counts what it was told."""
+
+from typing import ClassVar
+
+from dlrover import BaseWorkload
+
+
+class Reward(BaseWorkload):
+    """REWARD: a long text scores well."""
+
+    def score(self, texts: list[str]) -> list[float]:
+        """One score for each text."""
+        scores = [float(len(text)) for text in texts]
+        if 0.0 in scores:
+            breakpoint()
+        texts.clear()  # reaches nobody: this list is the member's own copy
+        return scores
+
+
+class Actor(BaseWorkload):
+    """ACTOR: adds scores up. Its ranks would meet in collectives, so each needs a process of its own."""
+
+    needs_own_process: ClassVar[bool] = True
+
+    def add(self, scores: list[float]) -> float:
+        """The sum of all scores so far."""
+        self.total = getattr(self, "total", 0.0) + sum(scores)
+        return self.total

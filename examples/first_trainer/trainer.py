@@ -1,0 +1,44 @@
+"""The loop: pull, learn, pull better."""
+
+import json
+from collections.abc import Iterable, Mapping
+
+from omegaconf import DictConfig
+
+from dlrover import BaseTrainer, Replicate, RLRoleType, Shard
+from dlrover.python.rl.common.errors import Problem
+
+
+class BanditTrainer(BaseTrainer):
+    """Roles ACTOR (one member) and ROLLOUT (any number)."""
+
+    def init(self) -> None:
+        """Let the actor make its model."""
+        self.RG_ACTOR.init_model(len(self.config.payouts))
+        (self.policy,) = self.RG_ACTOR.policy()
+
+    def fit(self) -> None:
+        """The whole training."""
+        for step in self.steps(self.config.steps):
+            pulls = self.RG_ROLLOUT.pull(Replicate(self.policy), self.seeds(step))
+            (reward,) = self.RG_ACTOR.update(Shard(pulls))
+            (self.policy,) = self.RG_ACTOR.policy()
+            self.log(step, reward=reward)
+        self.save(reward)
+
+    def seeds(self, step: int) -> list[str]:
+        """What each pull of a step depends on, however many members share the pulls."""
+        return [f"{self.config.seed}/{step}/{index}" for index in range(self.config.pulls_per_step)]
+
+    def save(self, reward: float) -> None:
+        """Write what was learnt into the job's directory."""
+        learnt = {"reward": reward, "policy": [round(probability, 3) for probability in self.policy]}
+        (self.job_dir / "policy.json").write_text(json.dumps(learnt), encoding="utf-8")
+
+    @classmethod
+    def check_config(cls, config: DictConfig, roles: Mapping[RLRoleType, int]) -> Iterable[Problem]:
+        """What is wrong with the job, told before anything starts."""
+        if RLRoleType.ROLLOUT not in roles:
+            yield Problem("workload", "the role 'rollout' is required by BanditTrainer")
+        if not all(0 <= payout <= 1 for payout in config.payouts):
+            yield Problem("config.payouts", f"must be probabilities, not {list(config.payouts)}")

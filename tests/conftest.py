@@ -1,0 +1,19 @@
+"""Fixtures of all tests."""
+
+import os
+
+import pytest
+
+# Before anything imports numpy or torch: several processes share two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def ray_session():
+    """One Ray cluster on loopback for all tests that need one; job names keep them apart."""
+    from dlrover.python.rl.runtime.ray.cluster import ray_cluster
+
+    with ray_cluster(None, {"cpu": 24.0}, log_to_driver=False):
+        yield

@@ -1,0 +1,144 @@
+"""The stages of the contract suite: the same workloads, on each runtime."""
+
+import asyncio
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+from omegaconf import OmegaConf
+from toys import Pairs, Toy
+
+from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.config.builder import JobBuilder
+from dlrover.python.rl.control.events import Failed, MemberStarted, Place, Placed, Release, Released, StartMembers
+from dlrover.python.rl.control.placement import plan
+from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort
+from dlrover.python.rl.runtime.ray.executor import RayExecutor
+from dlrover.python.rl.runtime.ray.port import RayPort
+from dlrover.python.rl.trainer.role_group import public_methods
+from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
+from dlrover.python.rl.trainer.workload import MemberContext, member_context
+
+CLASSES = {"ACTOR": Toy, "ROLLOUT": Toy, "REWARD": Pairs}
+SIZES = {"ACTOR": 5, "ROLLOUT": 2, "REWARD": 4}
+CONFIG = OmegaConf.create({"lr": 0.5})
+
+_numbers = itertools.count(1)
+
+
+class StageTrainer(BaseTrainer):
+    """A trainer that the test drives by hand."""
+
+    def init(self):
+        pass
+
+    def fit(self):
+        pass
+
+
+def make_trainer(handles, port, tmp_path, classes=CLASSES):
+    trainer = StageTrainer(handles, {role: classes[role] for role in handles}, CONFIG)
+    trainer.bind(TrainerLink(port, lambda report: None, "contract", tmp_path))
+    return trainer
+
+
+class LocalStage:
+    """All members in this process."""
+
+    def __init__(self, tmp_path):
+        self._path = tmp_path
+        members = {role: [self._member(role, rank) for rank in range(size)] for role, size in SIZES.items()}
+        self.port = LocalPort(members)
+        self.handles = {
+            RLRoleType(role): [LocalHandle(self.port, role, rank) for rank in range(size)]
+            for role, size in SIZES.items()
+        }
+
+    def _member(self, role, rank):
+        size = SIZES[role]
+        context = MemberContext(f"job/{role}-{rank}", RLRoleType(role), rank, size, rank, size, "127.0.0.1", 4321)
+        with member_context(context):
+            return LocalMember(CLASSES[role](None, CONFIG), context.to_env())
+
+    def trainer(self, **sizes):
+        return make_trainer(_some(self.handles, sizes), self.port, self._path)
+
+    def kill(self, role, rank):
+        self.port.kill(role, rank)
+
+    def call_raw(self, handle, method, *args):
+        return getattr(handle, method).remote(*args).result()
+
+
+class RayStage:
+    """Members as detached actors, started by the production executor."""
+
+    def __init__(self, tmp_path):
+        self._path = tmp_path
+        builder = JobBuilder().device_type("CPU").device_per_node(11).config(CONFIG).trainer("toys", "unused")
+        for role, size in SIZES.items():
+            builder.role(role, "toys", CLASSES[role].__name__).total(size)
+        job = builder.spec(f"contract-{next(_numbers)}", (str(Path(__file__).parent),))
+        placement, problems = plan(job)
+        assert not problems
+        methods = {role: tuple(public_methods(cls)) for role, cls in CLASSES.items()}
+        self._executor = RayExecutor(job, placement, methods, None)
+        asyncio.run(self._start())
+        owned = self._executor._owned[1]
+        self.handles = {}
+        for (role, _), handle in owned.members.items():
+            self.handles.setdefault(role, []).append(handle)
+        self.port = RayPort(self.handles)
+
+    async def _start(self):
+        events = asyncio.Queue()
+        self._executor.execute(Place(1), events.put_nowait)
+        assert isinstance(await asyncio.wait_for(events.get(), 60), Placed)
+        self._executor.execute(StartMembers(1), events.put_nowait)
+        for _ in range(sum(SIZES.values())):
+            event = await asyncio.wait_for(events.get(), 120)
+            assert not isinstance(event, Failed), event
+            assert isinstance(event, MemberStarted)
+
+    def close(self):
+        asyncio.run(self._release())
+
+    async def _release(self):
+        events = asyncio.Queue()
+        # The tasks that watched the members ended with the loop they ran on.
+        self._executor._owned[1].tasks.clear()
+        self._executor.execute(Release(1), events.put_nowait)
+        assert isinstance(await asyncio.wait_for(events.get(), 60), Released)
+
+    def trainer(self, **sizes):
+        return make_trainer(_some(self.handles, sizes), self.port, self._path)
+
+    def kill(self, role, rank):
+        ray.kill(self.handles[role][rank])
+
+    def call_raw(self, handle, method, *args):
+        return ray.get(getattr(handle, method).remote(*args), timeout=30)
+
+
+def _some(handles, sizes):
+    """The first members of each role: a group of any size without starting another one."""
+    return {role: members[: sizes.get(role, len(members))] for role, members in handles.items()}
+
+
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+def stage(request, tmp_path_factory):
+    """A stage shared by tests that leave its members as they were."""
+    if request.param == "local":
+        yield LocalStage(tmp_path_factory.mktemp("local"))
+        return
+    request.getfixturevalue("ray_session")
+    made = RayStage(tmp_path_factory.mktemp("ray"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _importable():
+    sys.path.append(str(Path(__file__).parent))

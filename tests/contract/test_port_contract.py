@@ -1,0 +1,259 @@
+"""What a role group does must not depend on where its members run."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+from toys import OddError
+
+from dlrover.python.rl.common.errors import InvocationError, InvocationTimeout, ShardError, UnknownMethod, WorkloadDied
+from dlrover.python.rl.data.batch import Batch, Ragged, even_cuts
+from dlrover.python.rl.trainer.shard import Replicate, Shard
+
+KINDS = {
+    "list": lambda n: list(range(n)),
+    "tuple": lambda n: tuple(range(n)),
+    "array": np.arange,
+    "batch": lambda n: Batch({"x": np.arange(n), "r": Ragged.from_rows([[i] * (i % 3) for i in range(n)], int)}),
+    "columns": lambda n: {"a": list(range(n)), "b": np.arange(n)},
+}
+
+
+def plain(value):
+    """A comparable form of a value."""
+    if isinstance(value, Batch):
+        return {"x": value["x"].tolist(), "r": [row.tolist() for row in value.ragged("r")]}
+    if isinstance(value, dict):
+        return {name: plain(column) for name, column in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def cut(value, start, stop):
+    """The part of a value that a shard should get."""
+    if isinstance(value, Batch):
+        return value.rows(start, stop)
+    if isinstance(value, dict):
+        return {name: column[start:stop] for name, column in value.items()}
+    return value[start:stop]
+
+
+@pytest.mark.parametrize("members", range(1, 6))
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_type_is_split_evenly_in_order_for_1_to_20_items(stage, kind, members):
+    group = stage.trainer(ACTOR=members).RG_ACTOR
+    for count in range(members, 21):
+        value = KINDS[kind](count)
+        cuts = even_cuts(count, members)
+        expected = [plain(cut(value, start, stop)) for start, stop in zip(cuts, cuts[1:], strict=False)]
+        assert [plain(part) for part in group.echo(Shard(value))] == expected
+
+
+@pytest.mark.parametrize("members", range(1, 6))
+def test_an_unwrapped_list_of_one_item_per_member_gives_each_its_item(stage, members):
+    group = stage.trainer(ACTOR=members).RG_ACTOR
+    assert group.echo(list("abcde"[:members])) == list("abcde"[:members])
+    assert group.echo(list(range(members + 1)))[0] == [0, 1] if members > 1 else True
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "array", "batch"])
+def test_too_few_rows_is_an_error_before_anything_is_sent(stage, kind):
+    group = stage.trainer(ACTOR=3).RG_ACTOR
+    before = group.call_count()
+    with pytest.raises(ShardError, match="argument 0 has 2 rows, too few to split over 3 shards"):
+        group.echo(KINDS[kind](2))
+    assert group.call_count() == before
+
+
+def test_what_has_no_rows_goes_to_every_member(stage):
+    group = stage.trainer(ROLLOUT=2).RG_ROLLOUT
+    for value in (7, "text", {"a": [1, 2]}, None, {1, 2}, np.float64(3)):
+        assert group.echo(value) == [value, value]
+    assert group.echo(Replicate([1, 2])) == [[1, 2], [1, 2]]
+    assert group.whole([1, 2]) == [[1, 2], [1, 2]]
+
+
+def test_keyword_arguments_are_sharded_like_positional_ones(stage):
+    assert stage.trainer(ROLLOUT=2).RG_ROLLOUT.echo([1, 2], key=[3, 4, 5]) == [
+        ((1,), {"key": [3, 4]}),
+        ((2,), {"key": [5]}),
+    ]
+
+
+class Counted:
+    """Counts how often it is serialised, in the process that sends it."""
+
+    serialised = 0
+
+    def __init__(self, text):
+        self.text = text
+
+    def __reduce__(self):
+        Counted.serialised += 1
+        return str, (self.text,)
+
+
+@pytest.mark.parametrize("members", [2, 5])
+def test_a_broadcast_value_is_stored_once_whatever_the_size_of_the_group(stage, members):
+    Counted.serialised = 0
+    assert stage.trainer(ACTOR=members).RG_ACTOR.echo(Counted("once")) == ["once"] * members
+    assert Counted.serialised == 1
+
+
+def test_results_come_in_rank_order_and_members_know_who_they_are(stage):
+    answers = stage.trainer().RG_ACTOR.who()
+    assert [answer["properties"] for answer in answers] == [(rank, 5, 5, rank, 5) for rank in range(5)]
+    assert [answer["env"]["RANK"] for answer in answers] == list("01234")
+    assert {answer["env"]["WORLD_SIZE"] for answer in answers} == {"5"}
+    assert {answer["env"]["ROLE"] for answer in answers} == {"ACTOR"}
+    assert len({answer["name"] for answer in answers}) == 5
+    (address,) = {answer["env"]["MASTER_ADDR"] for answer in answers}
+    (port,) = {answer["env"]["MASTER_PORT"] for answer in answers}
+    assert address == "127.0.0.1" or address.count(".") == 3
+    assert int(port) > 1000
+    assert stage.trainer().RG_ACTOR.address()[0] == (address, int(port), None, {"lr": 0.5})
+
+
+def test_async_methods_work(stage):
+    assert stage.trainer(ROLLOUT=2).RG_ROLLOUT.slowly([3, 4]) == [6, 8]
+
+
+def test_a_call_that_is_not_waited_for_gives_pending_results(stage):
+    pending = stage.trainer(ROLLOUT=2).RG_ROLLOUT.later([1, 2])
+    assert len(pending) == 2
+    assert pending.result(timeout=30) == [1, 2]
+    assert pending[1].result() == 2
+
+
+def test_pending_results_can_be_awaited(stage):
+    async def wait():
+        pending = stage.trainer(ROLLOUT=2).RG_ROLLOUT.later([1, 2])
+        return await pending, await pending[0]
+
+    assert asyncio.run(wait()) == ([1, 2], 1)
+
+
+def test_pending_results_pass_to_another_group(stage):
+    trainer = stage.trainer(ROLLOUT=2, ACTOR=2)
+    assert trainer.RG_ACTOR.echo(trainer.RG_ROLLOUT.later(["a", "b"])) == ["a", "b"]
+
+
+def test_more_pending_results_than_members_arrive_as_lists(stage):
+    trainer = stage.trainer(ACTOR=5, ROLLOUT=2)
+    assert trainer.RG_ROLLOUT.echo(trainer.RG_ACTOR.later(list("abcde"))) == [["a", "b", "c"], ["d", "e"]]
+
+
+@pytest.mark.parametrize("takers", range(1, 6))
+def test_sharded_pending_rows_are_split_anew_over_any_number_of_members(stage, takers):
+    trainer = stage.trainer(ACTOR=takers, ROLLOUT=2)
+    parts = trainer.RG_ACTOR.echo(Shard(trainer.RG_ROLLOUT.rows([4, 3])))
+    joined = Batch.concat(parts)
+    assert joined["x"].tolist() == [0, 1, 2, 3, 100, 101, 102]
+    assert joined["text"] == ["0.0", "0.1", "0.2", "0.3", "1.0", "1.1", "1.2"]
+    assert [len(part) for part in parts] == np.diff(even_cuts(7, takers)).tolist()
+
+
+def test_one_pending_result_can_be_given_to_everyone(stage):
+    trainer = stage.trainer(ROLLOUT=2, ACTOR=3)
+    (ref, _) = trainer.RG_ROLLOUT.later(["weights", "other"])
+    assert trainer.RG_ACTOR.echo(Replicate(ref)) == ["weights"] * 3
+
+
+def test_a_failed_pending_result_fails_the_call_that_takes_it(stage):
+    trainer = stage.trainer(ROLLOUT=2, ACTOR=2)
+    with pytest.raises(InvocationError, match=r"ROLLOUT\[0\]\.late_boom") as caught:
+        trainer.RG_ACTOR.echo(trainer.RG_ROLLOUT.late_boom())
+    assert caught.value.role == "ROLLOUT"
+
+
+def test_rank0_alone_is_called_and_gives_a_list_of_one(stage):
+    assert stage.trainer().RG_ACTOR.first([1, 2, 3]) == [(0, [1, 2, 3])]
+
+
+def test_functions_before_and_after_the_call(stage):
+    group = stage.trainer(ROLLOUT=2).RG_ROLLOUT
+    assert group.prepared(1) == 40
+    assert group.swapped("a", "b") == [("b", "a"), ("b", "a")]
+    assert group.counted_later([1, 2]).result() == 2
+
+
+def test_late_ranks_are_named_and_what_arrived_is_kept(stage):
+    with pytest.raises(InvocationTimeout, match="no answer within 0.5 s from ranks 1, 3") as caught:
+        stage.trainer(ACTOR=5).RG_ACTOR.sleepy(Replicate([1, 3]))
+    assert caught.value.late == (1, 3)
+    assert caught.value.arrived == {0: 0, 2: 2, 4: 4}
+
+
+def test_options_of_a_method_can_be_changed_for_one_call(stage):
+    group = stage.trainer(ROLLOUT=2).RG_ROLLOUT
+    assert group.sleepy.options(timeout=30)(Replicate([1])) == [0, 1]
+    assert group.echo.options(blocking=False)(5).result() == [5, 5]
+    with pytest.raises(TypeError, match="did you mean 'timeout'"):
+        group.echo.options(timout=3)
+
+
+def test_an_error_carries_role_rank_method_traceback_and_the_exception_itself(stage):
+    with pytest.raises(InvocationError) as caught:
+        stage.trainer().RG_ACTOR.boom(3)
+    error = caught.value
+    assert (error.role, error.rank, error.method) == ("ACTOR", 3, "boom")
+    assert error.node
+    assert "raise OddError" in error.remote_traceback
+    assert "toys.py" in error.remote_traceback
+    assert isinstance(error.__cause__, OddError)
+    assert str(error.__cause__) == "the user's own words"
+    assert "ACTOR[3].boom" in str(error)
+
+
+def test_a_misspelt_method_fails_at_the_call_before_anything_is_sent(stage):
+    group = stage.trainer().RG_ACTOR
+    before = group.call_count()
+    with pytest.raises(UnknownMethod, match="'ecko' is no method of Toy.*did you mean 'echo'"):
+        group.ecko(1)
+    with pytest.raises(UnknownMethod, match="a property, not a method"):
+        group.rank()
+    assert not hasattr(group, "ecko")
+    assert group.call_count() == before
+
+
+def test_members_of_one_replica_get_the_same_shard_and_give_one_result(stage):
+    group = stage.trainer().RG_REWARD
+    assert (group.world_size, group.data_parallel_size) == (4, 2)
+    assert group.echo(Shard([1, 2, 3])) == [[1, 2], [3]]
+    assert group.later(["a", "b"]).result() == ["a", "b"]
+    assert [answer["properties"][0] for answer in group.who()] == [0, 2]
+
+
+def test_an_argument_changed_by_a_member_stays_as_it_was_for_the_trainer(stage):
+    values = ["mine"]
+    assert stage.trainer(ROLLOUT=2).RG_ROLLOUT.mutate(Replicate(values)) == [2, 2]
+    assert values == ["mine"]
+
+
+def test_raw_handles_have_the_users_methods(stage):
+    trainer = stage.trainer()
+    assert len(trainer.rollouts) == 2
+    assert stage.call_raw(trainer.rollouts[1], "echo", "hello") == "hello"
+
+
+def test_two_dimensional_arrays_are_split_along_the_first_axis(stage):
+    value = np.arange(12.0).reshape(4, 3)
+    parts = stage.trainer(ROLLOUT=2).RG_ROLLOUT.echo(Shard(value))
+    assert np.array_equal(np.concatenate(parts), value)
+
+
+def test_a_batch_can_be_split_by_tokens(stage):
+    rows = Ragged.from_rows([[1] * 8, [2], [3], [4] * 2], int)
+    parts = stage.trainer(ROLLOUT=2).RG_ROLLOUT.echo(Shard(Batch({"tokens": rows}), by="tokens"))
+    assert [part.ragged("tokens").lengths.tolist() for part in parts] == [[8], [1, 1, 2]]
+
+
+def test_zz_a_killed_member_gives_an_error_within_two_seconds(stage):
+    """Last: it takes a member away from the shared stage."""
+    group = stage.trainer().RG_ROLLOUT
+    stage.kill("ROLLOUT", 1)
+    began_s = time.monotonic()
+    with pytest.raises(WorkloadDied) as caught:
+        group.echo(1)
+    assert time.monotonic() - began_s < 2.0
+    assert (caught.value.role, caught.value.rank, caught.value.retryable) == ("ROLLOUT", 1, True)
