@@ -4,6 +4,7 @@
 
     DLRoverRLError
     ├── InvalidJob                   the job's description is wrong; lists every problem
+    ├── ClassNotFound                a class of the job cannot be imported; names the missing part
     ├── MissingExtra                 an optional engine is not installed; names the extra
     ├── DataError                    a data file or column is wrong; names file and line
     ├── EngineError                  an engine was asked for what it cannot do
@@ -15,6 +16,7 @@
     │   ├── InvocationTimeout        some ranks are late; what did arrive is kept
     │   └── WorkloadDied             a member's process is gone
     ├── WorkloadStartError           a workload's or trainer's constructor failed
+    ├── ClusterUnavailable           Ray could not be started or reached
     ├── PlacementTimeout             the cluster did not free the resources in time
     └── JobError
         ├── JobFailed                the job ended in failure; carries the first cause
@@ -77,6 +79,10 @@ class InvalidJob(DLRoverRLError):
         count = len(self.problems)
         lines = "\n".join(f"  - {problem}" for problem in self.problems)
         super().__init__(f"{count} problem{'s' if count != 1 else ''} in the job:\n{lines}")
+
+
+class ClassNotFound(DLRoverRLError):
+    """A class of the job cannot be imported; the message says which part is missing."""
 
 
 class MissingExtra(DLRoverRLError):
@@ -175,6 +181,12 @@ class WorkloadStartError(DLRoverRLError):
         self.who, self.remote_traceback = who, remote_traceback
         text = f"{who} could not start: {message}"
         super().__init__(f"{text}\n\n{remote_traceback}" if remote_traceback else text)
+
+
+class ClusterUnavailable(DLRoverRLError):
+    """Ray could not be started or reached."""
+
+    retryable = True
 
 
 class PlacementTimeout(DLRoverRLError):

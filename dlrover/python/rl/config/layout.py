@@ -13,6 +13,7 @@
     restart: {job_max_restart, ...}
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from dlrover.python.rl.common.errors import InvalidJob, Problem
 from dlrover.python.rl.common.names import check_job_name
@@ -69,11 +71,10 @@ def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str
     Raises:
         InvalidJob: with every problem that can be seen without importing anything.
     """
-    rest = {key: data._get_node(key) for key in data if key != "config"}
-    values = plain(OmegaConf.create(rest)) if rest else {}
+    values = _layout_values(data)
     layout, problems = parse(JobLayout, _with_class_field(values), "")
     problems = [_in_file_terms(problem) for problem in problems]
-    problems += _role_problems(values)
+    problems += _role_problems({"name": default_name, **values})
     if layout is None or problems:
         raise InvalidJob(problems)
     config = data.get("config")
@@ -93,6 +94,24 @@ def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str
     )
 
 
+def _layout_values(data: DictConfig) -> dict[str, Any]:
+    """All of the file but the user's ``config``, as plain values; interpolations may refer to ``config`` too."""
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for key in data:
+        if key == "config":
+            continue
+        try:
+            values[str(key)] = plain(data[key])
+        except InvalidJob as error:
+            problems += error.problems
+        except OmegaConfBaseException as error:
+            problems.append(Problem(str(key), str(error).splitlines()[0]))
+    if problems:
+        raise InvalidJob(problems)
+    return values
+
+
 def _with_class_field(values: Any) -> Any:
     """``class`` cannot be a field's name: rename it where the layout has it."""
     renamed = dict(values)
@@ -106,7 +125,7 @@ def _with_class_field(values: Any) -> Any:
 
 
 def _rename(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    names = {"class": "class_", "class_": "class_ (write 'class')"}
+    names = {"class": "class_", "class_": "'class_'"}
     renamed = {names.get(key, key): value for key, value in mapping.items()}
     resource = renamed.get("resource")
     if isinstance(resource, dict) and "mem" in resource:
@@ -115,7 +134,7 @@ def _rename(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_file_terms(problem: Problem) -> Problem:
-    return Problem(problem.where.replace("class_", "class"), problem.what.replace("class_", "class"))
+    return Problem(*(re.sub(r"\bclass_(?!\w)", "class", text) for text in (problem.where, problem.what)))
 
 
 def _role_problems(values: Any) -> list[Problem]:
@@ -132,9 +151,13 @@ def _role_problems(values: Any) -> list[Problem]:
     nums: dict[str, Any] = {}
     for role, spec in workload.items():
         try:
-            nums[RLRoleType(role)] = spec.get("num", 1) if isinstance(spec, dict) else 1
+            name = RLRoleType(role)
         except ValueError as error:
             problems.append(Problem(f"workload.{role}", str(error)))
+            continue
+        if name in nums:
+            problems.append(Problem(f"workload.{role}", f"the role '{role.lower()}' is there twice"))
+        nums[name] = _count(spec.get("num", 1)) if isinstance(spec, dict) else None
     if RLRoleType.ACTOR not in nums:
         problems.append(Problem("workload", f"the role 'actor' is required{hint('actor', workload)}"))
     restarts = values.get("restart")
@@ -144,6 +167,15 @@ def _role_problems(values: Any) -> list[Problem]:
             where = f"restart.workload_max_restart.{role}"
             problems.append(Problem(where, f"the job has no role '{role}'{hint(str(role), workload)}"))
     return problems + _group_problems(values.get("workload_group"), nums)
+
+
+def _count(value: Any) -> int | None:
+    """A number of members, as the layout reads it (``"4"`` is 4); None when it is none, which the layout reports."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if number > 0 else None
 
 
 def _group_problems(groups: Any, nums: Mapping[str, Any]) -> list[Problem]:
@@ -157,8 +189,8 @@ def _group_problems(groups: Any, nums: Mapping[str, Any]) -> list[Problem]:
                 problems.append(Problem(where, f"the job has no role '{role}'{hint(str(role), names)}"))
             elif key in seen:
                 problems.append(Problem(where, f"'{role}' is already in workload_group.{seen[key]}"))
-            elif isinstance(count, int) and isinstance(nums[key], int) and count > 0 and nums[key] % count:
-                problems.append(Problem(where, f"{nums[key]} members cannot form groups of {count}"))
+            elif (size := _count(count)) and nums[key] and nums[key] % size:
+                problems.append(Problem(where, f"{nums[key]} members cannot form groups of {size}"))
             seen.setdefault(key, index)
     return problems
 

@@ -30,7 +30,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     if not file.is_file():
         siblings = [other.name for other in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
         raise InvalidJob([Problem(str(path), f"no such job file{hint(file.name, siblings)}")])
-    data = _read(file.read_text(encoding="utf-8"), str(path))
+    data = _read(_text(file), str(path))
     problems = _apply(data, overrides)
     search = tuple(dict.fromkeys([str(Path.cwd()), str(file.absolute().parent)]))
     try:
@@ -54,8 +54,17 @@ def load_job_text(
     return job_from_mapping(data, name, (str(Path.cwd()),) if search_path is None else search_path)
 
 
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidJob([Problem(str(file), f"cannot be read: {error}")]) from error
+
+
 def _as_name(stem: str) -> str:
-    return "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in stem.lower()).strip("-")
+    """A job name made from a file's."""
+    name = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in stem.lower())
+    return name.strip("-")[:63].strip("-") or "job"
 
 
 def _read(text: str, where: str) -> DictConfig:
@@ -81,14 +90,15 @@ def _apply(data: DictConfig, overrides: Sequence[str]) -> list[Problem]:
             problems.append(Problem(override, "an override is written key=value"))
             continue
         path = key if key.split(".")[0] in JOB_KEYS else f"config.{key}"
-        problem = None if adding else _missing(data, path, key)
+        try:
+            problem = None if adding else _missing(data, path, key)
+            if problem is None:
+                # Not resolved here: a value may refer to other keys of the file.
+                data.merge_with_dotlist([f"{path}={value}"])
+        except (OmegaConfBaseException, YAMLError) as error:
+            problem = Problem(key, str(error).splitlines()[0])
         if problem is not None:
             problems.append(problem)
-            continue
-        try:
-            OmegaConf.update(data, path, OmegaConf.from_dotlist([f"value={value}"])["value"], force_add=True)
-        except (OmegaConfBaseException, YAMLError) as error:
-            problems.append(Problem(key, str(error).splitlines()[0]))
     return problems
 
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Lt
 
 from dlrover.python.rl.common.roles import RLRoleType
 
 Positive = Annotated[int, Gt(0)]
 NonNegative = Annotated[int, Ge(0)]
-Amount = Annotated[float, Ge(0.0)]
+Amount = Annotated[float, Ge(0.0), Lt(float("inf"))]
 
 SchedulingStrategy = Literal["AUTO", "SIMPLE", "GROUP"]
 
@@ -134,6 +134,11 @@ class JobSpec:
     def members(self) -> Iterator[tuple[RLRoleType, int]]:
         """Every member as role and rank, in the order of the file."""
         return ((role, rank) for role, spec in self.workloads.items() for rank in range(spec.num))
+
+    def preferred_ports(self, role: RLRoleType) -> tuple[int, ...]:
+        """The rendezvous port to try first for ``role``, if ``torch_master_port`` has one for it."""
+        index = list(self.workloads).index(role)
+        return self.trainer.torch_master_port[index : index + 1]
 
     def collocation_of(self, role: RLRoleType) -> tuple[RLRoleType, ...]:
         """The roles that share devices with ``role``, itself included; empty when it shares none."""

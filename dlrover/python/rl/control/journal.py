@@ -34,10 +34,16 @@ def _decode_line(number: int, line: bytes) -> Event:
     checksum, _, body = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(body):
         raise JournalCorrupt(f"journal line {number} does not match its checksum")
-    fields: dict[str, Any] = json.loads(body)
+    try:
+        return _event(json.loads(body))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise JournalCorrupt(f"journal line {number} holds no event of format {VERSION}: {error}") from error
+
+
+def _event(fields: dict[str, Any]) -> Event:
     version, name = fields.pop("v", None), fields.pop("event", None)
     if version != VERSION or name not in _BY_NAME:
-        raise JournalCorrupt(f"journal line {number} is {name!r} of format {version!r}; this is format {VERSION}")
+        raise ValueError(f"it is {name!r} of format {version!r}")
     kind = _BY_NAME[name]
     if kind is Failed:
         cause = fields["cause"]

@@ -30,6 +30,7 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.state import JobState, Phase, Process
 
 MAX_BACKOFF_S = 60.0
+MAX_DOUBLINGS = 64
 
 Result = tuple[JobState, tuple[Command, ...]]
 
@@ -38,6 +39,8 @@ def step(state: JobState, event: Event) -> Result:
     """Take one event in; return the new state and what shall be done."""
     incarnation = getattr(event, "incarnation", state.incarnation)
     if state.phase.terminal or incarnation != state.incarnation:
+        return state, ()
+    if state.terms is None and not isinstance(event, Submitted | StopRequested):
         return state, ()
     handler = _HANDLERS[type(event)]
     return handler(state, event)
@@ -59,7 +62,7 @@ def _submitted(state: JobState, event: Submitted) -> Result:
 
 def _begin(state: JobState) -> Result:
     number = state.incarnation + 1
-    fresh = replace(state, phase=Phase.CREATED, incarnation=number, members={}, trainer=None)
+    fresh = replace(state, phase=Phase.CREATED, incarnation=number, members={}, trainer=None, released=False)
     return fresh, (Place(number),)
 
 
@@ -131,15 +134,17 @@ def _end(state: JobState, outcome: Phase, reason: str) -> Result:
 
 def _released(state: JobState, event: Released) -> Result:
     if state.phase is Phase.ENDING and state.outcome is not None:
-        return replace(state, phase=state.outcome, members={}, trainer=None), ()
-    if state.phase is Phase.RESTARTING and state.terms is not None:
-        delay_s = min(state.terms.backoff_s * 2 ** (state.restarts - 1), MAX_BACKOFF_S)
-        return state, (WaitThenRestart(event.incarnation, delay_s),)
+        return replace(state, phase=state.outcome, members={}, trainer=None, released=True), ()
+    if state.phase is Phase.RESTARTING and state.terms is not None and not state.released:
+        # Bounded: a float cannot hold 2 to the power of every restart limit.
+        doublings = min(state.restarts - 1, MAX_DOUBLINGS)
+        delay_s = min(state.terms.backoff_s * 2**doublings, MAX_BACKOFF_S)
+        return replace(state, released=True), (WaitThenRestart(event.incarnation, delay_s),)
     return state, ()
 
 
 def _restart_due(state: JobState, event: RestartDue) -> Result:
-    return _begin(state) if state.phase is Phase.RESTARTING else (state, ())
+    return _begin(state) if state.phase is Phase.RESTARTING and state.released else (state, ())
 
 
 _HANDLERS: dict[type, Callable[[JobState, Any], Result]] = {

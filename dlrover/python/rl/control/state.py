@@ -61,6 +61,7 @@ class JobState:
         terms: what was submitted.
         members: ``"ROLLOUT[1]"`` to its process, for those that are up in this incarnation.
         trainer: its process, None while it is not up.
+        released: whether nothing is left of this incarnation: it may be followed by the next one.
         outcome: the terminal phase that ENDING leads to.
         causes: the first cause of each incarnation that failed, oldest first.
         restarts_by: what caused restarts (``"trainer"``, a role), and how many.
@@ -72,6 +73,7 @@ class JobState:
     terms: Submitted | None = None
     members: Mapping[str, Process] = field(default_factory=dict)
     trainer: Process | None = None
+    released: bool = False
     outcome: Phase | None = None
     causes: tuple[Cause, ...] = ()
     restarts_by: Mapping[str, int] = field(default_factory=dict)

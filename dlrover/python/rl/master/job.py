@@ -165,9 +165,9 @@ class RLJob:
         self,
         job_name: str,
         blocking: bool = True,
-        master_cpu: float = 0,
-        master_memory: float = 0,
-        job_max_restart: int = 10,
+        master_cpu: float | None = None,
+        master_memory: float | None = None,
+        job_max_restart: int | None = None,
         address: str | None = None,
         local: bool = False,
     ) -> JobStatus:
@@ -179,7 +179,7 @@ class RLJob:
                 is started here ends with this process.
             master_cpu: logical CPUs reserved for the master.
             master_memory: memory reserved for the master, in MB.
-            job_max_restart: restarts of the whole job.
+            job_max_restart: restarts of the whole job. This and the two above default to what the job says.
             address: of a running Ray cluster; None starts one for the job alone.
             local: run in this process, without Ray.
 
@@ -191,8 +191,12 @@ class RLJob:
         if not blocking and address is None:
             raise CallError("submit(blocking=False) needs address=: a cluster started here would end with this process")
         spec = self._builder.spec(job_name)
-        master = replace(spec.master, cpu=float(master_cpu), memory=float(master_memory))
-        spec = replace(spec, master=master, restart=replace(spec.restart, job_max_restart=job_max_restart))
+        master = {"cpu": master_cpu, "memory": master_memory}
+        spec = replace(
+            spec,
+            master=replace(spec.master, **{name: amount for name, amount in master.items() if amount is not None}),
+            restart=spec.restart if job_max_restart is None else replace(spec.restart, job_max_restart=job_max_restart),
+        )
         checked = check_job(spec, local)
         if not blocking:
             with ray_cluster(address, checked.placement.total):

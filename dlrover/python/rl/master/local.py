@@ -41,11 +41,13 @@ def run_local(
     def emit(event: Event) -> None:
         commands.extend(brain.handle(event))
 
-    emit(submission(job, brain))
-    while commands:
-        try:
-            executor.execute(commands.popleft(), emit)
-        except KeyboardInterrupt:
-            emit(StopRequested("interrupted"))
-    brain.close()
+    try:
+        emit(submission(job, brain))
+        while commands:
+            try:
+                executor.execute(commands.popleft(), emit)
+            except KeyboardInterrupt:
+                emit(StopRequested("interrupted"))
+    finally:
+        brain.close()
     return status_of(job.name, brain.state, last[0] if last else None)

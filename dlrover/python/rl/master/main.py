@@ -13,18 +13,18 @@ from typing import Any
 
 import click
 
-from dlrover.python.rl.common.errors import DLRoverRLError, InvalidJob, JobConflict, Problem
+from dlrover.python.rl.common.errors import ClusterUnavailable, DLRoverRLError, InvalidJob, JobConflict, Problem
 from dlrover.python.rl.common.log import configure_logging
 from dlrover.python.rl.common.names import check_job_name, master_name
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job, load_job_text
-from dlrover.python.rl.config.spec import JobSpec, RestartSpec
+from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import CheckedJob, check_job, run_here, run_on_ray, stop_master
 from dlrover.python.rl.master.progress import ProgressView
 from dlrover.python.rl.master.status import JobStatus
 from dlrover.python.rl.runtime.ray.actors import ask, end, find
-from dlrover.python.rl.runtime.ray.cluster import ClusterUnavailable, ray_cluster
+from dlrover.python.rl.runtime.ray.cluster import ray_cluster
 
 EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 
@@ -64,26 +64,25 @@ def _literal(_: click.Context, option: click.Parameter, text: str) -> Any:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
         raise click.BadParameter(f"{text!r} is not a Python literal such as {{'rollout': 3}}") from error
-    if not isinstance(value, dict):
-        raise click.BadParameter(f"{text!r} is not a dict")
+    limits = list(value.values()) if isinstance(value, dict) else [None]
+    if not all(isinstance(limit, int) and limit >= 0 for limit in limits):
+        raise click.BadParameter(f"{text!r} is not a dict of roles and numbers such as {{'rollout': 3}}")
     return value
 
 
 @cli.command()
 @click.option("--job_name", required=True, help="Unique on the cluster; a DNS label.")
 @click.option("--rl_config", required=True, help="The job in the rl_config layout: YAML or JSON text, or a file.")
-@click.option("--master_cpu", type=click.FloatRange(min=0), default=0, show_default=True)
-@click.option("--master_mem", "--master_memory", type=click.FloatRange(min=0), default=0, help="In MB.")
-@click.option("--job_max_restart", "--max_restart", type=click.IntRange(min=0), default=10, show_default=True)
-@click.option("--trainer_max_restart", type=click.IntRange(min=0), default=10, show_default=True)
+@click.option("--master_cpu", type=click.FloatRange(min=0))
+@click.option("--master_mem", "--master_memory", type=click.FloatRange(min=0), help="In MB.")
+@click.option("--job_max_restart", "--max_restart", type=click.IntRange(min=0))
+@click.option("--trainer_max_restart", type=click.IntRange(min=0))
 @click.option("--workload_max_restart", default="{}", callback=_literal, help="Role to limit: {'rollout': 3}.")
-@click.option(
-    "--scheduling_strategy_type", type=click.Choice(["AUTO", "SIMPLE", "GROUP"], case_sensitive=False), default="AUTO"
-)
+@click.option("--scheduling_strategy_type", type=click.Choice(["AUTO", "SIMPLE", "GROUP"], case_sensitive=False))
 @click.option("--address", help="A running Ray cluster; by default one is started for the job.")
 @click.option("--local", is_flag=True, help="Run everything in this process, without Ray.")
 def submit(job_name: str, rl_config: str, address: str | None, local: bool, **options: Any) -> None:
-    """Run a job given by the original's options, and wait for its end."""
+    """Run a job given by the original's options, and wait for its end. An option wins over the job's own field."""
     text = Path(rl_config).read_text(encoding="utf-8") if _is_file(rl_config) else rl_config
     job = _with_options(load_job_text(text, job_name), options)
     _run(check_job(job, local), address, local)
@@ -100,15 +99,20 @@ def _with_options(job: JobSpec, options: dict[str, Any]) -> JobSpec:
     ]
     if unknown:
         raise InvalidJob(unknown)
-    restart = RestartSpec(
-        job_max_restart=options["job_max_restart"],
-        trainer_max_restart=options["trainer_max_restart"],
-        workload_max_restart=limits,
-        backoff_s=job.restart.backoff_s,
+    own = {role.upper(): limit for role, limit in job.restart.workload_max_restart.items()}
+    restart = replace(
+        job.restart,
+        workload_max_restart={**own, **limits},
+        **_given(job_max_restart=options["job_max_restart"], trainer_max_restart=options["trainer_max_restart"]),
     )
-    master = replace(job.master, cpu=options["master_cpu"], memory=options["master_mem"])
-    strategy = options["scheduling_strategy_type"].upper()
-    return replace(job, restart=restart, master=master, scheduling_strategy=strategy)
+    master = replace(job.master, **_given(cpu=options["master_cpu"], memory=options["master_mem"]))
+    return replace(
+        job, restart=restart, master=master, **_given(scheduling_strategy=options["scheduling_strategy_type"])
+    )
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @cli.command()

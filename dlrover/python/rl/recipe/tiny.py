@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of 259 tokens: id ``b`` is the byte ``b``; 256 to 258 are :data:`SPECIAL_TOKENS`.
+    """A tokenizer of 259 tokens: id ``b`` is the byte ``b``; 256 to 258 are ``SPECIAL_TOKENS``.
 
     Any text is encoded without loss. End of sequence is ``<|im_end|>``, padding is ``<|endoftext|>``, and the chat
     template is ChatML.

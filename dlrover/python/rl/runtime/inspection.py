@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlrover.python.rl.common.errors import InvalidJob, Problem
+from dlrover.python.rl.common.errors import ClassNotFound, InvalidJob, Problem
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.runtime.loading import ClassNotFound, load_class
+from dlrover.python.rl.runtime.loading import load_class
 from dlrover.python.rl.trainer.role_group import public_methods
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload

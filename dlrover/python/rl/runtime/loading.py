@@ -5,13 +5,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dlrover.python.rl.common.errors import DLRoverRLError
+from dlrover.python.rl.common.errors import ClassNotFound
 from dlrover.python.rl.common.nearest import hint
 from dlrover.python.rl.trainer.workload import undecorated
-
-
-class ClassNotFound(DLRoverRLError):
-    """A class of the job cannot be imported; the message says which part is missing."""
 
 
 def load_class(module: str, name: str, search_path: Sequence[str] = ()) -> Any:
@@ -32,7 +28,7 @@ def load_class(module: str, name: str, search_path: Sequence[str] = ()) -> Any:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ClassNotFound(f"module '{module}' cannot be imported: no module named '{error.name}'") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ClassNotFound(f"module '{module}' cannot be imported: {type(error).__name__}: {error}") from error
     for part in name.split("."):
         if not hasattr(found, part):

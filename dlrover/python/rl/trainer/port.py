@@ -115,7 +115,7 @@ class Pending(list[Ref]):
         self, refs: Sequence[Ref], replica: int = 1, post_func: Callable[[list[Any]], Any] | None = None
     ) -> None:
         super().__init__(refs[::replica])
-        self._refs, self._replica, self._post_func = list(refs), replica, post_func
+        self._refs, self._replica, self.post_func = list(refs), replica, post_func
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for every member's result, at most ``timeout`` seconds; ``post_func`` is applied.
@@ -125,7 +125,7 @@ class Pending(list[Ref]):
             InvocationError: a member failed.
         """
         values = gather(self._refs, timeout)[:: self._replica]
-        return values if self._post_func is None else self._post_func(values)
+        return values if self.post_func is None else self.post_func(values)
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.to_thread(self.result).__await__()

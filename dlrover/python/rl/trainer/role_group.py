@@ -1,5 +1,6 @@
 """Role groups: all members of a role, called as one."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -141,6 +142,9 @@ class _Arguments:
         ]
 
     def _one(self, value: Any, name: str) -> list[Any]:
+        pending = unwrap(value)
+        if isinstance(pending, Pending) and pending.post_func is not None:
+            raise CallError(f"{self.label(name)} is pending with a post_func, which runs here: pass its .result()")
         parts = divide(value, self.shards, self.auto_shard, self.label(name))
         if parts is None:
             return [self._shared(unwrap(value), self.shards * self.replica)] * self.shards
@@ -150,7 +154,7 @@ class _Arguments:
         """A value that several members take is stored once and handed out by reference."""
         if takers == 1 or isinstance(value, Ref) or (isinstance(value, list) and _holds_refs(value)):
             return value
-        if isinstance(value, _SCALARS) and len(str(value)[: _INLINE_BYTES + 1]) <= _INLINE_BYTES:
+        if isinstance(value, _SCALARS) and sys.getsizeof(value) <= _INLINE_BYTES:
             return value
         return self.port.put(value)
 

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dlrover.python.rl.common.errors import DataError, ShardError
 from dlrover.python.rl.data.batch import Batch, even_cuts
 
@@ -69,6 +71,8 @@ def divide(value: Any, shards: int, auto_shard: bool, label: str) -> list[Any] |
         return None
     if isinstance(value, Shard):
         if getattr(value.value, "is_pending", False):
+            if value.by != "rows":
+                raise ShardError(f"{label} is pending results; only a Batch can be split by '{value.by}'")
             return [Rows(tuple(value.value), index, shards) for index in range(shards)]
         return split(value.value, shards, label, value.by)
     if not auto_shard or not is_sequence_of_rows(value):
@@ -93,11 +97,14 @@ def is_sequence_of_rows(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    return hasattr(value, "__getitem__") and len(getattr(value, "shape", ())) > 0
+    shape = getattr(value, "shape", None)
+    return isinstance(shape, tuple) and len(shape) > 0 and hasattr(value, "__getitem__")
 
 
 def split(value: Any, shards: int, label: str, by: str = "rows") -> list[Any]:
     """Cut ``value`` into even parts; see the table above."""
+    if by != "rows" and not isinstance(value, Batch):
+        raise ShardError(f"{label} is {type(value).__name__}; only a Batch can be split by '{by}'")
     if isinstance(value, dict):
         return _split_columns(value, shards, label)
     if not (is_sequence_of_rows(value) or isinstance(value, range)):
@@ -113,8 +120,6 @@ def split(value: Any, shards: int, label: str, by: str = "rows") -> list[Any]:
             return list(value.split(shards, by))
         except DataError as error:
             raise ShardError(f"{label}: {error}") from error
-    if by != "rows":
-        raise ShardError(f"{label} is {type(value).__name__}; only a Batch can be split by '{by}'")
     cuts = even_cuts(rows, shards)
     return [_part(value, start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
 
@@ -126,7 +131,10 @@ def _part(value: Any, start: int, stop: int) -> Any:
 
 
 def _split_columns(columns: Mapping[str, Any], shards: int, label: str) -> list[Any]:
-    lengths = {name: len(column) for name, column in columns.items()}
+    lengths = {name: row_count(column) for name, column in columns.items()}
+    without = [name for name, length in lengths.items() if length is None]
+    if without or not columns:
+        raise ShardError(f"{label} is a dict without rows to split: {without or 'it is empty'}")
     if len(set(lengths.values())) != 1:
         raise ShardError(f"{label} has columns of different lengths: {lengths}")
     parts = {name: split(column, shards, f"{label}['{name}']") for name, column in columns.items()}
@@ -181,9 +189,21 @@ def join(pieces: Sequence[Any]) -> Any:
         return [item for piece in pieces for item in piece]
     if isinstance(first, tuple):
         return tuple(item for piece in pieces for item in piece)
-    if hasattr(first, "__array_namespace__"):
-        return first.__array_namespace__().concat(list(pieces))
-    raise ShardError(f"parts of type {type(first).__name__} cannot be joined; return a Batch, list or numpy array")
+    if isinstance(first, np.ndarray):
+        return np.concatenate(pieces)
+    if hasattr(first, "new_empty"):
+        return _join_tensors(pieces)
+    raise ShardError(f"parts of type {type(first).__name__} cannot be joined; return a Batch, list, array or tensor")
+
+
+def _join_tensors(pieces: Sequence[Any]) -> Any:
+    """``torch.cat``, without importing torch."""
+    joined = pieces[0].new_empty((sum(map(len, pieces)), *pieces[0].shape[1:]))
+    start = 0
+    for piece in pieces:
+        joined[start : start + len(piece)] = piece
+        start += len(piece)
+    return joined
 
 
 def row_count(value: Any) -> int | None:

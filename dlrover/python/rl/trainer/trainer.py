@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dlrover.python.rl.common.errors import Problem, UnknownMethod
+from dlrover.python.rl.common.errors import CallError, Problem, UnknownMethod
 from dlrover.python.rl.common.nearest import hint
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.trainer.port import Port
@@ -171,7 +171,7 @@ class BaseTrainer(ABC):
 
     def _bound(self) -> TrainerLink:
         if self._link is None:
-            raise UnknownMethod("the trainer is not bound yet: use role groups, log and job_dir from init() on")
+            raise CallError("the trainer is not bound yet: use role groups, log and job_dir from init() on")
         return self._link
 
     def __getattr__(self, name: str) -> Any:
@@ -180,4 +180,5 @@ class BaseTrainer(ABC):
             if self.__dict__.get("_link") is None:
                 raise UnknownMethod(f"{name} is bound after the trainer is constructed: use it from init() on")
             raise UnknownMethod(f"the job has no role group '{name}'{hint(name, self.get_role_groups())}")
-        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        # A property of a subclass that failed inside ends here as well: asked once more, it says so itself.
+        return object.__getattribute__(self, name)

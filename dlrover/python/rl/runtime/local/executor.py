@@ -5,6 +5,7 @@ import socket
 import traceback
 from dataclasses import dataclass, field
 
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import member_name
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
@@ -31,6 +32,8 @@ from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, Local
 from dlrover.python.rl.runtime.ports import free_port
 from dlrover.python.rl.trainer.trainer import BaseTrainer, Reporter, TrainerLink
 from dlrover.python.rl.trainer.workload import MemberContext, member_context
+
+_LOG = get_logger(__name__)
 
 
 @dataclass
@@ -66,11 +69,11 @@ class LocalExecutor:
             emit(RestartDue(number))
 
     def _start_members(self, number: int, emit: Emit) -> None:
-        ports = {role: free_port(self.job.trainer.torch_master_port) for role in self.job.workloads}
+        ports = {role: free_port(self.job.preferred_ports(role)) for role in self.job.workloads}
         for role, rank in self.job.members():
             try:
                 member = self._start_member(self._context(role, rank, number, ports[role]))
-            except Exception as error:  # noqa: BLE001 -- the boundary that a process would be
+            except (Exception, SystemExit) as error:  # noqa: BLE001 -- the boundary that a process would be
                 message, detail = f"{type(error).__name__}: {error}", traceback.format_exc()
                 emit(Failed(number, Cause(CauseKind.START_FAILED, f"{role}[{rank}]", message, detail)))
                 return
@@ -116,7 +119,7 @@ class LocalExecutor:
             with process_environment(self.job.env):
                 trainer.init()
                 trainer.fit()
-        except Exception as error:  # noqa: BLE001 -- the boundary that a process would be
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the boundary that a process would be
             emit(Failed(number, cause_of(error, "trainer", traceback.format_exc())))
             return
         emit(TrainerFinished(number))
@@ -133,7 +136,9 @@ class LocalExecutor:
 
     def _release(self) -> None:
         members, self._members = self._members, {}
-        for group in members.values():
-            for member in group:
-                if member.alive:
+        for member in (member for group in members.values() for member in group if member.alive):
+            try:
+                with process_environment(member.env):
                     member.workload.close()
+            except Exception:  # noqa: BLE001 -- the boundary that a process would be; the others are closed too
+                _LOG.exception("closing %s failed", member.env["NAME"])

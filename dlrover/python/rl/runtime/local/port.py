@@ -116,7 +116,7 @@ class LocalPort:
                 return Stored.of(_finish(getattr(member.workload, call.method)(*args, **kwargs))), None
         except _Upstream as upstream:
             return None, upstream.error
-        except Exception as error:  # noqa: BLE001 -- the boundary that a process would be
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the boundary that a process would be
             failure = InvocationError(
                 f"{type(error).__name__}: {error}",
                 role=role,

@@ -9,19 +9,13 @@ from typing import Any
 
 import ray
 
-from dlrover.python.rl.common.errors import DLRoverRLError
+from dlrover.python.rl.common.errors import ClusterUnavailable
 from dlrover.python.rl.common.names import NAMESPACE
 
 _LOG = logging.getLogger(__name__)
 
 _START_ATTEMPTS = 3
 _LOOPBACK = "127.0.0.1"
-
-
-class ClusterUnavailable(DLRoverRLError):
-    """Ray could not be started or reached."""
-
-    retryable = True
 
 
 @contextlib.contextmanager

@@ -117,8 +117,13 @@ class RayExecutor:
     def _detach(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._running.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _LOG.error("%s of %s failed", task.get_name(), self._job.name, exc_info=task.exception())
 
     # -- placing ------------------------------------------------------------------------------------------------------
 
@@ -168,8 +173,11 @@ class RayExecutor:
     async def _start_members(self, number: int, owned: _Incarnation, emit: Emit) -> None:
         for role, rank in self._job.members():
             owned.members[role, rank] = self._create(number, owned, role, rank)
-        ports = self._job.trainer.torch_master_port
-        located = await _all({member: handle.dlrover_locate.remote(ports) for member, handle in owned.members.items()})
+        asked = {
+            (role, rank): handle.dlrover_locate.remote(self._job.preferred_ports(role))
+            for (role, rank), handle in owned.members.items()
+        }
+        located = await _all(asked)
         contexts = self._contexts(number, located)
         # The configuration is the same for all members: stored once.
         config = ray.put(self._job.config)
@@ -361,7 +369,8 @@ def _cause(error: Exception) -> Cause:
 
 
 def _death(error: RayError) -> CauseKind:
-    if isinstance(error, OutOfMemoryError) or "memory" in str(error).lower():
+    # Ray names the memory monitor in the text of an actor's death; its general advice mentions memory as well.
+    if isinstance(error, OutOfMemoryError) or "running low on memory" in str(error):
         return CauseKind.OUT_OF_MEMORY
     if isinstance(error, NodeDiedError) or (isinstance(error, ActorDiedError) and "node" in _one_line(error).lower()):
         return CauseKind.NODE_LOST

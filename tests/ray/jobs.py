@@ -1,0 +1,88 @@
+"""Trainers and workloads of whole jobs under a real master."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from dlrover.python.rl.trainer.trainer import BaseTrainer
+from dlrover.python.rl.trainer.workload import BaseWorkload
+
+
+class Worker(BaseWorkload):
+    def __init__(self, master_handle, config):
+        super().__init__(master_handle, config)
+        if config.get("broken_rank", -1) == self.rank:
+            raise ValueError("the constructor does not like this rank")
+
+    def work(self, value):
+        return value + 1
+
+    def boom(self):
+        raise KeyError("the user's own mistake")
+
+    def die_once(self, folder):
+        """Rank 1 kills itself, the first time."""
+        mark = Path(folder) / "died"
+        if self.rank == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.rank
+
+    def die_always(self):
+        os._exit(7)
+
+    def master_status(self):
+        import ray
+
+        return str(ray.get(self.master_handle.status.remote(), timeout=10).phase)
+
+
+class Trainer(BaseTrainer):
+    """Counts its runs in a file, then does what ``config.act`` says."""
+
+    def init(self):
+        with open(Path(self.config.folder) / "runs", "a") as runs:
+            runs.write("run\n")
+
+    def fit(self):
+        getattr(self, self.config.act)()
+
+    def steps_only(self):
+        for step in self.steps(3):
+            self.log(step, reward=float(sum(self.RG_ACTOR.work(step))))
+
+    def user_error(self):
+        self.RG_ACTOR.boom()
+
+    def own_error(self):
+        raise RuntimeError("the trainer's own mistake")
+
+    def death(self):
+        self.RG_ACTOR.die_once(self.config.folder)
+        self.steps_only()
+
+    def swallowed_death(self):
+        try:
+            self.RG_ACTOR.die_once(self.config.folder)
+        except Exception as error:
+            raise RuntimeError("something went wrong") from error
+        self.steps_only()
+
+    def deaths(self):
+        self.RG_ACTOR.die_always()
+
+    def trainer_death(self):
+        mark = Path(self.config.folder) / "died"
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.steps_only()
+
+    def ask_master(self):
+        assert set(self.RG_ACTOR.master_status()) == {"running"}
+
+    def endless(self):
+        for step in self.steps(100_000):
+            self.log(step, reward=0.0)
+            time.sleep(0.1)

@@ -1,0 +1,164 @@
+"""Whole jobs under a real master on real Ray."""
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+
+from dlrover.python.rl.common.errors import InvalidJob, JobConflict
+from dlrover.python.rl.common.names import NAMESPACE, master_name
+from dlrover.python.rl.config.builder import JobBuilder
+from dlrover.python.rl.control.events import CauseKind, Failed
+from dlrover.python.rl.control.journal import decode
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.job import check_job, run_on_ray, start_master, stop_master
+from dlrover.python.rl.runtime.ray.actors import end
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
+
+
+def describe(tmp_path, monkeypatch, act, name, **config):
+    """A job of two actors whose trainer does ``act``."""
+    monkeypatch.chdir(tmp_path)
+    builder = JobBuilder().device_type("CPU").device_per_node(4).trainer("jobs", "Trainer")
+    builder.config({"folder": str(tmp_path), "act": act, **config}).actor("jobs", "Worker").total(2)
+    builder.restart_limits(job_max_restart=2, backoff_s=0.1)
+    return replace(builder.spec(name, (str(Path(__file__).parent),)), job_dir=tmp_path / "out")
+
+
+def run(job, **options):
+    reports = []
+    status = run_on_ray(check_job(job), reports.append, connected=True, **options)
+    return status, reports
+
+
+def runs(tmp_path):
+    return (tmp_path / "runs").read_text().count("run")
+
+
+def nothing_is_left(name):
+    """No actor of the job, and no placement group."""
+    actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    groups = [group for group in ray.util.placement_group_table().values() if group["name"].startswith(name)]
+    return not [actor for actor in actors if actor.startswith(f"{name}/")] and all(
+        group["state"] == "REMOVED" for group in groups
+    )
+
+
+def wait_until(condition, deadline_s=20.0):
+    event, began_s = threading.Event(), time.monotonic()
+    while not condition():
+        assert time.monotonic() - began_s < deadline_s, "the deadline passed"
+        event.wait(0.05)
+
+
+def test_a_job_runs_to_its_end_reports_its_steps_and_leaves_nothing(tmp_path, monkeypatch):
+    status, reports = run(describe(tmp_path, monkeypatch, "steps_only", "plain"))
+    assert (status.phase, status.restarts, status.incarnation) == (Phase.FINISHED, 0, 1)
+    assert [(report.step, report.total_steps, report.metrics["reward"]) for report in reports] == [
+        (1, 3, 4.0),
+        (2, 3, 6.0),
+        (3, 3, 8.0),
+    ]
+    wait_until(lambda: nothing_is_left("plain"))
+
+
+def test_a_users_error_ends_the_job_at_once_with_role_rank_and_traceback(tmp_path, monkeypatch):
+    status, _ = run(describe(tmp_path, monkeypatch, "user_error", "user-error"))
+    assert (status.phase, status.restarts) == (Phase.FAILED, 0)
+    assert status.cause.kind is CauseKind.USER_ERROR
+    assert status.cause.who == "ACTOR[0]"
+    assert "the user's own mistake" in status.cause.message
+    assert "jobs.py" in status.cause.detail
+    assert "not retried" in status.reason
+    assert runs(tmp_path) == 1
+
+
+def test_the_trainers_own_error_is_reported_as_such(tmp_path, monkeypatch):
+    status, _ = run(describe(tmp_path, monkeypatch, "own_error", "own-error"))
+    assert status.cause.who == "trainer"
+    assert status.cause.message == "RuntimeError: the trainer's own mistake"
+    assert "in own_error" in status.cause.detail
+
+
+def test_a_constructor_that_fails_is_reported_as_such(tmp_path, monkeypatch):
+    status, _ = run(describe(tmp_path, monkeypatch, "steps_only", "broken", broken_rank=1))
+    assert (status.phase, status.cause.kind) == (Phase.FAILED, CauseKind.START_FAILED)
+    assert status.cause.who == "ACTOR-1"
+    assert "does not like this rank" in status.cause.message
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("act", ["death", "swallowed_death", "trainer_death"])
+def test_a_process_that_dies_restarts_the_job_exactly_once(tmp_path, monkeypatch, act):
+    name = act.replace("_", "-")
+    status, _ = run(describe(tmp_path, monkeypatch, act, name))
+    assert (status.phase, status.restarts, status.incarnation) == (Phase.FINISHED, 1, 2)
+    assert runs(tmp_path) == 2
+    events = decode((tmp_path / "out" / "journal.jsonl").read_bytes().splitlines())
+    assert [event.cause.kind for event in events if isinstance(event, Failed)] == [CauseKind.PROCESS_DIED]
+    wait_until(lambda: nothing_is_left(name))
+
+
+def test_a_crash_loop_ends_at_the_limit_with_the_cause(tmp_path, monkeypatch):
+    status, _ = run(describe(tmp_path, monkeypatch, "deaths", "crash-loop"))
+    assert (status.phase, status.restarts) == (Phase.FAILED, 2)
+    assert "the limit of 2 restarts" in status.reason
+    assert status.cause.kind is CauseKind.PROCESS_DIED
+    assert runs(tmp_path) == 3
+
+
+def test_workloads_can_ask_the_master_while_it_runs_the_job(tmp_path, monkeypatch):
+    status, _ = run(describe(tmp_path, monkeypatch, "ask_master", "asking"))
+    assert status.phase is Phase.FINISHED, status
+
+
+def test_the_master_answers_at_once_and_stops_a_running_job(tmp_path, monkeypatch):
+    checked = check_job(describe(tmp_path, monkeypatch, "endless", "endless"))
+    master = start_master(checked)
+    try:
+        wait_until(lambda: ray.get(master.status.remote(), timeout=10).step > 2, 60)
+        began_s = time.monotonic()
+        status = ray.get(master.status.remote(), timeout=10)
+        assert time.monotonic() - began_s < 0.5
+        assert {who for who, _, _ in status.members} == {"ACTOR[0]", "ACTOR[1]", "trainer"}
+        with pytest.raises(JobConflict, match="'endless' is running"):
+            start_master(checked)
+        stop_master(master, "enough")
+        wait_until(lambda: ray.get(master.status.remote(), timeout=10).phase.terminal)
+        status = ray.get(master.status.remote(), timeout=10)
+        assert (status.phase, status.reason) == (Phase.STOPPED, "enough")
+    finally:
+        end(master)
+    wait_until(lambda: nothing_is_left("endless"))
+
+
+def test_the_name_of_an_ended_job_can_be_used_again(tmp_path, monkeypatch):
+    checked = check_job(describe(tmp_path, monkeypatch, "steps_only", "again"))
+    first = start_master(checked)
+    wait_until(lambda: ray.get(first.status.remote(), timeout=10).phase.terminal, 60)
+    status, _ = run(checked.job)
+    assert status.phase is Phase.FINISHED
+    with pytest.raises(ValueError, match="Failed to look up"):
+        ray.get_actor(master_name("again"), namespace=NAMESPACE)
+
+
+def test_resources_that_the_cluster_lacks_end_the_job_with_need_and_have(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    builder = JobBuilder().device_type("CPU").device_per_node(400).trainer("jobs", "Trainer")
+    builder.config({"folder": str(tmp_path), "act": "steps_only"}).actor("jobs", "Worker").total(200)
+    spec = builder.spec("too-big", (str(Path(__file__).parent),))
+    status, _ = run(replace(spec, placement_timeout_s=1.0))
+    assert (status.phase, status.cause.kind) == (Phase.FAILED, CauseKind.NO_RESOURCES)
+    assert "needed {'cpu': 200.0}" in status.cause.message
+    assert "free {" in status.cause.message
+
+
+def test_a_job_that_can_never_fit_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    job = describe(tmp_path, monkeypatch, "steps_only", "never")
+    small = replace(job, trainer=replace(job.trainer, device_per_node=1))
+    with pytest.raises(InvalidJob, match="impossible placement: ACTOR x 2 do not fit 1 node"):
+        check_job(small)
