@@ -18,12 +18,11 @@ CORE = [
     "rich>=13",
     "tensorboardX>=2.6",
     "torch>=2.6",
-    "transformers>=4.51",
+    "transformers>=5",
 ]
 DEV = [
     "hypothesis>=6.100",
     "mypy>=1.13",
-    "pre-commit>=3.7",
     "pytest>=8",
     "pytest-timeout>=2.3",
     "ruff>=0.8",

@@ -1,6 +1,8 @@
 """Fixtures of all tests."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,3 +19,10 @@ def ray_session():
 
     with ray_cluster(None, {"cpu": 24.0}, log_to_driver=False):
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _helper_modules_are_importable():
+    """Jobs of the tests name their classes by module: those beside the tests."""
+    here = Path(__file__).parent
+    sys.path[:0] = [str(here / folder) for folder in ("contract", "ray", "examples")]

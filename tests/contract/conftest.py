@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import sys
 from pathlib import Path
 
 import pytest
@@ -137,8 +136,3 @@ def stage(request, tmp_path_factory):
     made = RayStage(tmp_path_factory.mktemp("ray"))
     yield made
     made.close()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _importable():
-    sys.path.append(str(Path(__file__).parent))

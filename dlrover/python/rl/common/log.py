@@ -4,7 +4,7 @@ import logging
 import sys
 
 _ROOT = "dlrover"
-_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+_FORMAT = "%(asctime)s %(levelname).1s %(message)s"
 
 
 def get_logger(module: str) -> logging.Logger:

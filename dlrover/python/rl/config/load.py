@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -68,8 +68,11 @@ def _as_name(stem: str) -> str:
 
 
 def _read(text: str, where: str) -> DictConfig:
+    data: Any = None
     try:
         data = OmegaConf.create(text)
+    except AssertionError:
+        pass  # OmegaConf's answer to a lone number
     except (YAMLError, OmegaConfBaseException, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark is not None else where
@@ -103,19 +106,21 @@ def _apply(data: DictConfig, overrides: Sequence[str]) -> list[Problem]:
 
 
 def _missing(data: DictConfig, path: str, key: str) -> Problem | None:
-    """The problem of an override whose key is not in the file, or None."""
-    *parents, last = path.split(".")
-    node: Any = data
-    for depth, part in enumerate(parents):
-        if part not in JOB_KEYS and not (isinstance(node, DictConfig) and part in node):
-            return _unknown(node, part, key)
-        child = node.get(part) if isinstance(node, DictConfig) else None
-        if child is None and depth == 0:
-            return None  # a part of the layout that the file leaves out: the layout check judges the key
-        node = child
-    if path.split(".")[0] != "config" or (isinstance(node, DictConfig) and last in node):
+    """The problem of an override whose role or user key is not in the file, or None; the layout judges its own keys."""
+    first, *rest = path.split(".")
+    if first == "workload":
+        rest = rest[:1]
+    elif first != "config":
         return None
-    return _unknown(node, last, key)
+    node: Any = data.get(first)
+    for part in rest:
+        if isinstance(node, ListConfig) and part.isdecimal() and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, DictConfig) and part in node:
+            node = node.get(part)
+        else:
+            return _unknown(node, part, key)
+    return None
 
 
 def _unknown(node: Any, part: str, key: str) -> Problem:

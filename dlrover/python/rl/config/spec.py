@@ -59,8 +59,8 @@ class WorkloadSpec:
     """Members on each node; None leaves it to the placement."""
 
     resource: Mapping[str, Amount] = field(default_factory=dict)
-    """What one member needs: ``cpu``, ``gpu``, ``memory`` in MB, or a custom resource. Empty: one device, or its share
-    of a collocated one."""
+    """What one member needs: ``cpu``, ``gpu``, ``memory`` in MB, or a custom resource. A job's device that is not named
+    counts as one (a collocated role takes its share of it): in a GPU job write ``gpu: 0`` for a role without."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment of the members; wins over the job's."""
@@ -129,7 +129,8 @@ class JobSpec:
     """How long to wait for the cluster to have the resources."""
 
     scheduling_strategy: SchedulingStrategy = "AUTO"
-    """AUTO and GROUP reserve all resources together before anything starts; SIMPLE starts members one by one."""
+    """AUTO and GROUP reserve all resources together before anything starts; SIMPLE starts every
+    member as its own resources come free."""
 
     def members(self) -> Iterator[tuple[RLRoleType, int]]:
         """Every member as role and rank, in the order of the file."""

@@ -194,7 +194,9 @@ class RLJob:
         master = {"cpu": master_cpu, "memory": master_memory}
         spec = replace(
             spec,
-            master=replace(spec.master, **{name: amount for name, amount in master.items() if amount is not None}),
+            master=replace(
+                spec.master, **{name: float(amount) for name, amount in master.items() if amount is not None}
+            ),
             restart=spec.restart if job_max_restart is None else replace(spec.restart, job_max_restart=job_max_restart),
         )
         checked = check_job(spec, local)

@@ -5,6 +5,7 @@ somebody else; 4 Ray could not be reached; 130 it was interrupted here (Ctrl-C).
 """
 
 import ast
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.table import Table
 
 from dlrover.python.rl.common.errors import ClusterUnavailable, DLRoverRLError, InvalidJob, JobConflict, Problem
 from dlrover.python.rl.common.log import configure_logging
 from dlrover.python.rl.common.names import check_job_name, master_name
+from dlrover.python.rl.common.nearest import hint
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job, load_job_text
 from dlrover.python.rl.config.spec import JobSpec
@@ -70,6 +74,13 @@ def _literal(_: click.Context, option: click.Parameter, text: str) -> Any:
     return value
 
 
+def _without_effect(_: click.Context, option: click.Parameter, value: Any) -> None:
+    """Options of the original that mean nothing here are taken, and said to mean nothing."""
+    if value is not None:
+        why = "the master keeps its journal in the job's directory and is not restarted by itself"
+        click.echo(f"--{option.name} has no effect: {why}", err=True)
+
+
 @cli.command()
 @click.option("--job_name", required=True, help="Unique on the cluster; a DNS label.")
 @click.option("--rl_config", required=True, help="The job in the rl_config layout: YAML or JSON text, or a file.")
@@ -79,6 +90,17 @@ def _literal(_: click.Context, option: click.Parameter, text: str) -> Any:
 @click.option("--trainer_max_restart", type=click.IntRange(min=0))
 @click.option("--workload_max_restart", default="{}", callback=_literal, help="Role to limit: {'rollout': 3}.")
 @click.option("--scheduling_strategy_type", type=click.Choice(["AUTO", "SIMPLE", "GROUP"], case_sensitive=False))
+@click.option("--master_max_restart", callback=_without_effect, type=click.IntRange(min=0), expose_value=False)
+@click.option(
+    "--master_state_backend_type", "--state_backend_type", callback=_without_effect, expose_value=False, help="Ignored."
+)
+@click.option(
+    "--master_state_backend_config",
+    "--state_backend_config",
+    callback=_without_effect,
+    expose_value=False,
+    help="Ignored.",
+)
 @click.option("--address", help="A running Ray cluster; by default one is started for the job.")
 @click.option("--local", is_flag=True, help="Run everything in this process, without Ray.")
 def submit(job_name: str, rl_config: str, address: str | None, local: bool, **options: Any) -> None:
@@ -93,9 +115,11 @@ def _is_file(text: str) -> bool:
 
 
 def _with_options(job: JobSpec, options: dict[str, Any]) -> JobSpec:
-    limits = {str(role).upper(): int(limit) for role, limit in options["workload_max_restart"].items()}
+    limits = {str(role).upper(): limit for role, limit in options["workload_max_restart"].items()}
     unknown = [
-        Problem("--workload_max_restart", f"the job has no role '{role}'") for role in set(limits) - {*job.workloads}
+        Problem("--workload_max_restart", f"the job has no role '{role}'{hint(role, job.workloads)}")
+        for role in limits
+        if role not in job.workloads
     ]
     if unknown:
         raise InvalidJob(unknown)
@@ -175,8 +199,11 @@ def describe(checked: CheckedJob) -> str:
 
 
 def _run(checked: CheckedJob, address: str | None, local: bool) -> None:
-    with ProgressView(checked.job.name) as view:
+    # Drawing a live bar would erase the prompt of a debugger in this very process.
+    with ProgressView(checked.job.name, live=not local) as view:
         ended = run_here(checked, view) if local else run_on_ray(checked, view, address)
+    if ended.phase is Phase.FINISHED:
+        _print_summary(checked.job)
     click.echo(f"{ended.name}: {ended.phase.value}, {ended.reason}; files in {checked.job.job_dir}", err=True)
     if ended.cause is not None and ended.cause.detail:
         click.echo(f"\n{ended.cause.detail}", err=True)
@@ -184,6 +211,17 @@ def _run(checked: CheckedJob, address: str | None, local: bool) -> None:
         sys.exit(EXIT_FAILED)
     if ended.phase is not Phase.FINISHED:
         sys.exit(EXIT_INTERRUPTED if ended.reason == "interrupted" else EXIT_STOPPED)
+
+
+def _print_summary(job: JobSpec) -> None:
+    """The closing figures, when the trainer wrote a ``summary.json`` that can be seen from here."""
+    file = job.job_dir / "summary.json"
+    if not file.is_file():
+        return
+    table = Table("figure", "value", title=job.name)
+    for name, value in json.loads(file.read_text(encoding="utf-8")).items():
+        table.add_row(str(name), str(value))
+    Console(width=100).print(table)
 
 
 def main() -> None:

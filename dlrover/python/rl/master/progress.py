@@ -31,10 +31,11 @@ class ProgressView:
     Args:
         title: the job's name.
         stream: where to write.
+        live: draw a bar where the stream is a terminal; plain lines otherwise.
     """
 
-    def __init__(self, title: str, stream: TextIO | None = None) -> None:
-        self._title, self._stream = title, stream or sys.stderr
+    def __init__(self, title: str, stream: TextIO | None = None, live: bool = True) -> None:
+        self._title, self._stream, self._live = title, stream or sys.stderr, live
         self._bar: Progress | None = None
         self._task: int | None = None
         self._began_s = self._printed_s = 0.0
@@ -42,7 +43,7 @@ class ProgressView:
 
     def __enter__(self) -> "ProgressView":
         console = Console(file=self._stream)
-        if console.is_terminal:
+        if self._live and console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),

@@ -1,7 +1,7 @@
 """GRPO: sample groups of completions, judge them, push the policy towards the better ones of each group."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ class GRPOTrainer(BaseTrainer):
 
     def fit(self) -> None:
         """The whole training."""
-        before = self.evaluate(0)
+        before = accuracy(self.evaluate(0))
         for step in self.steps(self.cfg.steps):
             began_s = time.monotonic()
             rollouts = self.RG_ROLLOUT.generate(Shard(self.problems.next()), self.sampling, self.seed_of(step))
@@ -84,27 +84,28 @@ class GRPOTrainer(BaseTrainer):
         (weights,) = self.RG_ACTOR.publish_weights()
         self.RG_ROLLOUT.receive_weights(Replicate(weights))
 
-    def evaluate(self, step: int) -> float:
-        """Accuracy of greedy answers to the held-out problems: the mean of their rewards."""
+    def evaluate(self, step: int) -> Batch:
+        """Greedy answers to the held-out problems, judged."""
         greedy = SamplingParams(self.cfg.rollout.max_new_tokens, temperature=0.0, samples_per_prompt=1)
         answers = self.RG_ROLLOUT.generate(Shard(self.problems.held_out), greedy, self.seed_of(step))
-        scored = Batch.concat(self.RG_REWARD.score(Shard(answers)))
-        return float(np.nan_to_num(scored.dense("reward")).mean())
+        return Batch.concat(self.RG_REWARD.score(Shard(answers)))
 
     def record(self, step: int, scored: Batch, trained: StepResult, seconds: float) -> None:
         """Log a step."""
         metrics = {**scores(scored), **figures(trained), "step_s": seconds}
         metrics["tokens_per_s"] = float(scored.dense("token_count").sum()) / seconds
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
-            metrics["accuracy"] = self.evaluate(step)
+            metrics["accuracy"] = accuracy(self.evaluate(step))
         self.run_log.step(step, metrics)
-        self.run_log.samples(step, (_plain(scored.select(*_LOGGED).row(row)) for row in range(len(scored))))
+        self.run_log.samples(step, texts(scored))
         self.log(step, metrics)
 
-    def finish(self, before: float, after: float) -> None:
+    def finish(self, before: float, answers: Batch) -> None:
         """Save the model and what there is to know of the run."""
+        after = accuracy(answers)
         self.RG_ACTOR.save(self.job_dir / "model")
         self.run_log.curve("reward", "reward.png")
+        self.run_log.held_out(texts(answers))
         self.run_log.summary(
             {
                 "held-out problems": len(self.problems.held_out),
@@ -180,6 +181,17 @@ def scores(scored: Batch) -> dict[str, float]:
 def figures(trained: StepResult) -> dict[str, float]:
     """The figures of an optimizer step."""
     return {"loss": trained.loss, "grad_norm": trained.grad_norm, "lr": trained.lr, **trained.metrics}
+
+
+def accuracy(answers: Batch) -> float:
+    """Mean reward; an answer that could not be judged is not a right one."""
+    return float(np.nan_to_num(answers.dense("reward")).mean())
+
+
+def texts(scored: Batch) -> Iterator[dict[str, Any]]:
+    """Samples as plain rows, for people."""
+    told = scored.select(*_LOGGED)
+    return (_plain(told.row(row)) for row in range(len(told)))
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:

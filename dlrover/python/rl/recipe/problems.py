@@ -25,27 +25,29 @@ class ProblemSource:
         data = config.data
         rows = load_prompts(data.train)
         if data.eval is None:
-            train, held = hold_out(rows, data.eval_rows, config.seed)
-            self._train, held_rows = [rows[index] for index in train], [rows[index] for index in held]
+            self._train, held = hold_out(rows, data.eval_rows, config.seed)
+            self.held_out = as_batch(rows, held)
         else:
-            self._train, held_rows = rows, load_prompts(data.eval)[: data.eval_rows]
-        self.held_out = as_batch(held_rows, range(len(held_rows)))
+            self._train, evaluated = list(range(len(rows))), load_prompts(data.eval)
+            self.held_out = as_batch(evaluated, range(min(len(evaluated), data.eval_rows)))
+        self._rows = rows
         self._cursor = PromptCursor(len(self._train), config.prompts_per_step, config.seed)
 
     def next(self) -> Batch:
-        """The next prompts to train on: ``prompt_id`` (row number in the data) and the row's objects."""
-        rows = self._cursor.next()
-        return as_batch([self._train[row] for row in rows], rows)
+        """The next prompts to train on; see :func:`as_batch`."""
+        return as_batch(self._rows, [self._train[drawn] for drawn in self._cursor.next()])
 
 
-def as_batch(rows: Sequence[PromptRow], ids: Sequence[int]) -> Batch:
-    """Prompts as a batch: ``prompt_id`` (int64), and as objects ``prompt``, ``answer`` and ``extra_info``."""
+def as_batch(rows: Sequence[PromptRow], chosen: Sequence[int]) -> Batch:
+    """The chosen rows of a file as a batch: ``prompt_id`` (int64: the row's number in the file, from 0), and as objects
+    ``prompt``, ``answer`` and ``extra_info``."""
+    picked = [rows[index] for index in chosen]
     return Batch(
         {
-            "prompt_id": np.asarray(ids, dtype=np.int64),
-            "prompt": [row.prompt for row in rows],
-            "answer": [row.answer for row in rows],
-            "extra_info": [row.extra_info for row in rows],
+            "prompt_id": np.asarray(chosen, dtype=np.int64),
+            "prompt": [row.prompt for row in picked],
+            "answer": [row.answer for row in picked],
+            "extra_info": [row.extra_info for row in picked],
         }
     )
 

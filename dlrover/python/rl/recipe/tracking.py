@@ -35,9 +35,12 @@ class RunLog:
 
     def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write samples of a step, one line each."""
-        for row in rows:
-            self._samples.write(json.dumps({"step": step, **row}, ensure_ascii=False) + "\n")
+        self._samples.writelines(_line({"step": step, **row}) for row in rows)
         self._samples.flush()
+
+    def held_out(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write the last answers to the held-out problems, one line each, to ``held_out.jsonl``."""
+        (self._folder / "held_out.jsonl").write_text("".join(map(_line, rows)), encoding="utf-8")
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Write the closing figures, which the command line prints as a table."""
@@ -64,6 +67,10 @@ class RunLog:
         self._metrics.close()
         self._samples.close()
         self._board.close()
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def running_mean(values: list[float], window: int) -> list[float]:

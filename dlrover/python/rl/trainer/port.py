@@ -106,7 +106,8 @@ class Pending(list[Ref]):
         refs: the refs of all ranks.
         replica: how many consecutive ranks form one model replica; its first rank's result stands for it, but every
             rank has to succeed.
-        post_func: applied to the gathered results.
+        post_func: applied to the gathered results by :meth:`result`; a call that takes the refs as an argument gets the
+            members' results as they are.
     """
 
     is_pending = True

@@ -116,8 +116,8 @@ class BaseWorkload:
         return ()
 
     def close(self) -> None:
-        """Give back what this workload holds (child processes, files). Called once when the job ends in good order; a
-        process that is killed does not get here."""
+        """Give back what this workload holds (child processes, files). Called once before the member is ended, however
+        the job fares; a process that is killed, or busy for longer than a moment, does not get here."""
 
     @property
     def master_handle(self) -> Any:

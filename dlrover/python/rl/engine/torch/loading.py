@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.weights import WeightSnapshot, verify
@@ -90,6 +91,7 @@ def load_causal_lm(source: str | Path, device: str = "cpu") -> CausalLM:
         EngineError: there is no such model, or the checkpoint lacks weights of it.
     """
     where = _resolve(source)
+    hf_logging.disable_progress_bar()  # one bar per process and file drowns the run's own
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             where, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True

@@ -1,0 +1,58 @@
+# Every target installs what it needs into .venv. `make help` lists the targets.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+SEED ?= 0
+ARGS ?=
+
+# Several processes share the cores: one thread each, and none that spins while it waits.
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow check lint types docs format clean
+
+help: ## List the targets
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/core: setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/dev: $(VENV)/core
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/core ## Train a small model with GRPO on Ray, to a curve and a table (SEED=0 ARGS='key=value ...')
+	$(BIN)/python examples/arithmetic/demo.py --seed $(SEED) $(ARGS)
+
+test: $(VENV)/dev ## Run all tests but the slow ones
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: $(VENV)/dev ## Run the slow tests (the demo on three seeds)
+	$(BIN)/python -m pytest -m slow
+
+check: $(VENV)/dev lint types ## Lint, types, layers and the fast tests
+	$(BIN)/python -m pytest -m 'not slow and not ray' tests/test_architecture.py tests/unit/common tests/unit/config \
+		tests/unit/control tests/unit/trainer tests/contract
+
+lint: $(VENV)/dev ## Ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/dev ## Mypy, strict
+	$(BIN)/mypy
+
+docs: $(VENV)/dev ## Build the documentation; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
+
+format: $(VENV)/dev ## Let ruff mend what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove the environment and everything built
+	rm -rf $(VENV) build dist runs docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,308 @@
+"""Every example and every command of the guides runs as its page shows it."""
+
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from dlrover.python.rl.config.load import load_job_text
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+GUIDES = sorted((DOCS / "guides").glob("*.md"))
+PAGES = [*GUIDES, *sorted(DOCS.glob("*.md"))]
+LANGUAGES = ("python", "yaml", "bash", "json")
+DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    language: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """One line of a bash block, and the exit code that the page promises."""
+
+    line: str
+    code: int
+
+    @property
+    def on_ray(self) -> bool:
+        return "dlrover-rl run" in self.line and "--local" not in self.line
+
+    @property
+    def typed(self) -> str:
+        """What somebody types into the debugger, if it opens."""
+        return "p self.rank, texts\nup\nc\nc\n" if "debug_locally" in self.line and " check " not in self.line else ""
+
+
+def blocks(pages: list[Path]) -> list[Block]:
+    fence = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [
+        Block(page.name, language, text)
+        for page in pages
+        for language, text in fence.findall(page.read_text(encoding="utf-8"))
+    ]
+
+
+def commands() -> list[Command]:
+    found = []
+    for block in blocks(GUIDES):
+        for line in block.text.splitlines() if block.language == "bash" else ():
+            line, _, comment = line.partition("#")
+            code = re.search(r"exit code (\d+)", comment)
+            found.append(Command(line.strip(), int(code[1]) if code else 0))
+    return found
+
+
+def texts_after(words: str) -> list[str]:
+    """The ``text`` blocks of the guides that hold ``words``."""
+    return [block.text for block in blocks(GUIDES) if block.language == "text" and words in block.text]
+
+
+@pytest.fixture
+def desk(tmp_path):
+    """A working directory that looks like the repository's, with ``dlrover-rl`` and ``python`` on the path."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(DOCS / "guides" / "own_data", tmp_path / "docs" / "guides" / "own_data")
+    for name, module in (("dlrover-rl", "-m dlrover.python.rl.master.main"), ("python", "")):
+        script = tmp_path / "bin" / name
+        script.parent.mkdir(exist_ok=True)
+        path = f'PYTHONPATH="$PYTHONPATH:{ROOT}"'
+        script.write_text(f'#!/bin/sh\n{path} exec "{sys.executable}" {module} "$@"\n', encoding="utf-8")
+        script.chmod(0o755)
+    return tmp_path
+
+
+def run(desk, line, typed="", **env):
+    """Run a shell line at the desk."""
+    return subprocess.run(
+        ["bash", "-c", line],
+        cwd=desk,
+        env={**os.environ, "PATH": f"{desk / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **env},
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+def read(file):
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+# -- the examples -----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_trainer_finds_the_lever_that_pays_best(desk):
+    done = run(desk, "dlrover-rl run examples/first_trainer/job.yaml --local")
+    assert done.returncode == 0, done.stderr
+    learnt = read(desk / "runs/first-trainer/policy.json")
+    assert learnt["policy"][1] > 0.9
+    first = float(re.search(r"step 1/60 +reward ([\d.]+)", done.stderr)[1])
+    assert first < 0.6 < 0.7 < learnt["reward"]
+    assert [learnt] == [json.loads(block.text) for block in blocks(GUIDES) if block.language == "json"]
+
+
+def test_its_result_does_not_depend_on_the_number_of_rollouts(desk):
+    line = "dlrover-rl run examples/first_trainer/job.yaml --local trainer.device_per_node=9"
+    for members in (1, 3, 8):
+        done = run(desk, f"{line} workload.rollout.num={members} job_dir=runs/{members}")
+        assert done.returncode == 0, done.stderr
+    learnt = [read(desk / f"runs/{members}/policy.json") for members in (1, 3, 8)]
+    assert learnt[0] == learnt[1] == learnt[2]
+
+
+@pytest.mark.ray
+def test_it_learns_the_same_on_ray_digit_for_digit(desk):
+    for where, option in (("ray", ""), ("here", "--local")):
+        line = f"dlrover-rl run examples/first_trainer/job.yaml {option} job_dir=runs/{where}"
+        done = run(desk, line)
+        assert done.returncode == 0, done.stderr
+    assert read(desk / "runs/ray/policy.json") == read(desk / "runs/here/policy.json")
+
+
+def test_breakpoint_stops_in_the_member_that_got_the_empty_text(desk):
+    done = run(desk, "dlrover-rl run examples/debug_locally/job.yaml --local", "p self.rank, texts\nc\nc\n")
+    assert done.returncode == 0, done.stderr
+    assert "(1, ['', 'eleven'])" in done.stdout
+    assert any("(1, ['', 'eleven'])" in text for text in texts_after("(Pdb) p self.rank"))
+    assert read(desk / "runs/debug-locally/total.json") == {"total": 28.0, "texts": 4}
+
+
+def test_breakpoints_can_be_switched_off(desk):
+    done = run(desk, "dlrover-rl run examples/debug_locally/job.yaml --local", PYTHONBREAKPOINT="0")
+    assert done.returncode == 0, done.stderr
+    assert "Pdb" not in done.stdout
+    assert read(desk / "runs/debug-locally/total.json")["total"] == 28.0
+
+
+def test_leaving_the_debugger_ends_the_job_as_failed(desk):
+    done = run(desk, "dlrover-rl run examples/debug_locally/job.yaml --local", "q\n")
+    assert done.returncode == 1
+    assert "BdbQuit" in done.stderr
+
+
+def test_the_debugger_shows_its_prompt_on_a_terminal(desk):
+    """With the progress bar sent elsewhere, as the page says."""
+    ours, theirs = pty.openpty()
+    line = f"{desk}/bin/dlrover-rl run examples/debug_locally/job.yaml --local 2> run.log"
+    child = subprocess.Popen(["bash", "-c", line], cwd=desk, stdin=theirs, stdout=theirs, start_new_session=True)
+    os.close(theirs)
+    try:
+        seen = _until(ours, b"(Pdb) ")
+        os.write(ours, b"p self.rank\n")
+        seen += _until(ours, b"(Pdb) ")
+        assert b"\r\n1\r\n(Pdb) " in seen
+        os.write(ours, b"c\n")
+        _until(ours, b"(Pdb) ")
+        os.write(ours, b"c\n")
+        assert child.wait(DEADLINE_S) == 0
+    finally:
+        child.kill()
+        child.wait()
+        os.close(ours)
+
+
+def _until(terminal: int, words: bytes) -> bytes:
+    seen = b""
+    while words not in seen:
+        ready, _, _ = select.select([terminal], [], [], DEADLINE_S)
+        assert ready, f"nothing more than {seen!r}"
+        seen += os.read(terminal, 4096)
+    return seen
+
+
+def test_the_launch_file_runs_the_example(desk):
+    (entry,) = read(desk / "examples/debug_locally/launch.json")["configurations"]
+    line = " ".join(["python", "-m", entry["module"], *entry["args"]])
+    done = run(desk, line, PYTHONBREAKPOINT="0")
+    assert done.returncode == 0, done.stderr
+
+
+# -- the pages --------------------------------------------------------------------------------------------------------
+
+
+def test_the_guides_have_commands_and_code():
+    languages = [block.language for block in blocks(GUIDES)]
+    assert len(GUIDES) >= 3
+    assert len(commands()) >= 14
+    assert languages.count("python") == 2
+    assert set(languages) <= {*LANGUAGES, "text"}
+
+
+def test_every_included_file_is_there():
+    included = [
+        (page.parent / name).resolve()
+        for page in PAGES
+        for name in re.findall(r"^```\{literalinclude\} (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert len(included) >= 11
+    assert [file for file in included if not file.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(item, marks=[pytest.mark.ray] if item.on_ray else [], id=item.line) for item in commands()]
+)
+def test_the_command_ends_as_its_page_says(desk, command):
+    if "runs/tiny" in command.line or "own_data" in command.line:
+        made = run(desk, "python -m dlrover.python.rl.recipe.tiny --out runs/tiny")
+        assert made.returncode == 0, made.stderr
+    done = run(desk, command.line, command.typed)
+    assert done.returncode == command.code, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("check examples/first_trainer/job.yaml payouts=[2] workload.rollout.class=Rolout", "config.payouts"),
+        ("check examples/first_trainer/job.yaml workload.rollout.num=4", "impossible placement"),
+        ("check examples/first_trainer/job.yaml stepz=5", "unknown key 'stepz'"),
+        ("run examples/first_trainer/job.yaml --local pulls_per_step=1", "too few to split"),
+        ("run examples/first_trainer/job.yaml --local lr=fast", "user_error is not retried"),
+        ("check examples/debug_locally/job.yaml --local workload.actor.num=2", "meet in collectives"),
+        ("check docs/guides/own_data/grpo.yaml data.train=docs/guides/own_data/broken.jsonl", "unknown key 'promt'"),
+    ],
+)
+def test_the_errors_read_as_their_page_shows(desk, line, words):
+    (shown,) = texts_after(words)
+    if "own_data" in line:
+        run(desk, "python -m dlrover.python.rl.recipe.tiny --out runs/tiny")
+    printed = run(desk, f"dlrover-rl {line}").stderr
+    # The host's name is another one elsewhere.
+    for expected in shown.splitlines():
+        assert re.sub(r" on \S+:", " on HOST:", expected) in re.sub(r" on \S+:", " on HOST:", printed)
+
+
+def test_the_lines_about_pending_results_run(desk):
+    (block,) = [item for item in blocks(GUIDES) if item.language == "python" and "pulls.result" in item.text]
+    code = f"""
+        import json
+        from dlrover import Replicate, Shard
+        from trainer import BanditTrainer
+
+        class Shown(BanditTrainer):
+            def fit(self):
+                step = 1
+                {textwrap.indent(block.text, " " * 16).strip()}
+                (self.job_dir / "shown.json").write_text(json.dumps([reward, [len(part) for part in parts]]))
+    """
+    (desk / "examples/first_trainer/shown.py").write_text(textwrap.dedent(code), encoding="utf-8")
+    overrides = "trainer.module=shown trainer.class=Shown job_dir=runs/shown"
+    done = run(desk, f"dlrover-rl run examples/first_trainer/job.yaml --local {overrides}")
+    assert done.returncode == 0, done.stderr
+    assert read(desk / "runs/shown/shown.json") == [0.40625, [32, 32]]
+
+
+def test_the_script_of_the_debugging_guide_runs(desk):
+    (block,) = [item for item in blocks(GUIDES) if item.language == "python" and "run_here" in item.text]
+    (desk / "script.py").write_text(block.text, encoding="utf-8")
+    done = run(desk, "python script.py", PYTHONBREAKPOINT="0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "finished the trainer returned\n"
+
+
+def test_the_job_files_of_the_reference_are_jobs():
+    shown = [item.text for item in blocks(PAGES) if item.language == "yaml"]
+    assert len(shown) == 2
+    whole, group = shown
+    job = load_job_text(whole, "shown")
+    assert list(job.workloads) == ["ACTOR"]
+    roles = "workload: {actor: {module: m, class: C}, reference: {module: m, class: C}}\n"
+    assert load_job_text(f"trainer: {{module: m, class: C}}\n{roles}{group}", "shown").groups
+    assert OmegaConf.create(group)
+
+
+def test_the_builder_of_the_reference_runs(desk):
+    (block,) = [item for item in blocks(PAGES) if item.page == "job-file.md" and item.language == "python"]
+    package = desk / "my_package"
+    package.mkdir()
+    (package / "workloads.py").write_text(
+        "from dlrover import BaseWorkload\nclass MyActor(BaseWorkload): pass\nclass MyRollout(BaseWorkload): pass\n",
+        encoding="utf-8",
+    )
+    (package / "trainer.py").write_text(
+        "from dlrover import BaseTrainer\nclass MyTrainer(BaseTrainer):\n"
+        "    def init(self): pass\n    def fit(self): print(self.get_role_groups(), self.config.lr)\n",
+        encoding="utf-8",
+    )
+    (desk / "script.py").write_text(block.text, encoding="utf-8")
+    done = run(desk, "python script.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['RG_ACTOR', 'RG_ROLLOUT'] 0.001\n"

@@ -1,0 +1,61 @@
+"""Every code block and table of the integration guide. Where it contradicts itself, the table of names wins."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dlrover.python.rl.config.builder import JobBuilder
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
+from dlrover.python.rl.trainer import trainer as trainer_module
+from dlrover.python.rl.trainer import workload as workload_module
+from dlrover.python.rl.trainer.invocation import DEFAULT_POLICY
+from dlrover.python.rl.trainer.workload import trainer_invocation
+
+
+def guide_job(tmp_path):
+    builder = JobBuilder().device_type("CPU").device_per_node(4).config({"start": 10})
+    builder.trainer("guide_code", "UserTrainer").actor("guide_code", "UserActorModel").total(4)
+    builder.rollout("guide_code", "UserRolloutModel").total(2)
+    builder.with_collocation("actor", "rollout")
+    spec = builder.spec("guide", (str(Path(__file__).parent),))
+    return replace(spec, job_dir=tmp_path)
+
+
+def test_the_guides_blocks_run_in_one_process(tmp_path):
+    status = run_here(check_job(guide_job(tmp_path), local=True))
+    assert status.phase is Phase.FINISHED, status.cause
+
+
+@pytest.mark.ray
+def test_the_guides_blocks_run_on_ray(tmp_path, ray_session):
+    status = run_on_ray(check_job(guide_job(tmp_path)), connected=True)
+    assert status.phase is Phase.FINISHED, status.cause
+
+
+def test_the_guides_module_paths_are_real_places():
+    assert workload_module.BaseWorkload is trainer_module.BaseWorkload
+    assert workload_module.BaseWorkload.__module__ == "dlrover.python.rl.trainer.workload"
+    assert trainer_module.BaseTrainer.__module__ == "dlrover.python.rl.trainer.trainer"
+
+
+def test_the_tables_defaults_of_trainer_invocation():
+    assert DEFAULT_POLICY.blocking is True
+    assert DEFAULT_POLICY.is_async is False
+    assert DEFAULT_POLICY.timeout == 10
+    assert DEFAULT_POLICY.target == "ALL"
+    assert DEFAULT_POLICY.auto_shard is True
+    assert DEFAULT_POLICY.pre_func is None
+    assert DEFAULT_POLICY.post_func is None
+
+
+def test_the_examples_pre_function_gives_way_to_the_tables_pre_func():
+    with pytest.raises(TypeError, match="no option 'pre_function'; did you mean 'pre_func'"):
+        trainer_invocation(is_async=True, timeout=30, pre_function=abs)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "10", True])
+def test_a_timeout_is_greater_than_zero_as_the_table_says(timeout):
+    with pytest.raises((TypeError, ValueError), match="timeout"):
+        trainer_invocation(timeout=timeout)

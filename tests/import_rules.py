@@ -1,0 +1,157 @@
+"""The layers of the house as a checker over source text: no module is imported to be judged."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+ROOT = "dlrover.python.rl"
+
+ROWS = (
+    ("common",),
+    ("config",),
+    ("data",),
+    ("control", "trainer"),
+    ("runtime", "engine", "environment", "algorithm"),
+    ("master", "recipe", "session"),
+)
+ROW_OF = {room: index for index, row in enumerate(ROWS) for room in row}
+
+CONTROL_HALF = {"trainer", "control", "runtime", "master"}
+MODEL_HALF = {"data", "environment", "algorithm", "engine"}
+TENSOR_LIBRARIES = {"torch", "transformers", "tokenizers", "safetensors"}
+
+HOMES = {
+    "ray": "runtime",
+    "omegaconf": "config",
+    "pydantic": "config",
+    "grpc": "master",
+    "prometheus_client": "master",
+    "vllm": "engine/vllm",
+    "sglang": "engine/sglang",
+    "deepspeed": "engine/deepspeed",
+    "megatron": "engine/megatron",
+}
+
+CLOCK_THREAD_DISK = {
+    "asyncio", "concurrent", "datetime", "io", "multiprocessing", "os", "pathlib", "random", "secrets", "shutil",
+    "signal", "socket", "subprocess", "tempfile", "threading", "time", "uuid",
+}  # fmt: skip
+# The contract waits on refs in an event loop, reads the process's own environment, and names the job's folder.
+ALLOWED_IN_CONTRACT = {("trainer/port.py", "asyncio"), ("trainer/workload.py", "os"), ("trainer/trainer.py", "pathlib")}
+
+LONGEST_FILE = 400
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported dotted name, ``package.module`` or ``package.module.name``."""
+
+    name: str
+    line: int
+    fault: str = ""
+
+    @property
+    def top(self):
+        return self.name.partition(".")[0]
+
+    @property
+    def inside(self):
+        """The path inside the package's root: ``data.batch.Batch``; None for another package."""
+        return self.name.removeprefix(f"{ROOT}.") if self.name.startswith(f"{ROOT}.") else None
+
+
+def imports_of(tree: ast.AST) -> Iterator[Import]:
+    """Every import of a module: at its top, in functions, under TYPE_CHECKING, and by name through importlib."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                yield Import(node.module or "", node.lineno, "relative import")
+            for alias in node.names if not node.level else ():
+                fault = "star import" if alias.name == "*" else ""
+                yield Import(f"{node.module}.{alias.name}", node.lineno, fault)
+        elif isinstance(node, ast.Call) and _function(node) in ("import_module", "__import__") and node.args:
+            argument = node.args[0]
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                yield Import(argument.value, node.lineno)
+
+
+def _function(call: ast.Call) -> str:
+    return getattr(call.func, "attr", None) or getattr(call.func, "id", "")
+
+
+def faults(path: str, source: str) -> list[str]:
+    """Everything that the rules say against a file.
+
+    Args:
+        path: the file's path inside ``dlrover/python/rl``, with ``/``.
+        source: its text.
+    """
+    found = []
+    lines = len(source.splitlines())
+    if lines > LONGEST_FILE:
+        found.append(f"{path}: {lines} lines, {LONGEST_FILE} at most")
+    room = PurePosixPath(path).parts[0]
+    if room not in ROW_OF:
+        return [*found, f"{path}: '{room}' is no room of the house"]
+    for item in imports_of(ast.parse(source)):
+        reasons = [item.fault] if item.fault else _reasons(path, room, item)
+        found += [f"{path}:{item.line}: {reason} ({item.name})" for reason in reasons]
+    return found
+
+
+def _reasons(path: str, room: str, item: Import) -> list[str]:
+    if item.top == "dlrover":
+        return _inside(path, room, item)
+    return _outside(path, room, item)
+
+
+def _inside(path: str, room: str, item: Import) -> list[str]:
+    if item.inside is None:
+        return ["the front door is for users: import from the room"]
+    other = item.inside.partition(".")[0]
+    reasons = []
+    if other not in ROW_OF:
+        return [f"'{other}' is no room of the house"]
+    if other != room and ROW_OF[other] >= ROW_OF[room]:
+        reasons.append(f"{room} may not import {other}, which is not below it")
+    if room in CONTROL_HALF and other in MODEL_HALF and not _is_batch(room, item):
+        reasons.append(f"the control half ({room}) may not import the model half ({other})")
+    if room in MODEL_HALF and other in CONTROL_HALF:
+        reasons.append(f"the model half ({room}) may not import the control half ({other})")
+    if path == "data/batch.py" and other == "data":
+        reasons.append("data/batch.py is shared by both halves and imports no other data module")
+    return reasons
+
+
+def _is_batch(room: str, item: Import) -> bool:
+    return room in ("trainer", "runtime") and (item.inside or "").startswith("data.batch")
+
+
+def _outside(path: str, room: str, item: Import) -> list[str]:
+    reasons = []
+    home = HOMES.get(item.top)
+    if home is not None and not path.startswith(f"{home}/"):
+        reasons.append(f"{item.top} is at home in {home}/ only")
+    tensor_free = room in CONTROL_HALF | {"common", "config"} or path == "data/batch.py"
+    if item.top in TENSOR_LIBRARIES and tensor_free:
+        reasons.append(f"{room} may not import {item.top}")
+    pure = room == "control" or (room == "trainer" and (path, item.top) not in ALLOWED_IN_CONTRACT)
+    if item.top in CLOCK_THREAD_DISK and pure:
+        reasons.append(f"{room} knows no clock, thread or disk")
+    return reasons
+
+
+def faults_of_tree(root: Path) -> list[str]:
+    """:func:`faults` of every file of the package folder ``dlrover``, and the length of those outside the rooms."""
+    found = []
+    house = root / "python" / "rl"
+    for file in sorted(root.rglob("*.py")):
+        source = file.read_text(encoding="utf-8")
+        if file.is_relative_to(house) and file.parent != house:
+            found += faults(file.relative_to(house).as_posix(), source)
+        elif len(source.splitlines()) > LONGEST_FILE:
+            found.append(f"{file.relative_to(root)}: {len(source.splitlines())} lines, {LONGEST_FILE} at most")
+    return found

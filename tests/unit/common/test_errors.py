@@ -1,0 +1,142 @@
+"""One tree of errors: picklable, each saying whether a retry may help and what must restart."""
+
+import importlib
+import pickle
+import pkgutil
+import re
+
+import pytest
+
+import dlrover.python.rl as package
+from dlrover.python.rl.common import errors
+from dlrover.python.rl.common.errors import (
+    CallError,
+    ClassNotFound,
+    ClusterUnavailable,
+    DataError,
+    DLRoverRLError,
+    EngineError,
+    InvalidJob,
+    InvocationError,
+    InvocationTimeout,
+    JobConflict,
+    JobError,
+    JobFailed,
+    JournalCorrupt,
+    MissingExtra,
+    PlacementTimeout,
+    Problem,
+    Scope,
+    ShardError,
+    UnknownMethod,
+    WeightSyncError,
+    WorkloadDied,
+    WorkloadStartError,
+)
+
+PROBLEMS = (Problem("trainer.class", "is required"), Problem("train.jsonl:7", "not JSON"))
+CALL = {"role": "ACTOR", "rank": 3, "method": "update", "node": "host-1", "remote_traceback": "Traceback ..."}
+
+EXAMPLES = {
+    DLRoverRLError: DLRoverRLError("words"),
+    InvalidJob: InvalidJob(PROBLEMS),
+    ClassNotFound: ClassNotFound("words"),
+    MissingExtra: MissingExtra("vllm", "vllm"),
+    DataError: DataError(PROBLEMS),
+    EngineError: EngineError("words"),
+    WeightSyncError: WeightSyncError("words"),
+    CallError: CallError("words"),
+    UnknownMethod: UnknownMethod("words"),
+    ShardError: ShardError("words"),
+    InvocationError: InvocationError("words", **CALL),
+    InvocationTimeout: InvocationTimeout(role="ACTOR", method="update", timeout_s=2.5, late=[1, 2], arrived={0: "r"}),
+    WorkloadDied: WorkloadDied("words", **CALL),
+    WorkloadStartError: WorkloadStartError("ACTOR[0]", "words", "Traceback ..."),
+    ClusterUnavailable: ClusterUnavailable("words"),
+    PlacementTimeout: PlacementTimeout("words"),
+    JobError: JobError("words"),
+    JobFailed: JobFailed("words"),
+    JobConflict: JobConflict("words"),
+    JournalCorrupt: JournalCorrupt("words"),
+}
+
+
+def tree_of_classes():
+    return [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, DLRoverRLError)]
+
+
+def test_every_class_has_an_example_here():
+    assert set(EXAMPLES) == set(tree_of_classes())
+
+
+@pytest.mark.parametrize("error", EXAMPLES.values(), ids=lambda error: type(error).__name__)
+def test_an_error_survives_pickling_with_everything_it_says(error):
+    error.note = {"step": 3}
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        back = pickle.loads(pickle.dumps(error, protocol))
+        assert type(back) is type(error)
+        assert str(back) == str(error)
+        assert back.args == error.args
+        assert vars(back) == vars(error)
+        assert (back.retryable, back.restarts) == (error.retryable, error.restarts)
+
+
+def test_the_original_exception_travels_inside():
+    error = InvocationError("words", **CALL)
+    error.original = ValueError("the user's own words")
+    back = pickle.loads(pickle.dumps(error))
+    assert isinstance(back.original, ValueError)
+    assert str(back.original) == "the user's own words"
+
+
+def test_the_tree_in_the_docstring_is_the_tree_of_classes():
+    drawn, parents = {}, []
+    for line in errors.__doc__.split("::\n")[1].splitlines():
+        match = re.match(r"    (?P<indent>[│├└─ ]*)(?P<name>[A-Z]\w+)", line)
+        if match is None:
+            continue
+        depth = len(match["indent"]) // 4
+        parents[depth:] = [match["name"]]
+        drawn[match["name"]] = parents[depth - 1] if depth else "Exception"
+    assert drawn == {kind.__name__: kind.__bases__[0].__name__ for kind in tree_of_classes()}
+
+
+def test_what_helps_after_an_error():
+    retried = {kind for kind in tree_of_classes() if kind.retryable}
+    assert retried == {InvocationTimeout, WorkloadDied, PlacementTimeout, ClusterUnavailable}
+    assert {kind: kind.restarts for kind in tree_of_classes() if kind.restarts is not Scope.NOTHING} == {
+        InvocationTimeout: Scope.MEMBER,
+        WorkloadDied: Scope.MEMBER,
+        PlacementTimeout: Scope.JOB,
+    }
+
+
+def test_messages_name_the_place():
+    assert str(InvocationError("ValueError: no", **{**CALL, "remote_traceback": ""})) == (
+        "ACTOR[3].update on host-1: ValueError: no"
+    )
+    assert str(EXAMPLES[InvocationError]).endswith("\n\nTraceback ...")
+    assert str(EXAMPLES[InvocationTimeout]) == "ACTOR[1].update: no answer within 2.5 s from ranks 1, 2 (1 arrived)"
+    assert str(EXAMPLES[MissingExtra]) == "'vllm' is not installed: pip install 'dlrover-rl[vllm]'"
+    assert str(EXAMPLES[WorkloadStartError]).startswith("ACTOR[0] could not start: words\n\nTraceback")
+
+
+def test_an_invalid_job_lists_every_problem():
+    assert str(EXAMPLES[InvalidJob]) == (
+        "2 problems in the job:\n  - trainer.class: is required\n  - train.jsonl:7: not JSON"
+    )
+    assert str(InvalidJob(PROBLEMS[:1])).startswith("1 problem in the job:")
+
+
+def test_a_misspelt_method_is_an_attribute_error_too():
+    assert issubclass(UnknownMethod, AttributeError)
+
+
+def test_the_light_rooms_define_no_error_of_their_own():
+    for room in ("common", "config", "control", "trainer", "master"):
+        folder = importlib.import_module(f"{package.__name__}.{room}")
+        for info in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
+            values = vars(importlib.import_module(info.name)).values()
+            kinds = [kind for kind in values if isinstance(kind, type) and issubclass(kind, BaseException)]
+            own = [kind for kind in kinds if kind.__module__ == info.name]
+            assert not own or info.name == errors.__name__, own

@@ -1,0 +1,219 @@
+"""The layout of a job file: every field's rule, and the way back to a file."""
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.config.layout import job_from_mapping, job_to_yaml
+from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.config.spec import MasterSpec, RestartSpec, TrainerSpec, WorkloadSpec
+
+
+def layout(**changes):
+    """A valid layout with some parts changed; ``None`` takes one away."""
+    parts = {
+        "trainer": {"module": "m", "class": "T"},
+        "workload": {"actor": {"module": "m", "class": "A", "num": 4}, "critic": {"module": "m", "class": "C"}},
+        **changes,
+    }
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def read(**changes):
+    return job_from_mapping(OmegaConf.create(layout(**changes)), "default")
+
+
+def problems_of(**changes):
+    with pytest.raises(InvalidJob) as caught:
+        read(**changes)
+    return {problem.where: problem.what for problem in caught.value.problems}
+
+
+def actor(**fields):
+    return {"actor": {"module": "m", "class": "A", **fields}}
+
+
+def trainer(**fields):
+    return {"module": "m", "class": "T", **fields}
+
+
+def test_the_defaults():
+    job = read(workload=actor())
+    assert job.trainer == TrainerSpec("m", "T", 1, "GPU", 8, (), "USER_DEFINED")
+    assert job.workloads == {RLRoleType.ACTOR: WorkloadSpec("m", "A", 1, None, {}, {})}
+    assert (job.name, job.job_dir) == ("default", Path("runs/default").absolute())
+    assert (job.groups, job.env, job.config) == ((), {}, {})
+    assert (job.restart, job.master) == (RestartSpec(), MasterSpec())
+    assert (job.placement_timeout_s, job.scheduling_strategy) == (120.0, "AUTO")
+
+
+def test_a_whole_job():
+    job = read(
+        name="my-job",
+        job_dir="/tmp/out",
+        trainer=trainer(node_number=2, device_type="CPU", device_per_node=4, torch_master_port=[2001, 2002]),
+        workload={
+            **actor(num=2, per_node=1, resource={"cpu": 2, "mem": 512}, env={"A": "1"}),
+            "Judge": {"module": "j", "class": "J", "num": 2},
+        },
+        workload_group=[{"ACTOR": 1, "judge": 1}],
+        env={"B": "2"},
+        restart={"job_max_restart": 0, "workload_max_restart": {"judge": 5}, "backoff_s": 0.5},
+        master={"cpu": 1, "memory": 256},
+        scheduling_strategy="SIMPLE",
+    )
+    assert job.trainer == TrainerSpec("m", "T", 2, "CPU", 4, (2001, 2002))
+    assert job.workloads["ACTOR"] == WorkloadSpec("m", "A", 2, 1, {"cpu": 2.0, "memory": 512.0}, {"A": "1"})
+    assert job.groups == ({"ACTOR": 1, "JUDGE": 1},)
+    assert job.collocation_of("JUDGE") == ("ACTOR", "JUDGE")
+    assert list(job.members()) == [("ACTOR", 0), ("ACTOR", 1), ("JUDGE", 0), ("JUDGE", 1)]
+    assert [job.preferred_ports(role) for role in job.workloads] == [(2001,), (2002,)]
+    assert job.restart.workload_max_restart == {"judge": 5}
+    assert job.job_dir == Path("/tmp/out")
+
+
+def test_preferred_ports_may_be_fewer_than_roles():
+    job = read(trainer=trainer(torch_master_port=[2001]))
+    assert [job.preferred_ports(role) for role in job.workloads] == [(2001,), ()]
+
+
+def test_a_group_of_one_role_shares_nothing():
+    assert read(workload_group=[{"actor": 2}]).collocation_of("ACTOR") == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "said"),
+    [
+        ({"trainer": None}, "trainer", "is required"),
+        ({"workload": None}, "workload", "is required"),
+        ({"trainer": {"class": "T"}}, "trainer.module", "is required"),
+        ({"trainer": {"module": "m"}}, "trainer.class", "is required"),
+        ({"trainer": trainer(node_number=0)}, "trainer.node_number", "greater than 0, got 0"),
+        ({"trainer": trainer(device_per_node=-1)}, "trainer.device_per_node", "greater than 0, got -1"),
+        ({"trainer": trainer(device_per_node=1.5)}, "trainer.device_per_node", "got 1.5"),
+        ({"trainer": trainer(device_type="TPU")}, "trainer.device_type", "'CPU' or 'GPU', got 'TPU'"),
+        ({"trainer": trainer(torch_master_port=[80])}, "trainer.torch_master_port.0", "greater than 1000, got 80"),
+        ({"trainer": trainer(class_name="x")}, "trainer.class_name", "unknown key 'class_name'; did you mean 'class'?"),
+        ({"trainer": trainer(nodes=1)}, "trainer.nodes", "unknown key 'nodes'; known: class, device_per_node"),
+        ({"trainer": 3}, "trainer", "should be a dictionary"),
+        ({"workload": {}}, "workload", "the role 'actor' is required"),
+        (
+            {"workload": {"actr": {"module": "m", "class": "A"}}},
+            "workload",
+            "'actor' is required; did you mean 'actr'?",
+        ),
+        ({"workload": {**actor(), "2nd": {"module": "m", "class": "A"}}}, "workload.2nd", "is not a role name"),
+        ({"workload": {**actor(), "ACTOR": {"module": "m", "class": "A"}}}, "workload.ACTOR", "'actor' is there twice"),
+        ({"workload": actor(num=0)}, "workload.actor.num", "greater than 0, got 0"),
+        ({"workload": actor(num="two")}, "workload.actor.num", "got 'two'"),
+        ({"workload": actor(per_node=0)}, "workload.actor.per_node", "greater than 0, got 0"),
+        (
+            {"workload": actor(resource={"cpu": -1})},
+            "workload.actor.resource.cpu",
+            "greater than or equal to 0, got -1",
+        ),
+        ({"workload": actor(resource={"gpu": math.inf})}, "workload.actor.resource.gpu", "less than inf, got inf"),
+        ({"workload": actor(resource={"gpu": math.nan})}, "workload.actor.resource.gpu", "got nan"),
+        ({"workload": actor(env={"A": 1})}, "workload.actor.env.A", "valid string, got 1"),
+        ({"workload": actor(resources={})}, "workload.actor.resources", "did you mean 'resource'?"),
+        ({"workload_group": [{"actor": 0}]}, "workload_group.0.actor", "greater than 0, got 0"),
+        ({"workload_group": [{"actr": 1}]}, "workload_group.0.actr", "no role 'actr'; did you mean 'actor'?"),
+        ({"workload_group": [{"actor": 3}]}, "workload_group.0.actor", "4 members cannot form groups of 3"),
+        ({"workload_group": [{"actor": 1}, {"Actor": 1}]}, "workload_group.1.Actor", "already in workload_group.0"),
+        ({"workload": actor(num="4"), "workload_group": [{"actor": 3}]}, "workload_group.0.actor", "groups of 3"),
+        ({"workload": actor(num=4.0), "workload_group": [{"actor": "3"}]}, "workload_group.0.actor", "groups of 3"),
+        ({"env": {"A": None}}, "env.A", "valid string, got None"),
+        ({"name": "My Job"}, "name", "'My Job' is not a job name"),
+        ({"restart": {"job_max_restart": -1}}, "restart.job_max_restart", "greater than or equal to 0"),
+        ({"restart": {"backoff_s": -1}}, "restart.backoff_s", "greater than or equal to 0"),
+        ({"restart": {"backof_s": 1}}, "restart.backof_s", "did you mean 'backoff_s'?"),
+        ({"restart": {"workload_max_restart": {"actr": 1}}}, "restart.workload_max_restart.actr", "no role 'actr'"),
+        ({"restart": {"workload_max_restart": {"actor": -1}}}, "restart.workload_max_restart.actor", "got -1"),
+        ({"master": {"cpu": -1}}, "master.cpu", "greater than or equal to 0"),
+        ({"placement_timeout_s": 0}, "placement_timeout_s", "greater than 0"),
+        ({"scheduling_strategy": "auto"}, "scheduling_strategy", "'AUTO', 'SIMPLE' or 'GROUP', got 'auto'"),
+        ({"algorithm_type": "DPO"}, "algorithm_type", "got 'DPO'"),
+        ({"workloads": {}}, "workloads", "unknown key 'workloads'; did you mean 'workload'?"),
+    ],
+)
+def test_a_rule_of_the_layout(changes, where, said):
+    assert said in problems_of(**changes).get(where, "nothing"), problems_of(**changes)
+
+
+def test_everything_wrong_is_said_at_once():
+    found = problems_of(
+        trainer={"module": "m", "clas": "T", "node_number": 0},
+        workload={"rollout": {"module": "m", "class": "R", "num": -1, "nmu": 2}},
+        workload_group=[{"actor": 1}],
+        unknown=1,
+    )
+    assert set(found) == {
+        "trainer.class",
+        "trainer.clas",
+        "trainer.node_number",
+        "workload.rollout.num",
+        "workload.rollout.nmu",
+        "workload",
+        "workload_group.0.actor",
+        "unknown",
+    }
+
+
+def test_the_default_name_is_checked_too():
+    with pytest.raises(InvalidJob, match="'Bad Name' is not a job name"):
+        job_from_mapping(OmegaConf.create(layout()), "Bad Name")
+
+
+# -- and back ---------------------------------------------------------------------------------------------------------
+
+NAMES = st.from_regex(r"[a-z]([-a-z0-9]{0,8}[a-z0-9])?", fullmatch=True)
+WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc"), exclude_characters="$?\\"), max_size=8)
+ROLES = st.sampled_from(["rollout", "reward", "judge", "env_2"])
+AMOUNTS = st.floats(0, 1e6) | st.integers(0, 64)
+SPECS = st.fixed_dictionaries(
+    {"module": NAMES, "class": NAMES},
+    optional={
+        "num": st.integers(1, 9),
+        "per_node": st.none() | st.integers(1, 9),
+        "resource": st.dictionaries(st.sampled_from(["cpu", "gpu", "memory", "disk"]), AMOUNTS),
+        "env": st.dictionaries(NAMES, WORDS, max_size=3),
+    },
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.fixed_dictionaries(
+        {
+            "name": NAMES,
+            "trainer": st.fixed_dictionaries(
+                {"module": NAMES, "class": NAMES},
+                optional={"node_number": st.integers(1, 9), "torch_master_port": st.lists(st.integers(1001, 65535))},
+            ),
+            "workload": st.builds(lambda own, more: {**more, "actor": own}, SPECS, st.dictionaries(ROLES, SPECS)),
+            "env": st.dictionaries(NAMES, WORDS, max_size=3),
+            "config": st.dictionaries(NAMES, VALUES, max_size=4),
+            "placement_timeout_s": st.floats(0.1, 1e6),
+        }
+    )
+)
+def test_a_job_written_to_a_file_reads_back_as_itself(parts):
+    job = job_from_mapping(OmegaConf.create(parts), "x", ("here",))
+    assert load_job_text(job_to_yaml(job), job.name, search_path=("here",)) == job
+
+
+def test_references_of_the_users_config_are_written_as_references():
+    config = {"a": 1, "b": "${config.a}", "c": "${.a}", "d": "${trainer.node_number}"}
+    back = load_job_text(job_to_yaml(read(config=config)), "x")
+    assert OmegaConf.to_container(back.config, resolve=True) == {"a": 1, "b": 1, "c": 1, "d": 1}

@@ -1,0 +1,237 @@
+"""Job files and overrides: what is read, and every way to be wrong."""
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.config.load import load_job, load_job_text
+
+JOB = """
+trainer: {module: m, class: T, device_type: CPU, device_per_node: 4}
+workload:
+  actor: {module: m, class: A, num: 2}
+  rollout: {module: m, class: R}
+config:
+  lr: 1e-3
+  data: {train: train.jsonl}
+  sizes: [1, 2]
+"""
+
+
+def problems_of(read, *args):
+    """Place and fault of everything that ``read`` refuses."""
+    with pytest.raises(InvalidJob) as caught:
+        read(*args)
+    return [(problem.where, problem.what) for problem in caught.value.problems]
+
+
+@pytest.fixture
+def job_file(tmp_path):
+    def write(text=JOB, name="job.yaml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_read_and_its_folder_is_searched_for_classes(job_file, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    path = job_file(name="My Job_1.yaml")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    job = load_job(path)
+    assert job.name == "my-job-1"
+    assert job.search_path == (str(tmp_path / "elsewhere"), str(tmp_path))
+    assert job.job_dir == tmp_path / "elsewhere" / "runs" / "my-job-1"
+    assert (job.workloads["ACTOR"].num, job.workloads["ROLLOUT"].num) == (2, 1)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("___.yaml", "job"), ("a" * 80 + ".yaml", "a" * 63), ("ü.yml", "job")])
+def test_any_file_name_gives_a_job_name(job_file, name, expected):
+    assert load_job(job_file(name=name)).name == expected
+
+
+def test_a_missing_file_is_said_with_the_nearest_one(job_file):
+    path = job_file()
+    assert problems_of(load_job, path.with_name("jop.yaml")) == [
+        (str(path.with_name("jop.yaml")), "no such job file; did you mean 'job.yaml'?")
+    ]
+    (problem,) = problems_of(load_job, "no/such/folder/job.yaml")
+    assert problem == ("no/such/folder/job.yaml", "no such job file")
+
+
+def test_a_file_that_is_no_text_is_said(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    ((where, what),) = problems_of(load_job, path)
+    assert where == str(path)
+    assert what.startswith("cannot be read: 'utf-8' codec")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("a: 1\nb: [1, 2\nc: 3\n", 3, "expected ',' or ']'"),
+        ("a: 1\n\tb: 2\n", 2, "tab character"),
+        ("a: 1\na: 2\n", 2, "found duplicate key a"),
+        ("a: 'x\n", 2, "unexpected end of stream"),
+        ("a: b: c\n", 1, "mapping values are not allowed"),
+    ],
+)
+def test_malformed_yaml_is_said_with_its_line(job_file, text, line, said):
+    path = job_file(text)
+    ((where, what),) = problems_of(load_job, path)
+    assert where == f"{path}:{line}"
+    assert what.startswith("not valid YAML: ")
+    assert said in what
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "- a\n- b\n", "3", "false"])
+def test_a_list_or_a_number_is_no_job(text):
+    assert problems_of(load_job_text, text, "x") == [("rl_config", "a job file is a mapping at its top level")]
+
+
+def test_numbers_in_scientific_notation_are_numbers():
+    job = load_job_text(JOB, "x", ["lr=1e-6"])
+    assert job.config.lr == 1e-6
+    assert isinstance(load_job_text(JOB, "x").config.lr, float)
+
+
+# -- overrides --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "value"),
+    [
+        ("lr=0.5", lambda job: job.config.lr, 0.5),
+        ("config.lr=0.5", lambda job: job.config.lr, 0.5),
+        ("data.train=my.jsonl", lambda job: job.config.data.train, "my.jsonl"),
+        ("data.train=a=b", lambda job: job.config.data.train, "a=b"),
+        ("lr=null", lambda job: job.config.lr, None),
+        ("lr=[1, 2]", lambda job: job.config.lr, [1, 2]),
+        ("data={train: x}", lambda job: job.config.data, {"train": "x"}),
+        ("sizes.1=7", lambda job: job.config.sizes, [1, 7]),
+        ("+new=1", lambda job: job.config.new, 1),
+        ("+a.b.c=1", lambda job: job.config.a.b.c, 1),
+        ("workload.rollout.num=3", lambda job: job.workloads["ROLLOUT"].num, 3),
+        ("trainer.device_per_node=2", lambda job: job.trainer.device_per_node, 2),
+        ("workload.rollout.resource.cpu=0.5", lambda job: job.workloads["ROLLOUT"].resource, {"cpu": 0.5}),
+        ("restart.job_max_restart=0", lambda job: job.restart.job_max_restart, 0),
+        ("env.KEY=text", lambda job: job.env, {"KEY": "text"}),
+        ("placement_timeout_s=3", lambda job: job.placement_timeout_s, 3.0),
+        ("+config.trainer=1", lambda job: job.config.trainer, 1),
+        ("data.train=${.dir}/x", lambda job: job.config._get_node("data")._get_node("train")._value(), "${.dir}/x"),
+    ],
+)
+def test_an_override_changes_one_value(override, read, value):
+    assert read(load_job_text(JOB, "x", [override])) == value
+
+
+def test_an_override_may_refer_to_another_key():
+    job = load_job_text(JOB, "x", ["+dir=/data", "data.train=${config.dir}/x.jsonl"])
+    assert job.config.data.train == "/data/x.jsonl"
+
+
+def test_later_overrides_win():
+    assert load_job_text(JOB, "x", ["lr=1", "lr=2"]).config.lr == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "where", "said"),
+    [
+        ("lrr=1", "lrr", "unknown key 'lrr'; did you mean 'lr'? (write +lrr=... to add it)"),
+        ("data.trian=x", "data.trian", "unknown key 'trian'; did you mean 'train'?"),
+        ("dta.train=x", "dta.train", "unknown key 'dta'; did you mean 'data'?"),
+        ("config.lrr=1", "config.lrr", "unknown key 'lrr'; did you mean 'lr'?"),
+        ("lr.deep=1", "lr.deep", "unknown key 'deep'"),
+        ("workload.rolout.num=1", "workload.rolout.num", "unknown key 'rolout'; did you mean 'rollout'?"),
+        ("workload.rollout.nmu=1", "workload.rollout.nmu", "unknown key 'nmu'; did you mean 'num'?"),
+        ("trainer.clas=X", "trainer.clas", "unknown key 'clas'; did you mean 'class'?"),
+        ("restart.job_max_restarts=1", "restart.job_max_restarts", "did you mean 'job_max_restart'?"),
+        ("workload.rollout.num=-1", "workload.rollout.num", "greater than 0, got -1"),
+        ("lr", "lr", "an override is written key=value"),
+        ("=3", "=3", "an override is written key=value"),
+        ("lr=[1", "lr", "while parsing a flow sequence"),
+        ("a..b=1", "a..b", "unknown key 'a'"),
+        ("sizes.2=1", "sizes.2", "unknown key '2'"),
+        ("trainer=5", "trainer", "should be a dictionary"),
+        ("+sizes.7=1", "sizes.7", "list index out of range"),
+    ],
+)
+def test_a_wrong_override_is_said_with_the_nearest_name(override, where, said):
+    found = problems_of(load_job_text, JOB, "x", [override])
+    assert any(place == where and said in what for place, what in found), found
+
+
+def test_wrong_overrides_and_a_wrong_file_are_said_together(job_file):
+    path = job_file(JOB.replace("class: T", "clas: T"))
+    places = [where for where, _ in problems_of(load_job, path, ["lrr=1", "nothing"])]
+    assert places == ["lrr", "nothing", "trainer.class", "trainer.clas"]
+
+
+def test_an_override_below_a_broken_reference_is_a_problem_not_a_traceback():
+    text = JOB.replace("lr: 1e-3", "lr: ${nothing}")
+    ((where, what),) = problems_of(load_job_text, text, "x", ["lr.x=1"])
+    assert (where, what) == ("lr.x", "Interpolation key 'nothing' not found")
+
+
+# -- references -------------------------------------------------------------------------------------------------------
+
+
+def test_the_layout_may_refer_to_the_environment_and_to_the_users_config(monkeypatch):
+    monkeypatch.setenv("MY_NODES", "3")
+    text = JOB.replace("device_per_node: 4", 'node_number: "${oc.env:MY_NODES}", device_per_node: "${config.sizes.1}"')
+    job = load_job_text(text, "x")
+    assert (job.trainer.node_number, job.trainer.device_per_node) == (3, 2)
+
+
+def test_the_users_config_may_refer_to_the_layout():
+    assert load_job_text(JOB.replace("1e-3", "${trainer.device_per_node}"), "x").config.lr == 4
+
+
+def test_the_users_config_is_not_resolved_or_checked_here():
+    job = load_job_text(JOB.replace("1e-3", "${nothing.here}"), "x")
+    assert "lr" in job.config
+
+
+def test_broken_references_of_the_layout_are_said_with_their_places():
+    text = JOB.replace("class: T", "class: '${nothing}'").replace("num: 2", "num: '???'")
+    assert [where for where, _ in problems_of(load_job_text, text, "x")] == ["trainer.class", "workload.actor.num"]
+
+
+# -- anything ---------------------------------------------------------------------------------------------------------
+
+SCALARS = st.none() | st.booleans() | st.integers(-3, 9) | st.floats() | st.text(max_size=8)
+KEYS = st.sampled_from(
+    ["trainer", "workload", "workload_group", "env", "restart", "config", "actor", "rollout", "num", "class", "module"]
+    + ["resource", "per_node", "gpu", "mem", "name", "device_type", "class_"]
+) | st.text(max_size=5)
+TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4))
+JOBS = st.fixed_dictionaries({}, optional={"trainer": TREES, "workload": TREES, "workload_group": TREES, "env": TREES})
+
+
+@settings(deadline=None)
+@given(JOBS | TREES)
+def test_whatever_a_file_holds_it_is_a_job_or_an_invalid_job(tree):
+    text = yaml.safe_dump(tree)
+    try:
+        load_job_text(text, "x", search_path=())
+    except InvalidJob as error:
+        assert error.problems
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.text(max_size=12) | st.from_regex(r"\+?[a-z.]{1,8}=[a-z0-9\[\{:\$ ]{0,8}", fullmatch=True), max_size=3)
+)
+def test_whatever_an_override_says_it_is_a_job_or_an_invalid_job(overrides):
+    try:
+        load_job_text(JOB, "x", overrides, search_path=())
+    except InvalidJob as error:
+        assert error.problems

@@ -1,0 +1,89 @@
+"""Mappings into frozen dataclasses, every problem at once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import pytest
+from annotated_types import Gt
+from omegaconf import OmegaConf
+
+from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.config.typed import parse, plain, require
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    lr: Annotated[float, Gt(0.0)] = 1e-6
+    kind: Literal["adamw", "sgd"] = "adamw"
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str
+    steps: Annotated[int, Gt(0)] = 10
+    optimizer: Optimizer = Optimizer()
+    parts: list[Optimizer] = field(default_factory=list)
+    extra: Mapping[str, float] = field(default_factory=dict)
+    maybe: Optimizer | None = None
+
+
+def found(data):
+    value, problems = parse(Config, data, "config")
+    assert value is None
+    return {problem.where: problem.what for problem in problems}
+
+
+def test_a_mapping_becomes_the_dataclass_with_its_defaults():
+
+    given = OmegaConf.create({"model": "m", "optimizer": {"lr": 2}, "extra": {"a": 1}})
+    assert parse(Config, given, "config") == (Config("m", optimizer=Optimizer(2.0), extra={"a": 1.0}), [])
+    assert require(Config, {"model": "m"}, "config") == Config("m")
+
+
+def test_all_problems_are_said_with_their_places():
+    assert found(
+        {
+            "step": 3,
+            "steps": 0,
+            "optimizer": {"lr": -1, "kid": "sgd", "kind": "adam"},
+            "parts": [{"lr": 1}, {"l": 1}],
+            "extra": {"a": "x"},
+            "maybe": {"lrr": 1},
+        }
+    ) == {
+        "config.model": "is required",
+        "config.step": "unknown key 'step'; did you mean 'steps'?",
+        "config.steps": "input should be greater than 0, got 0",
+        "config.optimizer.lr": "input should be greater than 0, got -1",
+        "config.optimizer.kid": "unknown key 'kid'; did you mean 'kind'?",
+        "config.optimizer.kind": "input should be 'adamw' or 'sgd', got 'adam'",
+        "config.parts.1.l": "unknown key 'l'; did you mean 'lr'?",
+        "config.extra.a": "input should be a valid number, unable to parse string as a number, got 'x'",
+        "config.maybe.lrr": "unknown key 'lrr'; did you mean 'lr'?",
+    }
+
+
+@pytest.mark.parametrize("data", [None, 3, "text", [1]])
+def test_what_is_no_mapping_is_a_problem(data):
+    assert list(found(data)) == ["config"]
+
+
+def test_require_raises_all_problems():
+    with pytest.raises(InvalidJob) as caught:
+        require(Config, {"steps": 0, "x": 1}, "config")
+    assert [problem.where for problem in caught.value.problems] == ["config.model", "config.steps", "config.x"]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [("${nothing}", "Interpolation key 'nothing' not found"), ("???", "issing")]
+)
+def test_unresolved_values_are_problems(value, said):
+    (what,) = found(OmegaConf.create({"model": value})).values()
+    assert said in what
+
+
+def test_plain_leaves_other_values_alone():
+    value = object()
+    assert plain(value) is value
+    assert plain(OmegaConf.create([1, "${0}"])) == [1, 1]

@@ -1,0 +1,254 @@
+"""The command line in one process: exit codes, and one message with every problem."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import toy_jobs
+from click.testing import CliRunner
+
+from dlrover.python.rl.master.main import cli, main
+
+TESTS = str(Path(toy_jobs.__file__).parent)
+
+GOOD = """
+trainer: {module: toy_jobs, class: Loop, device_type: CPU, device_per_node: 4}
+workload:
+  actor: {module: toy_jobs, class: Adder, num: 2}
+  rollout: {module: toy_jobs, class: Adder}
+config: {steps: 3}
+"""
+
+
+@pytest.fixture
+def shell(tmp_path, monkeypatch, capfd):
+    """Run ``dlrover-rl`` with arguments in an empty folder; gives the exit code and what was printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", TESTS)
+    logger = logging.getLogger("dlrover")
+    kept = logger.handlers[:], logger.level, logger.propagate
+
+    def go(*args):
+        monkeypatch.setattr(sys, "argv", ["dlrover-rl", *map(str, args)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        out, err = capfd.readouterr()
+        return caught.value.code or 0, out, err
+
+    yield go
+    logger.handlers[:], logger.level, logger.propagate = kept
+
+
+def write(text=GOOD, name="job.yaml"):
+    Path(name).write_text(text)
+    return name
+
+
+def refused(shell, text, *args, commands=(("check", "--local"), ("run", "--local"))):
+    """What is said of a bad job, by every command alike; and that nothing was started."""
+    messages = set()
+    before = set(os.listdir()) | {write(text)}
+    for command in commands:
+        code, out, err = shell(*command, "job.yaml", *args)
+        assert (code, out) == (2, ""), err
+        assert set(os.listdir()) == before, "nothing was started"
+        messages.add(err)
+    (message,) = messages
+    assert "Traceback" not in message
+    return message
+
+
+# -- jobs that run ----------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_finishes_exits_with_0(shell):
+    code, out, err = shell("run", "--local", write())
+    assert (code, out) == (0, "")
+    assert "step 3/3  loss 12" in err
+    assert f"job: finished, the trainer returned; files in {Path('runs/job').absolute()}" in err
+    assert {path.name for path in Path("runs/job").iterdir()} == {"job.yaml", "journal.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.class=FailingInit", "trainer: ValueError: the user's own words"),
+        ("trainer.class=CallsFail", "ACTOR[1].fail on"),
+        ("workload.actor.class=FailingStart", "ACTOR[1]: ValueError: no such model (start_failed is not retried)"),
+        ("trainer.class=ExitingFit", "trainer: SystemExit: 0"),
+    ],
+)
+def test_a_job_that_fails_exits_with_1_and_its_traceback(shell, override, said):
+    code, _, err = shell("run", "--local", write(), override)
+    assert code == 1
+    assert said in err
+    assert "Traceback (most recent call last):" in err
+    assert "toy_jobs.py" in err
+
+
+def test_a_job_that_is_interrupted_exits_with_130(shell):
+    code, _, err = shell("run", "--local", write(), "trainer.class=InterruptedFit")
+    assert code == 130
+    assert "job: stopped, interrupted" in err
+
+
+def test_an_earlier_runs_journal_is_kept(shell):
+    for _ in range(3):
+        assert shell("run", "--local", write())[0] == 0
+    assert {path.name for path in Path("runs/job").glob("journal*")} == {
+        "journal.jsonl",
+        "journal.1.jsonl",
+        "journal.2.jsonl",
+    }
+
+
+def test_check_prints_the_plan_and_starts_nothing(shell):
+    code, out, _ = shell("check", write(), "workload.rollout.num=2")
+    assert code == 0
+    assert "plan: 4 bundles, {'cpu': 4.0} in all" in out
+    assert "ROLLOUT    x2  toy_jobs.Adder  each {'cpu': 1.0}  in bundle 2, 3" in out
+    assert not Path("runs").exists()
+
+
+def test_the_command_is_installed_and_runs_from_a_shell(tmp_path):
+    (tmp_path / "job.yaml").write_text(GOOD.replace("class: Loop", "class: Lop"))
+    run = subprocess.run(
+        [Path(sys.executable).parent / "dlrover-rl", "check", "job.yaml"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": TESTS},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == (
+        "1 problem in the job:\n  - trainer.class: module 'toy_jobs' has no class 'Lop'; did you mean 'Loop'?\n"
+    )
+
+
+# -- the original's options -------------------------------------------------------------------------------------------
+
+
+def test_submit_takes_the_job_as_text_or_as_a_file(shell):
+    for config in (GOOD, write(), json.dumps({"trainer": {}, "workload": {}})):
+        code, _, err = shell("submit", "--local", "--job_name", "mine", "--rl_config", config)
+        assert code == (2 if config.startswith("{") else 0), err
+    assert Path("runs/mine").is_dir()
+
+
+def resolved(*options):
+    """The job file that ``submit`` writes down."""
+    result = CliRunner().invoke(cli, ["submit", "--local", "--job_name", "mine", "--rl_config", GOOD, *options])
+    assert result.exit_code == 0, result.output
+    return Path("runs/mine/job.yaml").read_text()
+
+
+def test_options_win_over_the_jobs_own_fields_and_absent_ones_leave_them(shell, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "GOOD", f"{GOOD}restart: {{job_max_restart: 3, backoff_s: 0.5}}\n")
+    assert "job_max_restart: 3\n  trainer_max_restart: 10" in resolved()
+    text = resolved(
+        "--max_restart", "0", "--workload_max_restart", "{'rollout': 2}", "--scheduling_strategy_type", "group"
+    )
+    assert "job_max_restart: 0" in text
+    assert "ROLLOUT: 2" in text
+    assert "scheduling_strategy: GROUP" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--workload_max_restart", "3"), "is not a dict of roles and numbers"),
+        (("--workload_max_restart", "{'rollout': 'x'}"), "is not a dict of roles and numbers"),
+        (("--workload_max_restart", "{'rollout': -1}"), "is not a dict of roles and numbers"),
+        (("--workload_max_restart", "{"), "is not a Python literal"),
+        (("--workload_max_restart", "{'rolout': 1}"), "the job has no role 'ROLOUT'; did you mean 'ROLLOUT'?"),
+        (("--job_max_restart", "-1"), "-1 is not in the range"),
+        (("--scheduling_strategy_type", "fast"), "'fast' is not one of"),
+        (("--job_max_restarts", "3"), "No such option"),
+        (("--job_name", "My Job"), "'My Job' is not a job name"),
+    ],
+)
+def test_a_wrong_option_exits_with_2(shell, options, said):
+    code, _, err = shell("submit", "--local", "--job_name", "mine", "--rl_config", GOOD, *options)
+    assert code == 2
+    assert said in err
+    assert os.listdir() == []
+
+
+# -- bad jobs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("class: Loop", "class: Lop", "trainer.class: module 'toy_jobs' has no class 'Lop'; did you mean 'Loop'?"),
+        ("class: Loop", "class: Adder", "trainer.class: Adder does not extend BaseTrainer"),
+        ("num: 2", "nmu: 2", "workload.actor.nmu: unknown key 'nmu'; did you mean 'num'?"),
+        ("num: 2", "num: -2", "workload.actor.num: input should be greater than 0, got -2"),
+        ("num: 2", "num: 9", "impossible placement: ACTOR x 9, ROLLOUT x 1 do not fit 1 node(s) x 4 CPU = 4"),
+        ("num: 2", "num: 2, resource: {cpu: -1}", "workload.actor.resource.cpu: input should be greater than or equal"),
+        ("actor:", "actr:", "workload: the role 'actor' is required; did you mean 'actr'?"),
+        (
+            "config:",
+            "workload_group: [{actr: 1}]\nconfig:",
+            "workload_group.0.actr: the job has no role 'actr'; did you",
+        ),
+        ("class: Adder, num", "class: Collective, num", "workload.actor.num: 2 members of Collective meet in"),
+        ("{steps: 3}", "{steps: [1, 2}", "job.yaml:6: not valid YAML"),
+    ],
+)
+def test_a_bad_job_is_refused_with_the_place_and_the_right_name(shell, before, after, said):
+    message = refused(shell, GOOD.replace(before, after, 1))
+    assert message.startswith("1 problem in the job:\n  - ")
+    assert said in message
+
+
+def test_all_problems_of_placement_classes_and_checks_come_in_one_message(shell):
+    text = GOOD.replace("Loop", "Picky").replace("num: 2", "num: 9").replace("class: Adder}", "class: Addr}")
+    message = refused(shell, text, "steps=0")
+    assert message.splitlines()[0] == "4 problems in the job:"
+    for said in ("impossible placement", "config.steps: is below 1", "9 is more than 3", "did you mean 'Adder'?"):
+        assert said in message
+
+
+def test_a_missing_file_is_said(shell):
+    write()
+    code, out, err = shell("run", "--local", "jop.yaml")
+    assert (code, out) == (2, "")
+    assert err == "1 problem in the job:\n  - jop.yaml: no such job file; did you mean 'job.yaml'?\n"
+
+
+GRPO = """
+trainer: {module: dlrover.python.rl.recipe.grpo, class: GRPOTrainer, device_type: CPU, device_per_node: 4}
+workload:
+  actor: {module: dlrover.python.rl.recipe.workloads, class: ActorWorkload}
+  rollout: {module: dlrover.python.rl.recipe.workloads, class: RolloutWorkload}
+  reward: {module: dlrover.python.rl.recipe.workloads, class: RewardWorkload}
+config:
+  model: ./model
+  data: {train: train.jsonl, eval: eval.jsonl}
+"""
+
+
+def test_a_recipe_names_every_missing_file_and_every_malformed_line(shell):
+    rows = [json.dumps({"prompt": f"1+{row}=", "answer": str(row + 1)}) for row in range(10)]
+    rows[6] = '{"prompt": "1+6=", "answer": '
+    rows[8] = '{"promt": "1+8=", "answer": "9"}'
+    Path("train.jsonl").write_text("\n".join(rows))
+    Path("evals.jsonl").write_text("")
+    message = refused(shell, GRPO, "+stepss=3", "+rollout.temperature=0")
+    assert message.splitlines()[0] == "2 problems in the job:"
+    assert "config.stepss: unknown key 'stepss'; did you mean 'steps'?" in message
+    assert "config.rollout.temperature: input should be greater than 0, got 0" in message
+    message = refused(shell, GRPO)
+    for said in (
+        "config.model: no such folder: ./model",
+        "train.jsonl:7: not JSON",
+        "train.jsonl:9: unknown key 'promt'; did you mean 'prompt'?",
+        "eval.jsonl: no such file; did you mean 'evals.jsonl'?",
+    ):
+        assert said in message

@@ -1,0 +1,150 @@
+"""A whole job in one process: how each ending looks."""
+
+import socket
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+import toy_jobs
+from toy_jobs import toy_job
+
+from dlrover.python.rl.config.spec import RestartSpec
+from dlrover.python.rl.control.events import CauseKind, StartMembers
+from dlrover.python.rl.control.journal import decode
+from dlrover.python.rl.control.placement import plan
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.local import run_local
+from dlrover.python.rl.runtime.local.executor import LocalExecutor
+from dlrover.python.rl.runtime.state_store import MemoryStateStore
+from dlrover.python.rl.trainer.trainer import StepReport
+
+NAMES = ["toy/1/ACTOR-0", "toy/1/ACTOR-1", "toy/1/REWARD-0", "toy/1/REWARD-1"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run a toy job; gives its status. ``run.reports`` and ``run.closed`` say what else happened."""
+
+    def go(trainer="Loop", actor="Adder", restart=None, **config):
+        job = toy_job(tmp_path, trainer, actor, **config)
+        if restart is not None:
+            job = replace(job, restart=restart)
+        placement, problems = plan(job)
+        assert not problems
+        go.store = MemoryStateStore()
+        return run_local(job, placement, go.reports.append, go.store)
+
+    go.reports, go.closed = [], toy_jobs.CLOSED
+    toy_jobs.CLOSED.clear()
+    return go
+
+
+def test_a_job_finishes(run):
+    status = run(steps=3)
+    assert (status.phase, status.reason, status.cause) == (Phase.FINISHED, "the trainer returned", None)
+    assert (status.step, status.total_steps, status.restarts, status.members) == (3, 3, 0, ())
+    assert run.reports == [StepReport(step, 3, {"loss": total}) for step, total in ((1, 2.0), (2, 6.0), (3, 12.0))]
+    assert run.closed == NAMES
+    assert [type(event).__name__ for event in decode(run.store.read())] == [
+        "Submitted",
+        "Placed",
+        *["MemberStarted"] * 4,
+        "TrainerStarted",
+        "TrainerFinished",
+        "Released",
+    ]
+
+
+def test_an_error_in_the_trainer_is_the_cause(run):
+    status = run("FailingInit")
+    assert (status.phase, status.restarts) == (Phase.FAILED, 0)
+    assert (status.cause.kind, status.cause.who) == (CauseKind.USER_ERROR, "trainer")
+    assert status.cause.message == "ValueError: the user's own words"
+    assert "in init" in status.cause.detail
+    assert status.reason == "trainer: ValueError: the user's own words (user_error is not retried)"
+    assert run.closed == NAMES
+
+
+def test_an_error_in_a_workload_names_role_rank_and_method(run):
+    status = run("CallsFail")
+    assert (status.phase, status.cause.who) == (Phase.FAILED, "ACTOR[1]")
+    assert status.cause.message.startswith("ACTOR[1].fail on ")
+    assert status.cause.message.endswith("ValueError: the user's own words")
+    assert "in fail" in status.cause.detail
+
+
+@pytest.mark.parametrize(
+    ("actor", "message"), [("FailingStart", "ValueError: no such model"), ("ExitingStart", "SystemExit: gone")]
+)
+def test_a_failing_constructor_ends_the_job_before_the_trainer_starts(run, actor, message):
+    status = run(actor=actor)
+    assert (status.phase, status.cause.kind) == (Phase.FAILED, CauseKind.START_FAILED)
+    assert status.cause.message == message
+    assert status.cause.who == ("ACTOR[1]" if actor == "FailingStart" else "ACTOR[0]")
+    assert "__init__" in status.cause.detail
+    assert run.closed == (NAMES[:1] if actor == "FailingStart" else [])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "who", "said"), [("ExitingFit", "trainer", "SystemExit: 0"), ("CallsExit", "ACTOR[0]", "SystemExit: 3")]
+)
+def test_leaving_the_process_is_a_failure_never_a_finish(run, trainer, who, said):
+    status = run(trainer)
+    assert (status.phase, status.cause.who) == (Phase.FAILED, who)
+    assert status.cause.message.endswith(said)
+    assert run.closed == NAMES
+
+
+def test_ctrl_c_stops_in_good_order(run):
+    status = run("InterruptedFit")
+    assert (status.phase, status.reason, status.cause) == (Phase.STOPPED, "interrupted", None)
+    assert run.closed == NAMES
+
+
+def test_a_workload_that_cannot_close_does_not_keep_the_others_from_it(run):
+    status = run(actor="FailingClose")
+    assert status.phase is Phase.FINISHED
+    assert run.closed == NAMES
+
+
+def test_a_lost_member_restarts_the_job(run):
+    status = run("LosesMember")
+    assert (status.phase, status.restarts, status.incarnation) == (Phase.FINISHED, 1, 2)
+    assert run.closed == [
+        *[name for name in NAMES if name != "toy/1/ACTOR-1"],
+        *(n.replace("1", "2", 1) for n in NAMES),
+    ]
+
+
+def test_a_crash_loop_ends_with_its_cause(run):
+    status = run("AlwaysLosesMember", restart=RestartSpec(job_max_restart=2))
+    assert (status.phase, status.restarts, status.cause.kind) == (Phase.FAILED, 2, CauseKind.PROCESS_DIED)
+    assert status.cause.who == "ACTOR[1]"
+    assert "the limit of 2 restarts" in status.reason
+
+
+def test_a_breakpoint_in_a_workload_is_reached_in_the_callers_thread(run, monkeypatch):
+    reached = []
+
+    def hook(*args, **kwargs):
+        frame = sys._getframe(1)
+        reached.append((frame.f_code.co_name, frame.f_locals["self"].rank, threading.current_thread()))
+
+    monkeypatch.setattr(sys, "breakpointhook", hook)
+    assert run("Stopper").phase is Phase.FINISHED
+    assert reached == [("stop_here", rank, threading.current_thread()) for rank in (0, 1)]
+
+
+def test_each_role_gets_its_own_preferred_port(tmp_path):
+    with socket.socket() as first, socket.socket() as second:
+        for probe in (first, second):
+            probe.bind(("127.0.0.1", 0))
+        wanted = (first.getsockname()[1], second.getsockname()[1])
+    job = toy_job(tmp_path)
+    job = replace(job, trainer=replace(job.trainer, torch_master_port=wanted))
+    placement, _ = plan(job)
+    executor = LocalExecutor(job, placement, print)
+    executor.execute(StartMembers(1), lambda event: None)
+    ports = [{member.workload.torch_master_port for member in group} for group in executor._members.values()]
+    assert ports == [{wanted[0]}, {wanted[1]}]

@@ -1,0 +1,35 @@
+"""Progress as plain lines, where there is no terminal."""
+
+import io
+
+from dlrover.python.rl.master.progress import ProgressView, figures
+from dlrover.python.rl.trainer.trainer import StepReport
+
+
+def lines_of(*reports):
+    stream = io.StringIO()
+    with ProgressView("my-job", stream) as view:
+        for report in reports:
+            view(report)
+    return stream.getvalue().splitlines()
+
+
+def test_the_first_and_the_last_step_have_a_line_and_fast_ones_between_do_not():
+    lines = lines_of(*(StepReport(step, 50, {"reward": step / 50}) for step in range(1, 51)))
+    assert lines[0] == "my-job  step 1/50  reward 0.02"
+    assert lines[-1].startswith("my-job  step 50/50  reward 1")
+    assert len(lines) == 2
+
+
+def test_an_unknown_total_is_not_shown():
+    assert lines_of(StepReport(3, 0, {"loss": 0.25})) == ["my-job  step 3  loss 0.25"]
+
+
+def test_the_figures_worth_a_line_in_their_order():
+    metrics = {"loss": 1e-5, "unknown": 3.0, "reward": 0.53, "tokens_per_s": 4812.4, "kl": float("nan")}
+    assert figures(metrics) == "reward 0.53  loss 1e-05  kl nan  4,812 tok/s"
+    assert figures({}) == ""
+
+
+def test_a_view_without_reports_writes_nothing():
+    assert lines_of() == []

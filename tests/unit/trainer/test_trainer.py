@@ -1,0 +1,126 @@
+"""``BaseTrainer``: the guide's properties, steps, and what is said before it is bound."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from dlrover.python.rl.common.errors import CallError, UnknownMethod
+from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLink
+from dlrover.python.rl.trainer.workload import BaseWorkload, undecorated
+
+
+class Work(BaseWorkload):
+    def go(self):
+        return 1
+
+
+class Loop(BaseTrainer):
+    @property
+    def total_steps(self):
+        return self.missing_config.steps
+
+    def init(self):
+        pass
+
+    def fit(self):
+        pass
+
+
+HANDLES = {"actor": ["a0", "a1"], "ROLLOUT": ["r0"], "judge": ["j0"]}
+
+
+def made(**link):
+    trainer = Loop(HANDLES, dict.fromkeys(HANDLES, Work), {"lr": 1})
+    if link:
+        trainer.bind(TrainerLink(port=None, job="job", **{"report": print, "job_dir": "runs/job", **link}))
+    return trainer
+
+
+def test_a_trainer_needs_init_and_fit():
+    with pytest.raises(TypeError, match="abstract.*fit.*init"):
+        BaseTrainer({}, {}, {})
+
+
+def test_the_guides_properties():
+    trainer = made()
+    assert (trainer.actors, trainer.rollouts) == (["a0", "a1"], ["r0"])
+    assert trainer.references == trainer.rewards == trainer.critics == []
+    assert trainer.config == {"lr": 1}
+    assert trainer.actor_handles == {"ACTOR": ["a0", "a1"], "ROLLOUT": ["r0"], "JUDGE": ["j0"]}
+    assert all(isinstance(role, RLRoleType) for role in trainer.actor_handles)
+    assert trainer.get_role_groups() == ["RG_ACTOR", "RG_ROLLOUT", "RG_JUDGE"]
+
+
+def test_role_groups_are_bound_for_the_roles_present_the_users_own_included():
+    trainer = made(resources={})
+    assert [len(getattr(trainer, name)) for name in trainer.get_role_groups()] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["RG_CRITIC", "RG_JUDGES", "RG_actor"])
+def test_a_role_group_that_is_not_there_is_said(name):
+    with pytest.raises(UnknownMethod, match=f"the job has no role group '{name}'; (did you mean|known)"):
+        getattr(made(resources={}), name)
+    assert not hasattr(made(resources={}), name)
+
+
+def test_the_nearest_role_group_is_named():
+    with pytest.raises(UnknownMethod, match="did you mean 'RG_ROLLOUT'"):
+        _ = made(resources={}).RG_ROLOUT
+
+
+def test_before_it_is_bound_the_reason_is_said():
+    trainer = made()
+    with pytest.raises(
+        UnknownMethod, match=r"RG_ACTOR is bound after the trainer is constructed: use it from init\(\)"
+    ):
+        _ = trainer.RG_ACTOR
+    for use in (
+        lambda: trainer.job_dir,
+        lambda: trainer.log(1, {"x": 1.0}),
+        lambda: trainer.get_workload_resource("ACTOR"),
+    ):
+        with pytest.raises(CallError, match=r"not bound yet: use role groups, log and job_dir from init\(\) on"):
+            use()
+
+
+def test_a_failing_property_of_the_user_says_what_is_missing_inside():
+    with pytest.raises(AttributeError, match="'Loop' object has no attribute 'missing_config'"):
+        _ = made().total_steps
+    with pytest.raises(AttributeError, match="'Loop' object has no attribute 'nothing'"):
+        _ = made().nothing
+
+
+def test_the_resources_of_a_role():
+    trainer = made(resources={"ACTOR": {"cpu": 1.0, "gpu": 0.5}})
+    assert trainer.get_workload_resource(RLRoleType.ACTOR) == {"cpu": 1.0, "gpu": 0.5}
+    assert trainer.get_workload_resource("actor") == {"cpu": 1.0, "gpu": 0.5}
+    assert trainer.get_workload_resource("ROLLOUT") == {}
+    with pytest.raises(UnknownMethod, match="no role 'CRITIC'"):
+        trainer.get_workload_resource("CRITIC")
+    with pytest.raises(UnknownMethod, match="no role 'ROLOUT'; did you mean 'ROLLOUT'"):
+        trainer.get_workload_resource("rolout")
+
+
+def test_steps_count_from_1_and_reports_carry_the_total():
+    reports = []
+    trainer = made(report=reports.append)
+    for step in trainer.steps(2):
+        trainer.log(step, {"loss": 1}, kl=step)
+    assert reports == [
+        StepReport(1, 2, {"loss": 1.0, "kl": 1.0}),
+        StepReport(2, 2, {"loss": 1.0, "kl": 2.0}),
+    ]
+    assert list(trainer.steps(0)) == []
+
+
+def test_the_job_directory_is_the_links():
+    assert made(job_dir="runs/j").job_dir == "runs/j"
+
+
+def test_a_rays_decoration_is_taken_off_and_a_plain_class_is_left():
+    # What ``@ray.remote`` leaves behind: a wrapper around a class derived from the user's.
+    derived = type("Derived", (Work,), {"__ray_actor_class__": Work})
+    decorated = SimpleNamespace(__ray_metadata__=SimpleNamespace(modified_class=derived))
+    assert undecorated(decorated) is Work
+    assert undecorated(Work) is Work
