@@ -197,7 +197,8 @@ def test_a_member_may_take_several_devices_or_none():
         ),
         (
             ({"ACTOR": {"num": 2, "resource": {"gpu": 3}}, "ROLLOUT": 3}, (), 2, 4),
-            "ACTOR x 2, ROLLOUT x 3 do not fit 2 node(s) x 4 GPU = 8; ROLLOUT needs 1 more on one node, left are [0, 0]",
+            "ACTOR x 2, ROLLOUT x 3 do not fit 2 node(s) x 4 GPU = 8; ROLLOUT needs 1 more on one node, "
+            "left are [0, 0]",
         ),
         (({"ACTOR": {"num": 1, "resource": {"gpu": 5}}},), "ACTOR needs 5 GPU on one node, which has 4"),
         (({"ACTOR": 6, "CRITIC": 6}, [{"ACTOR": 6, "CRITIC": 6}]), "ACTOR+CRITIC needs 6 GPU on one node, which has 4"),

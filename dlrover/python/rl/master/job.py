@@ -191,12 +191,11 @@ class RLJob:
         if not blocking and address is None:
             raise CallError("submit(blocking=False) needs address=: a cluster started here would end with this process")
         spec = self._builder.spec(job_name)
-        master = {"cpu": master_cpu, "memory": master_memory}
+        asked = {"cpu": master_cpu, "memory": master_memory}
+        master = {name: float(amount) for name, amount in asked.items() if amount is not None}
         spec = replace(
             spec,
-            master=replace(
-                spec.master, **{name: float(amount) for name, amount in master.items() if amount is not None}
-            ),
+            master=replace(spec.master, **master),
             restart=spec.restart if job_max_restart is None else replace(spec.restart, job_max_restart=job_max_restart),
         )
         checked = check_job(spec, local)
