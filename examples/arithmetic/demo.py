@@ -22,13 +22,13 @@ from dlrover.python.rl.recipe.tiny import write_tiny_model
 
 HERE = Path(__file__).parent
 OUT = Path("build/demo")
-EXAMPLES = 700
-PROBLEMS = 3400
+EXAMPLES = 300
+PROBLEMS = 2200
 
 
 def write_data(seed: int) -> None:
-    """Two-digit additions: some as examples with answers, others as problems. None is in both."""
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    """Additions of two-digit numbers: some as examples with answers, others as problems. None is in both."""
+    pairs = [(a, b) for a in range(10, 60) for b in range(10, 60)]
     random.Random(seed).shuffle(pairs)
     examples = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in pairs[:EXAMPLES]]
     problems = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs[EXAMPLES : EXAMPLES + PROBLEMS]]
@@ -60,7 +60,7 @@ def accuracy_by_transformers() -> float:
 def show(seconds: float) -> None:
     """The closing table."""
     summary = json.loads((OUT / "grpo" / "summary.json").read_text(encoding="utf-8"))
-    table = Table(title=f"GRPO on two-digit addition ({seconds:.0f} s of training)")
+    table = Table(title=f"GRPO on two-digit additions ({seconds:.0f} s of training)")
     table.add_column("figure")
     table.add_column("value", justify="right")
     for name, value in summary.items():

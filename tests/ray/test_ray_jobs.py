@@ -87,7 +87,7 @@ def test_the_trainers_own_error_is_reported_as_such(tmp_path, monkeypatch):
 def test_a_constructor_that_fails_is_reported_as_such(tmp_path, monkeypatch):
     status, _ = run(describe(tmp_path, monkeypatch, "steps_only", "broken", broken_rank=1))
     assert (status.phase, status.cause.kind) == (Phase.FAILED, CauseKind.START_FAILED)
-    assert status.cause.who == "ACTOR-1"
+    assert status.cause.who == "ACTOR[1]"
     assert "does not like this rank" in status.cause.message
     assert not (tmp_path / "runs").exists()
 

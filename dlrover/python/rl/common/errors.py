@@ -17,6 +17,9 @@
     │   └── WorkloadDied             a member's process is gone
     ├── WorkloadStartError           a workload's or trainer's constructor failed
     ├── ClusterUnavailable           Ray could not be started or reached
+    ├── VerifierError                a reward function gave no reward
+    │   ├── VerifierTimeout          ... within its deadline; its process was replaced
+    │   └── VerifierCrashed          ... its process ended in the middle of a call
     ├── PlacementTimeout             the cluster did not free the resources in time
     └── JobError
         ├── JobFailed                the job ended in failure; carries the first cause
@@ -175,10 +178,16 @@ class WorkloadDied(InvocationError):
 
 
 class WorkloadStartError(DLRoverRLError):
-    """A constructor raised while the job was starting; names the role, the rank and the remote traceback."""
+    """A constructor raised while the job was starting.
+
+    Attributes:
+        who: ``"ROLLOUT[1]"`` or ``"trainer"``.
+        summary: the exception's type and message.
+        remote_traceback: its traceback.
+    """
 
     def __init__(self, who: str, message: str, remote_traceback: str = "") -> None:
-        self.who, self.remote_traceback = who, remote_traceback
+        self.who, self.summary, self.remote_traceback = who, message, remote_traceback
         text = f"{who} could not start: {message}"
         super().__init__(f"{text}\n\n{remote_traceback}" if remote_traceback else text)
 
@@ -187,6 +196,26 @@ class ClusterUnavailable(DLRoverRLError):
     """Ray could not be started or reached."""
 
     retryable = True
+
+
+class VerifierError(DLRoverRLError):
+    """A verifier gave no reward: it raised, returned no finite number, or could not be loaded.
+
+    Attributes:
+        remote_traceback: the traceback text from the child process, or ``""``.
+    """
+
+    def __init__(self, message: str, remote_traceback: str = "") -> None:
+        self.remote_traceback = remote_traceback
+        super().__init__(f"{message}\n\n{remote_traceback}" if remote_traceback else message)
+
+
+class VerifierTimeout(VerifierError):
+    """A verifier gave no reward within its deadline; its process was killed and replaced."""
+
+
+class VerifierCrashed(VerifierError):
+    """A verifier's process ended in the middle of a call (exit code or signal in the message); it was replaced."""
 
 
 class PlacementTimeout(DLRoverRLError):

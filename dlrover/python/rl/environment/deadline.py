@@ -20,30 +20,10 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, NoReturn
 
-from dlrover.python.rl.common.errors import DLRoverRLError
+from dlrover.python.rl.common.errors import VerifierCrashed, VerifierError, VerifierTimeout
 
 _ORPHAN_GRACE_S = 5.0
 _EXIT_S = 1.0
-
-
-class VerifierError(DLRoverRLError):
-    """A verifier gave no reward: it raised, returned no finite number, or could not be loaded.
-
-    Attributes:
-        remote_traceback: the traceback text from the child process, or ``""``.
-    """
-
-    def __init__(self, message: str, remote_traceback: str = "") -> None:
-        self.remote_traceback = remote_traceback
-        super().__init__(f"{message}\n\n{remote_traceback}" if remote_traceback else message)
-
-
-class VerifierTimeout(VerifierError):
-    """A verifier gave no reward within its deadline; its process was killed and replaced."""
-
-
-class VerifierCrashed(VerifierError):
-    """A verifier's process ended in the middle of a call (exit code or signal in the message); it was replaced."""
 
 
 class DeadlineVerifier:

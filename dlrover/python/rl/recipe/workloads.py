@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dlrover.python.rl.algorithm.base import Algorithm
+from dlrover.python.rl.common.errors import VerifierError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import encode_prompt, load_sft
@@ -17,7 +18,7 @@ from dlrover.python.rl.engine.torch.distributed import RankGroup
 from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
 from dlrover.python.rl.engine.torch.train import TorchTrainEngine
 from dlrover.python.rl.engine.weights import WeightSnapshot
-from dlrover.python.rl.environment.deadline import DeadlineVerifier, VerifierError
+from dlrover.python.rl.environment.deadline import DeadlineVerifier
 from dlrover.python.rl.recipe.config import EngineConfig, RewardConfig, SFTData
 from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
 

@@ -29,7 +29,7 @@ def cause_of(error: BaseException, who: str, remote_traceback: str = "") -> Caus
             error.remote_traceback or remote_traceback,
         )
     if isinstance(error, WorkloadStartError):
-        return Cause(CauseKind.START_FAILED, error.who, _first_line(error), error.remote_traceback)
+        return Cause(CauseKind.START_FAILED, error.who, f"could not start: {error.summary}", error.remote_traceback)
     message = f"{type(error).__name__}: {_first_line(error)}".rstrip(": ")
     return Cause(CauseKind.USER_ERROR, who, message, remote_traceback)
 

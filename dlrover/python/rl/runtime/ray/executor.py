@@ -6,25 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import (
-    ActorDiedError,
-    NodeDiedError,
-    OutOfMemoryError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-)
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from dlrover.python.rl.common.errors import PlacementTimeout, WorkloadStartError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import NAMESPACE, member_name, trainer_name
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import (
-    Cause,
-    CauseKind,
     Command,
     Failed,
     MemberStarted,
@@ -39,10 +28,12 @@ from dlrover.python.rl.control.events import (
     TrainerStarted,
     WaitThenRestart,
 )
-from dlrover.python.rl.control.placement import Placement, Slot
-from dlrover.python.rl.runtime.executor import Emit, cause_of
+from dlrover.python.rl.control.placement import Placement
+from dlrover.python.rl.runtime.executor import Emit
+from dlrover.python.rl.runtime.ray.failures import MemberGone, classify
 from dlrover.python.rl.runtime.ray.member import Location, member_class
-from dlrover.python.rl.runtime.ray.trainer import TrainerActor, TrainerFailed
+from dlrover.python.rl.runtime.ray.placing import lacking, place_options, reserve, until_reserved
+from dlrover.python.rl.runtime.ray.trainer import TrainerActor
 from dlrover.python.rl.trainer.workload import MemberContext
 
 _LOG = get_logger(__name__)
@@ -51,7 +42,7 @@ WATCH_INTERVAL_S = 0.5
 _POLL_S = 0.05
 _CLOSE_GRACE_S = 1.0
 _GONE_DEADLINE_S = 20.0
-_MEGABYTE = 1024 * 1024
+_LATE_LOG_S = 30.0
 
 _VISIBLE_DEVICES_OFF = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
@@ -110,7 +101,7 @@ class RayExecutor:
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # noqa: BLE001 -- the end of the line: it becomes an event
-                emit(Failed(number, _cause(error)))
+                emit(Failed(number, classify(error)))
 
         owned.tasks.append(self._detach(guarded()))
 
@@ -129,44 +120,9 @@ class RayExecutor:
 
     async def _place(self, number: int, owned: _Incarnation, emit: Emit) -> None:
         if self._job.scheduling_strategy != "SIMPLE":
-            for node in sorted({bundle.node for bundle in self._placement.bundles}):
-                bundles = [_ray_bundle(item.resources) for item in self._placement.bundles if item.node == node]
-                name = f"{self._job.name}/{number}/node-{node}"
-                owned.groups.append(placement_group(bundles, "STRICT_PACK", name=name, lifetime="detached"))
-            await self._await_groups(owned.groups)
+            owned.groups = reserve(self._placement, f"{self._job.name}/{number}")
+            await until_reserved(owned.groups, self._placement, self._job.placement_timeout_s)
         emit(Placed(number))
-
-    async def _await_groups(self, groups: list[PlacementGroup]) -> None:
-        deadline = asyncio.get_running_loop().time() + self._job.placement_timeout_s
-        while any(placement_group_table(group)["state"] != "CREATED" for group in groups):
-            if asyncio.get_running_loop().time() > deadline:
-                have = {name: amount for name, amount in ray.available_resources().items() if ":" not in name}
-                raise PlacementTimeout(
-                    f"after {self._job.placement_timeout_s:g} s the cluster still lacks the resources: "
-                    f"needed {self._placement.total}, free {have}"
-                )
-            await asyncio.sleep(_POLL_S)
-
-    def _options(self, name: str, slot: Slot, groups: list[PlacementGroup], env: Mapping[str, str]) -> dict[str, Any]:
-        """Ray's options for a member's actor."""
-        amounts = dict(slot.resources)
-        options: dict[str, Any] = {
-            "name": name,
-            "namespace": NAMESPACE,
-            "lifetime": "detached",
-            # Replacing a member is the master's job: Ray's own restart would hide it, in its constructor's state.
-            "max_restarts": 0,
-            "num_cpus": amounts.pop("cpu", 0.0),
-            "num_gpus": amounts.pop("gpu", 0.0),
-            "memory": int(amounts.pop("memory", 0.0) * _MEGABYTE) or None,
-            "resources": amounts or None,
-            "runtime_env": {"env_vars": dict(env)},
-        }
-        if groups:
-            node = self._placement.bundles[slot.bundle].node
-            first = next(index for index, bundle in enumerate(self._placement.bundles) if bundle.node == node)
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(groups[node], slot.bundle - first)
-        return options
 
     # -- members ------------------------------------------------------------------------------------------------------
 
@@ -177,7 +133,7 @@ class RayExecutor:
             (role, rank): handle.dlrover_locate.remote(self._job.preferred_ports(role))
             for (role, rank), handle in owned.members.items()
         }
-        located = await _all(asked)
+        located = await self._within_deadline(_all(asked))
         contexts = self._contexts(number, located)
         # The configuration is the same for all members: stored once.
         config = ray.put(self._job.config)
@@ -189,15 +145,30 @@ class RayExecutor:
             self._spawn(self._watch(f"{role}[{rank}]", owned.members[role, rank]), owned, emit, number)
             emit(MemberStarted(number, role, rank, located[role, rank].host, pid))
 
+    async def _within_deadline(self, located: Coroutine[Any, Any, dict[Any, Any]]) -> dict[Any, Any]:
+        """Where the members are, once all have found a place; without reserved groups that may take for ever."""
+        timeout_s = self._job.placement_timeout_s
+        try:
+            return await asyncio.wait_for(located, timeout_s)
+        except TimeoutError:
+            raise lacking(self._placement, timeout_s) from None
+
     def _create(self, number: int, owned: _Incarnation, role: RLRoleType, rank: int) -> Any:
         spec = self._job.workloads[role]
         env = {**self._process_env(), **self._job.env, **spec.env}
         if spec.env.get("DLROVER_RL_RAY_VISIBLE_DEVICES") != "1":
             env = {**_VISIBLE_DEVICES_OFF, **env}
         name = member_name(self._job.name, number, role, rank)
-        options = self._options(name, self._placement.slots[role][rank], owned.groups, env)
-        actor = ray.remote(member_class(spec.class_, self._methods.get(role, ())))
-        return actor.options(**options).remote(f"{role}-{rank}")
+        actor = ray.remote(member_class(spec.class_, self._methods.get(role, ()))).options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            # Replacing a member is the master's job: Ray's own restart would hide it, in its constructor's state.
+            max_restarts=0,
+            runtime_env={"env_vars": env},
+            **place_options(self._placement.slots[role][rank], self._placement, owned.groups),
+        )
+        return actor.remote(f"{role}[{rank}]")
 
     def _process_env(self) -> dict[str, str]:
         if self._job.trainer.device_type != "CPU":
@@ -303,26 +274,28 @@ class RayExecutor:
         emit(RestartDue(command.incarnation))
 
 
-class MemberGone(Exception):
-    """A process of the job is gone; ``who`` it was, and Ray's error."""
+async def _all(pending: Mapping[tuple[RLRoleType, int], Any]) -> dict[Any, Any]:
+    """Await an answer of each member. The first failure ends the wait; who is late is logged."""
+    tasks = {asyncio.ensure_future(_one(f"{role}[{rank}]", ref)): (role, rank) for (role, rank), ref in pending.items()}
+    late = set(tasks)
+    try:
+        while late:
+            done, late = await asyncio.wait(late, timeout=_LATE_LOG_S, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            if not done:
+                _LOG.warning("still waiting for %s to start", ", ".join(f"{tasks[task]}" for task in late))
+    finally:
+        for task in late:
+            task.cancel()
+    return {member: task.result() for task, member in tasks.items()}
 
-    def __init__(self, who: str, error: RayError) -> None:
-        super().__init__(who)
-        self.who, self.error = who, error
 
-
-async def _all(pending: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Await several object refs by key; the first failure ends the wait."""
-    keys = list(pending)
-    values = await asyncio.gather(*(_one(key, pending[key]) for key in keys))
-    return dict(zip(keys, values, strict=True))
-
-
-async def _one(member: tuple[RLRoleType, int], ref: Any) -> Any:
+async def _one(who: str, ref: Any) -> Any:
     try:
         return await ref
     except RayActorError as error:
-        raise MemberGone(f"{member[0]}[{member[1]}]", error) from error
+        raise MemberGone(who, error) from error
 
 
 async def _until_gone(names: list[str]) -> None:
@@ -342,41 +315,3 @@ def _exists(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _ray_bundle(resources: Mapping[str, float]) -> dict[str, float]:
-    names = {"cpu": "CPU", "gpu": "GPU"}
-    return {
-        names.get(name, name): amount * _MEGABYTE if name == "memory" else amount
-        for name, amount in resources.items()
-        if amount
-    }
-
-
-def _cause(error: Exception) -> Cause:
-    if isinstance(error, MemberGone):
-        return Cause(_death(error.error), error.who, _one_line(error.error), str(error.error))
-    if isinstance(error, PlacementTimeout):
-        return Cause(CauseKind.NO_RESOURCES, "job", str(error))
-    inner = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(inner, TrainerFailed):
-        if inner.error is not None:
-            return cause_of(inner.error, "trainer", inner.remote_traceback)
-        return Cause(CauseKind.USER_ERROR, "trainer", inner.summary, inner.remote_traceback)
-    if isinstance(inner, WorkloadStartError):
-        return cause_of(inner, inner.who)
-    return Cause(CauseKind.INTERNAL, "job", f"{type(inner).__name__}: {inner}".splitlines()[0], str(error))
-
-
-def _death(error: RayError) -> CauseKind:
-    # Ray names the memory monitor in the text of an actor's death; its general advice mentions memory as well.
-    if isinstance(error, OutOfMemoryError) or "running low on memory" in str(error):
-        return CauseKind.OUT_OF_MEMORY
-    if isinstance(error, NodeDiedError) or (isinstance(error, ActorDiedError) and "node" in _one_line(error).lower()):
-        return CauseKind.NODE_LOST
-    return CauseKind.PROCESS_DIED
-
-
-def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
