@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import verifiers
 
-from dlrover.python.rl.environment.deadline import DeadlineVerifier, VerifierCrashed, VerifierError, VerifierTimeout
+from dlrover.python.rl.common.errors import VerifierCrashed, VerifierError, VerifierTimeout
+from dlrover.python.rl.environment.deadline import DeadlineVerifier
 
 
 @pytest.fixture(scope="module")
