@@ -241,14 +241,44 @@ def test_a_recipe_names_every_missing_file_and_every_malformed_line(shell):
     Path("train.jsonl").write_text("\n".join(rows))
     Path("evals.jsonl").write_text("")
     message = refused(shell, GRPO, "+stepss=3", "+rollout.temperature=0")
-    assert message.splitlines()[0] == "2 problems in the job:"
-    assert "config.stepss: unknown key 'stepss'; did you mean 'steps'?" in message
-    assert "config.rollout.temperature: input should be greater than 0, got 0" in message
-    message = refused(shell, GRPO)
     for said in (
+        "config.stepss: unknown key 'stepss'; did you mean 'steps'?",
+        "config.rollout.temperature: input should be greater than 0, got 0",
         "config.model: no such folder: ./model",
         "train.jsonl:7: not JSON",
         "train.jsonl:9: unknown key 'promt'; did you mean 'prompt'?",
         "eval.jsonl: no such file; did you mean 'evals.jsonl'?",
     ):
         assert said in message
+
+
+def test_problems_of_every_kind_come_in_one_message(shell):
+    """Unknown key, unknown role in a group, class that does not import, impossible placement, negative number, missing
+    data file, malformed line 7: all at once, each with its place and the nearest right name."""
+    rows = [json.dumps({"prompt": f"1+{row}=", "answer": str(row + 1)}) for row in range(10)]
+    rows[6] = '{"prompt": "1+6=", "answer": '
+    Path("train.jsonl").write_text("\n".join(rows))
+    Path("evals.jsonl").write_text("\n".join(rows[:3]))
+    text = (
+        GRPO.replace("device_per_node: 4", "device_per_node: 4, nod_number: 2")
+        .replace("class: RewardWorkload", "class: RewardWorkloads")
+        .replace("class: RolloutWorkload}", "class: RolloutWorkload, num: 9}")
+        .replace("config:", "workload_group: [{actor: 1, refrence: 1}]\nconfig:\n  prompts_per_step: -3")
+    )
+    message = refused(shell, text)
+    for said in (
+        "trainer.nod_number: unknown key 'nod_number'; did you mean 'node_number'?",
+        "workload_group.0.refrence: the job has no role 'refrence'",
+        "has no class 'RewardWorkloads'; did you mean 'RewardWorkload'?",
+        "impossible placement: ACTOR x 1, ROLLOUT x 9, REWARD x 1 do not fit 1 node(s) x 4 CPU = 4",
+        "config.prompts_per_step: input should be greater than 0, got -3",
+        "eval.jsonl: no such file; did you mean 'evals.jsonl'?",
+        "train.jsonl:7: ",
+        "config.model: no such folder: ./model",
+    ):
+        assert said in message, message
+
+
+def test_a_job_directory_that_cannot_be_is_said(shell):
+    Path("taken").write_text("")
+    assert "job_dir: " in refused(shell, f"job_dir: taken/here\n{GOOD}")

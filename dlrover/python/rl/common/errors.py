@@ -75,10 +75,16 @@ class Problem:
 
 
 class InvalidJob(DLRoverRLError):
-    """The description of a job is wrong. ``problems`` lists everything that was found, not only the first."""
+    """The description of a job is wrong.
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
-        self.problems = tuple(problems)
+    Attributes:
+        problems: everything that was found, not only the first.
+        salvaged: the job as far as it could be read, for finding further problems; never to be run. None when too
+            little was left of it.
+    """
+
+    def __init__(self, problems: Sequence[Problem], salvaged: Any = None) -> None:
+        self.problems, self.salvaged = tuple(problems), salvaged
         count = len(self.problems)
         lines = "\n".join(f"  - {problem}" for problem in self.problems)
         super().__init__(f"{count} problem{'s' if count != 1 else ''} in the job:\n{lines}")

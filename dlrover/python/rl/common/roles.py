@@ -6,6 +6,11 @@ from typing import ClassVar
 _ROLE = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
+def is_role_name(name: str) -> bool:
+    """Whether ``name`` is a letter followed by letters, digits and underscores."""
+    return _ROLE.fullmatch(str(name).upper()) is not None
+
+
 class RLRoleType(str):
     """The name of a role, always upper case: ``RLRoleType("actor") == "ACTOR"``.
 
@@ -26,7 +31,7 @@ class RLRoleType(str):
 
     def __new__(cls, name: str) -> "RLRoleType":
         upper = str(name).upper()
-        if not _ROLE.fullmatch(upper):
+        if not is_role_name(upper):
             raise ValueError(f"'{name}' is not a role name: use letters, digits and '_', starting with a letter")
         return super().__new__(cls, upper)
 

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dlrover.python.rl.common.errors import InvalidJob, Problem
 from dlrover.python.rl.common.names import check_job_name
 from dlrover.python.rl.common.nearest import hint
-from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.common.roles import RLRoleType, is_role_name
 from dlrover.python.rl.config.spec import (
     JobSpec,
     MasterSpec,
@@ -36,7 +36,7 @@ from dlrover.python.rl.config.spec import (
     TrainerSpec,
     WorkloadSpec,
 )
-from dlrover.python.rl.config.typed import parse, plain
+from dlrover.python.rl.config.typed import plain, salvage
 
 
 @dataclass(frozen=True)
@@ -69,20 +69,31 @@ def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str
         search_path: folders that classes may be imported from.
 
     Raises:
-        InvalidJob: with every problem that can be seen without importing anything.
+        InvalidJob: with every problem that can be seen without importing anything, and what could be read.
     """
     values = _layout_values(data)
-    layout, problems = parse(JobLayout, _with_class_field(values), "")
+    layout, problems = salvage(JobLayout, _with_class_field(values), "")
     problems = [_in_file_terms(problem) for problem in problems]
     problems += _role_problems({"name": default_name, **values})
-    if layout is None or problems:
-        raise InvalidJob(problems)
-    config = data.get("config")
+    job = _spec(layout, data.get("config"), default_name, search_path) if layout is not None else None
+    if job is None or problems:
+        raise InvalidJob(problems, salvaged=job)
+    return job
+
+
+def _spec(layout: JobLayout, config: Any, default_name: str, search_path: tuple[str, ...]) -> JobSpec:
+    """The job that a layout describes; of a faulty one, without the roles and groups that cannot be."""
+    workloads = {RLRoleType(role): spec for role, spec in layout.workload.items() if is_role_name(role)}
+    groups = [{str(role).upper(): count for role, count in group.items()} for group in layout.workload_group]
     return JobSpec(
         name=layout.name or default_name,
         trainer=layout.trainer,
-        workloads={RLRoleType(role): spec for role, spec in layout.workload.items()},
-        groups=tuple({RLRoleType(role): n for role, n in group.items()} for group in layout.workload_group),
+        workloads=workloads,
+        groups=tuple(
+            {RLRoleType(role): count for role, count in group.items()}
+            for group in groups
+            if all(role in workloads and workloads[RLRoleType(role)].num % count == 0 for role, count in group.items())
+        ),
         env=layout.env,
         config=config if config is not None else OmegaConf.create({}),
         job_dir=Path(layout.job_dir or Path("runs") / (layout.name or default_name)).absolute(),

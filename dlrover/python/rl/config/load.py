@@ -36,9 +36,9 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     try:
         job = job_from_mapping(data, _as_name(file.stem), search)
     except InvalidJob as error:
-        raise InvalidJob([*problems, *error.problems]) from None
+        raise InvalidJob([*problems, *error.problems], error.salvaged) from None
     if problems:
-        raise InvalidJob(problems)
+        raise InvalidJob(problems, salvaged=job)
     return job
 
 

@@ -1,5 +1,6 @@
 """From plain mappings to frozen dataclasses, every problem reported at once."""
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar, get_type_hints
@@ -49,6 +50,41 @@ def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Proble
         return None, list(error.problems)
     except ValidationError as error:
         return None, [_problem(schema, item, where) for item in error.errors()]
+
+
+def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Problem]]:
+    """Like :func:`parse`, and beside the problems an instance of what is right, where there can be one.
+
+    Wrong and unknown values are left out, missing texts are ``""``: enough to look for the problems of the rest, never
+    to be run.
+    """
+    try:
+        values = copy.deepcopy(plain(data))
+        return _adapter(schema).validate_python(values), []
+    except InvalidJob as error:
+        return None, list(error.problems)
+    except ValidationError as error:
+        problems = [_problem(schema, item, where) for item in error.errors()]
+        for item in error.errors():
+            _mend(values, item)
+    try:
+        return _adapter(schema).validate_python(values), problems
+    except ValidationError:
+        return None, problems
+
+
+def _mend(values: Any, item: Mapping[str, Any]) -> None:
+    """Take the value that an error is about out of ``values``, or put a missing one in."""
+    *parents, last = item["loc"] or ("",)
+    for part in parents:
+        # Parts that are no keys name the branch of a union: the value before them is the one that is wrong.
+        if not isinstance(values, dict) or part not in values:
+            return
+        values = values[part]
+    if isinstance(values, dict) and item["type"] in ("missing", "missing_argument"):
+        values[last] = ""
+    elif isinstance(values, dict):
+        values.pop(last, None)
 
 
 def require(schema: type[T], data: Any, where: str) -> T:

@@ -1,12 +1,13 @@
 """Planning, running and submitting jobs from Python; the command line is a thin layer over this module."""
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dlrover.python.rl.common.errors import CallError, InvalidJob, JobConflict, JobFailed
+from dlrover.python.rl.common.errors import CallError, InvalidJob, JobConflict, JobFailed, Problem
 from dlrover.python.rl.common.names import master_name
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.config.layout import job_to_yaml
@@ -47,6 +48,7 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
         InvalidJob: with every problem.
     """
     placement, problems = plan(job)
+    problems += _job_dir_problems(job.job_dir)
     inspection = inspect_job(job) if local else inspect_in_child(job)
     problems += inspection.problems
     if local:
@@ -54,6 +56,41 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     if problems or placement is None:
         raise InvalidJob(problems)
     return CheckedJob(job, placement, inspection)
+
+
+def check_described(describe: Callable[[], JobSpec], local: bool = False) -> CheckedJob:
+    """Like :func:`check_job` for a job that is still to be read: the problems of reading it come together with those of
+    what could be read.
+
+    Raises:
+        InvalidJob: with every problem.
+    """
+    try:
+        job = describe()
+    except InvalidJob as error:
+        raise InvalidJob([*error.problems, *_further_problems(error, local)]) from None
+    return check_job(job, local)
+
+
+def _further_problems(error: InvalidJob, local: bool) -> list[Problem]:
+    if error.salvaged is None:
+        return []
+    try:
+        check_job(error.salvaged, local)
+    except InvalidJob as more:
+        said = {problem.where for problem in error.problems}
+        return [problem for problem in more.problems if problem.where not in said]
+    return []
+
+
+def _job_dir_problems(folder: Path) -> list[Problem]:
+    """The job's directory has to be one that can be made and written to."""
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        return [Problem("job_dir", f"{existing} is a file, not a folder")]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [Problem("job_dir", f"{existing} cannot be written to")]
+    return []
 
 
 def _quiet(report: StepReport) -> None:
@@ -146,7 +183,8 @@ def _fresh_journal(job: JobSpec) -> Path:
     (job.job_dir / "job.yaml").write_text(job_to_yaml(job), encoding="utf-8")
     journal = job.job_dir / "journal.jsonl"
     if journal.exists():
-        number = 1 + sum(1 for _ in job.job_dir.glob("journal.*.jsonl"))
+        numbers = [int(file.suffixes[0][1:]) for file in job.job_dir.glob("journal.[0-9]*.jsonl")]
+        number = 1 + max(numbers, default=0)
         journal.rename(job.job_dir / f"journal.{number}.jsonl")
     return journal
 

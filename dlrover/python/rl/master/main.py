@@ -24,7 +24,7 @@ from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job, load_job_text
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.job import CheckedJob, check_job, run_here, run_on_ray, stop_master
+from dlrover.python.rl.master.job import CheckedJob, check_described, run_here, run_on_ray, stop_master
 from dlrover.python.rl.master.progress import ProgressView
 from dlrover.python.rl.master.status import JobStatus
 from dlrover.python.rl.runtime.ray.actors import ask, end, find
@@ -48,8 +48,7 @@ def cli() -> None:
 @click.option("--local", is_flag=True, help="Run everything in this process, without Ray.")
 def run(job_file: str, overrides: tuple[str, ...], address: str | None, local: bool) -> None:
     """Run JOB_FILE to its end. OVERRIDES are key=value (+key=value adds a key)."""
-    job = load_job(job_file, overrides)
-    _run(check_job(job, local), address, local)
+    _run(check_described(lambda: load_job(job_file, overrides), local), address, local)
 
 
 @cli.command()
@@ -58,7 +57,7 @@ def run(job_file: str, overrides: tuple[str, ...], address: str | None, local: b
 @click.option("--local", is_flag=True, help="Check for a run in one process.")
 def check(job_file: str, overrides: tuple[str, ...], local: bool) -> None:
     """Print the resolved plan of JOB_FILE, or all of its problems."""
-    checked = check_job(load_job(job_file, overrides), local)
+    checked = check_described(lambda: load_job(job_file, overrides), local)
     click.echo(f"{job_to_yaml(checked.job)}\n{describe(checked)}")
 
 
@@ -106,8 +105,7 @@ def _without_effect(_: click.Context, option: click.Parameter, value: Any) -> No
 def submit(job_name: str, rl_config: str, address: str | None, local: bool, **options: Any) -> None:
     """Run a job given by the original's options, and wait for its end. An option wins over the job's own field."""
     text = Path(rl_config).read_text(encoding="utf-8") if _is_file(rl_config) else rl_config
-    job = _with_options(load_job_text(text, job_name), options)
-    _run(check_job(job, local), address, local)
+    _run(check_described(lambda: _with_options(load_job_text(text, job_name), options), local), address, local)
 
 
 def _is_file(text: str) -> bool:

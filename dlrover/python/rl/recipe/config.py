@@ -139,6 +139,8 @@ class SFTConfig:
 
 def model_problems(model: str) -> list[Problem]:
     """A model given as a path has to be there; a hub name is looked up when it is loaded."""
+    if not model:
+        return []  # said already: it is required
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
     if looks_like_path and not Path(model).expanduser().is_dir():
         return [Problem("config.model", f"no such folder: {model}")]

@@ -10,7 +10,7 @@ from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.registry import make_algorithm
 from dlrover.python.rl.common.errors import InvalidJob, Problem
 from dlrover.python.rl.common.roles import RLRoleType
-from dlrover.python.rl.config.typed import parse, require
+from dlrover.python.rl.config.typed import require, salvage
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.base import SamplingParams, StepResult
 from dlrover.python.rl.recipe.config import GRPOConfig, model_problems
@@ -124,22 +124,13 @@ class GRPOTrainer(BaseTrainer):
     @classmethod
     def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[Problem]:
         """Everything wrong with the configuration, the data and the roles, before anything starts."""
-        cfg, problems = parse(GRPOConfig, config, "config")
+        cfg, problems = salvage(GRPOConfig, config, "config")
         if cfg is None:
             return problems
-        problems += [*model_problems(cfg.model), *data_problems(cfg.data, cfg.seed), *_role_problems(cfg, roles)]
-        try:
-            algorithm = algorithm_of(cfg)
-            algorithm.check_group_size(cfg.rollout.samples_per_prompt)
-        except InvalidJob as error:
-            return [*problems, *(Problem(f"config.{item.where}", item.what) for item in error.problems)]
-        except ValueError as error:
-            return [*problems, Problem("config.rollout.samples_per_prompt", str(error))]
-        if uses_reference(algorithm) and RLRoleType.REFERENCE not in roles:
-            problems.append(
-                Problem("workload", "config.algorithm.kl_coef is above 0, which needs the role 'reference'")
-            )
-        return problems
+        further = [*model_problems(cfg.model), *data_problems(cfg), *_role_problems(cfg, roles)]
+        further += _algorithm_problems(cfg, roles)
+        said = {problem.where for problem in problems}
+        return [*problems, *(problem for problem in further if problem.where not in said)]
 
 
 def algorithm_of(cfg: GRPOConfig) -> Algorithm:
@@ -151,6 +142,19 @@ def algorithm_of(cfg: GRPOConfig) -> Algorithm:
 def uses_reference(algorithm: Algorithm) -> bool:
     """Whether the algorithm needs a reference's log-probs."""
     return getattr(algorithm, "kl_coef", 0.0) > 0
+
+
+def _algorithm_problems(cfg: GRPOConfig, roles: Mapping[RLRoleType, int]) -> list[Problem]:
+    try:
+        algorithm = algorithm_of(cfg)
+        algorithm.check_group_size(cfg.rollout.samples_per_prompt)
+    except InvalidJob as error:
+        return [Problem(f"config.{item.where}", item.what) for item in error.problems]
+    except ValueError as error:
+        return [Problem("config.rollout.samples_per_prompt", str(error))]
+    if uses_reference(algorithm) and RLRoleType.REFERENCE not in roles:
+        return [Problem("workload", "config.algorithm.kl_coef is above 0, which needs the role 'reference'")]
+    return []
 
 
 def _role_problems(cfg: GRPOConfig, roles: Mapping[RLRoleType, int]) -> list[Problem]:

@@ -8,7 +8,7 @@ from dlrover.python.rl.common.errors import DataError, Problem
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.cursor import PromptCursor
 from dlrover.python.rl.data.problems import PromptRow, check_prompts, hold_out, load_prompts
-from dlrover.python.rl.recipe.config import GRPOConfig, PromptData
+from dlrover.python.rl.recipe.config import GRPOConfig
 
 
 class ProblemSource:
@@ -52,13 +52,14 @@ def as_batch(rows: Sequence[PromptRow], chosen: Sequence[int]) -> Batch:
     )
 
 
-def data_problems(data: PromptData, seed: int) -> list[Problem]:
+def data_problems(config: GRPOConfig) -> list[Problem]:
     """Everything that is wrong with the files, each with its place."""
-    problems = [*check_prompts(data.train), *(check_prompts(data.eval) if data.eval else ())]
-    if problems or data.eval is not None:
+    data = config.data
+    problems = [problem for path in (data.train, data.eval) if path for problem in check_prompts(path)]
+    if problems or data.eval is not None or not data.train:
         return problems
     try:
-        hold_out(load_prompts(data.train), data.eval_rows, seed)
+        hold_out(load_prompts(data.train), data.eval_rows, config.seed)
     except (ValueError, DataError) as error:
         return [Problem("config.data.eval_rows", str(error))]
     return []

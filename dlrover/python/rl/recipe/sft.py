@@ -10,7 +10,7 @@ import numpy as np
 from dlrover.python.rl.algorithm.sft import SFT
 from dlrover.python.rl.common.errors import Problem
 from dlrover.python.rl.common.roles import RLRoleType
-from dlrover.python.rl.config.typed import parse, require
+from dlrover.python.rl.config.typed import require, salvage
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.conversation import check_sft
 from dlrover.python.rl.data.cursor import PromptCursor
@@ -67,13 +67,14 @@ class SFTTrainer(BaseTrainer):
     @classmethod
     def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[Problem]:
         """Everything wrong with the configuration and the data, before anything starts."""
-        cfg, problems = parse(SFTConfig, config, "config")
+        cfg, problems = salvage(SFTConfig, config, "config")
         if cfg is None:
             return problems
         if roles.get(RLRoleType.ACTOR, 1) > cfg.batch_size:
             what = f"{roles[RLRoleType.ACTOR]} actor members cannot share a batch of {cfg.batch_size}"
             problems.append(Problem("config.batch_size", what))
-        return [*problems, *model_problems(cfg.model), *check_sft(cfg.data.train)]
+        problems += model_problems(cfg.model)
+        return [*problems, *(check_sft(cfg.data.train) if cfg.data.train else ())]
 
 
 def annotated(algorithm: SFT, batch: Batch) -> Batch:

@@ -73,6 +73,8 @@ def _question(workload: Any, job: JobSpec) -> Callable[[], Iterable[Problem]]:
 
 
 def _load(problems: list[Problem], where: str, module: str, name: str, base: type, job: JobSpec) -> Any:
+    if not module or not name:
+        return None  # said already: such a job comes from salvage
     try:
         found = load_class(module, name, job.search_path)
     except ClassNotFound as error:

@@ -49,10 +49,10 @@ def _connect(address: str | None, needed: Mapping[str, float], namespace: str, l
         "configure_logging": True,
     }
     if address is None:
-        # Ray looks at this variable first, and would join another cluster.
-        os.environ.pop("RAY_ADDRESS", None)
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         common |= {
+            # Without it Ray joins any cluster that it finds on the machine.
+            "address": "local",
             "num_cpus": max(int(needed.get("cpu", 0)) + 2, os.cpu_count() or 1),
             "include_dashboard": False,
             "_node_ip_address": _LOOPBACK,
