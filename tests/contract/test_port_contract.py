@@ -1,13 +1,21 @@
 """What a role group does must not depend on where its members run."""
 
 import asyncio
+import threading
 import time
 
 import numpy as np
 import pytest
 from toys import OddError
 
-from dlrover.python.rl.common.errors import InvocationError, InvocationTimeout, ShardError, UnknownMethod, WorkloadDied
+from dlrover.python.rl.common.errors import (
+    CallError,
+    InvocationError,
+    InvocationTimeout,
+    ShardError,
+    UnknownMethod,
+    WorkloadDied,
+)
 from dlrover.python.rl.data.batch import Batch, Ragged, even_cuts
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 
@@ -164,6 +172,34 @@ def test_a_failed_pending_result_fails_the_call_that_takes_it(stage):
     with pytest.raises(InvocationError, match=r"ROLLOUT\[0\]\.late_boom") as caught:
         trainer.RG_ACTOR.echo(trainer.RG_ROLLOUT.late_boom())
     assert caught.value.role == "ROLLOUT"
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_an_argument_that_cannot_be_sent_is_refused_before_any_member_has_begun(stage, wrong):
+    group = stage.trainer(ROLLOUT=2).RG_ROLLOUT
+    before = group.call_count()
+    parts = [1, 2]
+    parts[wrong] = threading.Lock()
+    with pytest.raises(CallError, match="ROLLOUT.echo: argument 0 cannot be sent: TypeError: cannot pickle"):
+        group.echo(parts)
+    assert group.call_count() == before
+
+
+def test_a_result_that_cannot_be_sent_is_an_error_with_role_rank_and_method(stage):
+    with pytest.raises(InvocationError, match=r"ROLLOUT\[0\]\.lock.*cannot pickle"):
+        stage.trainer(ROLLOUT=2).RG_ROLLOUT.lock()
+
+
+def test_leaving_the_process_is_the_users_error_not_a_death(stage):
+    with pytest.raises(InvocationError, match="SystemExit: 3") as caught:
+        stage.trainer(ROLLOUT=2).RG_ROLLOUT.leave()
+    assert not isinstance(caught.value, WorkloadDied)
+
+
+def test_pending_rows_go_to_every_member_of_a_replica(stage):
+    trainer = stage.trainer(ROLLOUT=2)
+    parts = trainer.RG_REWARD.echo(Shard(trainer.RG_ROLLOUT.rows([2, 2])))
+    assert [part["x"].tolist() for part in parts] == [[0, 1], [100, 101]]
 
 
 def test_rank0_alone_is_called_and_gives_a_list_of_one(stage):

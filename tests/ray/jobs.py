@@ -2,11 +2,16 @@
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload
+
+
+class OwnError(Exception):
+    pass
 
 
 class Worker(BaseWorkload):
@@ -32,6 +37,15 @@ class Worker(BaseWorkload):
     def die_always(self):
         os._exit(7)
 
+    def leave(self):
+        sys.exit(5)
+
+    def own_exception(self):
+        raise OwnError("of a module that only the job's processes can import")
+
+    def doze(self):
+        time.sleep(60)
+
     def master_status(self):
         import ray
 
@@ -42,7 +56,7 @@ class Trainer(BaseTrainer):
     """Counts its runs in a file, then does what ``config.act`` says."""
 
     def init(self):
-        with open(Path(self.config.folder) / "runs", "a") as runs:
+        with open(Path(self.config.folder) / "count", "a") as runs:
             runs.write("run\n")
 
     def fit(self):
@@ -68,6 +82,19 @@ class Trainer(BaseTrainer):
         except Exception as error:
             raise RuntimeError("something went wrong") from error
         self.steps_only()
+
+    def leave(self):
+        self.RG_ACTOR.leave()
+
+    def leave_trainer(self):
+        sys.exit(6)
+
+    def own_exception(self):
+        self.RG_ACTOR.own_exception()
+
+    def busy(self):
+        self.log(1, reward=0.0)
+        self.RG_ACTOR.doze()
 
     def deaths(self):
         self.RG_ACTOR.die_always()

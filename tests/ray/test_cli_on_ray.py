@@ -1,5 +1,6 @@
 """The command line on a Ray cluster that it starts itself, and on one that is there."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -61,30 +62,122 @@ def wait_for(condition, deadline_s):
         os.sched_yield()
 
 
-def test_ctrl_c_stops_cleanly_and_leaves_no_process(tmp_path):
-    output = tmp_path / "output.log"
-    with open(output, "w") as log:
-        # A session of its own, as a terminal would give it: Ctrl-C reaches the whole foreground group.
-        command = subprocess.Popen(
-            [*CLI, "run", str(job_file(tmp_path, "endless"))],
-            cwd=tmp_path,
-            env=environment(),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        wait_for(lambda: "toy  step 1" in output.read_text() or command.poll() is not None, 120)
-        started = descendants(command.pid)
-        assert len(started) > 4
-        os.killpg(command.pid, signal.SIGINT)
-        assert command.wait(timeout=30) == 130
-    finally:
-        if command.poll() is None:
-            command.kill()
-            command.wait(timeout=10)
-    assert "toy: stopped, interrupted" in output.read_text()
+def commands_of(pids):
+    """The command lines of processes."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
+class Command:
+    """``dlrover-rl`` in a session of its own, as in a terminal: Ctrl-C reaches the whole foreground group."""
+
+    def __init__(self, tmp_path, *arguments):
+        self.output = tmp_path / "output.log"
+        with open(self.output, "w") as log:
+            self.process = subprocess.Popen(
+                [*CLI, *arguments],
+                cwd=tmp_path,
+                env=environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(timeout=10)
+
+    def said(self, text):
+        return text in self.output.read_text() or self.process.poll() is not None
+
+    def children(self):
+        return descendants(self.process.pid)
+
+    def interrupt(self):
+        os.killpg(self.process.pid, signal.SIGINT)
+
+
+MOMENTS = {
+    "checking": lambda command: any("inspection" in line for line in commands_of(command.children())),
+    "starting Ray": lambda command: any("gcs_server" in line for line in commands_of(command.children())),
+    "placed": lambda command: command.said("toy is placed"),
+    "running": lambda command: command.said("toy  step 1"),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_ctrl_c_stops_cleanly_at_any_moment_and_leaves_no_process(tmp_path, moment):
+    with Command(tmp_path, "run", str(job_file(tmp_path, "endless"))) as command:
+        wait_for(lambda: MOMENTS[moment](command), 120)
+        assert command.process.poll() is None, command.output.read_text()
+        command.interrupt()
+        wait_for(lambda: command.process.poll() is not None, 60)
+        started = command.children()
+        assert command.process.returncode == 130, command.output.read_text()
     wait_for(lambda: not any(is_alive(pid) for pid in started), 20)
+    assert not [line for line in every_command() if str(tmp_path) in line or "dlrover-rl" in line and "toy" in line]
+
+
+def every_command():
+    return commands_of(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+
+
+def actors_of(job):
+    return [
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["name"].startswith(f"{job}/")
+    ]
+
+
+def test_a_second_ctrl_c_stops_waiting_while_the_master_goes_on_stopping(tmp_path, ray_session):
+    address = ray.get_runtime_context().gcs_address
+    file = job_file(tmp_path, "busy")
+    with Command(tmp_path, "run", str(file), "name=twice", "--address", address) as command:
+        wait_for(lambda: command.said("twice  step 1"), 120)
+        command.interrupt()
+        time.sleep(0.2)  # two presses of a key, not one
+        command.interrupt()
+        wait_for(lambda: command.process.poll() is not None, 60)
+        assert command.process.returncode == 130, command.output.read_text()
+    wait_for(lambda: not [name for name in actors_of("twice") if name != "twice/master"], 30)
+    done = subprocess.run([*CLI, "stop", "twice", "--address", address], capture_output=True, text=True, timeout=60)
+    assert done.returncode == (2 if "no job named" in done.stderr else 0), done.stderr
+    assert not actors_of("twice")
+
+
+def test_what_a_dead_master_leaves_is_ended(tmp_path, ray_session):
+    address = ray.get_runtime_context().gcs_address
+    file = job_file(tmp_path, "endless")
+    with Command(tmp_path, "run", str(file), "name=orphaned", "--address", address) as command:
+        wait_for(lambda: command.said("orphaned  step 1"), 120)
+        ray.kill(ray.get_actor("orphaned/master", namespace="dlrover-rl"))
+        wait_for(lambda: command.process.poll() is not None, 60)
+        assert command.process.returncode == 5, command.output.read_text()
+        assert "the master is gone" in command.output.read_text()
+    wait_for(lambda: not actors_of("orphaned"), 20)
+
+
+def test_stop_waits_for_the_end_and_removes_the_master(tmp_path, ray_session):
+    address = ray.get_runtime_context().gcs_address
+    file = job_file(tmp_path, "endless")
+    with Command(tmp_path, "run", str(file), "name=stopped", "--address", address) as command:
+        wait_for(lambda: command.said("stopped  step 1"), 120)
+        done = subprocess.run(
+            [*CLI, "stop", "stopped", "--address", address], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        assert "stopped: stopped" in done.stdout
+        wait_for(lambda: command.process.poll() is not None, 60)
+        assert command.process.returncode in (3, 5), command.output.read_text()
+    assert not actors_of("stopped")
 
 
 def test_a_job_runs_by_the_originals_options_on_a_cluster_that_is_there(tmp_path, ray_session):
@@ -112,7 +205,8 @@ def test_a_job_runs_by_the_originals_options_on_a_cluster_that_is_there(tmp_path
 
 def test_a_cluster_that_is_not_there_has_an_exit_code_of_its_own(tmp_path):
     arguments = ["run", str(job_file(tmp_path, "steps_only")), "--address", "127.0.0.1:1"]
-    env = {**environment(), "RAY_gcs_server_request_timeout_seconds": "2", "RAY_gcs_rpc_server_connect_timeout_s": "2"}
-    done = subprocess.run([*CLI, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(
+        [*CLI, *arguments], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=180
+    )
     assert done.returncode == 4, done.stderr
     assert "no Ray cluster at 127.0.0.1:1" in done.stderr

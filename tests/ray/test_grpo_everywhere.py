@@ -27,7 +27,13 @@ def test_two_actor_ranks_end_in_the_weights_of_one(tmp_path, ray_session):
     ends = {}
     for name, actors in (("one", 1), ("two", 2)):
         overrides = [f"name={name}", f"job_dir={tmp_path / name}", f"workload.actor.num={actors}", "steps=2"]
-        job = grpo_job(tmp_path, *overrides, f"workload_group.0={{actor: {actors}}}", "algorithm.kl_coef=0")
+        job = grpo_job(
+            tmp_path,
+            *overrides,
+            f"workload_group.0={{actor: {actors}}}",
+            "algorithm.kl_coef=0",
+            "trainer.device_per_node=8",
+        )
         assert run_on_ray(check_job(job), connected=True).phase is Phase.FINISHED
         ends[name] = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").state_dict()
     for name, tensor in ends["one"].items():

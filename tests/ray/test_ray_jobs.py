@@ -14,8 +14,9 @@ from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.control.events import CauseKind, Failed
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.job import check_job, run_on_ray, start_master, stop_master
-from dlrover.python.rl.runtime.ray.actors import end
+from dlrover.python.rl.master.job import check_job, follow, run_on_ray, start_master, stop_master
+from dlrover.python.rl.master.rl_master import RLMaster
+from dlrover.python.rl.runtime.ray.actors import end, launch
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
@@ -36,7 +37,7 @@ def run(job, **options):
 
 
 def runs(tmp_path):
-    return (tmp_path / "runs").read_text().count("run")
+    return (tmp_path / "count").read_text().count("run")
 
 
 def nothing_is_left(name):
@@ -70,7 +71,7 @@ def test_a_users_error_ends_the_job_at_once_with_role_rank_and_traceback(tmp_pat
     status, _ = run(describe(tmp_path, monkeypatch, "user_error", "user-error"))
     assert (status.phase, status.restarts) == (Phase.FAILED, 0)
     assert status.cause.kind is CauseKind.USER_ERROR
-    assert status.cause.who == "ACTOR[0]"
+    assert status.cause.who in ("ACTOR[0]", "ACTOR[1]")
     assert "the user's own mistake" in status.cause.message
     assert "jobs.py" in status.cause.detail
     assert "not retried" in status.reason
@@ -84,12 +85,37 @@ def test_the_trainers_own_error_is_reported_as_such(tmp_path, monkeypatch):
     assert "in own_error" in status.cause.detail
 
 
+@pytest.mark.parametrize(
+    ("act", "who", "said"), [("leave", "ACTOR[", "SystemExit: 5"), ("leave_trainer", "trainer", "6")]
+)
+def test_leaving_the_process_by_sys_exit_is_an_error_and_is_not_retried(tmp_path, monkeypatch, act, who, said):
+    status, _ = run(describe(tmp_path, monkeypatch, act, act.replace("_", "-")))
+    assert (status.phase, status.restarts, status.cause.kind) == (Phase.FAILED, 0, CauseKind.USER_ERROR)
+    assert status.cause.who.startswith(who)  # every rank leaves: which is seen first is chance
+    assert said in status.cause.message
+
+
+def test_an_exception_of_the_users_own_class_is_told_by_role_and_rank(tmp_path, monkeypatch):
+    status, _ = run(describe(tmp_path, monkeypatch, "own_exception", "own-exception"))
+    assert status.cause.kind is CauseKind.USER_ERROR
+    assert status.cause.who in ("ACTOR[0]", "ACTOR[1]")
+    assert "OwnError: of a module" in status.cause.message
+
+
+def test_relative_paths_are_meant_from_where_the_job_was_described(tmp_path, monkeypatch):
+    job = describe(tmp_path, monkeypatch, "steps_only", "relative")
+    job.config.folder = "."
+    status, _ = run(job)
+    assert status.phase is Phase.FINISHED
+    assert runs(tmp_path) == 1
+
+
 def test_a_constructor_that_fails_is_reported_as_such(tmp_path, monkeypatch):
     status, _ = run(describe(tmp_path, monkeypatch, "steps_only", "broken", broken_rank=1))
     assert (status.phase, status.cause.kind) == (Phase.FAILED, CauseKind.START_FAILED)
     assert status.cause.who == "ACTOR[1]"
     assert "does not like this rank" in status.cause.message
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "count").exists()
 
 
 @pytest.mark.parametrize("act", ["death", "swallowed_death", "trainer_death"])
@@ -162,3 +188,35 @@ def test_a_job_that_can_never_fit_is_refused_before_anything_starts(tmp_path, mo
     small = replace(job, trainer=replace(job.trainer, device_per_node=1))
     with pytest.raises(InvalidJob, match="impossible placement: ACTOR x 2 do not fit 1 node"):
         check_job(small)
+
+
+def test_a_master_whose_own_loop_breaks_releases_everything_and_says_that_it_failed(tmp_path, monkeypatch):
+    class FragileMaster(RLMaster):
+        def _take(self, event):
+            if type(event).__name__ == "TrainerStarted":
+                raise OSError(28, "No space left on device")
+            super()._take(event)
+
+    checked = check_job(describe(tmp_path, monkeypatch, "endless", "fragile"))
+    arguments = (checked.job, checked.placement, checked.inspection.methods)
+    master = launch(FragileMaster, master_name("fragile"), arguments, {})
+    try:
+        ray.get(master.start.remote(), timeout=30)
+        status = follow(master, deadline_s=90)
+        assert (status.phase, status.cause.kind, status.cause.who) == (Phase.FAILED, CauseKind.INTERNAL, "master")
+        assert "No space left on device" in status.cause.message
+    finally:
+        end(master)
+    wait_until(lambda: nothing_is_left("fragile"))
+
+
+def test_two_jobs_run_side_by_side_on_one_cluster(tmp_path, monkeypatch):
+    masters = {}
+    for name in ("left", "right"):
+        (tmp_path / name).mkdir()
+        masters[name] = start_master(check_job(describe(tmp_path / name, monkeypatch, "steps_only", name)))
+    for name, master in masters.items():
+        status = follow(master, deadline_s=90)
+        assert (status.phase, status.restarts) == (Phase.FINISHED, 0), status
+        assert runs(tmp_path / name) == 1
+        end(master)

@@ -1,6 +1,7 @@
 """The layout of a job file: every field's rule, and the way back to a file."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,3 +218,32 @@ def test_references_of_the_users_config_are_written_as_references():
     config = {"a": 1, "b": "${config.a}", "c": "${.a}", "d": "${trainer.node_number}"}
     back = load_job_text(job_to_yaml(read(config=config)), "x")
     assert OmegaConf.to_container(back.config, resolve=True) == {"a": 1, "b": 1, "c": 1, "d": 1}
+
+
+@given(st.text("a$\\{}: .'\n", max_size=12))
+def test_any_text_in_env_reads_back_as_itself(text):
+    job = replace(read(), env={"A": f"x{text}"}, search_path=("here",))
+    assert load_job_text(job_to_yaml(job), job.name, search_path=("here",)).env == job.env
+
+
+def test_a_literal_dollar_brace_in_the_env_of_job_and_role_survives_the_file():
+    text = r"${HOME} \${x} \\${y} $z"
+    job = read(name="n")
+    actor_spec = replace(job.workloads[RLRoleType.ACTOR], env={"A": text})
+    job = replace(job, env={"A": text}, workloads={**job.workloads, RLRoleType.ACTOR: actor_spec})
+    back = load_job_text(job_to_yaml(job), "n", search_path=())
+    assert back.env == {"A": text}
+    assert back.workloads[RLRoleType.ACTOR].env == {"A": text}
+
+
+def test_secrets_can_be_left_out_of_the_file():
+    names = ("HF_TOKEN", "aws_access_key_id", "MY_SECRET", "DB_PASSWORD", "db_passwd", "GOOGLE_CREDENTIALS")
+    env = {name: "hush-hush" for name in names}
+    workload = {"actor": {"module": "m", "class": "A", "env": {**env, "LEVEL": "1"}}}
+    job = read(env={**env, "OPEN": "yes"}, workload=workload)
+    assert "hush-hush" in job_to_yaml(job)
+    hidden = job_to_yaml(job, hide_secrets=True)
+    assert "hush-hush" not in hidden
+    back = load_job_text(hidden, "x")
+    assert back.env == {**dict.fromkeys(names, "***"), "OPEN": "yes"}
+    assert back.workloads[RLRoleType.ACTOR].env == {**dict.fromkeys(names, "***"), "LEVEL": "1"}

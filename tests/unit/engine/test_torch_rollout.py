@@ -285,3 +285,10 @@ def test_row_106_tied_embeddings_travel_once_and_stay_tied(model_path):
     model = engine._lm.model
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     assert torch.equal(model.lm_head.weight, trainer._lm.model.lm_head.weight)
+
+
+def test_a_model_in_the_home_folder_is_found(model_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(model_path.parent))
+    assert TorchRolloutEngine(f"~/{model_path.name}").version == -1
+    with pytest.raises(EngineError, match="neither a folder"):
+        TorchRolloutEngine("~/absent")

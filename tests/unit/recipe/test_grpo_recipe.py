@@ -120,3 +120,106 @@ def test_a_kl_penalty_needs_the_reference_role(tmp_path):
     )
     with pytest.raises(InvalidJob, match="needs the role 'reference'"):
         check_job(without, local=True)
+
+
+def write_rows(folder, *rows):
+    path = folder / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def cause_of(folder, *overrides):
+    """Why a run failed: its message, and the traceback that is printed below it."""
+    status = run_here(check_job(grpo_job(folder, f"job_dir={folder / 'out'}", *overrides), local=True))
+    assert status.phase is Phase.FAILED
+    return f"{status.cause.message}\n{status.cause.detail}"
+
+
+def test_rows_without_an_answer_are_named_where_the_reward_compares_with_it(tmp_path):
+    rows = [{"prompt": f"{number}+1="} for number in range(30)]
+    path = write_rows(tmp_path, {"prompt": "0+0=", "answer": 0}, *rows)
+    found = problems_of(tmp_path, f"data.train={path}")
+    places = [where for where in found if where.startswith(f"{path}:")]
+    assert places == [f"{path}:{line}" for line in range(2, 22)]
+    assert "has no 'answer'" in found[f"{path}:2"]
+    assert found[str(path)] == "and 10 more problems"
+
+
+def test_a_prompt_that_does_not_fit_the_model_is_named_before_training(tmp_path):
+    rows = [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(20)]
+    path = write_rows(tmp_path, *rows, {"prompt": "1" * 30 + "=", "answer": 1}, {"prompt": "2" * 50, "answer": 1})
+    cause = cause_of(tmp_path, f"data.train={path}")
+    fits = "does not fit the model's 32 positions"
+    assert f"{path}:21: 31 tokens, and up to 4 new ones: a sequence of 35 tokens {fits}" in cause
+    assert f"{path}:22: 50 tokens, and up to 4 new ones: a sequence of 54 tokens {fits}" in cause
+    assert f"{path}:20" not in cause
+    assert lines(tmp_path / "out" / "metrics.jsonl") == []
+
+
+def test_a_step_without_a_single_reward_ends_the_run(tmp_path, monkeypatch):
+    (tmp_path / "broken_reward.py").write_text("def reward(*_):\n    raise ValueError('no such thing')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cause = cause_of(tmp_path, "reward.function=broken_reward:reward")
+    assert "step 1: the reward function failed on all 32 samples, last with: broken_reward:reward raised" in cause
+    assert "ValueError: no such thing" in cause
+    rows = lines(tmp_path / "out" / "samples.jsonl")
+    assert [row["reward"] for row in rows] == [None] * 32
+    assert "no such thing" in rows[0]["error"]
+
+
+def test_a_reward_that_is_not_right_or_wrong_is_not_called_an_accuracy(tmp_path, monkeypatch):
+    (tmp_path / "fine_reward.py").write_text("def reward(completion, *_):\n    return len(completion) / 8 + 0.1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    job = grpo_job(tmp_path, f"job_dir={tmp_path / 'out'}", "reward.function=fine_reward:reward", "eval_every=1")
+    assert run_here(check_job(job, local=True)).phase is Phase.FINISHED
+    assert {"held_out_reward", "held_out_failed"} <= set(lines(tmp_path / "out" / "metrics.jsonl")[0])
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert {"held-out mean reward before", "held-out mean reward after", "held-out failed after"} <= set(summary)
+    assert not any("accuracy" in name or "gain" in name for name in summary)
+
+
+def test_the_demos_rewards_are_an_accuracy(finished):
+    summary = json.loads((finished[0] / "summary.json").read_text())
+    assert {"held-out accuracy before", "held-out accuracy after", "gain in points"} <= set(summary)
+    assert not any("failed" in name for name in summary)
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        ("dlrover.python.rl.environment.verifiers:exat", "has no function 'exat'; did you mean 'exact'?"),
+        ("dlrover.python.rl.environment.verifier:exact", "did you mean 'dlrover.python.rl.environment.verifiers'?"),
+        ("exact", "is not of the form 'package.module:function'"),
+    ],
+)
+def test_the_reward_function_is_looked_for(tmp_path, function, what):
+    assert what in problems_of(tmp_path, f"reward.function={function}")["config.reward.function"]
+
+
+def test_members_that_cannot_share_the_rows_are_refused(tmp_path):
+    path = write_rows(tmp_path, {"prompt": "1+1=", "answer": 2}, {"prompt": "1+2=", "answer": 3})
+    members = ["workload.rollout.num=3", "workload.reward.num=4", "trainer.device_per_node=16"]
+    found = problems_of(tmp_path, f"data.eval={path}", *members)
+    assert found["workload.rollout.num"] == "3 rollout members cannot share 2 prompts"
+    assert found["workload.reward.num"] == "4 reward members cannot share 2 answers"
+
+
+def test_conversations_need_a_chat_template(tmp_path):
+    chat = {"messages": [{"role": "user", "content": "1+1="}], "answer": 2}
+    path = write_rows(tmp_path, *[{"prompt": f"1+{number}=", "answer": 1 + number} for number in range(20)], chat)
+    job = grpo_job(tmp_path, f"data.train={path}")
+    assert check_job(job, local=True)
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    told = json.loads(settings.read_text())
+    told.pop("chat_template", None)
+    settings.write_text(json.dumps(told))
+    (tmp_path / "model" / "chat_template.jinja").unlink(missing_ok=True)
+    assert (
+        f"no chat template, which the 'messages' of {path}:21 need"
+        in problems_of(tmp_path, f"data.train={path}")["config.model"]
+    )
+
+
+@pytest.mark.parametrize("override", ["engine.device=cpu", "optimizer.weight_decay=0.1", "engine.max_batch=4"])
+def test_common_keys_are_overridden_without_a_plus(tmp_path, override):
+    assert check_job(grpo_job(tmp_path, override), local=True)

@@ -24,6 +24,7 @@
     └── JobError
         ├── JobFailed                the job ended in failure; carries the first cause
         ├── JobConflict              a job of this name is already there
+        ├── MasterLost               the job's master is gone or does not answer
         └── JournalCorrupt           the master's journal cannot be read; never taken for an empty one
 """
 
@@ -241,6 +242,10 @@ class JobFailed(JobError):
 
 class JobConflict(JobError):
     """A job of this name is already running."""
+
+
+class MasterLost(JobError):
+    """The job's master is gone, or does not answer."""
 
 
 class JournalCorrupt(JobError):

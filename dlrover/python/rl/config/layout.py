@@ -58,6 +58,7 @@ class JobLayout:
 
 
 JOB_KEYS = tuple(JobLayout.__dataclass_fields__)
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 
 
 def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str, ...] = ()) -> JobSpec:
@@ -206,8 +207,14 @@ def _group_problems(groups: Any, nums: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
-def job_to_yaml(job: JobSpec) -> str:
-    """The resolved job as a job file; reading it back gives the same job."""
+def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
+    """The resolved job as a job file; reading it back gives the same job.
+
+    Args:
+        job: the job.
+        hide_secrets: write ``***`` for the value of an environment variable whose name looks like a secret's (it holds
+            TOKEN, KEY, SECRET, PASSWORD, PASSWD or CREDENTIAL): for a file that others may read.
+    """
     trainer = {_file_key(name): value for name, value in vars(job.trainer).items()}
     trainer["torch_master_port"] = list(job.trainer.torch_master_port)
     layout = {
@@ -219,10 +226,11 @@ def job_to_yaml(job: JobSpec) -> str:
                 _file_key(name): dict(value) if isinstance(value, Mapping) else value
                 for name, value in vars(spec).items()
             }
+            | {"env": _env_to_file(spec.env, hide_secrets)}
             for role, spec in job.workloads.items()
         },
         "workload_group": [{role.lower(): count for role, count in group.items()} for group in job.groups],
-        "env": dict(job.env),
+        "env": _env_to_file(job.env, hide_secrets),
         "restart": {**vars(job.restart), "workload_max_restart": dict(job.restart.workload_max_restart)},
         "master": dict(vars(job.master)),
         "placement_timeout_s": job.placement_timeout_s,
@@ -235,3 +243,11 @@ def job_to_yaml(job: JobSpec) -> str:
 
 def _file_key(name: str) -> str:
     return "class" if name == "class_" else name
+
+
+def _env_to_file(env: Mapping[str, str], hide_secrets: bool) -> dict[str, str]:
+    """The variables as OmegaConf reads them back: a literal ``${`` is escaped, and so are backslashes before it."""
+    return {
+        name: "***" if hide_secrets and _SECRET.search(name) else re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+        for name, value in env.items()
+    }

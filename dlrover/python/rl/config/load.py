@@ -1,5 +1,6 @@
 """Job files and dotted overrides."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
         raise InvalidJob([Problem(str(path), f"no such job file{hint(file.name, siblings)}")])
     data = _read(_text(file), str(path))
     problems = _apply(data, overrides)
-    search = tuple(dict.fromkeys([str(Path.cwd()), str(file.absolute().parent)]))
+    search = search_folders(file.absolute().parent)
     try:
         job = job_from_mapping(data, _as_name(file.stem), search)
     except InvalidJob as error:
@@ -51,7 +52,14 @@ def load_job_text(
     if problems:
         raise InvalidJob(problems)
     data["name"] = name
-    return job_from_mapping(data, name, (str(Path.cwd()),) if search_path is None else search_path)
+    return job_from_mapping(data, name, search_folders() if search_path is None else search_path)
+
+
+def search_folders(*more: Path) -> tuple[str, ...]:
+    """Where a job's classes may be: the working directory, ``more``, and what ``PYTHONPATH`` names here, since the
+    processes of a running cluster do not inherit it."""
+    inherited = [str(Path(entry).absolute()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return tuple(dict.fromkeys([str(Path.cwd()), *map(str, more), *inherited]))
 
 
 def _text(file: Path) -> str:

@@ -120,6 +120,10 @@ class JobSpec:
     job_dir: Path = Path("runs")
     """Where the job writes."""
 
+    work_dir: str = ""
+    """The folder that relative paths in ``config`` are meant from: every process of the job works there, on nodes that
+    have it."""
+
     search_path: tuple[str, ...] = ()
     """Folders that the job's classes may be imported from, besides the installed packages."""
 

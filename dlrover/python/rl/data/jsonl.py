@@ -48,12 +48,17 @@ def scan_jsonl(path: str | Path) -> tuple[list[NumberedRow], list[Problem]]:
 
 def raise_problems(problems: Sequence[Problem]) -> NoReturn:
     """Raise one :class:`DataError` with the first 20 ``problems`` and the number of the others."""
+    raise DataError(first_problems(problems))
+
+
+def first_problems(problems: Sequence[Problem]) -> list[Problem]:
+    """The first 20 ``problems`` of a file, and the number of the others as one more."""
     shown = list(problems[:_SHOWN])
     hidden = len(problems) - len(shown)
     if hidden:
         file = shown[0].where.rsplit(":", 1)[0]
         shown.append(Problem(file, f"and {hidden} more problem{'s' if hidden > 1 else ''}"))
-    raise DataError(shown)
+    return shown
 
 
 def in_line_order(problems: Sequence[Problem]) -> list[Problem]:

@@ -25,11 +25,13 @@ class PromptRow:
         prompt: raw text, or the messages of a conversation (``{"role": ..., "content": ...}``).
         answer: the reference answer, or None.
         extra_info: the user's own data; reaches the environment unchanged.
+        line: where it stands in its file, from 1; 0 when it comes from none.
     """
 
     prompt: str | list[dict[str, str]]
     answer: str | None = None
     extra_info: dict[str, Any] = field(default_factory=dict)
+    line: int = field(default=0, compare=False)
 
 
 def load_prompts(path: str | Path) -> list[PromptRow]:
@@ -100,7 +102,7 @@ def _scan(path: str | Path) -> tuple[list[PromptRow], list[Problem]]:
         faults = _faults(raw)
         problems += [Problem(f"{path}:{line}", fault) for fault in faults]
         if not faults:
-            rows.append(_row(raw))
+            rows.append(_row(raw, line))
     return rows, in_line_order(problems)
 
 
@@ -133,8 +135,8 @@ def _is_answer(value: Any) -> bool:
     return value is None or (isinstance(value, str | int) and not isinstance(value, bool))
 
 
-def _row(raw: dict[str, Any]) -> PromptRow:
+def _row(raw: dict[str, Any], line: int) -> PromptRow:
     extra = raw.get("extra_info", {})
     answer = raw["answer"] if raw.get("answer") is not None else extra.get("answer")
     prompt = raw["prompt"] if "prompt" in raw else raw["messages"]
-    return PromptRow(prompt, None if answer is None else str(answer), extra)
+    return PromptRow(prompt, None if answer is None else str(answer), extra, line)

@@ -5,7 +5,6 @@ runs in a child process, which can be killed. The child is a fresh interpreter t
 verifier's, nothing of the parent: neither its main script (multiprocessing's spawn would run it again) nor its memory.
 """
 
-import importlib
 import math
 import os
 import signal
@@ -21,6 +20,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from dlrover.python.rl.common.errors import VerifierCrashed, VerifierError, VerifierTimeout
+from dlrover.python.rl.environment.lookup import load_function
 
 _ORPHAN_GRACE_S = 5.0
 _EXIT_S = 1.0
@@ -154,7 +154,7 @@ def serve(name: str, descriptor: str, load_limit_s: str, call_limit_s: str) -> N
     pipe = Connection(int(descriptor))
     signal.setitimer(signal.ITIMER_REAL, float(load_limit_s))
     try:
-        function = _load(name)
+        function = load_function(name)
     except Exception:  # noqa: BLE001 - the process boundary: whatever importing raises is the parent's to report
         pipe.send(traceback.format_exc())
         return
@@ -185,16 +185,6 @@ def _reward(name: str, reply: tuple[float, str, str]) -> float:
     if trouble:
         raise VerifierError(f"{name} {trouble}", remote_traceback)
     return reward
-
-
-def _load(name: str) -> Callable[..., Any]:
-    module, _, path = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in path.split("."):
-        found = getattr(found, part)
-    if not callable(found):
-        raise TypeError(f"{name} is {type(found).__name__}, not a function")
-    return found  # type: ignore[no-any-return]
 
 
 def _importable_name(function: str | Callable[..., float]) -> str:

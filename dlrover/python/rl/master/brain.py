@@ -1,6 +1,9 @@
 """The pure machine with its journal: an event is saved before its commands are handed out."""
 
+from pathlib import Path
+
 from dlrover.python.rl.common.errors import JobConflict
+from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Command, Event, Submitted
 from dlrover.python.rl.control.journal import decode, encode
@@ -54,3 +57,16 @@ def submission(job: JobSpec, brain: Brain) -> Submitted:
         workload_max_restart={role.upper(): limit for role, limit in limits.workload_max_restart.items()},
         backoff_s=limits.backoff_s,
     )
+
+
+def fresh_journal(job: JobSpec) -> Path:
+    """Where this run's journal goes, on the machine that keeps it. An earlier run's is kept beside it, numbered."""
+    job.job_dir.mkdir(parents=True, exist_ok=True)
+    description = job.job_dir / "job.yaml"
+    description.write_text(job_to_yaml(job, hide_secrets=True), encoding="utf-8")
+    description.chmod(0o600)
+    journal = job.job_dir / "journal.jsonl"
+    if journal.exists():
+        numbers = [int(file.suffixes[0][1:]) for file in job.job_dir.glob("journal.[0-9]*.jsonl")]
+        journal.rename(job.job_dir / f"journal.{1 + max(numbers, default=0)}.jsonl")
+    return journal

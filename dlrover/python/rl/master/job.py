@@ -1,31 +1,37 @@
 """Planning, running and submitting jobs from Python; the command line is a thin layer over this module."""
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dlrover.python.rl.common.errors import CallError, InvalidJob, JobConflict, JobFailed, Problem
+from dlrover.python.rl.common.errors import CallError, InvalidJob, JobConflict, JobFailed, MasterLost, Problem
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import master_name
 from dlrover.python.rl.config.builder import JobBuilder
-from dlrover.python.rl.config.layout import job_to_yaml
+from dlrover.python.rl.config.load import search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.placement import Placement, plan
 from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.brain import fresh_journal
+from dlrover.python.rl.master.interrupts import Interrupts
 from dlrover.python.rl.master.local import run_local
 from dlrover.python.rl.master.rl_master import RLMaster
 from dlrover.python.rl.master.status import JobStatus, Update
 from dlrover.python.rl.runtime.inspection import Inspection, inspect_in_child, inspect_job
-from dlrover.python.rl.runtime.ray.actors import ask, end, find, launch, wait_gone
+from dlrover.python.rl.runtime.ray.actors import ask, end, find, launch, sweep, wait_gone
 from dlrover.python.rl.runtime.ray.cluster import ray_cluster
 from dlrover.python.rl.runtime.state_store import FileStateStore
 from dlrover.python.rl.trainer.trainer import Reporter, StepReport
 
+_LOG = get_logger(__name__)
+
+INTERRUPTED = "interrupted"
 FOLLOW_S = 1.0
 _ANSWER_S = 60.0
-_STOP_DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     Raises:
         InvalidJob: with every problem.
     """
+    job = replace(job, work_dir=job.work_dir or str(Path.cwd()), search_path=job.search_path or search_folders())
     placement, problems = plan(job)
     problems += _job_dir_problems(job.job_dir)
     inspection = inspect_job(job) if local else inspect_in_child(job)
@@ -99,63 +106,69 @@ def _quiet(report: StepReport) -> None:
 
 def run_here(checked: CheckedJob, report: Reporter = _quiet) -> JobStatus:
     """Run a checked job in this process, without Ray."""
-    store = FileStateStore(_fresh_journal(checked.job))
+    store = FileStateStore(fresh_journal(checked.job))
     return run_local(checked.job, checked.placement, report, store)
 
 
 def run_on_ray(
-    checked: CheckedJob,
-    report: Reporter = _quiet,
-    address: str | None = None,
-    connected: bool = False,
-    on_start: Callable[[Any], None] = lambda master: None,
+    checked: CheckedJob, report: Reporter = _quiet, address: str | None = None, connected: bool = False
 ) -> JobStatus:
-    """Run a checked job under an :class:`RLMaster` and follow it to its end. Ctrl-C stops it in good order.
+    """Run a checked job under an :class:`RLMaster` and follow it to its end.
+
+    The first Ctrl-C stops the job in good order, at whatever point it is. A second one stops waiting for that: a
+    cluster that was started here ends at once, on a shared one the master goes on stopping.
 
     Args:
         checked: what to run.
         report: where step reports go.
         address: of a running cluster; None starts one for the job alone.
         connected: this process is connected to Ray already; ``address`` is not used.
-        on_start: called with the master's handle.
 
     Raises:
         JobConflict: a job of this name is running on the cluster.
         ClusterUnavailable: no Ray.
+        MasterLost: the master died; what it left behind was ended.
     """
-    total = dict(checked.placement.total)
+    name, total = checked.job.name, dict(checked.placement.total)
     total["cpu"] = total.get("cpu", 0.0) + checked.job.master.cpu
-    with nullcontext() if connected else ray_cluster(address, total):
-        master = start_master(checked)
-        on_start(master)
+    with Interrupts() as interrupts, nullcontext() if connected else ray_cluster(address, total):
+        if interrupts.count:
+            return JobStatus(name, Phase.STOPPED, 0, 0, INTERRUPTED, None)
         try:
-            return _follow(master, report)
-        except KeyboardInterrupt:
-            stop_master(master, "interrupted")
-            return _follow(master, report, _STOP_DEADLINE_S)
-        finally:
+            master = start_master(checked)
+            status = follow(master, report, interrupts)
+        except MasterLost:
+            sweep(name)
+            raise
+        if status.phase.terminal:
             end(master)
+        return status
 
 
 def start_master(checked: CheckedJob) -> Any:
-    """Launch the master of a checked job on the connected cluster, and start it."""
+    """Launch the master of a checked job on the connected cluster, start it, and return its handle.
+
+    Raises:
+        JobConflict: a job of this name is running.
+        MasterLost: it did not come up.
+    """
     job = checked.job
     _clear_the_name(job.name)
-    args = (job, checked.placement, checked.inspection.methods, _fresh_journal(job))
     needs = {"cpu": job.master.cpu, "memory": job.master.memory}
-    master = launch(RLMaster, master_name(job.name), args, needs)
+    arguments = (job, checked.placement, checked.inspection.methods)
+    master = launch(RLMaster, master_name(job.name), arguments, needs)
     ask(master.start.remote(), _ANSWER_S)
     return master
 
 
 def _clear_the_name(name: str) -> None:
-    """Remove the master of a job of this name that has ended; one that has not keeps the name."""
+    """Remove what an earlier job of this name has left; one that has not ended keeps the name."""
     earlier = find(master_name(name))
-    if earlier is None:
-        return
-    if not ask(earlier.status.remote(), _ANSWER_S).phase.terminal:
+    if earlier is not None and not ask(earlier.status.remote(), _ANSWER_S).phase.terminal:
         raise JobConflict(f"a job named '{name}' is running on this cluster: stop it first or choose another name")
-    end(earlier)
+    for left in sweep(name):
+        if left != master_name(name):
+            _LOG.warning("ended %s, which a job of this name had left behind", left)
     wait_gone(master_name(name), _ANSWER_S)
 
 
@@ -164,29 +177,31 @@ def stop_master(master: Any, reason: str) -> None:
     ask(master.stop.remote(reason), _ANSWER_S)
 
 
-def _follow(master: Any, report: Reporter, deadline_s: float = float("inf")) -> JobStatus:
-    """Pass reports on until the job has ended, or for ``deadline_s`` seconds."""
-    position, waited_s = 0, 0.0
+def follow(
+    master: Any, report: Reporter = _quiet, interrupts: Interrupts | None = None, deadline_s: float | None = None
+) -> JobStatus:
+    """Pass reports on until the job has ended, and return how.
+
+    Args:
+        master: the master's handle.
+        report: where step reports go.
+        interrupts: the first stops the job, the second ends the waiting.
+        deadline_s: seconds to wait at most; None waits as long as the job runs.
+    """
+    position, stopping, began_s = 0, False, time.monotonic()
     while True:
         update: Update = ask(master.follow.remote(position, FOLLOW_S), _ANSWER_S)
-        for step_report in update.reports if deadline_s == float("inf") else ():
-            report(step_report)
         position = update.position
-        if update.status.phase.terminal or waited_s > deadline_s:
+        for step_report in () if stopping else update.reports:
+            report(step_report)
+        if update.status.phase.terminal:
             return update.status
-        waited_s += FOLLOW_S
-
-
-def _fresh_journal(job: JobSpec) -> Path:
-    """Where this run's journal goes. An earlier run's is kept beside it, under its number."""
-    job.job_dir.mkdir(parents=True, exist_ok=True)
-    (job.job_dir / "job.yaml").write_text(job_to_yaml(job), encoding="utf-8")
-    journal = job.job_dir / "journal.jsonl"
-    if journal.exists():
-        numbers = [int(file.suffixes[0][1:]) for file in job.job_dir.glob("journal.[0-9]*.jsonl")]
-        number = 1 + max(numbers, default=0)
-        journal.rename(job.job_dir / f"journal.{number}.jsonl")
-    return journal
+        interrupted = interrupts.count if interrupts else 0
+        if interrupted and not stopping:
+            stop_master(master, INTERRUPTED)
+            stopping = True
+        elif interrupted > 1 or (deadline_s is not None and time.monotonic() - began_s > deadline_s):
+            return replace(update.status, reason=update.status.reason or INTERRUPTED)
 
 
 class RLJob:

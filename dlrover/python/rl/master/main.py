@@ -1,7 +1,7 @@
 """The command line: ``dlrover-rl run|check|submit|status|stop``.
 
 Exit codes: 0 the job finished; 1 it failed; 2 the request was wrong and nothing was started; 3 it was stopped by
-somebody else; 4 Ray could not be reached; 130 it was interrupted here (Ctrl-C).
+somebody else; 4 Ray could not be reached; 5 the job's master was lost; 130 it was interrupted here (Ctrl-C).
 """
 
 import ast
@@ -16,7 +16,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from dlrover.python.rl.common.errors import ClusterUnavailable, DLRoverRLError, InvalidJob, JobConflict, Problem
+from dlrover.python.rl.common.errors import (
+    ClusterUnavailable,
+    DLRoverRLError,
+    InvalidJob,
+    JobConflict,
+    MasterLost,
+    Problem,
+)
 from dlrover.python.rl.common.log import configure_logging
 from dlrover.python.rl.common.names import check_job_name, master_name
 from dlrover.python.rl.common.nearest import hint
@@ -24,15 +31,24 @@ from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job, load_job_text
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.job import CheckedJob, check_described, run_here, run_on_ray, stop_master
+from dlrover.python.rl.master.job import (
+    INTERRUPTED,
+    CheckedJob,
+    check_described,
+    follow,
+    run_here,
+    run_on_ray,
+    stop_master,
+)
 from dlrover.python.rl.master.progress import ProgressView
 from dlrover.python.rl.master.status import JobStatus
-from dlrover.python.rl.runtime.ray.actors import ask, end, find
+from dlrover.python.rl.runtime.ray.actors import ask, end, find, sweep
 from dlrover.python.rl.runtime.ray.cluster import ray_cluster
 
-EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
+EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_MASTER_LOST, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
 
 _ANSWER_S = 30.0
+_STOP_S = 60.0
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -58,7 +74,7 @@ def run(job_file: str, overrides: tuple[str, ...], address: str | None, local: b
 def check(job_file: str, overrides: tuple[str, ...], local: bool) -> None:
     """Print the resolved plan of JOB_FILE, or all of its problems."""
     checked = check_described(lambda: load_job(job_file, overrides), local)
-    click.echo(f"{job_to_yaml(checked.job)}\n{describe(checked)}")
+    click.echo(f"{job_to_yaml(checked.job, hide_secrets=True)}\n{describe(checked)}")
 
 
 def _literal(_: click.Context, option: click.Parameter, text: str) -> Any:
@@ -152,10 +168,11 @@ def stop(job_name: str, address: str) -> None:
     """End a running job in good order."""
 
     def act(master: Any) -> None:
-        if ask(master.status.remote(), _ANSWER_S).phase.terminal:
+        stop_master(master, "stopped from the command line")
+        ended = follow(master, deadline_s=_STOP_S)
+        if ended.phase.terminal:
             end(master)
-        else:
-            stop_master(master, "stopped from the command line")
+        _print_status(ended)
 
     _with_master(job_name, address, act)
 
@@ -168,7 +185,9 @@ def _with_master(job_name: str, address: str, act: Callable[[Any], None]) -> Non
     with ray_cluster(address, {}):
         master = find(master_name(job_name))
         if master is None:
-            raise InvalidJob([Problem("job_name", f"no job named '{job_name}' on this cluster")])
+            left = sweep(job_name)
+            what = f"no job named '{job_name}' on this cluster"
+            raise InvalidJob([Problem("job_name", f"{what}; ended what it had left: {left}" if left else what)])
         act(master)
 
 
@@ -208,7 +227,7 @@ def _run(checked: CheckedJob, address: str | None, local: bool) -> None:
     if ended.phase is Phase.FAILED:
         sys.exit(EXIT_FAILED)
     if ended.phase is not Phase.FINISHED:
-        sys.exit(EXIT_INTERRUPTED if ended.reason == "interrupted" else EXIT_STOPPED)
+        sys.exit(EXIT_INTERRUPTED if ended.reason == INTERRUPTED else EXIT_STOPPED)
 
 
 def _print_summary(job: JobSpec) -> None:
@@ -225,16 +244,24 @@ def _print_summary(job: JobSpec) -> None:
 def main() -> None:
     """Entry point of ``dlrover-rl``."""
     try:
-        cli(prog_name="dlrover-rl")
-    except (InvalidJob, JobConflict) as error:
-        click.echo(str(error), err=True)
-        sys.exit(EXIT_INVALID)
-    except ClusterUnavailable as error:
-        click.echo(str(error), err=True)
-        sys.exit(EXIT_NO_CLUSTER)
+        cli(prog_name="dlrover-rl", standalone_mode=False)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted before anything was started", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
     except DLRoverRLError as error:
         click.echo(str(error), err=True)
-        sys.exit(EXIT_FAILED)
+        sys.exit(next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), EXIT_FAILED))
+
+
+_EXIT_CODES: dict[type[DLRoverRLError], int] = {
+    InvalidJob: EXIT_INVALID,
+    JobConflict: EXIT_INVALID,
+    ClusterUnavailable: EXIT_NO_CLUSTER,
+    MasterLost: EXIT_MASTER_LOST,
+}
 
 
 if __name__ == "__main__":

@@ -142,8 +142,9 @@ def model_problems(model: str) -> list[Problem]:
     if not model:
         return []  # said already: it is required
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    if looks_like_path and not Path(model).expanduser().is_dir():
+    folder = Path(model).expanduser()
+    if looks_like_path and not folder.is_dir():
         return [Problem("config.model", f"no such folder: {model}")]
-    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+    if folder.is_dir() and not (folder / "config.json").is_file():
         return [Problem("config.model", f"{model} holds no model: it has no config.json")]
     return []

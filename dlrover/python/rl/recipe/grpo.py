@@ -8,18 +8,21 @@ import numpy as np
 
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.registry import make_algorithm
-from dlrover.python.rl.common.errors import InvalidJob, Problem
+from dlrover.python.rl.common.errors import DataError, InvalidJob, Problem
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.typed import require, salvage
 from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.data.jsonl import raise_problems
 from dlrover.python.rl.engine.base import SamplingParams, StepResult
+from dlrover.python.rl.recipe.checks import reward_problems, role_problems, template_problems
 from dlrover.python.rl.recipe.config import GRPOConfig, model_problems
+from dlrover.python.rl.recipe.held_out import before_and_after, step_metrics
 from dlrover.python.rl.recipe.problems import ProblemSource, data_problems
 from dlrover.python.rl.recipe.tracking import RunLog
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 
-_LOGGED = ("prompt_id", "sample_index", "reward", "version", "prompt", "completion", "answer")
+_LOGGED = ("prompt_id", "sample_index", "reward", "error", "version", "prompt", "completion", "answer")
 
 
 class GRPOTrainer(BaseTrainer):
@@ -34,7 +37,11 @@ class GRPOTrainer(BaseTrainer):
     """
 
     def init(self) -> None:
-        """Load the problems; let every role load its model; give the rollouts the actor's weights."""
+        """Load the problems; let every role load its model; give the rollouts the actor's weights.
+
+        Raises:
+            DataError: the model cannot complete some of the prompts; names each (20 at most).
+        """
         self.cfg = cfg = require(GRPOConfig, self.config, "config")
         self.algorithm = algorithm_of(cfg)
         self.problems = ProblemSource(cfg)
@@ -51,16 +58,17 @@ class GRPOTrainer(BaseTrainer):
             loading.append(self.RG_REFERENCE.init_model.options(blocking=False)(cfg.model, cfg.engine))
         for pending in loading:
             pending.result()
+        self.check_prompts()
         self.sync_weights()
 
     def fit(self) -> None:
         """The whole training."""
-        before = accuracy(self.evaluate(0))
+        before = self.evaluate(0)
         for step in self.steps(self.cfg.steps):
             began_s = time.monotonic()
             rollouts = self.RG_ROLLOUT.generate(Shard(self.problems.next()), self.sampling, self.seed_of(step))
             reference = self.reference_logprobs(rollouts)
-            scored = Batch.concat(self.RG_REWARD.score(Shard(rollouts)))
+            scored = self.score(step, rollouts)
             rows = self.algorithm.annotate(scored)
             trained = self.RG_ACTOR.update(
                 Shard(rollouts), reference, Shard(rows.select("advantage", "weight")), self.cfg.rollout.temperature
@@ -68,6 +76,25 @@ class GRPOTrainer(BaseTrainer):
             self.sync_weights()
             self.record(step, scored, trained[0], time.monotonic() - began_s)
         self.finish(before, self.evaluate(self.cfg.steps))
+
+    def check_prompts(self) -> None:
+        """Refuse prompts that do not fit the model now, by their rows, rather than in the step that draws them."""
+        found = self.RG_ROLLOUT.check_prompts(Shard(self.problems.places), self.sampling)
+        if problems := [problem for part in found for problem in part]:
+            raise_problems(problems)
+
+    def score(self, step: int, rollouts: Any) -> Batch:
+        """Judge a step's samples.
+
+        Raises:
+            DataError: not one of them could be judged: the step would teach nothing, and the next ones neither.
+        """
+        scored = Batch.concat(self.RG_REWARD.score(Shard(rollouts)))
+        if np.isnan(scored.dense("reward")).all():
+            self.run_log.samples(step, texts(scored, self.problems.rows))
+            what = f"the reward function failed on all {len(scored)} samples, last with: {scored.objects('error')[-1]}"
+            raise DataError([Problem(f"step {step}", what)])
+        return scored
 
     def reference_logprobs(self, rollouts: Any) -> Any:
         """The reference's log-probs of the rollouts, as the update takes them."""
@@ -95,23 +122,20 @@ class GRPOTrainer(BaseTrainer):
         metrics = {**scores(scored), **figures(trained), "step_s": seconds}
         metrics["tokens_per_s"] = float(scored.dense("token_count").sum()) / seconds
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
-            metrics["accuracy"] = accuracy(self.evaluate(step))
+            metrics |= step_metrics(self.evaluate(step).dense("reward"))
         self.run_log.step(step, metrics)
-        self.run_log.samples(step, texts(scored))
+        self.run_log.samples(step, texts(scored, self.problems.rows))
         self.log(step, metrics)
 
-    def finish(self, before: float, answers: Batch) -> None:
+    def finish(self, before: Batch, after: Batch) -> None:
         """Save the model and what there is to know of the run."""
-        after = accuracy(answers)
         self.RG_ACTOR.save(self.job_dir / "model")
         self.run_log.curve("reward", "reward.png")
-        self.run_log.held_out(texts(answers))
+        self.run_log.held_out(texts(after, self.problems.held_out_rows))
         self.run_log.summary(
             {
                 "held-out problems": len(self.problems.held_out),
-                "held-out accuracy before": round(before, 4),
-                "held-out accuracy after": round(after, 4),
-                "gain in points": round(100 * (after - before), 1),
+                **before_and_after(before.dense("reward"), after.dense("reward")),
                 "model": str(self.job_dir / "model"),
             }
         )
@@ -127,7 +151,8 @@ class GRPOTrainer(BaseTrainer):
         cfg, problems = salvage(GRPOConfig, config, "config")
         if cfg is None:
             return problems
-        further = [*model_problems(cfg.model), *data_problems(cfg), *_role_problems(cfg, roles)]
+        further = [*model_problems(cfg.model), *template_problems(cfg), *data_problems(cfg)]
+        further += [*role_problems(cfg, roles), *reward_problems(cfg.reward.function)]
         further += _algorithm_problems(cfg, roles)
         said = {problem.where for problem in problems}
         return [*problems, *(problem for problem in further if problem.where not in said)]
@@ -157,19 +182,6 @@ def _algorithm_problems(cfg: GRPOConfig, roles: Mapping[RLRoleType, int]) -> lis
     return []
 
 
-def _role_problems(cfg: GRPOConfig, roles: Mapping[RLRoleType, int]) -> list[Problem]:
-    problems = [
-        Problem("workload", f"the role '{role.lower()}' is required by GRPOTrainer")
-        for role in (RLRoleType.ROLLOUT, RLRoleType.REWARD)
-        if role not in roles
-    ]
-    fewest = min(cfg.prompts_per_step, cfg.data.eval_rows)
-    if roles.get(RLRoleType.ROLLOUT, 1) > fewest:
-        what = f"{roles[RLRoleType.ROLLOUT]} rollout members cannot share {fewest} prompts"
-        problems.append(Problem("workload.rollout.num", what))
-    return problems
-
-
 def scores(scored: Batch) -> dict[str, float]:
     """Mean figures of a step's samples. Failed ones are counted, and left out of the means."""
     reward, lengths = scored.dense("reward"), scored.dense("action_tokens")
@@ -187,14 +199,9 @@ def figures(trained: StepResult) -> dict[str, float]:
     return {"loss": trained.loss, "grad_norm": trained.grad_norm, "lr": trained.lr, **trained.metrics}
 
 
-def accuracy(answers: Batch) -> float:
-    """Mean reward; an answer that could not be judged is not a right one."""
-    return float(np.nan_to_num(answers.dense("reward")).mean())
-
-
-def texts(scored: Batch) -> Iterator[dict[str, Any]]:
-    """Samples as plain rows, for people."""
-    told = scored.select(*_LOGGED)
+def texts(scored: Batch, rows: int) -> Iterator[dict[str, Any]]:
+    """Samples as plain rows, for people: ``row`` is the prompt's number among the ``rows`` of its file."""
+    told = scored.select(*_LOGGED).with_columns(row=scored.dense("prompt_id") % rows)
     return (_plain(told.row(row)) for row in range(len(told)))
 
 

@@ -1,5 +1,6 @@
 """The problems of a run: which are trained on, which are held out, and in which order they come."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,8 +8,9 @@ import numpy as np
 from dlrover.python.rl.common.errors import DataError, Problem
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.cursor import PromptCursor
+from dlrover.python.rl.data.jsonl import first_problems
 from dlrover.python.rl.data.problems import PromptRow, check_prompts, hold_out, load_prompts
-from dlrover.python.rl.recipe.config import GRPOConfig
+from dlrover.python.rl.recipe.config import GRPOConfig, RewardConfig
 
 
 class ProblemSource:
@@ -16,6 +18,12 @@ class ProblemSource:
 
     Args:
         config: data, seed and batch size of the run.
+
+    Attributes:
+        rows: how many rows the file of the training problems has.
+        held_out: the problems to evaluate on; see :func:`as_batch`.
+        held_out_rows: how many rows they were chosen from.
+        places: every prompt of the run, as objects ``place`` (``file:line``) and ``prompt``.
 
     Raises:
         DataError: a file cannot be used.
@@ -26,11 +34,13 @@ class ProblemSource:
         rows = load_prompts(data.train)
         if data.eval is None:
             self._train, held = hold_out(rows, data.eval_rows, config.seed)
-            self.held_out = as_batch(rows, held)
+            self.held_out, self.held_out_rows = as_batch(rows, held), len(rows)
+            self.places = _places((data.train, rows))
         else:
-            self._train, evaluated = list(range(len(rows))), load_prompts(data.eval)
-            self.held_out = as_batch(evaluated, range(min(len(evaluated), data.eval_rows)))
-        self._rows = rows
+            self._train, evaluated = list(range(len(rows))), load_prompts(data.eval)[: data.eval_rows]
+            self.held_out, self.held_out_rows = as_batch(evaluated, range(len(evaluated))), len(evaluated)
+            self.places = _places((data.train, rows), (data.eval, evaluated))
+        self._rows, self.rows = rows, len(rows)
         self._cursor = PromptCursor(len(self._train), config.prompts_per_step, config.seed)
 
     def next(self) -> Batch:
@@ -39,12 +49,22 @@ class ProblemSource:
 
 
 def as_batch(rows: Sequence[PromptRow], chosen: Sequence[int]) -> Batch:
-    """The chosen rows of a file as a batch: ``prompt_id`` (int64: the row's number in the file, from 0), and as objects
-    ``prompt``, ``answer`` and ``extra_info``."""
+    """The chosen rows of a file as a batch: ``prompt_id`` (int64), and as objects ``prompt``, ``answer`` and
+    ``extra_info``.
+
+    A prompt's id is the number of its row in the file, from 0. Where a row is chosen again, its id is that number plus
+    ``k * len(rows)`` the k-th further time: samples depend on the id, and ids make groups, so each time has samples and
+    a group of its own. Modulo ``len(rows)`` an id is the row's number.
+    """
     picked = [rows[index] for index in chosen]
+    seen: Counter[int] = Counter()
+    ids = np.zeros(len(chosen), dtype=np.int64)
+    for at, index in enumerate(chosen):
+        ids[at] = index + seen[index] * len(rows)
+        seen[index] += 1
     return Batch(
         {
-            "prompt_id": np.asarray(chosen, dtype=np.int64),
+            "prompt_id": ids,
             "prompt": [row.prompt for row in picked],
             "answer": [row.answer for row in picked],
             "extra_info": [row.extra_info for row in picked],
@@ -52,14 +72,28 @@ def as_batch(rows: Sequence[PromptRow], chosen: Sequence[int]) -> Batch:
     )
 
 
+def _places(*files: tuple[str, Sequence[PromptRow]]) -> Batch:
+    placed = [(f"{path}:{row.line}", row.prompt) for path, rows in files for row in rows]
+    return Batch({"place": [place for place, _ in placed], "prompt": [prompt for _, prompt in placed]})
+
+
 def data_problems(config: GRPOConfig) -> list[Problem]:
     """Everything that is wrong with the files, each with its place."""
     data = config.data
-    problems = [problem for path in (data.train, data.eval) if path for problem in check_prompts(path)]
-    if problems or data.eval is not None or not data.train:
+    files = [path for path in (data.train, data.eval) if path]
+    problems = [problem for path in files for problem in first_problems(check_prompts(path))]
+    if problems or not data.train:
         return problems
-    try:
-        hold_out(load_prompts(data.train), data.eval_rows, config.seed)
-    except (ValueError, DataError) as error:
-        return [Problem("config.data.eval_rows", str(error))]
-    return []
+    if config.reward.function == RewardConfig().function:
+        problems = [problem for path in files for problem in first_problems(_without_answer(path))]
+    if data.eval is None:
+        try:
+            hold_out(load_prompts(data.train), data.eval_rows, config.seed)
+        except (ValueError, DataError) as error:
+            problems.append(Problem("config.data.eval_rows", str(error)))
+    return problems
+
+
+def _without_answer(path: str) -> list[Problem]:
+    what = "has no 'answer', with which the default reward.function compares"
+    return [Problem(f"{path}:{row.line}", what) for row in load_prompts(path) if row.answer is None]

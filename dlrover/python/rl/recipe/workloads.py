@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dlrover.python.rl.algorithm.base import Algorithm
-from dlrover.python.rl.common.errors import VerifierError
+from dlrover.python.rl.common.errors import DataError, EngineError, Problem, VerifierError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import encode_prompt, load_sft
@@ -112,6 +112,27 @@ class RolloutWorkload(BaseWorkload):
         self._engine.receive(weights)
         return self._engine.version
 
+    def check_prompts(self, prompts: Batch, sampling: SamplingParams) -> list[Problem]:
+        """What keeps this model from completing each of the prompts; empty when nothing does.
+
+        Args:
+            prompts: as objects ``prompt`` and ``place`` (what a problem calls the row).
+            sampling: how they will be completed.
+        """
+        problems = []
+        for place, prompt in zip(prompts.objects("place"), prompts.objects("prompt"), strict=True):
+            try:
+                tokens = encode_prompt(self._engine.tokenizer, prompt)
+            except DataError as error:
+                problems += [Problem(place, item.what) for item in error.problems]
+                continue
+            try:
+                self._engine.check(Ragged.from_rows([tokens], dtype=np.int64), sampling)
+            except EngineError as error:
+                what = f"{len(tokens)} tokens, and up to {sampling.max_new_tokens} new ones"
+                problems.append(Problem(place, f"{what}: {error}"))
+        return problems
+
     @trainer_invocation(blocking=False)
     def generate(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> Batch:
         """Complete the prompts.
@@ -151,25 +172,29 @@ class RewardWorkload(BaseWorkload):
 
         Returns:
             What the trainer needs to know of each row: ``prompt_id``, ``sample_index``, ``reward`` (float64, NaN where
-            the verifier failed), ``action_tokens``, ``tokens`` (count), ``finished``, ``version``, and the texts.
+            the verifier failed), ``error`` (why, or None), ``action_tokens``, ``token_count``, ``finished``,
+            ``version``, and the texts.
         """
         told = rollouts.select("prompt_id", "sample_index", "finished", "version", "prompt", "completion", "answer")
-        judged = zip(
+        asked = zip(
             rollouts.objects("completion"), rollouts.objects("answer"), rollouts.objects("extra_info"), strict=True
         )
+        judged = [self._judge(*row) for row in asked]
         actions = rollouts.ragged("action_mask")
         return told.with_columns(
-            reward=np.array([self._judge(*row) for row in judged], dtype=np.float64),
+            reward=np.array([reward for reward, _ in judged], dtype=np.float64),
+            error=[error for _, error in judged],
             action_tokens=np.array([int(mask.sum()) for mask in actions], dtype=np.int64),
             token_count=actions.lengths,
         )
 
-    def _judge(self, completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
+    def _judge(self, completion: str, answer: str | None, extra_info: dict[str, Any]) -> tuple[float, str | None]:
         try:
-            return self._verifier(completion, answer, extra_info)
+            return self._verifier(completion, answer, extra_info), None
         except VerifierError as error:
-            _LOG.warning("a sample failed: %s", str(error).splitlines()[0])
-            return float("nan")
+            why = str(error).splitlines()[0]
+            _LOG.warning("a sample failed: %s", why)
+            return float("nan"), why
 
     def close(self) -> None:
         """End the verifier's process."""

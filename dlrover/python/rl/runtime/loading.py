@@ -1,13 +1,22 @@
 """Importing the user's classes by name, inside the process that runs them."""
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import ClassNotFound
 from dlrover.python.rl.common.nearest import hint
 from dlrover.python.rl.trainer.workload import undecorated
+
+
+def enter_folder(folder: str) -> None:
+    """Work in ``folder``, where the job was described: its relative paths are meant from there. A node that does not
+    have the folder stays where it is."""
+    if folder and Path(folder).is_dir():
+        os.chdir(folder)
 
 
 def load_class(module: str, name: str, search_path: Sequence[str] = ()) -> Any:

@@ -5,12 +5,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from dlrover.python.rl.common.errors import CallError, UnknownMethod
 from dlrover.python.rl.common.nearest import hint
 from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.trainer.invocation import InvocationPolicy, policy_of
 from dlrover.python.rl.trainer.port import Call, Pending, Port, Ref, gather
-from dlrover.python.rl.trainer.shard import divide, unwrap
+from dlrover.python.rl.trainer.shard import Rows, divide, unwrap
 
 _SCALARS = (type(None), bool, int, float, str, bytes)
 _INLINE_BYTES = 1024
@@ -147,20 +150,34 @@ class _Arguments:
             raise CallError(f"{self.label(name)} is pending with a post_func, which runs here: pass its .result()")
         parts = divide(value, self.shards, self.auto_shard, self.label(name))
         if parts is None:
-            return [self._shared(unwrap(value), self.shards * self.replica)] * self.shards
-        return [self._shared(part, self.replica) for part in parts]
+            return [self._stored(unwrap(value), self.shards * self.replica, name)] * self.shards
+        return [self._stored(part, self.replica, name) for part in parts]
 
-    def _shared(self, value: Any, takers: int) -> Any:
-        """A value that several members take is stored once and handed out by reference."""
-        if takers == 1 or isinstance(value, Ref) or (isinstance(value, list) and _holds_refs(value)):
+    def _stored(self, value: Any, takers: int, name: str) -> Any:
+        """A value that several members take is stored once and handed out by reference.
+
+        So is one that may turn out to be unsendable: that has to show before any member has begun the call.
+        """
+        if isinstance(value, Ref | Rows) or (isinstance(value, list) and any(isinstance(item, Ref) for item in value)):
             return value
         if isinstance(value, _SCALARS) and sys.getsizeof(value) <= _INLINE_BYTES:
             return value
-        return self.port.put(value)
+        if takers == 1 and _is_plain_data(value):
+            return value
+        try:
+            return self.port.put(value)
+        except Exception as error:  # noqa: BLE001 -- serialising runs the value's own code
+            root = error.__cause__ or error  # Ray wraps it in a page of advice
+            raise CallError(f"{self.label(name)} cannot be sent: {type(root).__name__}: {root}") from error
 
 
-def _holds_refs(value: list[Any]) -> bool:
-    return any(isinstance(item, Ref) for item in value)
+def _is_plain_data(value: Any) -> bool:
+    """Whether a value certainly can be sent: numbers in arrays."""
+    if isinstance(value, Batch):
+        return all(_is_plain_data(column) for column in value.columns.values())
+    if isinstance(value, Ragged):
+        return _is_plain_data(value.values)
+    return isinstance(value, np.ndarray) and not value.dtype.hasobject
 
 
 def public_methods(workload_class: type[Any]) -> list[str]:

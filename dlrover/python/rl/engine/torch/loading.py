@@ -117,7 +117,7 @@ def load_causal_lm(source: str | Path, device: str = "cpu") -> CausalLM:
 
 
 def _resolve(source: str | Path) -> str:
-    text = str(source)
+    text = str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
     if not Path(text).is_dir() and (isinstance(source, Path) or not _HUB_NAME.fullmatch(text)):
         raise EngineError(f"no model at '{text}': it is neither a folder nor reachable on the hub")
     return text

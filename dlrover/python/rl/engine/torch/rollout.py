@@ -69,7 +69,7 @@ class TorchRolloutEngine:
                 generated then. Or the weights give logits that are not numbers.
         """
         tokens, ids = prompts.ragged("tokens"), prompts.dense("prompt_id").astype(np.int64)
-        self._check(tokens, sampling)
+        self.check(tokens, sampling)
         samples = sampling.samples_per_prompt
         prompt_of, sample_of = np.repeat(np.arange(len(ids)), samples), np.tile(np.arange(samples), len(ids))
         completions: list[_Completion | None] = [None] * len(prompt_of)
@@ -88,7 +88,12 @@ class TorchRolloutEngine:
             version=np.full(len(prompt_of), self.version, dtype=np.int64),
         )
 
-    def _check(self, tokens: Ragged, sampling: SamplingParams) -> None:
+    def check(self, tokens: Ragged, sampling: SamplingParams) -> None:
+        """Refuse prompts that :meth:`generate` would refuse.
+
+        Raises:
+            EngineError: one is empty, holds unknown ids or leaves no room for ``max_new_tokens``.
+        """
         empty = np.flatnonzero(tokens.lengths == 0)
         if len(empty):
             raise EngineError(f"prompts {empty.tolist()} are empty: generation needs at least one token to begin with")

@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray._raylet import PlacementGroupID
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
-from dlrover.python.rl.common.errors import JobConflict
+from dlrover.python.rl.common.errors import DLRoverRLError, JobConflict, MasterLost
 from dlrover.python.rl.common.names import NAMESPACE
 
 _MEGABYTE = 1024 * 1024
@@ -55,18 +58,42 @@ def find(name: str) -> Any:
 
 
 def ask(ref: Any, timeout_s: float) -> Any:
-    """The answer of an actor.
+    """The answer of a master.
 
     Raises:
-        TimeoutError: none within ``timeout_s`` seconds.
-        ConnectionError: the actor is gone.
+        MasterLost: there is none within ``timeout_s`` seconds, or the master is gone.
+        DLRoverRLError: what the master itself answered with.
     """
     try:
         return ray.get(ref, timeout=timeout_s)
     except GetTimeoutError as error:
-        raise TimeoutError(f"no answer within {timeout_s:g} s") from error
+        raise MasterLost(f"the master did not answer within {timeout_s:g} s") from error
+    except RayTaskError as error:
+        if isinstance(error.cause, DLRoverRLError):
+            raise error.cause from None
+        raise MasterLost(f"the master failed: {error}") from error
     except RayActorError as error:
-        raise ConnectionError(str(error)) from error
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise MasterLost(f"the master is gone: {lines[0] if lines else type(error).__name__}") from error
+
+
+def sweep(job: str) -> list[str]:
+    """End whatever of a job is left on the cluster though its master is not: actors and placement groups by name.
+
+    Returns:
+        The names of what was ended.
+    """
+    prefix, found = f"{job}/", []
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix):
+            with suppress(ValueError):  # gone in the meantime
+                ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
+                found.append(actor["name"])
+    for identity, group in ray.util.placement_group_table().items():
+        if group["name"].startswith(prefix) and group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(identity))))
+            found.append(group["name"])
+    return found
 
 
 def wait_gone(name: str, timeout_s: float) -> None:

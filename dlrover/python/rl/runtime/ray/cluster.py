@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ _LOG = logging.getLogger(__name__)
 
 _START_ATTEMPTS = 3
 _LOOPBACK = "127.0.0.1"
+_REACH_S = 10.0
 
 
 @contextlib.contextmanager
@@ -33,9 +35,14 @@ def ray_cluster(
 
     Raises:
         ClusterUnavailable: after some attempts, with Ray's own error as the cause.
+
+    A process that is connected to Ray already stays connected as it is, whatever ``address`` says.
     """
-    _connect(address, needed, namespace, log_to_driver)
+    if ray.is_initialized():
+        yield  # somebody else's connection: used, and left as it is
+        return
     try:
+        _connect(address, needed, namespace, log_to_driver)
         yield
     finally:
         ray.shutdown()
@@ -59,6 +66,7 @@ def _connect(address: str | None, needed: Mapping[str, float], namespace: str, l
             "resources": {name: amount for name, amount in needed.items() if name not in ("cpu", "gpu", "memory")},
         }
     else:
+        _must_listen(address)
         common["address"] = address
     last: BaseException | None = None
     for attempt in range(1 if address else _START_ATTEMPTS):
@@ -72,3 +80,14 @@ def _connect(address: str | None, needed: Mapping[str, float], namespace: str, l
             time.sleep(0.5 * attempt)
     where = f"at {address}" if address else "on this machine"
     raise ClusterUnavailable(f"no Ray cluster {where}: {last}") from last
+
+
+def _must_listen(address: str) -> None:
+    """Refuse ``host:port`` at once when nothing listens there; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+    except OSError as error:
+        raise ClusterUnavailable(f"no Ray cluster at {address}: {error}") from error

@@ -31,7 +31,7 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.runtime.executor import Emit
 from dlrover.python.rl.runtime.ray.failures import MemberGone, classify
-from dlrover.python.rl.runtime.ray.member import Location, member_class
+from dlrover.python.rl.runtime.ray.member import Location, Target, member_class
 from dlrover.python.rl.runtime.ray.placing import lacking, place_options, reserve, until_reserved
 from dlrover.python.rl.runtime.ray.trainer import TrainerActor
 from dlrover.python.rl.trainer.workload import MemberContext
@@ -128,7 +128,9 @@ class RayExecutor:
 
     async def _start_members(self, number: int, owned: _Incarnation, emit: Emit) -> None:
         for role, rank in self._job.members():
-            owned.members[role, rank] = self._create(number, owned, role, rank)
+            handle = self._create(number, owned, role, rank)
+            owned.members[role, rank] = handle
+            self._spawn(self._watch(f"{role}[{rank}]", handle), owned, emit, number)
         asked = {
             (role, rank): handle.dlrover_locate.remote(self._job.preferred_ports(role))
             for (role, rank), handle in owned.members.items()
@@ -142,7 +144,6 @@ class RayExecutor:
             for (role, rank), handle in owned.members.items()
         }
         for (role, rank), pid in (await _all(started)).items():
-            self._spawn(self._watch(f"{role}[{rank}]", owned.members[role, rank]), owned, emit, number)
             emit(MemberStarted(number, role, rank, located[role, rank].host, pid))
 
     async def _within_deadline(self, located: Coroutine[Any, Any, dict[Any, Any]]) -> dict[Any, Any]:
@@ -178,9 +179,8 @@ class RayExecutor:
 
     def _target(self, role: RLRoleType, handle: Any, context: MemberContext, config: Any) -> Any:
         spec = self._job.workloads[role]
-        return handle.dlrover_start.remote(
-            (spec.module, spec.class_, self._job.search_path), context, self._master, config
-        )
+        target = Target(spec.module, spec.class_, self._job.search_path, self._job.work_dir)
+        return handle.dlrover_start.remote(target, context, self._master, config)
 
     def _contexts(
         self, number: int, located: Mapping[tuple[RLRoleType, int], Location]
@@ -246,28 +246,38 @@ class RayExecutor:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     async def _release(self, number: int, owned: _Incarnation, emit: Emit) -> None:
+        """End everything of an incarnation. Whatever goes wrong is logged, and the rest goes on."""
         for task in owned.tasks:
             task.cancel()
         if owned.trainer is not None:
             ray.kill(owned.trainer)
-        await self._close_members(owned)
-        for handle in owned.members.values():
-            ray.kill(handle)
-        for group in owned.groups:
-            remove_placement_group(group)
-        names = [member_name(self._job.name, number, *member) for member in owned.members]
-        await _until_gone([*names, trainer_name(self._job.name, number)])
-        self._owned.pop(number, None)
-        emit(Released(number))
+        try:
+            await self._close_members(owned)
+            for handle in owned.members.values():
+                ray.kill(handle)
+            for group in owned.groups:
+                remove_placement_group(group)
+            names = [member_name(self._job.name, number, *member) for member in owned.members]
+            await _until_gone([*names, trainer_name(self._job.name, number)])
+        finally:
+            self._owned.pop(number, None)
+            emit(Released(number))
 
     async def _close_members(self, owned: _Incarnation) -> None:
         """Let idle workloads close; one that is busy or dead is not waited for longer than a moment."""
-        closing = [handle.dlrover_close.remote() for handle in owned.members.values()]
-        if closing:
-            ready, late = await asyncio.to_thread(
-                ray.wait, closing, num_returns=len(closing), timeout=_CLOSE_GRACE_S, fetch_local=False
-            )
-            _LOG.debug("%d members closed, %d did not in time", len(ready), len(late))
+        closing = {
+            asyncio.ensure_future(_one(f"{role}[{rank}]", handle.dlrover_close.remote())): f"{role}[{rank}]"
+            for (role, rank), handle in owned.members.items()
+        }
+        if not closing:
+            return
+        done, late = await asyncio.wait(closing, timeout=_CLOSE_GRACE_S)
+        for task in late:
+            task.cancel()
+        for task in done:
+            error = task.exception()
+            if error is not None and not isinstance(error, MemberGone):
+                _LOG.warning("%s did not close: %s", closing[task], error)
 
     async def _wait(self, command: WaitThenRestart, emit: Emit) -> None:
         await asyncio.sleep(command.delay_s)

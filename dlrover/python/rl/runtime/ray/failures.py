@@ -24,9 +24,7 @@ def classify(error: Exception) -> Cause:
         return Cause(CauseKind.NO_RESOURCES, "job", str(error))
     inner = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(inner, TrainerFailed):
-        if inner.error is not None:
-            return cause_of(inner.error, "trainer", inner.remote_traceback)
-        return Cause(CauseKind.USER_ERROR, "trainer", inner.summary, inner.remote_traceback)
+        return inner.cause
     if isinstance(inner, WorkloadStartError):
         return cause_of(inner, inner.who)
     return Cause(CauseKind.INTERNAL, "job", f"{type(inner).__name__}: {inner}".splitlines()[0], str(error))

@@ -19,7 +19,7 @@ import ray
 
 from dlrover.python.rl.common.errors import InvocationError, WorkloadStartError
 from dlrover.python.rl.common.log import configure_logging
-from dlrover.python.rl.runtime.loading import load_class
+from dlrover.python.rl.runtime.loading import enter_folder, load_class
 from dlrover.python.rl.runtime.ports import free_port
 from dlrover.python.rl.runtime.ray.wire import decode
 from dlrover.python.rl.trainer.shard import row_count
@@ -35,6 +35,16 @@ class Location:
     address: str
     pid: int
     port: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """Which class a member hosts, and where it finds it."""
+
+    module: str
+    class_: str
+    search_path: tuple[str, ...]
+    work_dir: str
 
 
 @dataclass(frozen=True)
@@ -71,20 +81,19 @@ class MemberActor:
         """Where this member is."""
         return locate(preferred_ports)
 
-    def dlrover_start(
-        self, target: tuple[str, str, Sequence[str]], context: MemberContext, master: Any, config: Any
-    ) -> int:
-        """Construct the workload: ``target`` is its module, class and search path. Returns the process id.
+    def dlrover_start(self, target: Target, context: MemberContext, master: Any, config: Any) -> int:
+        """Construct the workload. Returns the process id.
 
         Raises:
             WorkloadStartError: importing or constructing it failed.
         """
         os.environ.update(context.to_env())
+        enter_folder(target.work_dir)
         self._context = context
         try:
             with member_context(context):
-                self._workload = load_class(*target)(master, config)
-        except Exception as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
+                self._workload = load_class(target.module, target.class_, target.search_path)(master, config)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
             raise WorkloadStartError(self._who, f"{type(error).__name__}: {error}", traceback.format_exc()) from None
         return os.getpid()
 
@@ -113,7 +122,7 @@ class MemberActor:
             raise
         except ray.exceptions.RayTaskError as upstream:
             raise (upstream.cause if isinstance(upstream.cause, InvocationError) else upstream) from None
-        except Exception as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
             raise self._failure(header.method, error) from None
         return (result, row_count(result)) if header.sized else result
 
@@ -125,7 +134,7 @@ class MemberActor:
             self._loop = asyncio.Runner()
         return self._loop.run(_awaited(result))
 
-    def _failure(self, method: str, error: Exception) -> InvocationError:
+    def _failure(self, method: str, error: BaseException) -> InvocationError:
         failure = InvocationError(
             f"{type(error).__name__}: {error}",
             role=self._context.role,

@@ -65,7 +65,13 @@ def as_invocation_error(error: RayError, ref: Ref) -> InvocationError:
         if isinstance(cause, InvocationError):
             cause.__cause__ = cause.original
             return cause
-        failure = InvocationError(str(cause), role=ref.role, rank=ref.rank, method=ref.method)
+        failure = InvocationError(
+            f"{type(cause).__name__}: {cause}",
+            role=ref.role,
+            rank=ref.rank,
+            method=ref.method,
+            remote_traceback=str(error),
+        )
         failure.__cause__ = cause
         return failure
     kind = WorkloadDied if isinstance(error, RayActorError) else InvocationError

@@ -1,0 +1,72 @@
+"""What can be wrong between the parts of a GRPO job: its roles, data, reward function and model."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from dlrover.python.rl.common.errors import Problem, VerifierError
+from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.data.problems import check_prompts, load_prompts
+from dlrover.python.rl.environment.lookup import load_function
+from dlrover.python.rl.recipe.config import GRPOConfig
+
+
+def reward_problems(function: str) -> list[Problem]:
+    """Whether the reward function can be imported."""
+    try:
+        load_function(function)
+    except VerifierError as error:
+        return [Problem("config.reward.function", str(error))]
+    return []
+
+
+def role_problems(cfg: GRPOConfig, roles: Mapping[RLRoleType, int]) -> list[Problem]:
+    """Roles that are absent, or have more members than there are rows to share."""
+    problems = [
+        Problem("workload", f"the role '{role.lower()}' is required by GRPOTrainer")
+        for role in (RLRoleType.ROLLOUT, RLRoleType.REWARD)
+        if role not in roles
+    ]
+    held_out, drawn = _held_out_rows(cfg), cfg.prompts_per_step * cfg.rollout.samples_per_prompt
+    shared = {
+        RLRoleType.ROLLOUT: (min(cfg.prompts_per_step, held_out), "prompts"),
+        RLRoleType.REWARD: (min(drawn, held_out), "answers"),
+        RLRoleType.REFERENCE: (drawn, "samples"),
+        RLRoleType.ACTOR: (drawn, "samples"),
+    }
+    for role, (rows, what) in shared.items():
+        if roles.get(role, 1) > rows:
+            name = role.lower()
+            problems.append(Problem(f"workload.{name}.num", f"{roles[role]} {name} members cannot share {rows} {what}"))
+    return problems
+
+
+def _held_out_rows(cfg: GRPOConfig) -> int:
+    path = cfg.data.eval
+    if path is None or check_prompts(path):
+        return cfg.data.eval_rows
+    return min(cfg.data.eval_rows, len(load_prompts(path)))
+
+
+def template_problems(cfg: GRPOConfig) -> list[Problem]:
+    """Conversations need a chat template; whether a model on the hub has one is seen when it is loaded."""
+    folder = Path(cfg.model).expanduser()
+    if not cfg.model or not (folder / "config.json").is_file() or _has_chat_template(folder):
+        return []
+    for path in (cfg.data.train, cfg.data.eval):
+        for row in load_prompts(path) if path and not check_prompts(path) else ():
+            if not isinstance(row.prompt, str):
+                what = f"the tokenizer in {cfg.model} has no chat template, which the 'messages' of"
+                return [Problem("config.model", f"{what} {path}:{row.line} need")]
+    return []
+
+
+def _has_chat_template(folder: Path) -> bool:
+    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    if any((folder / name).exists() for name in files):
+        return True
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and bool(settings.get("chat_template"))
