@@ -34,10 +34,13 @@ def shell(tmp_path, monkeypatch, capfd):
 
     def go(*args):
         monkeypatch.setattr(sys, "argv", ["dlrover-rl", *map(str, args)])
-        with pytest.raises(SystemExit) as caught:
+        code = 0
+        try:
             main()
+        except SystemExit as leaving:
+            code = leaving.code or 0
         out, err = capfd.readouterr()
-        return caught.value.code or 0, out, err
+        return code, out, err
 
     yield go
     logger.handlers[:], logger.level, logger.propagate = kept
