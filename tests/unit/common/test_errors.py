@@ -23,6 +23,7 @@ from dlrover.python.rl.common.errors import (
     JobError,
     JobFailed,
     JournalCorrupt,
+    MasterLost,
     MissingExtra,
     PlacementTimeout,
     Problem,
@@ -63,6 +64,7 @@ EXAMPLES = {
     JobError: JobError("words"),
     JobFailed: JobFailed("words"),
     JobConflict: JobConflict("words"),
+    MasterLost: MasterLost("words"),
     JournalCorrupt: JournalCorrupt("words"),
 }
 

@@ -42,13 +42,14 @@ from dlrover.python.rl.master.job import (
 )
 from dlrover.python.rl.master.progress import ProgressView
 from dlrover.python.rl.master.status import JobStatus
-from dlrover.python.rl.runtime.ray.actors import ask, end, find, sweep
+from dlrover.python.rl.runtime.ray.actors import ask, end, find, sweep, wait_gone
 from dlrover.python.rl.runtime.ray.cluster import ray_cluster
 
 EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_MASTER_LOST, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
 
 _ANSWER_S = 30.0
 _STOP_S = 60.0
+_FOLLOWER_S = 3.0
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -169,10 +170,18 @@ def stop(job_name: str, address: str) -> None:
 
     def act(master: Any) -> None:
         stop_master(master, "stopped from the command line")
-        ended = follow(master, deadline_s=_STOP_S)
-        if ended.phase.terminal:
+        try:
+            ended = follow(master, deadline_s=_STOP_S)
+            if ended.phase.terminal:
+                # Whoever runs the job follows it too, and removes the master when it has read the end.
+                wait_gone(master_name(job_name), _FOLLOWER_S)
+        except MasterLost:
+            click.echo(f"{job_name}: ended")
+        except TimeoutError:
             end(master)
-        _print_status(ended)
+            _print_status(ended)
+        else:
+            _print_status(ended)
 
     _with_master(job_name, address, act)
 

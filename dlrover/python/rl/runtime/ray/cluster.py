@@ -68,10 +68,12 @@ def _connect(address: str | None, needed: Mapping[str, float], namespace: str, l
     else:
         _must_listen(address)
         common["address"] = address
+    debugger = os.environ.get("PYTHONBREAKPOINT")
     last: BaseException | None = None
     for attempt in range(1 if address else _START_ATTEMPTS):
         try:
             ray.init(**common)
+            _restore("PYTHONBREAKPOINT", debugger)  # Ray points it, in this process too, at a debugger of its own
             return
         except (RuntimeError, ConnectionError, TimeoutError, ray.exceptions.RayError, ValueError) as error:
             last = error
@@ -80,6 +82,13 @@ def _connect(address: str | None, needed: Mapping[str, float], namespace: str, l
             time.sleep(0.5 * attempt)
     where = f"at {address}" if address else "on this machine"
     raise ClusterUnavailable(f"no Ray cluster {where}: {last}") from last
+
+
+def _restore(variable: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(variable, None)
+    else:
+        os.environ[variable] = value
 
 
 def _must_listen(address: str) -> None:
