@@ -14,6 +14,7 @@ CORE = [
     "omegaconf>=2.3",
     "prometheus-client>=0.20",
     "pydantic>=2.8",
+    "pyyaml>=6",
     "ray>=2.40",
     "rich>=13",
     "tensorboardX>=2.6",
@@ -27,6 +28,7 @@ DEV = [
     "pytest-timeout>=2.3",
     "ruff>=0.8",
     "tensorboard>=2.16",
+    "types-PyYAML>=6",
 ]
 DOCS = ["furo>=2024.8", "myst-parser>=4", "sphinx>=8"]
 
