@@ -117,9 +117,11 @@ def test_ctrl_c_stops_cleanly_at_any_moment_and_leaves_no_process(tmp_path, mome
     with Command(tmp_path, "run", str(job_file(tmp_path, "endless"))) as command:
         wait_for(lambda: MOMENTS[moment](command), 120)
         assert command.process.poll() is None, command.output.read_text()
+        started = set(command.children())
+        assert started
         command.interrupt()
-        wait_for(lambda: command.process.poll() is not None, 60)
-        started = command.children()
+        # Gathered until the end: a child of a command that has ended is nobody's any more.
+        wait_for(lambda: started.update(command.children()) or command.process.poll() is not None, 60)
         assert command.process.returncode == 130, command.output.read_text()
     wait_for(lambda: not any(is_alive(pid) for pid in started), 20)
     assert not [line for line in every_command() if str(tmp_path) in line or "dlrover-rl" in line and "toy" in line]
