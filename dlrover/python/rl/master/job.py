@@ -127,7 +127,7 @@ def run_on_ray(
     Raises:
         JobConflict: a job of this name is running on the cluster.
         ClusterUnavailable: no Ray.
-        MasterLost: the master died; what it left behind was ended.
+        MasterLost: the master died, and what it left behind was ended; or it does not answer, and nothing was touched.
     """
     name, total = checked.job.name, dict(checked.placement.total)
     total["cpu"] = total.get("cpu", 0.0) + checked.job.master.cpu
@@ -138,7 +138,9 @@ def run_on_ray(
             master = start_master(checked)
             status = follow(master, report, interrupts)
         except MasterLost:
-            sweep(name)
+            # One that is there but does not answer still owns its job, which may be somebody else's.
+            if find(master_name(name)) is None:
+                sweep(name)
             raise
         if status.phase.terminal:
             end(master)
