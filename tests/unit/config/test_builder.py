@@ -9,7 +9,7 @@ from dlrover.python.rl.common.errors import CallError, InvalidJob
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.config.spec import TrainerSpec, WorkloadSpec
+from dlrover.python.rl.config.spec import CheckpointSpec, LivenessSpec, RestartSpec, TrainerSpec, WorkloadSpec
 
 
 def minimal():
@@ -65,10 +65,34 @@ def test_collocation_takes_the_members_of_each_node():
     )
 
 
-@pytest.mark.parametrize("call", ["total", "per_node", "env", "resource", "enable_ray_auto_visible_device"])
+def test_how_a_job_recovers():
+    job = (
+        minimal()
+        .standby(2)
+        .hang_after(30)
+        .rollout("m", "R")
+        .standby()
+        .restart_limits(job_max_restart=1, window_s=60, node_max_failures=2)
+        .checkpoint(every=5)
+        .checkpoint(keep=3, resume="latest")
+        .liveness(beat_s=0.1, lease_s=9)
+        .trainer_hang_after(90)
+        .spec("j", ("here",))
+    )
+    assert [(spec.standby, spec.hang_after_s) for spec in job.workloads.values()] == [(2, 30.0), (1, 600.0)]
+    assert job.trainer.hang_after_s == 90.0
+    assert job.restart == RestartSpec(job_max_restart=1, window_s=60.0, node_max_failures=2)
+    assert job.checkpoint == CheckpointSpec(5, 3, "latest")
+    assert job.liveness == LivenessSpec(0.1, 9.0)
+    assert load_job_text(job_to_yaml(job), "j", search_path=("here",)) == job
+
+
+@pytest.mark.parametrize(
+    "call", ["total", "per_node", "env", "resource", "enable_ray_auto_visible_device", "standby", "hang_after"]
+)
 def test_role_calls_need_a_role(call):
     builder = JobBuilder()
-    arguments = {"total": (1,), "per_node": (1,), "env": ({},)}.get(call, ())
+    arguments = {"total": (1,), "per_node": (1,), "env": ({},), "hang_after": (1,)}.get(call, ())
     with pytest.raises(CallError, match=r"applies to a role: call actor\(\), rollout\(\), ... or role\(\) first"):
         getattr(builder, call)(*arguments)
 
@@ -79,8 +103,11 @@ def test_everything_wrong_is_said_at_once():
         .node_num(0)
         .device_type("TPU")
         .restart_limits(job_max_restarts=3)
+        .checkpoint(evry=1)
+        .liveness(beat_s=0)
         .rollout("m", "R")
         .total(-1)
+        .standby(-1)
         .with_collocation("actr")
     )
     with pytest.raises(InvalidJob) as caught:
@@ -91,6 +118,9 @@ def test_everything_wrong_is_said_at_once():
         "trainer.node_number",
         "trainer.device_type",
         "restart.job_max_restarts",
+        "checkpoint.evry",
+        "liveness.beat_s",
+        "workload.rollout.standby",
         "workload",
         "workload.rollout.num",
         "workload_group.0.actr",

@@ -13,7 +13,14 @@ from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.layout import job_from_mapping, job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.config.spec import MasterSpec, RestartSpec, TrainerSpec, WorkloadSpec
+from dlrover.python.rl.config.spec import (
+    CheckpointSpec,
+    LivenessSpec,
+    MasterSpec,
+    RestartSpec,
+    TrainerSpec,
+    WorkloadSpec,
+)
 
 
 def layout(**changes):
@@ -50,7 +57,12 @@ def test_the_defaults():
     assert job.workloads == {RLRoleType.ACTOR: WorkloadSpec("m", "A", 1, None, {}, {})}
     assert (job.name, job.job_dir) == ("default", Path("runs/default").absolute())
     assert (job.groups, job.env, job.config) == ((), {}, {})
-    assert (job.restart, job.master) == (RestartSpec(), MasterSpec())
+    assert job.restart == RestartSpec(10, 10, {}, backoff_s=1.0, window_s=3600.0, node_max_failures=3)
+    assert job.checkpoint == CheckpointSpec(every=10, keep=2, resume="never")
+    assert job.liveness == LivenessSpec(beat_s=0.5, lease_s=60.0, start_timeout_s=300.0)
+    assert job.master == MasterSpec(cpu=0.0, memory=0.0, max_restart=10)
+    assert job.trainer.hang_after_s == 3600.0
+    assert (job.workloads["ACTOR"].standby, job.workloads["ACTOR"].hang_after_s) == (0, 600.0)
     assert (job.placement_timeout_s, job.scheduling_strategy) == (120.0, "AUTO")
 
 
@@ -58,24 +70,39 @@ def test_a_whole_job():
     job = read(
         name="my-job",
         job_dir="/tmp/out",
-        trainer=trainer(node_number=2, device_type="CPU", device_per_node=4, torch_master_port=[2001, 2002]),
+        trainer=trainer(
+            node_number=2, device_type="CPU", device_per_node=4, torch_master_port=[2001, 2002], hang_after_s=90
+        ),
         workload={
             **actor(num=2, per_node=1, resource={"cpu": 2, "mem": 512}, env={"A": "1"}),
-            "Judge": {"module": "j", "class": "J", "num": 2},
+            "Judge": {"module": "j", "class": "J", "num": 2, "standby": 1, "hang_after_s": 30},
         },
         workload_group=[{"ACTOR": 1, "judge": 1}],
         env={"B": "2"},
-        restart={"job_max_restart": 0, "workload_max_restart": {"judge": 5}, "backoff_s": 0.5},
-        master={"cpu": 1, "memory": 256},
+        restart={
+            "job_max_restart": 0,
+            "workload_max_restart": {"judge": 5},
+            "backoff_s": 0.5,
+            "window_s": 60,
+            "node_max_failures": 1,
+        },
+        checkpoint={"every": 5, "keep": 3, "resume": "latest"},
+        liveness={"beat_s": 0.1, "lease_s": 5, "start_timeout_s": 20},
+        master={"cpu": 1, "memory": 256, "max_restart": 0},
         scheduling_strategy="SIMPLE",
     )
-    assert job.trainer == TrainerSpec("m", "T", 2, "CPU", 4, (2001, 2002))
+    assert job.trainer == TrainerSpec("m", "T", 2, "CPU", 4, (2001, 2002), hang_after_s=90.0)
     assert job.workloads["ACTOR"] == WorkloadSpec("m", "A", 2, 1, {"cpu": 2.0, "memory": 512.0}, {"A": "1"})
     assert job.groups == ({"ACTOR": 1, "JUDGE": 1},)
     assert job.collocation_of("JUDGE") == ("ACTOR", "JUDGE")
     assert list(job.members()) == [("ACTOR", 0), ("ACTOR", 1), ("JUDGE", 0), ("JUDGE", 1)]
     assert [job.preferred_ports(role) for role in job.workloads] == [(2001,), (2002,)]
-    assert job.restart.workload_max_restart == {"judge": 5}
+    assert job.workloads["JUDGE"] == WorkloadSpec("j", "J", 2, standby=1, hang_after_s=30.0)
+    assert job.restart == RestartSpec(0, 10, {"judge": 5}, 0.5, 60.0, 1)
+    assert job.checkpoint == CheckpointSpec(5, 3, "latest")
+    assert job.liveness == LivenessSpec(0.1, 5.0, 20.0)
+    assert job.master == MasterSpec(1.0, 256.0, 0)
+    assert load_job_text(job_to_yaml(job), job.name, search_path=()) == job
     assert job.job_dir == Path("/tmp/out")
 
 
@@ -136,7 +163,38 @@ def test_a_group_of_one_role_shares_nothing():
         ({"restart": {"backof_s": 1}}, "restart.backof_s", "did you mean 'backoff_s'?"),
         ({"restart": {"workload_max_restart": {"actr": 1}}}, "restart.workload_max_restart.actr", "no role 'actr'"),
         ({"restart": {"workload_max_restart": {"actor": -1}}}, "restart.workload_max_restart.actor", "got -1"),
+        ({"restart": {"window_s": 0}}, "restart.window_s", "greater than 0, got 0"),
+        ({"restart": {"window_s": math.inf}}, "restart.window_s", "less than inf, got inf"),
+        ({"restart": {"node_max_failures": 0}}, "restart.node_max_failures", "greater than 0, got 0"),
+        ({"restart": {"node_max_failure": 1}}, "restart.node_max_failure", "did you mean 'node_max_failures'?"),
+        ({"workload": actor(standby=-1)}, "workload.actor.standby", "greater than or equal to 0, got -1"),
+        ({"workload": actor(standby=0.5)}, "workload.actor.standby", "got 0.5"),
+        ({"workload": actor(standbys=1)}, "workload.actor.standbys", "did you mean 'standby'?"),
+        ({"workload": actor(hang_after_s=0)}, "workload.actor.hang_after_s", "greater than 0, got 0"),
+        ({"workload": actor(hang_after_s=math.inf)}, "workload.actor.hang_after_s", "less than inf, got inf"),
+        ({"workload": actor(hang_after=9)}, "workload.actor.hang_after", "did you mean 'hang_after_s'?"),
+        (
+            {"workload": actor(hang_after_s=0.5)},
+            "workload.actor.hang_after_s",
+            "must be longer than liveness.beat_s, 0.5, got 0.5",
+        ),
+        ({"trainer": trainer(hang_after_s=-1)}, "trainer.hang_after_s", "greater than 0, got -1"),
+        (
+            {"trainer": trainer(hang_after_s=2), "liveness": {"beat_s": 3}},
+            "trainer.hang_after_s",
+            "must be longer than liveness.beat_s, 3, got 2",
+        ),
+        ({"checkpoint": {"every": 0}}, "checkpoint.every", "greater than 0, got 0"),
+        ({"checkpoint": {"keep": 0}}, "checkpoint.keep", "greater than 0, got 0"),
+        ({"checkpoint": {"resume": "always"}}, "checkpoint.resume", "'never' or 'latest', got 'always'"),
+        ({"checkpoint": {"evry": 1}}, "checkpoint.evry", "did you mean 'every'?"),
+        ({"checkpoints": {}}, "checkpoints", "did you mean 'checkpoint'?"),
+        ({"liveness": {"beat_s": 0}}, "liveness.beat_s", "greater than 0, got 0"),
+        ({"liveness": {"beat_s": 60}}, "liveness.lease_s", "must be longer than liveness.beat_s, 60, got 60"),
+        ({"liveness": {"start_timeout_s": 0}}, "liveness.start_timeout_s", "greater than 0, got 0"),
+        ({"liveness": {"lease": 1}}, "liveness.lease", "did you mean 'lease_s'?"),
         ({"master": {"cpu": -1}}, "master.cpu", "greater than or equal to 0"),
+        ({"master": {"max_restart": -1}}, "master.max_restart", "greater than or equal to 0, got -1"),
         ({"placement_timeout_s": 0}, "placement_timeout_s", "greater than 0"),
         ({"scheduling_strategy": "auto"}, "scheduling_strategy", "'AUTO', 'SIMPLE' or 'GROUP', got 'auto'"),
         ({"algorithm_type": "DPO"}, "algorithm_type", "got 'DPO'"),
@@ -177,6 +235,7 @@ NAMES = st.from_regex(r"[a-z]([-a-z0-9]{0,8}[a-z0-9])?", fullmatch=True)
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc"), exclude_characters="$?\\"), max_size=8)
 ROLES = st.sampled_from(["rollout", "reward", "judge", "env_2"])
 AMOUNTS = st.floats(0, 1e6) | st.integers(0, 64)
+SECONDS = st.floats(10.1, 1e6)
 SPECS = st.fixed_dictionaries(
     {"module": NAMES, "class": NAMES},
     optional={
@@ -184,6 +243,8 @@ SPECS = st.fixed_dictionaries(
         "per_node": st.none() | st.integers(1, 9),
         "resource": st.dictionaries(st.sampled_from(["cpu", "gpu", "memory", "disk"]), AMOUNTS),
         "env": st.dictionaries(NAMES, WORDS, max_size=3),
+        "standby": st.integers(0, 3),
+        "hang_after_s": SECONDS,
     },
 )
 VALUES = st.recursive(
@@ -206,6 +267,18 @@ VALUES = st.recursive(
             "env": st.dictionaries(NAMES, WORDS, max_size=3),
             "config": st.dictionaries(NAMES, VALUES, max_size=4),
             "placement_timeout_s": st.floats(0.1, 1e6),
+            "restart": st.fixed_dictionaries(
+                {}, optional={"window_s": SECONDS, "node_max_failures": st.integers(1, 9)}
+            ),
+            "checkpoint": st.fixed_dictionaries(
+                {},
+                optional={
+                    "every": st.integers(1, 99),
+                    "keep": st.integers(1, 9),
+                    "resume": st.sampled_from(["never", "latest"]),
+                },
+            ),
+            "liveness": st.fixed_dictionaries({}, optional={"beat_s": st.floats(0.01, 10), "lease_s": SECONDS}),
         }
     )
 )

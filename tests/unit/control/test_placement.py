@@ -1,79 +1,13 @@
-"""Where members go: small sizes exhaustively, then whatever job."""
+"""Where members go: small sizes exhaustively."""
 
 import itertools
-from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from placements import bundles_of, check, job_of, nodes_of, placed, refused
 
 from dlrover.python.rl.common.roles import RLRoleType
-from dlrover.python.rl.config.spec import JobSpec, TrainerSpec, WorkloadSpec
 from dlrover.python.rl.control.placement import plan
-
-
-def job_of(workloads, groups=(), nodes=1, devices=4, device_type="GPU"):
-    """``workloads``: role to its number of members, or to the fields of its spec."""
-    fields = {role: {"num": spec} if isinstance(spec, int) else spec for role, spec in workloads.items()}
-    return JobSpec(
-        "job",
-        TrainerSpec("m", "T", nodes, device_type, devices),
-        {RLRoleType(role): WorkloadSpec("m", "W", **spec) for role, spec in fields.items()},
-        tuple({RLRoleType(role): count for role, count in group.items()} for group in groups),
-    )
-
-
-def placed(*args, **options):
-    placement, problems = plan(job_of(*args, **options))
-    assert not problems, problems
-    return placement
-
-
-def refused(*args, **options):
-    placement, (problem,) = plan(job_of(*args, **options))
-    assert placement is None
-    return str(problem)
-
-
-def bundles_of(placement, role):
-    return [slot.bundle for slot in placement.slots[role]]
-
-
-def nodes_of(placement, role):
-    return [placement.bundles[bundle].node for bundle in bundles_of(placement, role)]
-
-
-def check(job, placement):
-    """Everything that holds for every placement."""
-    device = job.trainer.device_type.lower()
-    nodes = [bundle.node for bundle in placement.bundles]
-    assert nodes == sorted(nodes), "the bundles of a node are side by side"
-    assert set(nodes) <= set(range(job.trainer.node_number))
-    assert {role: len(slots) for role, slots in placement.slots.items()} == {
-        role: spec.num for role, spec in job.workloads.items()
-    }
-    taken = defaultdict(Counter)
-    for slots in placement.slots.values():
-        for slot in slots:
-            taken[slot.bundle].update(slot.resources)
-    used = Counter()
-    for index, bundle in enumerate(placement.bundles):
-        assert all(taken[index][name] <= amount + 1e-6 for name, amount in bundle.resources.items())
-        assert set(taken[index]) == set(bundle.resources), "nothing is asked of a bundle that it does not have"
-        used[bundle.node] += bundle.resources[device]
-    assert all(amount <= job.trainer.device_per_node + 1e-6 for amount in used.values()), "no node over capacity"
-    for role, slots in placement.slots.items():
-        ranks = defaultdict(list)
-        for slot in slots:
-            ranks[placement.bundles[slot.bundle].node].append(slot)
-        for node, on_node in ranks.items():
-            assert [slot.local_rank for slot in on_node] == list(range(len(on_node)))
-            assert {slot.local_world_size for slot in on_node} == {len(on_node)}
-            assert len(on_node) <= (job.workloads[role].per_node or len(on_node)), (role, node)
-    for group in job.groups:
-        shared = [bundles_of(placement, role) for role in group]
-        if len({(job.workloads[role].num, count) for role, count in group.items()}) == 1:
-            assert all(bundles == shared[0] for bundles in shared), "member i of each role is in the group's bundle i"
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
@@ -152,36 +86,61 @@ def test_members_per_node_hold_for_groups_too():
     assert nodes_of(placed(roles, [{"ACTOR": 1, "CRITIC": 1}], 2, 8), "CRITIC") == [0, 1]
 
 
-# -- fractions, other resources ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("fraction", "members", "devices"), [(0.1, 20, 2), (0.3, 6, 2), (0.5, 8, 4), (0.25, 12, 3), (1 / 3, 6, 2)]
+    ("roles", "nodes"),
+    [
+        ({"ACTOR": {"num": 3, "per_node": 2}, "ROLLOUT": {"num": 2, "resource": {"gpu": 3}}}, 3),
+        ({"ROLLOUT": {"num": 1, "resource": {"gpu": 3}}, "ACTOR": {"num": 3, "per_node": 2}}, 2),
+    ],
 )
-def test_fractions_fill_devices_exactly(fraction, members, devices):
-    roles = {"ACTOR": {"num": members, "resource": {"gpu": fraction}}}
-    assert plan(job_of(roles, (), 1, devices))[0] is not None
-    roles["ACTOR"]["num"] += 1
-    assert plan(job_of(roles, (), 1, devices))[0] is None
+def test_ranks_follow_the_nodes_even_where_the_last_ones_filled_a_gap(roles, nodes):
+    job = job_of(roles, (), nodes, 4)
+    placement, problems = plan(job)
+    assert not problems
+    check(job, placement)
 
 
-def test_a_fraction_of_a_gpu_is_not_put_together_from_two():
-    roles = {"ACTOR": {"num": 3, "resource": {"gpu": 0.6}}}
-    assert "ACTOR needs 0.6 more on one node, left are [0.8]" in refused(roles, (), 1, 2)
-    roles = {"ACTOR": {"num": 3, "resource": {"cpu": 0.6}}}
-    assert placed(roles, (), 1, 2, "CPU").total == {"cpu": 1.8}
+def test_what_only_fits_in_another_order_than_the_files_is_found():
+    job = job_of({"REWARD": 2, "ROLLOUT": {"num": 2, "resource": {"gpu": 3}}}, (), 2, 4)
+    placement, _ = plan(job)
+    check(job, placement)
+    assert nodes_of(placement, "REWARD") == nodes_of(placement, "ROLLOUT") == [0, 1]
+    job = job_of({"ACTOR": 4, "ROLLOUT": {"num": 2, "per_node": 1, "resource": {"gpu": 1}}}, (), 2, 3)
+    placement, _ = plan(job)
+    check(job, placement)
 
 
-def test_memory_and_custom_resources_are_reserved_but_are_no_devices():
-    roles = {"ACTOR": {"num": 2, "resource": {"memory": 4096, "disk": 100, "cpu": 16}}}
-    placement = placed(roles, (), 1, 2)
-    assert placement.slots["ACTOR"][0].resources == {"memory": 4096.0, "disk": 100.0, "cpu": 16.0, "gpu": 1.0}
-    assert placement.total == {"memory": 8192.0, "disk": 200.0, "cpu": 32.0, "gpu": 2.0}
+def test_members_without_a_device_are_spread_evenly():
+    roles = {"ACTOR": 4, "REWARD": {"num": 7, "resource": {"gpu": 0, "cpu": 8}}}
+    placement = placed(roles, (), 3, 8)
+    assert nodes_of(placement, "ACTOR") == [0] * 4
+    assert nodes_of(placement, "REWARD") == [0, 0, 0, 1, 1, 1, 2]
 
 
-def test_a_member_may_take_several_devices_or_none():
-    roles = {"ACTOR": {"num": 1, "resource": {"gpu": 2}}, "REWARD": {"num": 5, "resource": {"gpu": 0, "cpu": 1}}}
-    assert placed(roles, (), 1, 2).total == {"gpu": 2.0, "cpu": 5.0}
+def test_a_limit_on_each_node_holds_for_members_without_a_device_too():
+    group = [{"ACTOR": 1, "REWARD": 1}]
+    spec = {"resource": {"gpu": 0}}
+    job = job_of({"ACTOR": {"num": 6, "per_node": 2, **spec}, "REWARD": {"num": 4, **spec}}, group, 3, 8)
+    placement, problems = plan(job)
+    assert not problems
+    check(job, placement)
+
+
+# -- strategies -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["AUTO", "GROUP"])
+def test_auto_and_group_place_alike(strategy):
+    job = job_of({"ACTOR": 2, "CRITIC": 2}, [{"ACTOR": 1, "CRITIC": 1}])
+    assert plan(replace(job, scheduling_strategy=strategy)) == plan(job)
+
+
+def test_simple_cannot_share_devices_since_it_reserves_none():
+    job = replace(job_of({"ACTOR": 2, "CRITIC": 2}, [{"ACTOR": 1, "CRITIC": 1}]), scheduling_strategy="SIMPLE")
+    _, (problem,) = plan(job)
+    said = "workload_group.0: ACTOR+CRITIC cannot share devices when nothing is reserved: scheduling_strategy is SIMPLE"
+    assert str(problem) == said
+    assert plan(replace(job, groups=({RLRoleType("ACTOR"): 2},)))[0] is not None
 
 
 # -- refused with the arithmetic --------------------------------------------------------------------------------------
@@ -199,6 +158,15 @@ def test_a_member_may_take_several_devices_or_none():
             ({"ACTOR": {"num": 2, "resource": {"gpu": 3}}, "ROLLOUT": 3}, (), 2, 4),
             "ACTOR x 2, ROLLOUT x 3 do not fit 2 node(s) x 4 GPU = 8; ROLLOUT needs 1 more on one node, "
             "left are [0, 0]",
+        ),
+        (
+            ({"ACTOR": {"num": 4, "standby": 1}, "ROLLOUT": 1}, (), 1, 5),
+            "ACTOR x 4 + 1 standby, ROLLOUT x 1 do not fit 1 node(s) x 5 GPU = 5; a standby of ACTOR needs 1 more on "
+            "one node, left are [0]",
+        ),
+        (
+            ({"ACTOR": 27}, (), 13, 2),
+            "ACTOR x 27 do not fit 13 node(s) x 2 GPU = 26; ACTOR needs 1 more on one node, left are [0 on 13 nodes]",
         ),
         (({"ACTOR": {"num": 1, "resource": {"gpu": 5}}},), "ACTOR needs 5 GPU on one node, which has 4"),
         (({"ACTOR": 6, "CRITIC": 6}, [{"ACTOR": 6, "CRITIC": 6}]), "ACTOR+CRITIC needs 6 GPU on one node, which has 4"),
@@ -218,34 +186,3 @@ def test_a_member_may_take_several_devices_or_none():
 )
 def test_an_impossible_placement_is_refused_with_the_arithmetic(args, said):
     assert said in refused(*args)
-
-
-# -- whatever job -----------------------------------------------------------------------------------------------------
-
-RESOURCES = st.fixed_dictionaries(
-    {}, optional={"gpu": st.sampled_from([0, 0.1, 0.25, 0.5, 0.7, 1, 2]), "memory": st.integers(0, 100)}
-)
-SPECS = st.fixed_dictionaries(
-    {"num": st.integers(1, 6), "resource": RESOURCES}, optional={"per_node": st.none() | st.integers(1, 4)}
-)
-
-
-@settings(deadline=None, max_examples=200)
-@given(
-    st.dictionaries(st.sampled_from(["ACTOR", "ROLLOUT", "REWARD", "CRITIC"]), SPECS, min_size=1),
-    st.lists(st.dictionaries(st.sampled_from(["ACTOR", "ROLLOUT", "REWARD", "CRITIC"]), st.integers(1, 3)), max_size=2),
-    st.integers(1, 3),
-    st.integers(1, 8),
-    st.sampled_from(["CPU", "GPU"]),
-)
-def test_a_job_is_placed_rightly_or_refused(workloads, groups, nodes, devices, device_type):
-    grouped = [role for group in groups for role in group]
-    assume(len(grouped) == len(set(grouped)))
-    assume(all(group and set(group) <= set(workloads) for group in groups))
-    assume(all(workloads[role]["num"] % count == 0 for group in groups for role, count in group.items()))
-    job = job_of(workloads, groups, nodes, devices, device_type)
-    placement, problems = plan(job)
-    assert (placement is None) == bool(problems)
-    if placement is not None:
-        check(job, placement)
-    assert plan(job) == (placement, problems)

@@ -14,7 +14,8 @@ B = TypeVar("B", bound="JobBuilder")
 
 class JobBuilder:
     """Fluent description of a job. Job-level calls set the job; a role call makes that role current, and ``total``,
-    ``per_node``, ``env`` and ``resource`` then apply to it. Nothing is checked before :meth:`spec`."""
+    ``per_node``, ``env``, ``resource``, ``standby`` and ``hang_after`` then apply to it. Nothing is checked before
+    :meth:`spec`."""
 
     def __init__(self) -> None:
         self._trainer: dict[str, Any] = {}
@@ -23,6 +24,8 @@ class JobBuilder:
         self._env: dict[str, str] = {}
         self._config: Any = {}
         self._restart: dict[str, Any] = {}
+        self._checkpoint: dict[str, Any] = {}
+        self._liveness: dict[str, Any] = {}
         self._current: dict[str, Any] | None = None
 
     # -- the job ------------------------------------------------------------------------------------------------------
@@ -55,6 +58,21 @@ class JobBuilder:
     def restart_limits(self: B, **limits: Any) -> B:
         """Fields of :class:`~dlrover.python.rl.config.spec.RestartSpec`."""
         self._restart.update(limits)
+        return self
+
+    def checkpoint(self: B, **settings: Any) -> B:
+        """Fields of :class:`~dlrover.python.rl.config.spec.CheckpointSpec`: ``every=10, keep=2, resume="latest"``."""
+        self._checkpoint.update(settings)
+        return self
+
+    def liveness(self: B, **settings: Any) -> B:
+        """Fields of :class:`~dlrover.python.rl.config.spec.LivenessSpec`: ``beat_s=0.5, lease_s=60``."""
+        self._liveness.update(settings)
+        return self
+
+    def trainer_hang_after(self: B, seconds: float) -> B:
+        """The trainer is killed and recovered when its own code makes no progress for so long."""
+        self._trainer["hang_after_s"] = seconds
         return self
 
     def trainer(self: B, module_name: str, class_name: str) -> B:
@@ -110,6 +128,16 @@ class JobBuilder:
         self._role("resource").setdefault("resource", {}).update(amounts)
         return self
 
+    def standby(self: B, num: int = 1) -> B:
+        """Processes kept ready to take the place of a member of the current role."""
+        self._role("standby")["standby"] = num
+        return self
+
+    def hang_after(self: B, seconds: float) -> B:
+        """A member of the current role is killed and recovered when it makes no progress for so long."""
+        self._role("hang_after")["hang_after_s"] = seconds
+        return self
+
     def enable_ray_auto_visible_device(self: B) -> B:
         """Let Ray choose the visible devices of the current role; by default it does not."""
         return self.env({"DLROVER_RL_RAY_VISIBLE_DEVICES": "1"})
@@ -149,6 +177,8 @@ class JobBuilder:
                 "workload_group": self._groups,
                 "env": self._env,
                 "restart": self._restart,
+                "checkpoint": self._checkpoint,
+                "liveness": self._liveness,
             }
         )
         data["config"] = self._config if isinstance(self._config, DictConfig) else OmegaConf.create(dict(self._config))

@@ -11,15 +11,16 @@
     env: {KEY: value}
     config: {...}                      # the user's own
     restart: {job_max_restart, ...}
+    checkpoint: {every, keep, resume}
+    liveness: {beat_s, ...}
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from annotated_types import Gt
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -28,11 +29,14 @@ from dlrover.python.rl.common.names import check_job_name
 from dlrover.python.rl.common.nearest import hint
 from dlrover.python.rl.common.roles import RLRoleType, is_role_name
 from dlrover.python.rl.config.spec import (
+    CheckpointSpec,
     JobSpec,
+    LivenessSpec,
     MasterSpec,
     Positive,
     RestartSpec,
     SchedulingStrategy,
+    Seconds,
     TrainerSpec,
     WorkloadSpec,
 )
@@ -51,8 +55,10 @@ class JobLayout:
     env: Mapping[str, str] = field(default_factory=dict)
     config: Any = None
     restart: RestartSpec = RestartSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    liveness: LivenessSpec = LivenessSpec()
     master: MasterSpec = MasterSpec()
-    placement_timeout_s: Annotated[float, Gt(0.0)] = 120.0
+    placement_timeout_s: Seconds = 120.0
     scheduling_strategy: SchedulingStrategy = "AUTO"
     algorithm_type: Literal["GRPO", "PPO", "USER_DEFINED"] = "USER_DEFINED"
 
@@ -76,6 +82,7 @@ def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str
     layout, problems = salvage(JobLayout, _with_class_field(values), "")
     problems = [_in_file_terms(problem) for problem in problems]
     problems += _role_problems({"name": default_name, **values})
+    problems += _time_problems(layout) if layout is not None else []
     job = _spec(layout, data.get("config"), default_name, search_path) if layout is not None else None
     if job is None or problems:
         raise InvalidJob(problems, salvaged=job)
@@ -100,6 +107,8 @@ def _spec(layout: JobLayout, config: Any, default_name: str, search_path: tuple[
         job_dir=Path(layout.job_dir or Path("runs") / (layout.name or default_name)).absolute(),
         search_path=search_path,
         restart=layout.restart,
+        checkpoint=layout.checkpoint,
+        liveness=layout.liveness,
         master=layout.master,
         placement_timeout_s=layout.placement_timeout_s,
         scheduling_strategy=layout.scheduling_strategy,
@@ -207,6 +216,21 @@ def _group_problems(groups: Any, nums: Mapping[str, Any]) -> list[Problem]:
     return problems
 
 
+def _time_problems(layout: JobLayout) -> list[Problem]:
+    """Limits that signs of life could not be watched by."""
+    beat_s = layout.liveness.beat_s
+    limits = {
+        "liveness.lease_s": layout.liveness.lease_s,
+        "trainer.hang_after_s": layout.trainer.hang_after_s,
+        **{f"workload.{role}.hang_after_s": spec.hang_after_s for role, spec in layout.workload.items()},
+    }
+    return [
+        Problem(where, f"must be longer than liveness.beat_s, {beat_s:g}, got {limit:g}")
+        for where, limit in limits.items()
+        if limit <= beat_s
+    ]
+
+
 def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
     """The resolved job as a job file; reading it back gives the same job.
 
@@ -232,6 +256,8 @@ def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
         "workload_group": [{role.lower(): count for role, count in group.items()} for group in job.groups],
         "env": _env_to_file(job.env, hide_secrets),
         "restart": {**vars(job.restart), "workload_max_restart": dict(job.restart.workload_max_restart)},
+        "checkpoint": dict(vars(job.checkpoint)),
+        "liveness": dict(vars(job.liveness)),
         "master": dict(vars(job.master)),
         "placement_timeout_s": job.placement_timeout_s,
         "scheduling_strategy": job.scheduling_strategy,

@@ -12,6 +12,7 @@ from dlrover.python.rl.common.roles import RLRoleType
 Positive = Annotated[int, Gt(0)]
 NonNegative = Annotated[int, Ge(0)]
 Amount = Annotated[float, Ge(0.0), Lt(float("inf"))]
+Seconds = Annotated[float, Gt(0.0), Lt(float("inf"))]
 
 SchedulingStrategy = Literal["AUTO", "SIMPLE", "GROUP"]
 
@@ -41,6 +42,9 @@ class TrainerSpec:
     type: Literal["USER_DEFINED"] = "USER_DEFINED"
     """The original's trainer type; the class decides."""
 
+    hang_after_s: Seconds = 3600.0
+    """No progress of the trainer's own code for so long, its waiting for members apart: it is killed and recovered."""
+
 
 @dataclass(frozen=True)
 class WorkloadSpec:
@@ -56,14 +60,21 @@ class WorkloadSpec:
     """Members of the role."""
 
     per_node: Positive | None = None
-    """Members on each node; None leaves it to the placement."""
+    """Members on each node, standbys apart; None leaves it to the placement."""
 
     resource: Mapping[str, Amount] = field(default_factory=dict)
     """What one member needs: ``cpu``, ``gpu``, ``memory`` in MB, or a custom resource. A job's device that is not named
-    counts as one (a collocated role takes its share of it): in a GPU job write ``gpu: 0`` for a role without."""
+    counts as one (in a group: an equal share of what the others leave): in a GPU job write ``gpu: 0`` for a role
+    without."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     """Environment of the members; wins over the job's."""
+
+    standby: NonNegative = 0
+    """Processes kept ready to take a member's place; each reserves what a member needs."""
+
+    hang_after_s: Seconds = 600.0
+    """No progress of a member for so long: it is killed and recovered."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +82,52 @@ class RestartSpec:
     """How often what may restart, and how long to wait before."""
 
     job_max_restart: NonNegative = 10
-    """Restarts of the whole job."""
+    """Restarts of the whole job within the window."""
 
     trainer_max_restart: NonNegative = 10
-    """Restarts caused by the trainer's process."""
+    """Restarts of the trainer within the window."""
 
     workload_max_restart: Mapping[str, NonNegative] = field(default_factory=dict)
-    """Restarts caused by members of a role; a role not named has the job's limit."""
+    """Recoveries of a role within the window; a role not named has the job's limit."""
 
-    backoff_s: Annotated[float, Ge(0.0)] = 1.0
-    """Wait before the first restart, doubled at each further one up to a minute."""
+    backoff_s: Annotated[float, Ge(0.0), Lt(float("inf"))] = 1.0
+    """Wait before the second restart of the same thing without progress in between, doubled at each further one up to a
+    minute."""
+
+    window_s: Seconds = 3600.0
+    """Restarts older than this no longer count."""
+
+    node_max_failures: Positive = 3
+    """A node that lost so many of the job's processes within the window is no longer used."""
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    """What is kept in the job's directory of the steps that are done."""
+
+    every: Positive = 10
+    """Steps between copies to the job's directory; every step is kept in the nodes' memory."""
+
+    keep: Positive = 2
+    """Copies to keep, the newest ones."""
+
+    resume: Literal["never", "latest"] = "never"
+    """``never``: a new run starts fresh. ``latest``: it goes on from the newest valid copy that any earlier run left in
+    ``job_dir``."""
+
+
+@dataclass(frozen=True)
+class LivenessSpec:
+    """When a process that says nothing is taken for lost."""
+
+    beat_s: Seconds = 0.5
+    """Time between two signs of life of a process; shorter than every limit that is watched by them."""
+
+    lease_s: Seconds = 60.0
+    """A process that could not reach its master for so long ends itself."""
+
+    start_timeout_s: Seconds = 300.0
+    """A process whose start takes longer is given up."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +139,9 @@ class MasterSpec:
 
     memory: Amount = 0.0
     """Memory reserved for the master, in MB."""
+
+    max_restart: NonNegative = 10
+    """Restarts of the master's process; the job's members go on meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +178,14 @@ class JobSpec:
     """Folders that the job's classes may be imported from, besides the installed packages."""
 
     restart: RestartSpec = RestartSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    liveness: LivenessSpec = LivenessSpec()
     master: MasterSpec = MasterSpec()
-    placement_timeout_s: Annotated[float, Gt(0.0)] = 120.0
+    placement_timeout_s: Seconds = 120.0
     """How long to wait for the cluster to have the resources."""
 
     scheduling_strategy: SchedulingStrategy = "AUTO"
-    """AUTO and GROUP reserve all resources together before anything starts; SIMPLE starts every
+    """AUTO and GROUP reserve all resources together before anything starts; SIMPLE reserves nothing and starts every
     member as its own resources come free."""
 
     def members(self) -> Iterator[tuple[RLRoleType, int]]:

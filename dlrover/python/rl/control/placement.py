@@ -1,33 +1,43 @@
 """Where members go: pure arithmetic from the job's description to bundles of resources.
 
 A *bundle* is what is reserved together on one node. A role that shares no device gets one bundle for each member. The
-roles of a group share: member ``i`` of each of them goes to the group's bundle ``i``, and a bundle holds one device.
-Nodes are filled in order, a group instance never spans two.
+roles of a group share: member ``i`` of each of them goes to the group instance's bundle ``i``. A *unit* is what must be
+together on one node: an instance of a group, ``per_node`` members of a role, or one member.
+
+Units go to the first node that has room, in the order of the file; when that fails, in two other orders. Units that
+take no device are spread evenly over the nodes instead: what limits them is not known here. Standbys come last.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, groupby
+from typing import TypeAlias
 
 from dlrover.python.rl.common.errors import Problem
 from dlrover.python.rl.common.roles import RLRoleType
-from dlrover.python.rl.config.spec import JobSpec, WorkloadSpec
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.filling import DoesNotFit, Shape, Unit, empty_nodes, fill, stand_by
+from dlrover.python.rl.control.shares import UNITS, member_resources
 
 DEVICE_RESOURCE = {"CPU": "cpu", "GPU": "gpu"}
 
-_UNIT = 10_000
-"""Devices are counted in ten-thousandths, Ray's own resolution: sums stay exact."""
+_MANY_NODES = 12
+
+Resources: TypeAlias = Mapping[RLRoleType, Mapping[str, float]]
+"""Role to what one member takes."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one member.
+    """The place of one member, or of one standby.
 
     Attributes:
         bundle: index of its bundle.
         resources: what it takes of the bundle, e.g. ``{"cpu": 0.5}``; ``memory`` in MB.
-        local_rank: position among its role's members on the node.
-        local_world_size: members of its role on the node.
+        local_rank: position among its role's members on the node; 0 for a standby.
+        local_world_size: members of its role on the node; 1 for a standby.
     """
 
     bundle: int
@@ -46,99 +56,77 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Placement:
-    """The whole plan: bundles, those of a node side by side, and each member's slot (role to slots in rank order)."""
+    """The whole plan.
+
+    Attributes:
+        bundles: those of a node side by side, the nodes numbered from 0 without gaps.
+        slots: role to its members' slots in rank order.
+        standbys: role to its standbys' slots; the slots of a role are alike, any of its processes can take any of them.
+    """
 
     bundles: tuple[Bundle, ...]
     slots: Mapping[RLRoleType, tuple[Slot, ...]]
+    standbys: Mapping[RLRoleType, tuple[Slot, ...]] = field(default_factory=dict)
 
     @property
     def total(self) -> dict[str, float]:
         """Sum of all bundles."""
-        total: dict[str, float] = {}
-        for bundle in self.bundles:
-            add_resources(total, bundle.resources)
-        return total
-
-
-def add_resources(total: dict[str, float], more: Mapping[str, float]) -> None:
-    """Add ``more`` into ``total``."""
-    for name, amount in more.items():
-        total[name] = round(total.get(name, 0.0) + amount, 6)
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """Bundles that must be on one node, and who goes into which: role to the ranks of one group instance."""
-
-    ranks: Mapping[RLRoleType, tuple[int, ...]]
-    label: str
+        return sum_resources(bundle.resources for bundle in self.bundles)
 
     @property
-    def width(self) -> int:
-        return max(len(ranks) for ranks in self.ranks.values())
+    def nodes(self) -> list[list[Bundle]]:
+        """The bundles of each node."""
+        return [list(bundles) for _, bundles in groupby(self.bundles, key=lambda bundle: bundle.node)]
+
+    def position(self, bundle: int) -> tuple[int, int]:
+        """A bundle's node, and its index among the bundles of the node."""
+        node = self.bundles[bundle].node
+        return node, bundle - bisect_left(self.bundles, node, key=lambda other: other.node)
 
 
-@dataclass
-class _Node:
-    """What is left of a node while placing, and what is on it.
-
-    Attributes:
-        size: units of one pool. A GPU is a pool of its own, since a fraction cannot be put together from two; the CPUs
-            of a node are one pool.
-        free: units left in each pool.
-        held: members of each role.
-        bundles: contents of its bundles.
-    """
-
-    size: int
-    free: list[int]
-    held: dict[RLRoleType, int] = field(default_factory=dict)
-    bundles: list[dict[str, float]] = field(default_factory=list)
-
-    def after(self, needs: Sequence[int]) -> list[int] | None:
-        """The pools once ``needs`` are taken, None when they do not fit."""
-        free = list(self.free)
-        for need in needs:
-            whole, part = divmod(need, self.size)
-            for amount in (*[self.size] * whole, *([part] if part else [])):
-                pool = next((index for index, left in enumerate(free) if left >= amount), None)
-                if pool is None:
-                    return None
-                free[pool] -= amount
-        return free
-
-    def has_room(self, unit: _Unit, job: JobSpec) -> bool:
-        """Whether no role's ``per_node`` is exceeded by ``unit``."""
-        limits = {role: job.workloads[role].per_node for role in unit.ranks}
-        return all(
-            limit is None or self.held.get(role, 0) + len(unit.ranks[role]) <= limit for role, limit in limits.items()
-        )
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """Where a member went: the node, the bundle among those of the node, and what it takes of it."""
-
-    node: int
-    bundle: int
-    resources: Mapping[str, float]
+def sum_resources(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """All of ``parts`` together."""
+    total: dict[str, float] = {}
+    for name, amount in chain.from_iterable(part.items() for part in parts):
+        total[name] = round(total.get(name, 0.0) + amount, 6)
+    return total
 
 
 def plan(job: JobSpec) -> tuple[Placement | None, list[Problem]]:
-    """Place all members of ``job``, or say with the arithmetic why they can never fit its nodes."""
-    problems = _per_node_problems(job)
+    """Place all members and standbys of ``job``, or say with the arithmetic why they can never fit its nodes."""
+    resources, problems = member_resources(job)
+    problems += _per_node_problems(job) + _strategy_problems(job)
     if problems:
         return None, problems
-    devices = job.trainer.device_per_node
-    size, pools = (_UNIT, devices) if job.trainer.device_type == "GPU" else (_UNIT * devices, 1)
-    nodes = [_Node(size, [size] * pools) for _ in range(job.trainer.node_number)]
-    taken: dict[RLRoleType, dict[int, _Taken]] = {role: {} for role in job.workloads}
-    for unit in _units(job):
-        problem = _place(unit, job, nodes, taken)
-        if problem is not None:
-            return None, [problem]
-    bundles = tuple(Bundle(index, content) for index, node in enumerate(nodes) for content in node.bundles)
-    return Placement(bundles, _ranked(taken, nodes)), []
+    shapes = list(_shapes(job, resources))
+    failures = []
+    for arranged in _orders(shapes):
+        try:
+            return _placed(job, arranged, resources), []
+        except DoesNotFit as failure:
+            failures.append(failure)
+    return None, [_impossible(failures[0], job)]
+
+
+def _orders(shapes: Sequence[Shape]) -> Iterator[Sequence[Shape]]:
+    """In which orders to try: the file's, the largest first, those that are limited on each node first."""
+    yield shapes
+    if len({shape.key for shape in shapes}) > 1:
+        yield sorted(shapes, key=lambda shape: -sum(shape.needs))
+        yield sorted(shapes, key=lambda shape: (not shape.limits, -sum(shape.needs)))
+
+
+def _strategy_problems(job: JobSpec) -> list[Problem]:
+    if job.scheduling_strategy != "SIMPLE":
+        return []
+    return [
+        Problem(
+            f"workload_group.{index}",
+            f"{'+'.join(group)} cannot share devices when nothing is reserved: scheduling_strategy is SIMPLE",
+        )
+        for index, group in enumerate(job.groups)
+        if len(group) > 1
+    ]
 
 
 def _per_node_problems(job: JobSpec) -> list[Problem]:
@@ -157,103 +145,124 @@ def _per_node_problems(job: JobSpec) -> list[Problem]:
     return problems
 
 
-def _units(job: JobSpec) -> list[_Unit]:
-    grouped: set[RLRoleType] = set()
-    units = []
+# -- units ------------------------------------------------------------------------------------------------------------
+
+
+def _shapes(job: JobSpec, resources: Resources) -> Iterator[Shape]:
+    """The units of the members: groups first, then the other roles."""
     for group in job.groups:
-        grouped.update(group)
-        instances = [job.workloads[role].num // count for role, count in group.items()]
-        label = "+".join(group)
-        for instance in range(max(instances)):
-            ranks = {
-                role: tuple(range(instance * count, (instance + 1) * count))
-                for role, count in group.items()
-                if instance < job.workloads[role].num // count
-            }
-            units.append(_Unit(ranks, label))
+        done = 0
+        instances = {role: job.workloads[role].num // count for role, count in group.items()}
+        for upto in sorted(set(instances.values())):
+            # Roles that have fewer instances are not in the later ones.
+            counts = {role: count for role, count in group.items() if instances[role] >= upto}
+            yield _shape(job, resources, counts, upto - done, "+".join(group))
+            done = upto
+    grouped = set(chain.from_iterable(job.groups))
     for role, spec in job.workloads.items():
-        if role not in grouped:
-            step = spec.per_node or 1
-            units += [
-                _Unit({role: (rank,)}, str(role)) if spec.per_node is None else _whole(role, rank, step, spec.num)
-                for rank in range(0, spec.num, step)
-            ]
-    return units
+        step = spec.per_node or 1
+        for count, copies in ((step, spec.num // step), (spec.num % step, 1)):
+            if role not in grouped and count and copies:
+                yield _shape(job, resources, {role: count}, copies, str(role))
 
 
-def _whole(role: RLRoleType, first: int, step: int, num: int) -> _Unit:
-    return _Unit({role: tuple(range(first, min(first + step, num)))}, str(role))
-
-
-def member_resources(spec: WorkloadSpec, device: str, sharing: int) -> dict[str, float]:
-    """What one member takes: what its role asks for, its device (a fraction when ``sharing`` roles share it)."""
-    asked = {name.lower(): float(amount) for name, amount in spec.resource.items()}
-    asked.setdefault(device, 1.0)
-    if sharing > 1:
-        # Rounded down, so that the shares never add up to more than the device.
-        asked[device] = int(asked[device] / sharing * 10_000) / 10_000
-    return asked
-
-
-def _place(
-    unit: _Unit, job: JobSpec, nodes: list[_Node], taken: Mapping[RLRoleType, dict[int, _Taken]]
-) -> Problem | None:
+def _shape(
+    job: JobSpec,
+    resources: Resources,
+    counts: Mapping[RLRoleType, int],
+    copies: int,
+    label: str,
+) -> Shape:
     device = DEVICE_RESOURCE[job.trainer.device_type]
-    sharing = len(unit.ranks)
-    contents: list[dict[str, float]] = [{} for _ in range(unit.width)]
-    resources = {role: member_resources(job.workloads[role], device, sharing) for role in unit.ranks}
-    for role, ranks in unit.ranks.items():
-        if job.trainer.device_type == "GPU" and resources[role][device] > 1 and resources[role][device] % 1:
-            what = f"a member would take {resources[role][device]:g} GPU; more than one must be a whole number"
-            return Problem(f"workload.{role.lower()}.resource.gpu", what)
-        for content in contents[: len(ranks)]:
-            add_resources(content, resources[role])
-    for content in contents if sharing > 1 else ():
-        content[device] = float(math.ceil(content[device]))
-    needs = [round(content[device] * _UNIT) for content in contents]
-    for index, node in enumerate(nodes):
-        free = node.after(needs) if node.has_room(unit, job) else None
-        if free is None:
-            continue
-        first = len(node.bundles)
-        node.free = free
-        node.bundles += contents
-        for role, ranks in unit.ranks.items():
-            node.held[role] = node.held.get(role, 0) + len(ranks)
-            taken[role].update({rank: _Taken(index, first + at, resources[role]) for at, rank in enumerate(ranks)})
-        return None
-    return _does_not_fit(unit, job, sum(needs) / _UNIT, nodes)
+    shared = any(len(job.collocation_of(role)) > 1 for role in counts)
+    contents, needs = [], []
+    for index in range(max(counts.values())):
+        content = sum_resources(resources[role] for role, count in counts.items() if count > index)
+        need = round(content[device] * UNITS)
+        if shared:  # the devices of a group are nobody else's
+            need = -(-need // UNITS) * UNITS
+            content[device] = need / UNITS
+        contents.append(content)
+        needs.append(need)
+    limits = {role: limit for role in counts if (limit := job.workloads[role].per_node) is not None}
+    return Shape(counts, copies, label, tuple(contents), tuple(needs), limits)
 
 
-def _does_not_fit(unit: _Unit, job: JobSpec, needed: float, nodes: Sequence[_Node]) -> Problem:
+# -- placing ----------------------------------------------------------------------------------------------------------
+
+
+def _placed(job: JobSpec, shapes: Sequence[Shape], resources: Resources) -> Placement:
+    """The placement that comes of placing ``shapes`` in this order.
+
+    Raises:
+        DoesNotFit: they do not all fit.
+    """
     trainer = job.trainer
-    capacity = trainer.node_number * trainer.device_per_node
-    kind = trainer.device_type
+    nodes = empty_nodes(trainer.device_type, trainer.node_number, trainer.device_per_node)
+    cursors: dict[tuple[object, ...], int] = {}
+    placed = chain.from_iterable(fill(nodes, shape, cursors) for shape in shapes)
+    units = sorted(placed, key=lambda unit: (unit.node, unit.first))
+    first_nodes: dict[RLRoleType, int] = {}
+    for unit in units:
+        for role in unit.counts:
+            first_nodes.setdefault(role, unit.node)
+    waiting = {role: list(stand_by(nodes, _standby(job, role, resources), first_nodes[role])) for role in job.workloads}
+    bundles: list[Bundle] = []
+    starts: dict[int, int] = {}
+    for number, index in enumerate(index for index, node in enumerate(nodes) if node.bundles):
+        starts[index] = len(bundles)
+        bundles += [Bundle(number, content) for content in nodes[index].bundles]
+    standbys = {
+        role: tuple(Slot(starts[unit.node] + unit.first, resources[role]) for unit in found)
+        for role, found in waiting.items()
+    }
+    return Placement(tuple(bundles), _ranked(job, units, starts, resources), standbys)
+
+
+def _standby(job: JobSpec, role: RLRoleType, resources: Resources) -> Shape:
+    need = round(resources[role][DEVICE_RESOURCE[job.trainer.device_type]] * UNITS)
+    label = f"a standby of {role}"
+    return Shape({role: 1}, job.workloads[role].standby, label, (resources[role],), (need,), limits={})
+
+
+def _impossible(failure: DoesNotFit, job: JobSpec) -> Problem:
+    trainer, shape = job.trainer, failure.shape
+    kind, needed = trainer.device_type, sum(shape.needs) / UNITS
     if needed > trainer.device_per_node:
-        what = f"{unit.label} needs {needed:g} {kind} on one node, which has {trainer.device_per_node}"
-    else:
-        left = ", ".join(f"{sum(node.free) / _UNIT:g}" for node in nodes)
-        roles = ", ".join(f"{role} x {spec.num}" for role, spec in job.workloads.items())
-        what = (
-            f"impossible placement: {roles} do not fit {trainer.node_number} node(s) x {trainer.device_per_node} "
-            f"{kind} = {capacity}; {unit.label} needs {needed:g} more on one node, left are [{left}]"
-        )
+        what = f"{shape.label} needs {needed:g} {kind} on one node, which has {trainer.device_per_node}"
+        return Problem("trainer.device_per_node", what)
+    left = ", ".join(f"{units / UNITS:g}" for units in failure.left)
+    if len(failure.left) > _MANY_NODES:
+        counted = Counter(failure.left).most_common()
+        left = ", ".join(f"{units / UNITS:g} on {count} nodes" for units, count in counted)
+    roles = ", ".join(
+        f"{role} x {spec.num}{f' + {spec.standby} standby' if spec.standby else ''}"
+        for role, spec in job.workloads.items()
+    )
+    what = (
+        f"impossible placement: {roles} do not fit {trainer.node_number} node(s) x {trainer.device_per_node} {kind} = "
+        f"{trainer.node_number * trainer.device_per_node}; {shape.label} needs {needed:g} more on one node, "
+        f"left are [{left}]"
+    )
     return Problem("trainer.device_per_node", what)
 
 
 def _ranked(
-    taken: Mapping[RLRoleType, Mapping[int, _Taken]], nodes: Sequence[_Node]
+    job: JobSpec,
+    units: Sequence[Unit],
+    starts: Mapping[int, int],
+    resources: Resources,
 ) -> dict[RLRoleType, tuple[Slot, ...]]:
-    """Slots in rank order, with each member's position among its role's members on its node."""
-    first = [sum(len(node.bundles) for node in nodes[:index]) for index in range(len(nodes))]
+    """Slots in rank order, which is the order of the nodes, with each member's position among its role's there."""
+    places: dict[RLRoleType, list[tuple[int, int]]] = {role: [] for role in job.workloads}
+    for unit in units:
+        for role, count in unit.counts.items():
+            places[role] += [(unit.node, starts[unit.node] + unit.first + index) for index in range(count)]
     ranked = {}
-    for role, members in taken.items():
-        on_node: dict[int, int] = {}
-        slots = []
-        for _, member in sorted(members.items()):
-            local_rank = on_node.get(member.node, 0)
-            on_node[member.node] = local_rank + 1
-            local_world_size = nodes[member.node].held[role]
-            slots.append(Slot(first[member.node] + member.bundle, member.resources, local_rank, local_world_size))
+    for role, members in places.items():
+        slots: list[Slot] = []
+        for _, together in groupby(members, key=lambda place: place[0]):
+            bundles = [bundle for _, bundle in together]
+            slots += [Slot(bundle, resources[role], at, len(bundles)) for at, bundle in enumerate(bundles)]
         ranked[role] = tuple(slots)
     return ranked
