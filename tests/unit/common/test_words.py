@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.clock import ManualClock, SystemClock
-from dlrover.python.rl.common.names import check_job_name, master_name, member_name, trainer_name
+from dlrover.python.rl.common.names import check_job_name, master_name, member_name, standby_name, trainer_name
 from dlrover.python.rl.common.nearest import hint, nearest
 from dlrover.python.rl.common.roles import WELL_KNOWN_ROLES, RLRoleType
 
@@ -50,11 +50,12 @@ def test_other_job_names_are_refused_with_the_rule(name):
         check_job_name(name)
 
 
-def test_actor_names_carry_job_incarnation_role_and_rank():
+def test_actor_names_carry_the_job_its_run_and_the_number_of_the_process():
     assert master_name("j") == "j/master"
-    assert trainer_name("j", 2) == "j/2/trainer"
-    assert member_name("j", 2, "ROLLOUT", 1) == "j/2/ROLLOUT-1"
-    assert member_name("j", 2, "ROLLOUT", 1) != member_name("j-2", 2, "ROLLOUT", 1)
+    assert trainer_name("j", "1a2b", 2) == "j/1a2b/trainer/2"
+    assert member_name("j", "1a2b", "ROLLOUT", 1, 3) == "j/1a2b/ROLLOUT-1/3"
+    assert standby_name("j", "1a2b", "ROLLOUT", 1) == "j/1a2b/ROLLOUT-standby/1"
+    assert member_name("j", "1a2b", "ROLLOUT", 1, 3) != member_name("j", "3c4d", "ROLLOUT", 1, 3)
 
 
 def test_the_nearest_name_is_given_without_regard_to_case():

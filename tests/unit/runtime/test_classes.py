@@ -1,6 +1,7 @@
 """Loading the user's classes, and looking at them before a job starts."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import toy_jobs
 from toy_jobs import toy_job
 
 from dlrover.python.rl.common.errors import ClassNotFound, Problem
+from dlrover.python.rl.control.events import RecoveryScope
 from dlrover.python.rl.runtime.inspection import inspect_in_child, inspect_job
 from dlrover.python.rl.runtime.loading import load_class
 
@@ -113,6 +115,13 @@ def test_members_that_meet_in_collectives_cannot_share_a_process(tmp_path):
     (refusal,) = found.single_process_refusals
     assert refusal.where == "workload.actor.num"
     assert "2 members of Collective meet in collectives, which one process cannot hold" in refusal.what
+
+
+def test_roles_whose_ranks_meet_in_collectives_recover_together(tmp_path):
+    job = toy_job(tmp_path, actor="Collective")
+    for found in (inspect_job(job), inspect_in_child(replace(job, search_path=(TESTS,)))):
+        assert found.collectives == ("ACTOR",)
+        assert (found.scope_of("ACTOR"), found.scope_of("REWARD")) == (RecoveryScope.GROUP, RecoveryScope.MEMBER)
 
 
 def test_a_child_finds_the_same_and_the_caller_imports_nothing(tmp_path):

@@ -7,15 +7,16 @@ import pytest
 
 from dlrover.python.rl.common.clock import ManualClock
 from dlrover.python.rl.common.errors import InvocationError, InvocationTimeout, WorkloadDied
+from dlrover.python.rl.runtime.host import MemberHost
 from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort
 from dlrover.python.rl.trainer.port import Call, gather
-from dlrover.python.rl.trainer.workload import BaseWorkload
+from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
 
 
 class Member(BaseWorkload):
-    def __init__(self, clock):
-        super().__init__(None, {})
-        self.clock, self.kept = clock, None
+    def __init__(self, master_handle, config):
+        super().__init__(master_handle, config)
+        self.clock, self.kept = config, None
 
     def change(self, values):
         values["list"].append("changed")
@@ -24,6 +25,11 @@ class Member(BaseWorkload):
     def keep(self, value):
         self.kept = value
         return value
+
+    def replace_first(self, value):
+        self.kept.setflags(write=True) if self.kept.flags.owndata else None
+        self.kept = self.kept.copy()
+        self.kept[0] = value
 
     def kept_value(self):
         return self.kept
@@ -49,7 +55,9 @@ def make():
     def port_of(members=2, **options):
         clock = ManualClock()
         env = {"ONLY_HERE": "yes"}
-        group = [LocalMember(Member(clock), {**env, "RANK": str(rank)}) for rank in range(members)]
+        group = [LocalMember(MemberHost(), {**env, "RANK": str(rank)}) for rank in range(members)]
+        for rank, member in enumerate(group):
+            member.host.start(Member, MemberContext(rank=rank), None, clock)
         return LocalPort({"ACTOR": group}, clock=clock, **options)
 
     return port_of
@@ -85,8 +93,18 @@ def test_a_big_array_is_shared_read_only_and_not_copied(make):
     assert (where, writeable) == (array.__array_interface__["data"][0], False)
     with pytest.raises(InvocationError, match="read-only"):
         call(port, "write", array)
-    assert call(port, "address", port.put(array)) == (where, False)
     array[0] = 2.0
+
+
+def test_what_was_put_away_or_given_back_stays_what_it_was(make):
+    port, array = make(), np.zeros(1_000_000)
+    stored = port.put(array)
+    array[0] = 1.0
+    assert stored.result()[0] == 0.0
+    assert call(port, "address", stored) == call(port, "address", stored)
+    given = port.submit("ACTOR", 0, Call((0, 0), "keep", (stored,), {}))
+    call(port, "replace_first", 5.0)
+    assert given.result()[0] == 0.0
 
 
 def test_deadlines_hold_by_the_clock_that_was_passed_in(make):

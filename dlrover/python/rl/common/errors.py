@@ -8,13 +8,18 @@
     ├── MissingExtra                 an optional engine is not installed; names the extra
     ├── DataError                    a data file or column is wrong; names file and line
     ├── EngineError                  an engine was asked for what it cannot do
-    │   └── WeightSyncError          received weights are not the ones that were sent
+    │   ├── WeightSyncError          received weights are not the ones that were sent
+    │   └── NonFiniteUpdate          an update had a loss or gradient that is no number; nothing was changed
     ├── CallError                    a role-group call that was refused before anything was sent
     │   ├── UnknownMethod            (also an AttributeError) no such role group or method; nearest name given
     │   └── ShardError               an argument cannot be split as asked
     ├── InvocationError              a member's call failed: role, rank, method, node, remote traceback
     │   ├── InvocationTimeout        some ranks are late; what did arrive is kept
-    │   └── WorkloadDied             a member's process is gone
+    │   ├── WorkloadDied             a member's process is gone
+    │   ├── ResultLost               a result that the call was to take is gone with the place that held it
+    │   ├── CallSkipped              an earlier call to the member did not run, so this one was not run either
+    │   ├── ReplayDiverged           a repeated call is another one than before
+    │   └── StaleCall                a call by a trainer that has been replaced was refused
     ├── WorkloadStartError           a workload's or trainer's constructor failed
     ├── ClusterUnavailable           Ray could not be started or reached
     ├── VerifierError                a reward function gave no reward
@@ -25,7 +30,12 @@
         ├── JobFailed                the job ended in failure; carries the first cause
         ├── JobConflict              a job of this name is already there
         ├── MasterLost               the job's master is gone or does not answer
-        └── JournalCorrupt           the master's journal cannot be read; never taken for an empty one
+        ├── JournalCorrupt           the master's journal cannot be read; never taken for an empty one
+        ├── CheckpointCorrupt        a checkpoint file is not what was written; never loaded
+        ├── CheckpointMissing        a checkpoint, or a file of one, is not there
+        └── StaleEpoch               a write by a process whose successor has taken over was refused
+
+Beside the tree stands ``StepAbandoned``, which is no error but the way back to the last commit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -117,7 +127,24 @@ class EngineError(DLRoverRLError):
 
 
 class WeightSyncError(EngineError):
-    """Weights that arrived differ from the ones that were sent; the message names the tensors."""
+    """Weights that arrived differ from the ones that were sent; the message names the tensors.
+
+    Nothing was sampled from them. The step is worth redoing: the weights are then sent again.
+    """
+
+    retryable = True
+    restarts = Scope.TRAINER
+
+
+class NonFiniteUpdate(EngineError):
+    """An update's loss or gradient is NaN or infinite; the message names the first place where it is.
+
+    The update was refused on every rank, and the weights are what they were. It may have been a fault of the moment, so
+    the step is worth redoing from the last committed state.
+    """
+
+    retryable = True
+    restarts = Scope.TRAINER
 
 
 class CallError(DLRoverRLError):
@@ -178,10 +205,41 @@ class InvocationTimeout(InvocationError):
 
 
 class WorkloadDied(InvocationError):
-    """The process of a member is gone (killed, crashed, out of memory, or its node lost)."""
+    """The process of a member is gone (killed, crashed, out of memory, or its node lost).
+
+    ``role`` and ``rank`` are those of the member that died, which may be one whose result the failed call was to take.
+
+    Attributes:
+        incarnation: the one that died, 0 when unknown.
+    """
 
     retryable = True
     restarts = Scope.MEMBER
+    incarnation = 0
+
+
+class ResultLost(InvocationError):
+    """A result that this call was to take, or its own, is gone with the node or process that held it."""
+
+    retryable = True
+
+
+class CallSkipped(InvocationError):
+    """An earlier call to this member did not run, so this one was not run either: their order would have changed."""
+
+    retryable = True
+
+
+class ReplayDiverged(InvocationError):
+    """A call repeats the id of an earlier one, and is another method or comes in another order: the trainer did not do
+    again what it did before."""
+
+    retryable = True
+    restarts = Scope.JOB
+
+
+class StaleCall(InvocationError):
+    """A call was refused: its trainer has been replaced, or it is meant for another incarnation of the member."""
 
 
 class WorkloadStartError(DLRoverRLError):
@@ -250,3 +308,34 @@ class MasterLost(JobError):
 
 class JournalCorrupt(JobError):
     """The journal holds a line that cannot be trusted. Nothing is started from it."""
+
+
+class CheckpointCorrupt(JobError):
+    """A checkpoint file is not what was written. ``path`` is the file; ``what`` says what is wrong with it."""
+
+    def __init__(self, path: str, what: str) -> None:
+        self.path, self.what = path, what
+        super().__init__(f"{path}: {what}")
+
+
+class CheckpointMissing(JobError):
+    """A checkpoint, or a file that belongs to one, is not there."""
+
+
+class StaleEpoch(JobError):
+    """A write was refused: a newer process has taken over what the writer once owned. It must end itself."""
+
+
+class StepAbandoned(BaseException):
+    """The open step cannot go on: it leaves ``init`` and ``fit`` to begin again at the last commit.
+
+    It passes a user's ``except Exception``, which could not do anything about it.
+
+    Attributes:
+        step: the step that is given up.
+        cause: why.
+    """
+
+    def __init__(self, step: int, cause: BaseException) -> None:
+        self.step, self.cause = step, cause
+        super().__init__(step, cause)

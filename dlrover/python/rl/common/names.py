@@ -1,4 +1,7 @@
-"""Names of jobs and of the actors that belong to them."""
+"""Names of jobs and of the actors that belong to them.
+
+Every name carries the job and its run: two jobs, and two runs of one job, never meet.
+"""
 
 import re
 
@@ -22,11 +25,16 @@ def master_name(job: str) -> str:
     return f"{job}/master"
 
 
-def trainer_name(job: str, incarnation: int) -> str:
-    """The actor name of a job's trainer in one incarnation of the job."""
-    return f"{job}/{incarnation}/trainer"
+def trainer_name(job: str, run: str, epoch: int) -> str:
+    """The actor name of a job's trainer in one epoch."""
+    return f"{job}/{run}/trainer/{epoch}"
 
 
-def member_name(job: str, incarnation: int, role: str, rank: int) -> str:
-    """The actor name of one member of a role group in one incarnation of the job."""
-    return f"{job}/{incarnation}/{role}-{rank}"
+def member_name(job: str, run: str, role: str, rank: int, incarnation: int) -> str:
+    """The actor name of one incarnation of a member."""
+    return f"{job}/{run}/{role}-{rank}/{incarnation}"
+
+
+def standby_name(job: str, run: str, role: str, number: int) -> str:
+    """The actor name of a standby; it keeps the name when it has taken a member's place."""
+    return f"{job}/{run}/{role}-standby/{number}"

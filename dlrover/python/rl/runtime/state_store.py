@@ -1,17 +1,40 @@
-"""Where the master's journal is kept: append-only lines, in a file or in memory."""
+"""Where the master's journal is kept: append-only lines, in a file or in memory.
 
+The file, one line each::
+
+    rl-journal 1 owner=0000000002 lines=000000000041 1f0c22aa     who may append; how many lines are safe on disk; crc32
+    <line> 5d3aa810                                               each ends with the crc32 of all lines up to itself
+
+So lines that were changed, lost, repeated or exchanged are all seen, wherever in the file. The only loss that passes is
+that of the last line when the process that wrote it did not get as far as the next one: by itself, such a line cannot
+be told from one that a crash cut short, which was never acted upon.
+"""
+
+import errno
+import fcntl
 import os
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from uuid import uuid4
 
-from dlrover.python.rl.common.errors import JournalCorrupt
+from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.runtime.fence import take_lock
+from dlrover.python.rl.runtime.state_file import sync_folder
+
+_LOG = get_logger(__name__)
 
 
 class StateStore(Protocol):
     """An append-only list of lines."""
 
     def append(self, line: bytes) -> None:
-        """Add a line; when this returns, it is there for good."""
+        """Add a line; when this returns, it is there for good. When it raises, the line is not there."""
         ...
 
     def read(self) -> list[bytes]:
@@ -40,45 +63,205 @@ class MemoryStateStore:
 
 
 class FileStateStore:
-    """Lines in a file, each synced to disk before :meth:`append` returns.
+    """Lines in a file, each synced to disk before :meth:`append` returns. To be used by one thread at a time.
 
-    A last line without its newline was cut short by a crash before it counted: it is dropped. Anything else that is
-    wrong is for the reader's checksums to find.
+    Opening takes the file over: a process that had it open before can append no more. A last line that a crash cut
+    short is dropped, it never counted; a last line that is whole but for its newline is kept.
+
+    Args:
+        path: the file; it is created when it is not there.
+        must_exist: the file was there before: refuse to start a new one.
 
     Raises:
-        JournalCorrupt: the file exists and cannot be read.
+        JournalCorrupt: the file cannot be read, or is not what was written; or ``must_exist`` and it is not there.
+        TimeoutError: the process that has it open is stuck in the middle of an append.
+        OSError: it cannot be created or taken over (disk full, ...).
     """
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path, must_exist: bool = False) -> None:
+        if must_exist and not path.exists():
+            raise JournalCorrupt(f"the journal {path} is not there")
+        if not path.exists():
+            _create(path)
+        self._path, self._broken = path, False
         try:
-            content = path.read_bytes() if path.exists() else b""
+            self._file = os.open(path, os.O_RDWR)
         except OSError as error:
             raise JournalCorrupt(f"the journal {path} cannot be read: {error}") from error
-        whole = content[: content.rfind(b"\n") + 1]
-        self._lines = whole.splitlines()
-        self._file = open(path, "ab")  # noqa: SIM115 -- held open until close()
-        if len(whole) < len(content):
-            self._file.truncate(len(whole))
-        _sync_folder(path.parent)
+        try:
+            with self._locked():
+                found = _parse(path, _content(path))
+                self._owner, self._lines, self._chain, self._end = found.owner + 1, found.lines, found.chain, found.end
+                self._header = _header(self._owner, len(self._lines))
+                self._take_over(found)
+        except BaseException:
+            os.close(self._file)
+            raise
 
     def append(self, line: bytes) -> None:
-        self._file.write(line + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Add a line, which holds no newline.
+
+        Raises:
+            StaleEpoch: another process has taken the journal over.
+            JournalCorrupt: the file was changed behind our back, or an earlier line may not have reached the disk.
+            OSError: the disk is full, or failed. The file is as before.
+        """
+        if b"\n" in line:
+            raise ValueError("a line of the journal holds a newline")
+        record, chain = _record(line, self._chain)
+        with self._locked():
+            self._check_ours()
+            header = _header(self._owner, len(self._lines))
+            try:
+                _write(self._file, record, self._end)
+                _write(self._file, header, 0)
+                os.fsync(self._file)
+            except OSError as error:
+                self._undo(error)
+                raise
         self._lines.append(line)
+        self._header, self._chain, self._end = header, chain, self._end + len(record)
 
     def read(self) -> list[bytes]:
+        """All lines, oldest first, as they were appended."""
         return list(self._lines)
 
     def close(self) -> None:
-        self._file.close()
+        """Note how many lines there are, and give the file back."""
+        if self._file < 0:
+            return
+        with suppress(OSError, JournalCorrupt, StaleEpoch), self._locked():
+            self._check_ours()
+            _write(self._file, _header(self._owner, len(self._lines)), 0)
+        os.close(self._file)
+        self._file = -1
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        take_lock(self._file, self._path)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _take_over(self, found: "_Found") -> None:
+        if found.repair:
+            _write(self._file, found.repair, found.end - len(found.repair))
+        os.ftruncate(self._file, found.end)
+        os.fsync(self._file)  # the lines are safe before the header says so
+        _write(self._file, self._header, 0)
+        os.fsync(self._file)
+
+    def _check_ours(self) -> None:
+        if self._broken:
+            raise JournalCorrupt(f"the journal {self._path} may have lost a line: open it again")
+        header, status = os.pread(self._file, len(self._header), 0), os.fstat(self._file)
+        match = _HEADER.fullmatch(header)
+        if match and int(match["owner"]) > self._owner:
+            raise StaleEpoch(f"another master has taken over the journal {self._path}")
+        if header != self._header or status.st_size != self._end or status.st_nlink == 0:
+            raise JournalCorrupt(f"the journal {self._path} was changed or removed by somebody else")
+
+    def _undo(self, error: OSError) -> None:
+        """Take a half-written line back. After a failed sync that was not for want of space, nobody knows what is on
+        the disk: then the store is of no more use."""
+        self._broken = error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        try:
+            os.ftruncate(self._file, self._end)
+            _write(self._file, self._header, 0)
+            os.fsync(self._file)
+        except OSError as second:
+            self._broken = True
+            _LOG.warning("the half line at the end of %s could not be taken back: %s", self._path, second)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the file's name itself durable."""
-    handle = os.open(folder, os.O_RDONLY)
+def read_lines(path: Path) -> list[bytes]:
+    """The lines of a journal, without taking it over: to look at one that is in use.
+
+    Raises:
+        JournalCorrupt: it cannot be read, or is not what was written.
+    """
+    return _parse(path, _content(path)).lines
+
+
+# -- the format -------------------------------------------------------------------------------------------------------
+
+_HEADER = re.compile(rb"(?P<text>rl-journal 1 owner=(?P<owner>\d{10}) lines=(?P<lines>\d{12})) (?P<crc>[0-9a-f]{8})\n")
+_SEED = zlib.crc32(b"rl-journal 1")
+_CRC_SIZE = 9
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a file holds. ``end`` is where the next line goes; ``repair`` the last line as it should be."""
+
+    owner: int
+    lines: list[bytes]
+    chain: int
+    end: int
+    repair: bytes = b""
+
+
+def _header(owner: int, lines: int) -> bytes:
+    text = b"rl-journal 1 owner=%010d lines=%012d" % (owner, lines)
+    return b"%s %08x\n" % (text, zlib.crc32(text))
+
+
+def _record(line: bytes, chain: int) -> tuple[bytes, int]:
+    chain = zlib.crc32(line + b"\n", chain)
+    return b"%s %08x\n" % (line, chain), chain
+
+
+def _parse(path: Path, content: bytes) -> _Found:
+    match = _HEADER.match(content)
+    if not match or zlib.crc32(match["text"]) != int(match["crc"], 16):
+        raise JournalCorrupt(f"the journal {path} does not begin as one: {content[:60]!r}")
+    lines, chain, end = [], _SEED, match.end()
+    *records, tail = content[end:].split(b"\n")
+    for number, text in enumerate(records, 2):
+        line = text[:-_CRC_SIZE]
+        record, chain = _record(line, chain)
+        if record[:-1] != text:
+            raise JournalCorrupt(f"journal line {number} does not match its checksum ({path})")
+        lines.append(line)
+        end += len(record)
+    repair = b""
+    for text in (tail, tail[:-1]):  # cut short by the newline alone, or something else is in the newline's place
+        record, after = _record(text[:-_CRC_SIZE], chain)
+        if text and record[:-1] == text:
+            lines, chain, end, repair = [*lines, text[:-_CRC_SIZE]], after, end + len(record), record
+            break
+    if tail:
+        _LOG.warning("the last line of %s is incomplete: %s", path, "mended" if repair else "dropped, it never counted")
+    if len(lines) < int(match["lines"]):
+        raise JournalCorrupt(f"the journal {path} has {len(lines)} lines left of {int(match['lines'])}")
+    return _Found(int(match["owner"]), lines, chain, end, repair)
+
+
+def _content(path: Path) -> bytes:
     try:
-        os.fsync(handle)
+        return path.read_bytes()
+    except OSError as error:
+        raise JournalCorrupt(f"the journal {path} cannot be read: {error}") from error
+
+
+def _write(file: int, content: bytes, at: int) -> None:
+    while content:
+        count = os.pwrite(file, content, at)
+        content, at = content[count:], at + count
+
+
+def _create(path: Path) -> None:
+    """An empty journal, under its name only when its header is safe; one that somebody else makes meanwhile stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(_header(0, 0))
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(temporary, path)
     finally:
-        os.close(handle)
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)

@@ -1,0 +1,233 @@
+"""A tree of plain values as a JSON skeleton and flat buffers, and back: the same values, the same types, never pickled.
+
+A tree is made of dict and OrderedDict (keys: str, int, bool, None and tuples of these), list, tuple, str, int, float,
+bool, None, bytes, numpy arrays and scalars, and torch tensors. Numbers and texts go into the skeleton; the content of
+arrays, tensors and bytes goes into buffers, which are views of the originals where those are contiguous.
+
+What is not kept: strides (arrays come back C-contiguous), aliasing (two views of one storage come back as two), a
+tensor's device and ``requires_grad`` (tensors come back on the CPU), and attributes set on an OrderedDict.
+"""
+
+import json
+import math
+import struct
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dlrover.python.rl.common.errors import DataError, Problem
+
+MAX_DEPTH = 100
+"""Levels of nesting. A tree that contains itself has more."""
+
+_PLAIN_KINDS = "biufcSUmM"
+_JSON_INT = 2**63
+_MOST_PROBLEMS = 20
+
+
+class StateTree(NamedTuple):
+    """A tree taken apart.
+
+    Attributes:
+        skeleton: UTF-8 JSON.
+        buffers: contiguous bytes, one per array, tensor and bytes object, in the skeleton's order. They may be views
+            of the tree's own memory: change nothing there while they are in use.
+    """
+
+    skeleton: bytes
+    buffers: list[memoryview]
+
+
+def dump(tree: Any) -> StateTree:
+    """Take ``tree`` apart.
+
+    Raises:
+        DataError: it holds something else than listed above; names the place of each (``state['optimizer'][3]``).
+    """
+    dumper = _Dumper()
+    node = dumper.node(tree, "state", 0)
+    if dumper.problems:
+        raise DataError(dumper.problems)
+    text = json.dumps(node, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return StateTree(text.encode("utf-8", "surrogatepass"), dumper.buffers)
+
+
+def load(skeleton: bytes, buffers: Sequence[memoryview]) -> Any:
+    """Put a tree together again.
+
+    Arrays and tensors are views of the buffers that can be written to, and copies of the others.
+
+    Raises:
+        DataError: the skeleton is none, or does not fit the buffers.
+    """
+    try:
+        return _Loader(buffers).value(json.loads(skeleton.decode("utf-8", "surrogatepass")))
+    except (ValueError, TypeError, LookupError, AttributeError, struct.error) as error:
+        raise DataError(f"this is no saved state: {error}") from error
+
+
+# -- taking apart -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _At:
+    """The place of a node, written out only when it is needed."""
+
+    parent: "_At | str"
+    key: Any
+
+    def __str__(self) -> str:
+        return f"{self.parent}[{self.key!r}]"
+
+
+class _Dumper:
+    """Turns values into JSON nodes: scalars and lists as they are, all else as ``{tag: content}``."""
+
+    def __init__(self) -> None:
+        self.buffers: list[memoryview] = []
+        self.problems: list[Problem] = []
+        self._torch = sys.modules.get("torch")  # where torch was never imported, no value is a tensor
+        self._containers: dict[type, Callable[[Any, _At | str, int], Any]] = {
+            list: self._items,
+            tuple: lambda value, at, depth: {"tuple": self._items(value, at, depth)},
+            dict: lambda value, at, depth: {"dict": self._pairs(value, at, depth)},
+            OrderedDict: lambda value, at, depth: {"odict": self._pairs(value, at, depth)},
+        }
+
+    def node(self, value: Any, at: _At | str, depth: int) -> Any:
+        """The JSON node of ``value``, which stands at ``at``."""
+        kind = type(value)
+        if kind is str or kind is bool or value is None:
+            return value
+        if kind is int:
+            return value if -_JSON_INT <= value < _JSON_INT else {"int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"float": struct.pack("<d", value).hex()}
+        if depth >= MAX_DEPTH:
+            return self._refuse(at, f"nested more than {MAX_DEPTH} levels deep, or it contains itself")
+        if kind in self._containers:
+            return self._containers[kind](value, at, depth + 1)
+        return self._leaf(value, kind, at)
+
+    def _items(self, value: Sequence[Any], at: _At | str, depth: int) -> list[Any]:
+        return [self.node(item, _At(at, index), depth) for index, item in enumerate(value)]
+
+    def _pairs(self, value: dict[Any, Any], at: _At | str, depth: int) -> list[Any]:
+        return [[self._key(key, at, depth), self.node(item, _At(at, key), depth)] for key, item in value.items()]
+
+    def _key(self, key: Any, at: _At | str, depth: int) -> Any:
+        if _is_key(key, depth):
+            return self.node(key, at, depth)
+        return self._refuse(at, f"the key {key!r} cannot be saved; use str, int, bool, None and tuples of these")
+
+    def _leaf(self, value: Any, kind: type, at: _At | str) -> Any:
+        if kind is bytes or kind is np.bytes_:
+            return {"bytes" if kind is bytes else "np.bytes": self._buffer(memoryview(value).cast("B"))}
+        if kind is np.str_:
+            return {"np.str": str(value)}
+        if kind is np.ndarray and value.dtype.kind in _PLAIN_KINDS:
+            return {"array": [_dtype_name(value.dtype), value.shape, self._buffer(_array_bytes(value))]}
+        if isinstance(value, np.generic) and value.dtype.kind in _PLAIN_KINDS:
+            return {"scalar": [_dtype_name(value.dtype), self._buffer(_array_bytes(np.asarray(value)))]}
+        if isinstance(value, np.ndarray | np.generic):
+            return self._refuse(at, f"a {kind.__name__} of dtype {value.dtype} cannot be saved")
+        if self._torch is not None and isinstance(value, self._torch.Tensor):
+            return self._tensor(value, at)
+        return self._refuse(at, f"a {kind.__name__} cannot be saved; use {_ALLOWED}")
+
+    def _tensor(self, value: Any, at: _At | str) -> Any:
+        torch = self._torch
+        assert torch is not None
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+        if not plain or value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            return self._refuse(at, f"a {_tensor_kind(value)} cannot be saved; save dense tensors that hold data")
+        dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        content = memoryview(dense.view(torch.uint8).numpy()).cast("B") if dense.numel() else memoryview(b"")
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), self._buffer(content)]}
+
+    def _buffer(self, content: memoryview) -> int:
+        self.buffers.append(content)
+        return len(self.buffers) - 1
+
+    def _refuse(self, at: _At | str, what: str) -> None:
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.problems.append(Problem(str(at), what))
+
+
+_ALLOWED = "dict, list, tuple, str, int, float, bool, None, bytes, numpy arrays and torch tensors"
+
+
+def _is_key(key: Any, depth: int) -> bool:
+    if type(key) is tuple:
+        return depth < MAX_DEPTH and all(_is_key(item, depth + 1) for item in key)
+    return key is None or type(key) in (str, int, bool)
+
+
+def _tensor_kind(value: Any) -> str:
+    layout = str(value.layout).removeprefix("torch.")
+    device = "meta " if value.is_meta else ""
+    return f"{device}{layout} {type(value).__name__} of dtype {value.dtype}"
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    # 'long long' has the same name by size as 'long', and its scalars are of another type.
+    return dtype.str if np.dtype(dtype.str).char == dtype.char else dtype.newbyteorder("=").char
+
+
+def _array_bytes(array: npt.NDArray[Any]) -> memoryview:
+    if array.nbytes == 0:
+        return memoryview(b"")
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(np.uint8).data
+
+
+# -- putting together -------------------------------------------------------------------------------------------------
+
+
+class _Loader:
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._buffers = buffers
+        self._by_tag: dict[str, Callable[[Any], Any]] = {
+            "dict": lambda pairs: {self.value(key): self.value(item) for key, item in pairs},
+            "odict": lambda pairs: OrderedDict((self.value(key), self.value(item)) for key, item in pairs),
+            "tuple": lambda items: tuple(self.value(item) for item in items),
+            "int": lambda digits: int(digits, 16),
+            "float": lambda digits: struct.unpack("<d", bytes.fromhex(digits))[0],
+            "bytes": lambda index: bytes(self._buffers[index]),
+            "np.bytes": lambda index: np.bytes_(self._buffers[index]),
+            "np.str": np.str_,
+            "array": lambda content: self._array(*content),
+            "scalar": lambda content: self._array(content[0], (), content[1])[()],
+            "tensor": lambda content: self._tensor(*content),
+        }
+
+    def value(self, node: Any) -> Any:
+        """What the JSON node stands for."""
+        if isinstance(node, list):
+            return [self.value(item) for item in node]
+        if isinstance(node, dict):
+            ((tag, content),) = node.items()
+            return self._by_tag[tag](content)
+        return node
+
+    def _array(self, name: str, shape: Sequence[int], index: int) -> npt.NDArray[Any]:
+        dtype, content = np.dtype(name), self._buffers[index]
+        if len(content) != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{len(content)} bytes for an array {list(shape)} of {dtype}")
+        array: npt.NDArray[Any] = np.ndarray(tuple(shape), dtype, buffer=content if len(content) else None)
+        return array.copy() if content.readonly else array
+
+    def _tensor(self, name: str, shape: Sequence[int], index: int) -> Any:
+        import torch
+
+        dtype, content = getattr(torch, name), self._buffers[index]
+        if len(content) != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{len(content)} bytes for a tensor {shape} of {dtype}")
+        writable = bytearray(content) if content.readonly else content
+        flat = torch.frombuffer(writable, dtype=torch.uint8) if len(content) else torch.empty(0, dtype=torch.uint8)
+        return flat.view(dtype).reshape(shape)

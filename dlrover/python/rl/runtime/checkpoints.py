@@ -1,0 +1,342 @@
+"""Generations of state files in a folder: committed by one manifest, fenced by the trainer's epoch, the newest kept.
+
+::
+
+    root/
+      LOCK                        held (flock) by whoever changes which generations there are
+      EPOCH                       the highest epoch that has claimed the folder; lower ones are refused
+      step-00000007.e1/           a generation
+        manifest.json             ... which it is from the moment this file has its name
+        ACTOR-0.1.state
+        trainer.state
+      step-00000008.e1/           no manifest: being written, or left over from a crash
+      step-00000006.e1.bad.1/     damaged: set aside, never loaded
+      step-00000005.e1.gone/      being removed
+
+A generation is changed as a whole, by renaming its folder: who reads it meanwhile finds it or does not.
+"""
+
+import errno
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.runtime.fence import EpochFence
+from dlrover.python.rl.runtime.manifest import (
+    Manifest,
+    folder_name,
+    read_manifest,
+    step_and_epoch,
+    write_manifest,
+)
+from dlrover.python.rl.runtime.state_file import StateFile, check_file, check_size, read_state, sync_folder
+
+_LOG = get_logger(__name__)
+
+_BAD, _GONE = ".bad", ".gone"
+_KEPT_BAD = 2
+_SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SHARED_MEMORY = 1 << 28  # containers often come with 64 MB, which is no place for a model
+
+
+class CheckpointStore:
+    """The generations under one root folder. Any number of processes may use one root at once.
+
+    Args:
+        root: the folder; :meth:`claim` creates it.
+        run: generations of other runs are not this store's.
+        durable: sync what is written to disk (False for a memory-backed root).
+        keep: how many generations to keep.
+        node: id of this node, when members on other nodes write to folders of their own: their files are taken on
+            trust here.
+
+    Attributes:
+        pinned: steps that are not removed whatever their age, because somebody is copying them.
+    """
+
+    def __init__(self, root: Path, run: str, durable: bool, keep: int = 2, node: str = "") -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, not {keep}")
+        self.root, self.run, self.durable = root, run, durable
+        self.pinned: set[int] = set()
+        self._keep, self._node = keep, node
+        self._fence = EpochFence(root, durable, lambda: max((epoch for _, epoch in self._folders()), default=0))
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def claim(self, epoch: int) -> None:
+        """From now on, refuse every epoch lower than ``epoch``.
+
+        Raises:
+            StaleEpoch: a higher epoch has claimed the folder.
+        """
+        missing = [folder for folder in (self.root, *self.root.parents) if not folder.exists()]
+        self.root.mkdir(parents=True, exist_ok=True)
+        for folder in missing if self.durable else ():
+            sync_folder(folder.parent)
+        with self._fence.locked():
+            self._fence.claim(epoch)
+
+    def folder(self, step: int, epoch: int) -> Path:
+        """The folder where the members write generation ``step``; created.
+
+        Raises:
+            StaleEpoch: a higher epoch has claimed the root.
+            CheckpointMissing: the root is gone, so the job has ended.
+        """
+        self._fence.check(epoch)
+        folder = self.root / folder_name(step, epoch)
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            raise CheckpointMissing(f"{self.root} is not there") from None
+        return folder
+
+    def commit(
+        self, step: int, epoch: int, files: Mapping[str, StateFile], extra: Mapping[str, Any] | None = None
+    ) -> Manifest:
+        """Make what the members have written the newest generation, and remove what it makes superfluous.
+
+        Committing again what is committed changes nothing.
+
+        Raises:
+            StaleEpoch: a higher epoch has claimed the root.
+            CheckpointMissing, CheckpointCorrupt: a file is not there, or not as long as it should be.
+            OSError: it could not be written; then it is no generation.
+        """
+        with self._fence.locked():
+            self._fence.claim(epoch)
+            folder = self.root / folder_name(step, epoch)
+            for file in self._files_here(files):
+                check_size(folder, file)
+            known = self.manifests()
+            manifest = Manifest(step, epoch, self.run, dict(files), dict(extra or {}))
+            for old in known:
+                if replace(old, serial=0, committed_at=0.0) == manifest:
+                    return old
+            serial = 1 + max((old.serial for old in known), default=0)
+            manifest = replace(manifest, serial=serial, committed_at=time.time())
+            write_manifest(folder, manifest, self.durable)
+            if self.durable:
+                sync_folder(self.root)
+            self._prune(manifest, [old for old in known if old.folder != manifest.folder])
+        return manifest
+
+    def drop_older(self, step: int) -> None:
+        """Remove the folders of the steps before ``step``: for a node whose members write to a root of its own, where
+        no manifest is ever committed."""
+        for folder in self._folders():
+            if folder[0] < step and folder[0] not in self.pinned:
+                self._remove(self.root / folder_name(*folder))
+
+    def remove(self) -> None:
+        """Remove the root with everything in it."""
+        self._remove(self.root)  # renamed first: who still writes can put nothing new into it
+        with suppress(OSError):
+            self.root.parent.rmdir()  # only when it was the last one there
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def manifests(self) -> list[Manifest]:
+        """All generations, newest first. One whose manifest is damaged is set aside."""
+        found = []
+        for step, epoch in self._folders():
+            folder = self.root / folder_name(step, epoch)
+            try:
+                found.append(read_manifest(folder, self.run))
+            except CheckpointMissing:
+                continue
+            except CheckpointCorrupt as error:
+                self._set_aside(folder, str(error))
+        return sorted(found, key=lambda manifest: manifest.serial, reverse=True)
+
+    def newest_valid(
+        self, at_most: int | None = None, verify: Callable[[Path, StateFile], None] = check_file
+    ) -> Manifest | None:
+        """The newest generation of which every file is what it must be; None when there is none.
+
+        Generations that are found damaged on the way are set aside. Who goes back to an older one by ``at_most``
+        should :meth:`quarantine` the newer ones, or the next process takes them again.
+
+        Args:
+            at_most: take no later step.
+            verify: how a file is checked; :func:`check_size` is quicker and sees less.
+        """
+        found = self._newest_valid(at_most, verify)
+        if found is not None or not self.root.is_dir():
+            return found
+        try:
+            with self._fence.locked():  # or others commit one and remove another while this looks
+                return self._newest_valid(at_most, verify)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            return None
+
+    def _newest_valid(self, at_most: int | None, verify: Callable[[Path, StateFile], None]) -> Manifest | None:
+        for manifest in self.manifests():
+            if (at_most is None or manifest.step <= at_most) and self.valid(manifest, verify):
+                return manifest
+        return None
+
+    def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None] = check_file) -> bool:
+        """Whether every file is what it must be; if not, the generation is set aside."""
+        folder = self.root / manifest.folder
+        try:
+            for file in self._files_here(manifest.files):
+                verify(folder, file)
+        except (CheckpointCorrupt, CheckpointMissing) as error:
+            self._set_aside(folder, str(error))  # does nothing where it has just been removed as superfluous
+            return False
+        return True
+
+    def read(self, manifest: Manifest, name: str) -> Any:
+        """The tree in file ``name`` of a generation.
+
+        Raises:
+            CheckpointMissing: the generation has no such file.
+            CheckpointCorrupt: it is not what was committed. :meth:`quarantine` the step, and take the next older one.
+        """
+        file = manifest.files.get(name)
+        if file is None:
+            raise CheckpointMissing(f"generation {manifest.folder} has no '{name}'")
+        return read_state(self.root / manifest.folder / file.name, file)
+
+    def quarantine(self, step: int, why: str) -> None:
+        """Set every generation of ``step`` aside: it is never loaded again, and kept to be looked at."""
+        for found in self._folders():
+            if found[0] == step:
+                self._set_aside(self.root / folder_name(*found), why)
+
+    # -- folders ------------------------------------------------------------------------------------------------------
+
+    def _folders(self) -> list[tuple[int, int]]:
+        try:
+            names = os.listdir(self.root)
+        except FileNotFoundError:
+            return []
+        return [found for found in map(step_and_epoch, names) if found]
+
+    def _files_here(self, files: Mapping[str, StateFile]) -> list[StateFile]:
+        return [file for file in files.values() if file.node in ("", self._node)]
+
+    def _prune(self, newest: Manifest, known: list[Manifest]) -> None:
+        """Leave the newest generations, pinned ones, and folders that may still become one."""
+        kept = {newest.folder}
+        for manifest in known:
+            if len(kept) < self._keep and self.valid(manifest, check_size):
+                kept.add(manifest.folder)
+        committed = {manifest.folder for manifest in known}
+        for step, epoch in self._folders():
+            name = folder_name(step, epoch)
+            old = name in committed or (step <= newest.step and epoch <= newest.epoch)
+            if old and name not in kept and step not in self.pinned:
+                self._remove(self.root / name)
+        self._sweep(self.root / newest.folder)
+
+    def _sweep(self, newest: Path) -> None:
+        """Remove what crashed processes have left: half-written files, half-removed folders, too many damaged ones."""
+        for left in (*self.root.glob(".*.tmp"), *newest.glob(".*.tmp")):
+            with suppress(OSError):
+                left.unlink()
+        for folder in self.root.glob(f"*{_GONE}"):
+            shutil.rmtree(folder, ignore_errors=True)
+        for folder in sorted(self.root.glob(f"*{_BAD}*"), key=_changed_at)[:-_KEPT_BAD]:
+            _LOG.warning("removing %s: %d damaged ones that are newer are kept", folder, _KEPT_BAD)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _set_aside(self, folder: Path, why: str) -> None:
+        names = (f"{folder.name}{_BAD}.{number}" for number in count(1))
+        target = next(path for path in map(self.root.joinpath, names) if not path.exists())
+        try:
+            folder.rename(target)
+        except FileNotFoundError:
+            return  # removed, or set aside by another process
+        except OSError as error:
+            _LOG.warning("%s is not used (%s), and cannot be set aside: %s", folder, why, error)
+            return
+        _LOG.warning("%s is not used: %s; it is now %s", folder, why, target.name)
+
+    def _remove(self, folder: Path) -> None:
+        gone = folder.with_name(folder.name + _GONE)
+        try:
+            folder.rename(gone)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            _LOG.warning("%s cannot be removed: %s", folder, error)
+            return
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_ctime
+    except OSError:
+        return 0.0
+
+
+def memory_root(job: str, run: str) -> Path:
+    """The folder of a run's memory-backed generations on this node, created, for this user only.
+
+    It is in the temporary folder where shared memory is missing or too small to hold a model.
+    """
+    shared = _memory_folder()
+    root = shared / f"{job}-{run}"
+    for _ in range(100):
+        with suppress(FileExistsError):
+            shared.mkdir()
+            shared.chmod(0o1777)  # other users have their own jobs in it
+        with suppress(FileNotFoundError):  # the last job that was in it has just removed it
+            root.mkdir(mode=0o700, exist_ok=True)
+            break
+    if root.is_symlink() or root.stat().st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "belongs to another user", str(root))
+    return root
+
+
+def forget_memory(job: str, run: str | None = None) -> None:
+    """Remove what a run of a job, or all of its runs, have left in this node's memory."""
+    shared = _memory_folder()
+    for root in shared.glob(f"{job}-*") if shared.is_dir() else ():
+        of_job, _, of_run = root.name.rpartition("-")
+        if of_job == job and run in (None, of_run):
+            shutil.rmtree(root, ignore_errors=True)
+    with suppress(OSError):
+        shared.rmdir()  # only when it was the last one there
+
+
+def _memory_folder() -> Path:
+    memory = _SHARED_MEMORY if _is_usable(_SHARED_MEMORY) else Path(tempfile.gettempdir())
+    return memory / "dlrover-rl"
+
+
+def _is_usable(folder: Path) -> bool:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    disk = os.statvfs(folder)
+    return disk.f_blocks * disk.f_frsize >= _LEAST_SHARED_MEMORY
+
+
+def newest_of_any_run(checkpoints_dir: Path) -> tuple[str, Manifest] | None:
+    """The valid generation that was committed last in any run's folder under ``checkpoints_dir``, and its run."""
+    folders = (
+        [folder for folder in checkpoints_dir.iterdir() if folder.is_dir() and folder.suffix != _GONE]
+        if checkpoints_dir.is_dir()
+        else []
+    )
+    stores = [CheckpointStore(folder, folder.name, durable=True) for folder in folders]
+    found = [(store, manifest) for store in stores for manifest in store.manifests()]
+    for store, manifest in sorted(found, key=lambda item: (item[1].committed_at, item[1].step), reverse=True):
+        if store.valid(manifest):
+            return store.run, manifest
+    return None

@@ -1,0 +1,286 @@
+"""One saved state in one file, with a checksum over every byte of it.
+
+The file, all numbers little-endian::
+
+    magic 8 | version u32 | 0 u32 | total length u64 | length of table u64 | length of skeleton u64
+    table     JSON: {"header": the writer's, "sizes": bytes in each buffer}
+    skeleton  JSON, see data/state_tree.py
+    buffers   each at a multiple of 64
+    crc32     u32, of all bytes before it
+
+A file appears under its name only when it is whole: it is written under another name and renamed. The checksum of
+:class:`StateFile` is the one at the file's end, so that the file can be checked with and without the manifest.
+"""
+
+import errno
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+from uuid import uuid4
+
+import numpy as np
+
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, DataError
+from dlrover.python.rl.data.state_tree import dump, load
+
+VERSION = 1
+"""Version of the file format."""
+
+_MAGIC = b"DLRLstat"
+_PREFIX = struct.Struct("<8sIIQQQ")
+_CRC = struct.Struct("<I")
+_ALIGN = 64
+_CHUNK = 1 << 20  # small enough that the bytes are still in the processor's cache when they are written
+_RESIDUE = 0x2144DF1C  # crc32 of anything that ends with its own crc32
+
+Header = Mapping[str, str | int]
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """What a state file must be to be trusted.
+
+    Attributes:
+        name: its name inside its folder.
+        nbytes: its length.
+        checksum: crc32 of all of it but the last four bytes, which hold the same number.
+        node: id of the node that has it, ``""`` for a folder that every node sees.
+    """
+
+    name: str
+    nbytes: int
+    checksum: int
+    node: str = ""
+
+
+def write_state(path: Path, header: Header, tree: Any, durable: bool) -> StateFile:
+    """Write ``tree`` to ``path``, whole or not at all. Nothing may change in ``tree`` meanwhile.
+
+    Args:
+        path: where; its folder exists. A file that is there is replaced.
+        header: says whose state this is (role, rank, step, ...), to tell files apart that were mixed up.
+        tree: see data/state_tree.py.
+        durable: sync file and folder to disk before returning.
+
+    Raises:
+        DataError: ``tree`` cannot be saved.
+        OSError: the disk is full, read-only, ...; what stood at ``path`` still does.
+    """
+    state = dump(tree)
+    parts, total = _layout(header, state.skeleton, state.buffers)
+    _check_space(path.parent, total)
+    checksum = 0
+    with new_file(path, durable) as file:
+        for chunk in _chunks(parts):
+            checksum = zlib.crc32(chunk, checksum)
+            file.write(chunk)
+        file.write(_CRC.pack(checksum))
+    return StateFile(path.name, total, checksum)
+
+
+def read_state(path: Path, expected: StateFile | None = None, header: Header | None = None) -> Any:
+    """The tree in the file at ``path``, decoded only after every byte has been checked.
+
+    Arrays and tensors are views of the one buffer the file was read into; they can be written to.
+
+    Args:
+        path: the file.
+        expected: what the manifest says of it.
+        header: items that the file's header must have.
+
+    Raises:
+        CheckpointMissing: there is no such file.
+        CheckpointCorrupt: it is not what was written, or belongs to something else.
+        OSError: it cannot be read.
+    """
+    with _opened(path) as file:
+        content = _read(file, expected)
+    _check(path, len(content), zlib.crc32(content), _ending(content), expected)
+    return _decode(path, content, header or {})
+
+
+def check_file(folder: Path, expected: StateFile) -> None:
+    """Read ``expected`` in ``folder`` from end to end and compare length and checksum.
+
+    Raises:
+        CheckpointMissing, CheckpointCorrupt, OSError: as :func:`read_state`.
+    """
+    _pass_through(folder, expected, lambda chunk: None)
+
+
+def check_size(folder: Path, expected: StateFile) -> None:
+    """Compare the length of ``expected`` in ``folder``, nothing more.
+
+    Raises:
+        CheckpointMissing, CheckpointCorrupt: it is not there, or of another length.
+    """
+    try:
+        nbytes = (folder / expected.name).stat().st_size
+    except FileNotFoundError:
+        raise CheckpointMissing(f"{folder / expected.name} is not there") from None
+    if nbytes != expected.nbytes:
+        raise CheckpointCorrupt(str(folder / expected.name), f"{nbytes} bytes instead of {expected.nbytes}")
+
+
+def copy_file(source: Path, target: Path, file: StateFile, durable: bool) -> StateFile:
+    """Copy ``file`` from one folder to another, checking what is copied; returns it as it stands in ``target``.
+
+    Raises:
+        CheckpointMissing, CheckpointCorrupt: the source is not what it must be; the target stays as it was.
+        OSError: as :func:`write_state`.
+    """
+    _check_space(target, file.nbytes)
+    with new_file(target / file.name, durable) as copy:
+        _pass_through(source, file, copy.write)
+    return StateFile(file.name, file.nbytes, file.checksum)
+
+
+@contextmanager
+def new_file(path: Path, durable: bool) -> Iterator[BinaryIO]:
+    """A file to write that gets its name when the block ends well, and leaves nothing when it does not."""
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    try:
+        with open(temporary, "xb", buffering=1 << 16) as file:
+            yield file
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def _layout(header: Header, skeleton: bytes, buffers: list[memoryview]) -> tuple[list[memoryview], int]:
+    """The file's parts but for the checksum, and its whole length."""
+    sizes = [len(buffer) for buffer in buffers]
+    table = json.dumps({"header": dict(header), "sizes": sizes}).encode()
+    at = _PREFIX.size + len(table) + len(skeleton)
+    body: list[memoryview] = []
+    for buffer in buffers:
+        body += [memoryview(bytes(-at % _ALIGN)), buffer]
+        at += -at % _ALIGN + len(buffer)
+    total = at + _CRC.size
+    prefix = _PREFIX.pack(_MAGIC, VERSION, 0, total, len(table), len(skeleton))
+    return [memoryview(prefix), memoryview(table), memoryview(skeleton), *body], total
+
+
+def _chunks(parts: Iterable[memoryview]) -> Iterator[memoryview]:
+    for part in parts:
+        yield from (part[start : start + _CHUNK] for start in range(0, len(part), _CHUNK))
+
+
+def _check_space(folder: Path, nbytes: int) -> None:
+    """Raise before a byte is written where the disk is too full for all of them."""
+    disk = os.statvfs(folder)
+    if disk.f_bavail * disk.f_frsize < nbytes:
+        raise OSError(errno.ENOSPC, f"{nbytes} bytes do not fit", str(folder))
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        file = open(path, "rb", buffering=0)  # noqa: SIM115 -- only the opening may say that the file is missing
+    except FileNotFoundError:
+        raise CheckpointMissing(f"{path} is not there") from None
+    with file:
+        yield file
+
+
+def _read(file: Any, expected: StateFile | None) -> memoryview:
+    """The whole file, in memory of its own, aligned as the buffers in it. A length that is not ``expected`` is not
+    read: a damaged one may be too large for the memory."""
+    nbytes = os.fstat(file.fileno()).st_size
+    if expected is not None and nbytes != expected.nbytes:
+        raise CheckpointCorrupt(file.name, f"{nbytes} bytes instead of {expected.nbytes}")
+    room = np.empty(nbytes + _ALIGN, np.uint8)
+    start = -room.ctypes.data % _ALIGN
+    content = room[start : start + nbytes].data
+    filled = 0
+    while filled < nbytes and (count := file.readinto(content[filled:])):
+        filled += count
+    return content[:filled]
+
+
+def _pass_through(folder: Path, expected: StateFile, take: Callable[[memoryview], Any]) -> None:
+    """Hand a file on in chunks; raises at its end when they were not what they must be."""
+    path = folder / expected.name
+    room = memoryview(bytearray(_CHUNK))
+    nbytes, checksum, ending = 0, 0, b""
+    with _opened(path) as file:
+        while nbytes <= expected.nbytes and (count := file.readinto(room)):  # type: ignore[attr-defined]
+            chunk = room[:count]
+            nbytes, checksum = nbytes + count, zlib.crc32(chunk, checksum)
+            ending = (ending + bytes(chunk[-_CRC.size :]))[-_CRC.size :]
+            take(chunk)
+    _check(path, nbytes, checksum, ending, expected)
+
+
+def _ending(content: memoryview) -> bytes:
+    return bytes(content[-_CRC.size :])
+
+
+def _check(path: Path, nbytes: int, checksum: int, ending: bytes, expected: StateFile | None) -> None:
+    if expected is not None and nbytes != expected.nbytes:
+        raise CheckpointCorrupt(str(path), f"{nbytes} bytes instead of {expected.nbytes}")
+    if checksum != _RESIDUE or nbytes < _PREFIX.size + _CRC.size:
+        raise CheckpointCorrupt(str(path), "the content does not match the checksum at its end")
+    if expected is not None and _CRC.unpack(ending) != (expected.checksum,):
+        raise CheckpointCorrupt(str(path), "this is another file than the manifest names")
+
+
+class _Opened(NamedTuple):
+    header: dict[str, str | int]
+    skeleton: bytes
+    buffers: list[memoryview]
+
+
+def _decode(path: Path, content: memoryview, header: Header) -> Any:
+    magic, version, _, total, *lengths = _PREFIX.unpack_from(content)
+    if magic != _MAGIC or version != VERSION or total != len(content):
+        raise CheckpointCorrupt(str(path), f"not a state file of format {VERSION} ({magic!r}, format {version})")
+    try:
+        found = _cut(content, *lengths)
+        wrong = {name: found.header.get(name) for name, value in header.items() if found.header.get(name) != value}
+        if wrong:
+            raise CheckpointCorrupt(str(path), f"it belongs to {wrong}, not to {dict(header)}")
+        return load(found.skeleton, found.buffers)
+    except (ValueError, KeyError, DataError) as error:
+        raise CheckpointCorrupt(str(path), f"it holds no state: {error}") from error
+
+
+def _cut(content: memoryview, table_size: int, skeleton_size: int) -> _Opened:
+    at = _PREFIX.size + table_size
+    table = json.loads(bytes(content[_PREFIX.size : at]))
+    skeleton = bytes(content[at : at + skeleton_size])
+    at += skeleton_size
+    buffers = []
+    for size in table["sizes"]:
+        at += -at % _ALIGN
+        buffers.append(content[at : at + size])
+        at += size
+    return _Opened(table["header"], skeleton, buffers)

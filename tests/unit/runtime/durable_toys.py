@@ -1,0 +1,274 @@
+"""A small training job in one process that faults can be put into, call by call."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.data.cursor import PromptCursor
+from dlrover.python.rl.runtime.durability import StoreCheckpoints
+from dlrover.python.rl.runtime.host import MemberHost
+from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort
+from dlrover.python.rl.runtime.local.recovery import LocalRecovery
+from dlrover.python.rl.runtime.member_state import Roots
+from dlrover.python.rl.trainer.recovery import RestartInfo
+from dlrover.python.rl.trainer.runner import run_trainer
+from dlrover.python.rl.trainer.shard import Replicate, Shard
+from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
+from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext, trainer_invocation
+
+PROMPTS = 8
+
+
+class Policy(BaseWorkload):
+    """Stateful; its ranks would meet in collectives."""
+
+    needs_own_process = True
+
+    def init_model(self, seed):
+        self.weights = np.random.RandomState(seed + self.rank).standard_normal(4)
+        self.momentum = np.zeros(4)
+        self.noise = np.random.RandomState(99 + self.rank)
+        self.updates = 0
+
+    @trainer_invocation(blocking=False, target="RANK0")
+    def publish(self):
+        return {"weights": self.weights, "version": self.updates}
+
+    def update(self, rollouts, rewards):
+        gradient = (rollouts["x"] * rewards["reward"][:, None]).mean(axis=0) + 0.01 * self.noise.standard_normal(4)
+        self.momentum = 0.9 * self.momentum + gradient
+        self.weights += 0.1 * self.momentum  # in place: what was published before must not change with it
+        self.updates += 1
+        return float(np.abs(self.weights).sum())
+
+    def state_dict(self):
+        return {
+            "weights": self.weights,
+            "momentum": self.momentum,
+            "noise": self.noise.get_state(legacy=False),
+            "updates": self.updates,
+        }
+
+    def load_state_dict(self, state):
+        self.weights, self.momentum, self.updates = state["weights"], state["momentum"], state["updates"]
+        self.noise.set_state(state["noise"])
+
+
+class Sampler(BaseWorkload):
+    """Stateless, but it serves nothing before it has weights."""
+
+    def init_model(self):
+        self.weights = None
+
+    def receive(self, published):
+        self.weights = published["weights"].copy()
+        return published["version"]
+
+    @trainer_invocation(blocking=False)
+    def generate(self, prompts, seed):
+        rows = [np.random.RandomState(hash((*seed, int(p))) % 2**31).standard_normal(4) * self.weights for p in prompts]
+        return Batch({"x": np.array(rows), "prompt": np.array(prompts)})
+
+
+class Judge(BaseWorkload):
+    """Stateless."""
+
+    def init_judge(self, scale):
+        self.scale = scale
+
+    def score(self, rollouts):
+        return Batch({"reward": np.tanh(rollouts["x"].sum(axis=1)) * self.scale})
+
+
+CLASSES = {"ACTOR": Policy, "ROLLOUT": Sampler, "REWARD": Judge}
+
+
+class Training(BaseTrainer):
+    """Samples, judges, updates."""
+
+    def init(self):
+        self.state["cursor"] = PromptCursor(PROMPTS * 3, PROMPTS, seed=5)
+        self.state["mean"] = 0.0
+        self.RG_ACTOR.init_model(7)
+        self.RG_ROLLOUT.init_model()
+        self.RG_REWARD.init_judge.options(blocking=False)(0.5)
+
+    def fit(self):
+        for step in self.steps(self.config["steps"]):
+            self.body(step)
+        self.config["end"].append((self.RG_ACTOR.publish().result()[0], self.state["mean"]))
+
+    def body(self, step):
+        (weights,) = self.RG_ACTOR.publish()
+        self.RG_ROLLOUT.receive(Replicate(weights))
+        rollouts = self.RG_ROLLOUT.generate(self.state["cursor"].next(), Replicate((3, step)))
+        scored = Batch.concat(self.RG_REWARD.score(Shard(rollouts)))
+        size = self.RG_ACTOR.update(Shard(rollouts), Shard(scored))
+        self.state["mean"] = 0.9 * self.state["mean"] + float(scored["reward"].mean())
+        self.log(step, size=sum(size), mean=self.state["mean"])
+
+
+class Pipelined(Training):
+    """The same training, that waits for as little as it can."""
+
+    def body(self, step):
+        (weights,) = self.RG_ACTOR.publish()
+        self.RG_ROLLOUT.receive.options(blocking=False)(Replicate(weights))
+        rollouts = self.RG_ROLLOUT.generate(self.state["cursor"].next(), Replicate((3, step)))
+        judged = self.RG_REWARD.score.options(blocking=False)(Shard(rollouts))
+        size = self.RG_ACTOR.update.options(blocking=False)(Shard(rollouts), Shard(judged))
+        self.RG_ACTOR.publish()  # nobody waits for this one
+        scored = Batch.concat(judged.result())
+        self.state["mean"] = 0.9 * self.state["mean"] + float(scored["reward"].mean())
+        self.log(step, size=sum(size.result()), mean=self.state["mean"])
+
+
+class TrainerKilled(BaseException):
+    """The trainer's process is gone."""
+
+
+class Flaky(EngineError):
+    """An error that says that trying again may help."""
+
+    retryable = True
+
+
+@dataclass
+class FaultyPort(LocalPort):
+    """Counts what is submitted, and lets something happen before or after one of the calls.
+
+    Attributes:
+        faults: number of the call, and "before" or "after" it, to what happens then.
+        calls: what was submitted.
+    """
+
+    faults: dict = field(default_factory=dict)
+    calls: list = field(default_factory=list)
+
+    def submit(self, role, rank, call):
+        number = len(self.calls)
+        self.calls.append((str(role), rank, call.method))
+        self.faults.pop((number, "before"), lambda stage: None)(self)
+        ref = super().submit(role, rank, call)
+        self.faults.pop((number, "after"), lambda stage: None)(self)
+        return ref
+
+
+def kill(role, rank):
+    """A fault: a member dies."""
+    return lambda port: port.kill(role, rank)
+
+
+def kill_trainer(port):
+    """A fault: the trainer's process dies."""
+    raise TrainerKilled
+
+
+def both(*faults):
+    """Several faults at once; the trainer's comes last."""
+
+    def strike(port):
+        for fault in faults:
+            fault(port)
+
+    return strike
+
+
+class Stage:
+    """A job that is run to its end through whatever faults."""
+
+    def __init__(self, path, trainer=Training, steps=3, every=2, port=FaultyPort, classes=CLASSES):
+        self.path, self.trainer_class, self.classes = path, trainer, classes
+        self.sizes = dict.fromkeys(classes, 2)
+        self.config = {"steps": steps, "end": []}
+        self.every, self.epoch, self.logs, self.attempts = every, 0, {}, []
+        self.progress = []
+        self.on_opened = lambda: None
+        members = {RLRoleType(role): [] for role in self.sizes}
+        self.port = port(members)
+        for role, size in self.sizes.items():
+            members[role] += [self.member(role, rank, 1) for rank in range(size)]
+
+    def member(self, role, rank, incarnation, why=""):
+        context = MemberContext(
+            f"{role}-{rank}", RLRoleType(role), rank, self.sizes[role], restart=RestartInfo(incarnation - 1, why)
+        )
+        host = MemberHost(incarnation)
+        host.start(self.classes[role], context, None, self.config)
+        return LocalMember(host, {}, incarnation, self.classes[role].needs_own_process)
+
+    def roots(self):
+        return Roots("job", "run1", self.epoch, self.path / "durable", self.path / "memory")
+
+    def link(self, fresh=True):
+        self.epoch += 1
+        return TrainerLink(
+            self.port,
+            lambda report: self.logs.update({report.step: dict(report.metrics)}),
+            "job",
+            self.path,
+            recovery=LocalRecovery(
+                self.port,
+                self.member,
+                epoch=self.epoch,
+                fresh=fresh,
+                restart_info=RestartInfo(self.epoch - 1, "killed" if self.epoch > 1 else ""),
+                on_opened=lambda: self.on_opened(),
+                on_progress=self.progress.append,
+            ),
+            checkpoints=StoreCheckpoints(self.roots(), self.every),
+        )
+
+    def make(self):
+        handles = {
+            role: [LocalHandle(self.port, role, rank) for rank in range(len(members))]
+            for role, members in self.port.members.items()
+        }
+        trainer = self.trainer_class(handles, self.classes, self.config)
+        self.attempts.append(trainer)
+        return trainer
+
+    def run(self, faults=None, deaths=10):
+        """Run it; a trainer that was killed is started again."""
+        self.port.faults = dict(faults or {})
+        for _ in range(deaths):
+            try:
+                run_trainer(self.make, self.link(fresh=self.epoch == 0))
+            except TrainerKilled:
+                continue
+            return self.outcome()
+        raise AssertionError("the trainer never came to its end")
+
+    def outcome(self):
+        """Everything that must not depend on faults."""
+        return plain({"end": self.config["end"][-1], "logs": self.logs, "members": self.states()})
+
+    def states(self):
+        return {
+            f"{role}-{rank}": member.workload.state_dict()
+            for role, members in self.port.members.items()
+            for rank, member in enumerate(members)
+            if member.alive
+        }
+
+    def executed(self):
+        """How often each method really ran, in the members that are there now."""
+        return {
+            (str(role), rank): dict(member.host.executed)
+            for role, members in self.port.members.items()
+            for rank, member in enumerate(members)
+        }
+
+
+def plain(value):
+    """A comparable form, exact to the bit."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    return value.hex() if isinstance(value, float) else value

@@ -1,0 +1,217 @@
+"""The gate in front of a workload: what is refused, what is repeated, what is kept and for how long."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from dlrover.python.rl.common.clock import ManualClock
+from dlrover.python.rl.common.errors import (
+    CallSkipped,
+    CheckpointCorrupt,
+    CheckpointMissing,
+    InvocationError,
+    ReplayDiverged,
+    StaleCall,
+)
+from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.runtime.host import CallHeader, Doing, MemberHost
+from dlrover.python.rl.runtime.member_state import CommitRequest, PersistRequest, RestoreRequest, Roots
+from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RAW_CALL, RESTORE, WHERE, Standing
+from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
+
+
+class Work(BaseWorkload):
+    def __init__(self, master_handle, config):
+        super().__init__(master_handle, config)
+        self.total = np.zeros(3)
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def add(self, number):
+        self.total += number
+        return self.total
+
+    async def later(self, number):
+        return number
+
+    def refuse(self):
+        raise LookupError("the user's own words")
+
+    def generator(self):
+        return (item for item in "unpicklable")
+
+    def wait(self):
+        self.entered.set()
+        assert self.go_on.wait(30)
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+
+
+@pytest.fixture
+def host():
+    made = MemberHost(incarnation=3, clock=ManualClock())
+    made.start(Work, MemberContext(role=RLRoleType.ACTOR, rank=1), None, {})
+    yield made
+    made.close()
+
+
+def call(host, step, n, method="add", *args, **terms):
+    header = CallHeader((step, n), method, keep=True, **terms)
+    return host.invoke(header, lambda: (args, {}))
+
+
+def ask(host, verb, *args, **terms):
+    return host.invoke(CallHeader(RAW_CALL, verb, **terms), lambda: (args, {}))
+
+
+def test_a_repeated_id_has_the_same_answer_and_is_not_carried_out(host):
+    first = call(host, 1, 0, "add", 2)
+    call(host, 1, 1, "add", 5)
+    again = host.invoke(CallHeader((1, 0), "add", keep=True), lambda: pytest.fail("the arguments are not needed"))
+    assert again.tolist() == [2.0] * 3  # as it was given, not what has become of the array since
+    assert first.tolist() == [7.0] * 3
+    assert host.executed == {"add": 2}
+
+
+def test_results_are_kept_until_their_step_is_committed_and_those_of_init_for_ever(host):
+    call(host, 0, 0, "add", 1)
+    call(host, 1, 0, "add", 1)
+    call(host, 2, 0, "add", 1, committed=1)
+    assert call(host, 0, 0, "add", 1).tolist() == [1.0] * 3
+    assert call(host, 2, 0, "add", 1).tolist() == [3.0] * 3
+    with pytest.raises(ReplayDiverged, match=r"call \(1, 0\) comes after call \(2, 0\) has run"):
+        call(host, 1, 0, "add", 1)
+    assert host.executed == {"add": 3}
+
+
+def test_what_is_refused(host):
+    call(host, 1, 0, "add", 1, epoch=2)
+    with pytest.raises(StaleCall, match=r"ACTOR\[1\].add: the trainer of epoch 1 has been replaced"):
+        call(host, 1, 1, "add", 1, epoch=1)
+    with pytest.raises(StaleCall, match="meant for incarnation 2, this is 3"):
+        call(host, 1, 1, "add", 1, incarnation=2)
+    with pytest.raises(ReplayDiverged, match=r"call \(1, 0\) was add before"):
+        call(host, 1, 0, "later", 1)
+    with pytest.raises(CallSkipped, match=r"call \(1, 3\) has not run"):
+        call(host, 1, 4, "add", 1, after=(1, 3))
+    assert host.executed == {"add": 1}
+
+
+def test_arguments_that_cannot_be_had_leave_the_call_undone(host):
+    def gone():
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError):
+        host.invoke(CallHeader((1, 0), "add", keep=True), gone)
+    assert call(host, 1, 0, "add", 4).tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("method", "said"), [("refuse", "LookupError: the user's own words"), ("generator", "cannot pickle")]
+)
+def test_errors_carry_who_and_what_and_are_kept(host, method, said):
+    for _ in range(2):
+        with pytest.raises(InvocationError, match=said) as caught:
+            call(host, 1, 0, method)
+        assert (caught.value.role, caught.value.rank, caught.value.method) == ("ACTOR", 1, method)
+        assert "Traceback" in caught.value.remote_traceback
+    assert host.executed == {method: 1}
+
+
+def test_coroutines_are_run_to_their_end_and_raw_calls_raise_as_they_are(host):
+    assert call(host, 1, 0, "later", 3) == 3
+    with pytest.raises(LookupError):
+        host.run("refuse", (), {})
+
+
+def test_what_it_is_doing_can_be_asked_meanwhile(host):
+    assert host.doing() is None
+    thread = threading.Thread(target=lambda: call(host, 4, 2, "wait"))
+    thread.start()
+    assert host.workload.entered.wait(30)
+    host._clock.advance(7.0)
+    assert host.doing() == Doing("wait", (4, 2), 7.0)
+    host.workload.go_on.set()
+    thread.join(30)
+    assert host.doing() is None
+
+
+class TestState:
+    @pytest.fixture
+    def roots(self, tmp_path):
+        (tmp_path / "memory").mkdir()
+        (tmp_path / "durable").mkdir()
+        return Roots("job", "run1", 1, tmp_path / "durable", tmp_path / "memory")
+
+    def restore(self, host, roots, step, file):
+        source = (f"step-{step:08d}.e1", {"ACTOR-1": file})
+        return ask(host, RESTORE, RestoreRequest(step, (source,), roots))
+
+    def test_committed_and_restored_in_another_process(self, host, roots):
+        call(host, 1, 0, "add", 2)
+        answer = ask(host, COMMIT, CommitRequest(1, roots))
+        call(host, 2, 0, "add", 2)
+        other = MemberHost(4)
+        other.start(Work, MemberContext(role=RLRoleType.ACTOR, rank=1), None, {})
+        assert ask(other, WHERE) == Standing(0, 0, 0)
+        self.restore(other, roots, 1, answer.file)
+        assert other.workload.total.tolist() == [2.0] * 3
+        assert ask(other, WHERE) == Standing(1, 1, 1)
+        other.close()
+
+    def test_where_it_stands_says_which_commits_it_agrees_with(self, host, roots):
+        call(host, 0, 0, "add", 1)
+        call(host, 1, 0, "add", 1)
+        assert ask(host, WHERE) == Standing(0, 0, 1)
+        ask(host, COMMIT, CommitRequest(1, roots))
+        assert ask(host, WHERE) == Standing(0, 1, 1)  # who never heard that 1 is committed may begin at 0 or 1
+        call(host, 2, 0, "add", 1, committed=1)
+        assert ask(host, WHERE) == Standing(1, 1, 2)
+        host.run("add", (1,), {})
+        assert not ask(host, WHERE).agrees_with(1)
+        ask(host, COMMIT, CommitRequest(2, roots))
+        assert ask(host, WHERE) == Standing(2, 2, 2)
+        ask(host, FORGET)
+        assert ask(host, WHERE) == Standing(None, None, 0)
+
+    def test_what_it_kept_of_steps_goes_with_the_state_that_it_gives_up(self, host, roots):
+        call(host, 0, 0, "add", 1)
+        answer = ask(host, COMMIT, CommitRequest(1, roots))
+        call(host, 2, 0, "add", 5)
+        self.restore(host, roots, 1, answer.file)
+        assert call(host, 0, 0, "add", 1).tolist() == [1.0] * 3  # init's answer stays
+        assert call(host, 2, 0, "add", 5).tolist() == [6.0] * 3
+        assert host.executed == {"add": 3}
+
+    def test_a_damaged_or_missing_file_is_not_loaded(self, host, roots):
+        answer = ask(host, COMMIT, CommitRequest(1, roots))
+        path = roots.memory / "step-00000001.e1" / answer.file.name
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+        with pytest.raises(InvocationError) as caught:
+            self.restore(host, roots, 1, answer.file)
+        assert isinstance(caught.value.original, CheckpointCorrupt)
+        path.unlink()
+        with pytest.raises(InvocationError) as caught:
+            self.restore(host, roots, 1, answer.file)
+        assert isinstance(caught.value.original, CheckpointMissing)
+        with pytest.raises(InvocationError, match="step 1 has no ACTOR-1"):
+            ask(host, RESTORE, RestoreRequest(1, (), roots))
+
+    def test_a_copy_is_made_in_the_background_or_when_it_is_asked_for(self, host, roots):
+        answer = ask(host, COMMIT, CommitRequest(2, roots, persist=True))
+        request = PersistRequest(2, "step-00000002.e1", {"ACTOR-1": answer.file}, roots)
+        copied = ask(host, PERSIST, request)
+        durable = roots.durable / "step-00000002.e1" / copied.name
+        assert durable.read_bytes() == (roots.memory / "step-00000002.e1" / copied.name).read_bytes()
+        later = ask(host, COMMIT, CommitRequest(3, roots, copying=2))
+        assert (later.copied, later.running) == (copied, False)
+        durable.unlink()
+        other = MemberHost(4)
+        other.start(Work, MemberContext(role=RLRoleType.ACTOR, rank=1), None, {})
+        assert ask(other, PERSIST, request) == copied
+        assert durable.exists()
+        other.close()

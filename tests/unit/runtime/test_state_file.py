@@ -1,0 +1,206 @@
+"""One state file: whole or not there, and never decoded before every byte has been checked."""
+
+import os
+import struct
+import zlib
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from disks import largest_file, system_calls
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, DataError
+from dlrover.python.rl.runtime.state_file import check_file, check_size, copy_file, read_state, write_state
+
+HEADER = {"role": "ACTOR", "rank": 0, "step": 3}
+TREE = {"w": np.arange(5e3), "t": torch.ones(7, dtype=torch.bfloat16), 3: ("x", b"bytes", None), "e": np.ones((0, 2))}
+
+
+def same(found, tree=TREE):
+    return (
+        list(found) == list(tree)
+        and np.array_equal(found["w"], tree["w"])
+        and torch.equal(found["t"], tree["t"])
+        and found[3] == tree[3]
+        and found["e"].shape == (0, 2)
+    )
+
+
+@pytest.fixture(params=[False, True], ids=["memory", "durable"])
+def durable(request):
+    return request.param
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ACTOR-0.1.state"
+
+
+def test_a_state_comes_back_and_can_be_written_to(path, durable):
+    file = write_state(path, HEADER, TREE, durable)
+    assert (file.name, file.nbytes) == (path.name, path.stat().st_size)
+    for found in (read_state(path), read_state(path, file, HEADER), read_state(path, None, {"step": 3})):
+        assert same(found)
+        found["w"][0] = found["t"][0] = 1
+    check_file(path.parent, file)
+    assert os.listdir(path.parent) == [path.name]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(hnp.arrays(np.uint8, st.integers(0, 300)), max_size=8))
+def test_arrays_of_every_size_stand_at_multiples_of_64(tmp_path_factory, arrays):
+    path = tmp_path_factory.getbasetemp() / "aligned.state"
+    write_state(path, {}, arrays, durable=False)
+    found = read_state(path)
+    assert [array.tolist() for array in found] == [array.tolist() for array in arrays]
+    assert all(array.ctypes.data % 64 == 0 for array in found if len(array))
+
+
+def test_a_second_state_replaces_the_first(path):
+    first = write_state(path, HEADER, TREE, durable=False)
+    second = write_state(path, HEADER, {"other": 1}, durable=False)
+    assert read_state(path, second) == {"other": 1}
+    with pytest.raises(CheckpointCorrupt):
+        read_state(path, first)
+
+
+def test_the_same_state_is_the_same_file(path):
+    assert write_state(path, HEADER, TREE, durable=False) == write_state(path, HEADER, TREE, durable=True)
+
+
+def test_a_durable_file_is_on_disk_before_it_has_its_name_and_its_name_before_the_call_returns(path, tmp_path):
+    with system_calls("fsync", "replace") as called:
+        file = write_state(path, HEADER, TREE, durable=True)
+    assert called == ["fsync", "replace", "fsync"]
+    (tmp_path / "far").mkdir()
+    with system_calls("fsync", "replace") as called:
+        copy_file(tmp_path, tmp_path / "far", file, durable=True)
+    assert called == ["fsync", "replace", "fsync"]
+    with system_calls("fsync", "replace") as called:
+        write_state(path, HEADER, TREE, durable=False)
+    assert called == ["replace"]
+
+
+# -- what cannot be written -------------------------------------------------------------------------------------------
+
+
+def test_a_state_that_cannot_be_saved_leaves_nothing(path):
+    with pytest.raises(DataError, match="'bad'"):
+        write_state(path, HEADER, {"bad": {1}}, durable=False)
+    assert os.listdir(path.parent) == []
+
+
+def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(path, durable):
+    old = write_state(path, HEADER, TREE, durable)
+    for room in (0, 100, 5000, old.nbytes, 70_000):
+        with largest_file(room), pytest.raises(OSError, match="too large"):
+            write_state(path, HEADER, {**TREE, "more": np.ones(9000)}, durable)
+        assert os.listdir(path.parent) == [path.name]
+        assert same(read_state(path, old))
+
+
+def test_a_state_larger_than_the_free_space_is_refused_before_a_byte_is_written(path):
+    file = write_state(path, {}, 1, durable=True)
+    with pytest.raises(OSError, match="do not fit"):
+        copy_file(path.parent, path.parent, replace(file, nbytes=1 << 60), durable=True)
+    assert read_state(path) == 1
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_file_is_told_from_a_damaged_one(path):
+    file = write_state(path, HEADER, TREE, durable=False)
+    path.unlink()
+    for look in (
+        lambda: read_state(path),
+        lambda: check_file(path.parent, file),
+        lambda: check_size(path.parent, file),
+    ):
+        with pytest.raises(CheckpointMissing, match="ACTOR-0"):
+            look()
+    with pytest.raises(CheckpointMissing):
+        copy_file(path.parent, path.parent, file, durable=False)
+
+
+def test_a_flipped_bit_is_seen_in_every_byte_with_and_without_the_manifest(path):
+    file = write_state(path, HEADER, {"w": np.arange(20), "b": b"x"}, durable=False)
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        for expected in (file, None):
+            with pytest.raises(CheckpointCorrupt, match="ACTOR-0.1.state: "):
+                read_state(path, expected)
+
+
+def test_every_shorter_file_is_seen(path):
+    file = write_state(path, HEADER, {"w": np.arange(20)}, durable=False)
+    whole = path.read_bytes()
+    for nbytes in range(len(whole)):
+        path.write_bytes(whole[:nbytes])
+        for look in (lambda: read_state(path), lambda: read_state(path, file), lambda: check_file(path.parent, file)):
+            with pytest.raises(CheckpointCorrupt):
+                look()
+
+
+def test_a_file_that_belongs_to_somebody_else_is_seen(path):
+    mine = write_state(path, HEADER, {"w": 1}, durable=False)
+    other = write_state(path.with_name("other"), {**HEADER, "rank": 1}, {"w": 2}, durable=False)
+    assert mine.nbytes == other.nbytes
+    path.with_name("other").rename(path)
+    with pytest.raises(CheckpointCorrupt, match="another file than the manifest names"):
+        read_state(path, mine)
+    with pytest.raises(CheckpointCorrupt, match="another file than the manifest names"):
+        check_file(path.parent, mine)
+    with pytest.raises(CheckpointCorrupt, match=r"belongs to \{'rank': 1\}"):
+        read_state(path, None, HEADER)
+
+
+@pytest.mark.parametrize(
+    ("at", "value"), [(0, b"SOMEBODY"), (8, struct.pack("<I", 9)), (16, b"\1"), (24, b"\xff"), (32, b"\0"), (40, b"[")]
+)
+def test_a_file_that_matches_its_checksum_and_is_no_state_is_refused(path, at, value):
+    write_state(path, HEADER, TREE, durable=False)
+    body = bytearray(path.read_bytes()[:-4])
+    body[at : at + len(value)] = value
+    path.write_bytes(bytes(body) + struct.pack("<I", zlib.crc32(body)))
+    with pytest.raises(CheckpointCorrupt):
+        read_state(path)
+
+
+def test_four_zeros_match_their_checksum_and_are_no_state(path):
+    path.write_bytes(bytes(4))
+    with pytest.raises(CheckpointCorrupt):
+        read_state(path)
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_the_same_file(path, tmp_path, durable):
+    file = write_state(path, HEADER, {"w": np.random.default_rng(0).random(400_000)}, durable=False)
+    (tmp_path / "far").mkdir()
+    assert copy_file(tmp_path, tmp_path / "far", file, durable) == file
+    assert (tmp_path / "far" / file.name).read_bytes() == path.read_bytes()
+
+
+def test_a_damaged_source_is_noticed_while_it_is_copied(path, tmp_path):
+    file = write_state(path, HEADER, {"w": np.zeros(400_000)}, durable=False)
+    target = tmp_path / "far"
+    target.mkdir()
+    old = copy_file(tmp_path, target, file, durable=False)
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[2_000_000] ^= 4
+    for damaged in (flipped, whole[:-1], whole + b"\0", whole * 2, whole[:1_000_000], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointCorrupt):
+            copy_file(tmp_path, target, file, durable=False)
+        assert os.listdir(target) == [file.name]
+        check_file(target, old)
