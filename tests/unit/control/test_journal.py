@@ -1,4 +1,4 @@
-"""The journal's lines: every event there and back, no flipped bit unseen."""
+"""The journal's lines: every event there and back with its time, no flipped bit unseen."""
 
 import json
 import zlib
@@ -14,27 +14,48 @@ from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
     Failed,
+    MasterStarted,
+    MemberLost,
     MemberStarted,
+    NodeLost,
     Placed,
+    Process,
+    Progressed,
+    RecoveryScope,
     Released,
-    RestartDue,
+    RoleTerms,
+    StandbyLost,
+    StandbyReady,
+    StepsOpened,
     StopRequested,
     Submitted,
     TrainerFinished,
+    TrainerLost,
     TrainerStarted,
+    WaitOver,
 )
 from dlrover.python.rl.control.journal import decode, encode
-from dlrover.python.rl.runtime.state_store import FileStateStore
 
+GONE = Cause(CauseKind.PROCESS_DIED, "ROLLOUT[1]", "words ü \u2028", "line 1\nline 2")
+WHERE = Process("f00d", 42, "host", "10.0.0.1", 29500, 3)
+ROLES = {RLRoleType.ACTOR: RoleTerms(2, RecoveryScope.GROUP, 1, 5), "JUDGE": RoleTerms(1)}
 EVENTS = [
-    Submitted("job", {RLRoleType.ACTOR: 2, "JUDGE": 1}, 3, 2, {"ACTOR": 0}, 0.25),
+    Submitted("job", ROLES, "0a1b", 3, 2, 0.25, 60.0, 2),
+    MasterStarted("node", 7),
     Placed(1),
-    MemberStarted(1, RLRoleType.ROLLOUT, 3, "host", 42),
-    TrainerStarted(1, "host", 43),
+    MemberStarted(RLRoleType.ROLLOUT, 3, 2, WHERE, 4),
+    MemberLost("ROLLOUT", 3, 2, GONE, "f00d"),
+    StandbyReady("ROLLOUT", 4, WHERE),
+    StandbyLost("ROLLOUT", 4, GONE),
+    TrainerStarted(1, WHERE),
+    StepsOpened(1),
+    Progressed(1, 10),
     TrainerFinished(1),
-    *(Failed(2, Cause(kind, "ROLLOUT[1]", "words ü \u2028", "line 1\nline 2")) for kind in CauseKind),
+    TrainerLost(1, GONE),
+    NodeLost("f00d", GONE),
+    *(Failed(2, Cause(kind, "job", "words")) for kind in CauseKind),
     Released(2),
-    RestartDue(2),
+    WaitOver("ROLLOUT[1]#3"),
     StopRequested("enough\n"),
 ]
 
@@ -50,24 +71,36 @@ def test_every_kind_of_event_is_tried_here():
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
 def test_an_event_is_one_line_there_and_back(event):
-    line = encode(event)
+    line = encode(12.5, event)
     assert b"\n" not in line
-    (back,) = decode([line])
-    assert back == event
+    ((at_s, back),) = decode([line])
+    assert (at_s, back) == (12.5, event)
     assert type(back) is type(event)
 
 
-@given(st.text(), st.text(), st.text(), st.integers(0), st.sampled_from(CauseKind))
-def test_any_words_survive(who, message, detail, number, kind):
+def test_what_is_inside_an_event_comes_back_as_what_it_was():
+    ((_, submitted), (_, lost), (_, up)) = decode(encode(1.0, event) for event in (EVENTS[0], EVENTS[4], EVENTS[3]))
+    assert submitted.roles["ACTOR"].scope is RecoveryScope.GROUP
+    assert (lost.cause.kind, lost.cause.retryable) == (CauseKind.PROCESS_DIED, True)
+    assert type(up.process) is Process
+
+
+@given(st.text(), st.text(), st.text(), st.integers(0), st.sampled_from(CauseKind), st.floats(0, 1e12))
+def test_any_words_survive(who, message, detail, number, kind, at_s):
     event = Failed(number, Cause(kind, who, message, detail))
-    line = encode(event)
+    line = encode(at_s, event)
     assert line.splitlines() == [line]
-    assert decode([line]) == [event]
+    assert decode([line]) == [(at_s, event)]
 
 
-@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_a_time_that_is_no_number_is_not_written():
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        encode(float("nan"), Placed(1))
+
+
+@pytest.mark.parametrize("event", EVENTS[:8], ids=lambda event: type(event).__name__)
 def test_one_flipped_bit_anywhere_is_seen(event):
-    lines = [encode(Placed(1)), encode(event)]
+    lines = [encode(1.0, Placed(1)), encode(2.0, event)]
     for bit in range(8 * len(lines[1])):
         flipped = bytearray(lines[1])
         flipped[bit // 8] ^= 1 << bit % 8
@@ -75,87 +108,45 @@ def test_one_flipped_bit_anywhere_is_seen(event):
             decode([lines[0], bytes(flipped)])
 
 
+WHOLE = {"v": 2, "at_s": 1.0, "event": "Placed", "incarnation": 1}
+CAUSE = {"kind": "internal", "who": "x", "message": "y", "detail": ""}
+
+
 @pytest.mark.parametrize(
     "fields",
     [
-        {"v": 2, "event": "Placed", "incarnation": 1},
-        {"event": "Placed", "incarnation": 1},
-        {"v": 1, "event": "Replaced", "incarnation": 1},
-        {"v": 1, "event": "Placed"},
-        {"v": 1, "event": "Placed", "incarnation": 1, "more": 1},
-        {"v": 1, "event": "Failed", "incarnation": 1},
-        {"v": 1, "event": "Failed", "incarnation": 1, "cause": {"kind": "magic", "who": "x", "message": "y"}},
-        {"v": 1, "event": ["Placed"]},
+        {**WHOLE, "v": 1},
+        {**WHOLE, "v": 3},
+        {name: value for name, value in WHOLE.items() if name != "v"},
+        {name: value for name, value in WHOLE.items() if name != "at_s"},
+        {name: value for name, value in WHOLE.items() if name != "incarnation"},
+        {**WHOLE, "event": "Replaced"},
+        {**WHOLE, "event": ["Placed"]},
+        {**WHOLE, "more": 1},
+        {**WHOLE, "incarnation": "1"},
+        {**WHOLE, "incarnation": 1.0},
+        {**WHOLE, "incarnation": True},
+        {**WHOLE, "at_s": "now"},
+        {**WHOLE, "event": "Failed"},
+        {**WHOLE, "event": "Failed", "cause": {**CAUSE, "kind": "magic"}},
+        {**WHOLE, "event": "Failed", "cause": {**CAUSE, "more": 1}},
+        {**WHOLE, "event": "Failed", "cause": "internal"},
         [],
         None,
     ],
+    ids=str,
 )
 def test_a_line_of_another_format_is_never_taken_for_an_event(fields):
-    with pytest.raises(JournalCorrupt, match="journal line 1 holds no event of format 1"):
+    with pytest.raises(JournalCorrupt, match="journal line 1 holds no event of format 2"):
         decode([line_of(fields)])
 
 
-@pytest.mark.parametrize("line", [b"", b" ", b"{}", b"00000000 {}", encode(Placed(1))[:-1]])
+def test_a_line_of_an_older_format_says_which():
+    with pytest.raises(JournalCorrupt, match="line 2 .* it is of format 1"):
+        decode([line_of(WHOLE), line_of({"v": 1, "event": "Placed", "incarnation": 1})])
+
+
+@pytest.mark.parametrize("line", [b"", b" ", b"{}", b"00000000 {}", encode(1.0, Placed(1))[:-1]])
 def test_a_line_without_its_checksum_is_refused(line):
     with pytest.raises(JournalCorrupt, match="line 1 does not match its checksum"):
         decode([line])
-
-
-# -- in a file --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def journal(tmp_path):
-    """The path of a journal file that holds all EVENTS."""
-    path = tmp_path / "journal.jsonl"
-    store = FileStateStore(path)
-    for event in EVENTS:
-        store.append(encode(event))
-    store.close()
-    return path
-
-
-def read(path):
-    store = FileStateStore(path)
-    try:
-        return decode(store.read())
-    finally:
-        store.close()
-
-
-def test_a_file_reads_back_as_it_was_written(journal):
-    assert read(journal) == EVENTS
-
-
-def test_a_truncated_last_line_is_dropped_and_writing_goes_on(journal):
-    whole = journal.read_bytes()
-    for cut in range(1, len(encode(EVENTS[-1])) + 2):
-        journal.write_bytes(whole[:-cut])
-        store = FileStateStore(journal)
-        assert decode(store.read()) == EVENTS[:-1]
-        store.append(encode(EVENTS[-1]))
-        store.close()
-        assert journal.read_bytes() == whole
-
-
-def test_a_flipped_bit_in_the_middle_of_the_file_is_seen(journal):
-    whole = journal.read_bytes()
-    for position in range(len(encode(EVENTS[0])) + 40):
-        flipped = bytearray(whole)
-        flipped[position] ^= 1 << position % 8
-        journal.write_bytes(bytes(flipped))
-        with pytest.raises(JournalCorrupt):
-            read(journal)
-
-
-def test_half_a_line_in_the_middle_is_seen(journal):
-    lines = journal.read_bytes().splitlines(keepends=True)
-    journal.write_bytes(b"".join([lines[0], lines[1][:10], *lines[2:]]))
-    with pytest.raises(JournalCorrupt, match="line 2"):
-        read(journal)
-
-
-def test_a_journal_that_cannot_be_read_is_never_an_empty_one(tmp_path):
-    (tmp_path / "journal.jsonl").mkdir()
-    with pytest.raises(JournalCorrupt, match="cannot be read"):
-        FileStateStore(tmp_path / "journal.jsonl")

@@ -1,8 +1,12 @@
 """What the machine is told, and what it answers.
 
-Events are facts that happened; the journal is the list of them. Commands are what shall be done next; they are never
-written down, since replaying the events gives them again. Everything that belongs to one incarnation of the job carries
-its number: what an older one still says is ignored.
+Events are facts that happened; the journal is the list of them, each with the time it was taken in. Commands are what
+shall be done next; they are never written down, since the state gives them again
+(:func:`~dlrover.python.rl.control.machine.outstanding`).
+
+Three numbers keep the living apart from the dead. The job's *incarnation* rises when everything restarts. A member's
+*incarnation* rises with every process that takes its place, over the whole life of the job. The trainer's *epoch* rises
+with every process that runs the trainer. What an older number still says is ignored.
 """
 
 from collections.abc import Mapping
@@ -17,6 +21,9 @@ class CauseKind(StrEnum):
     USER_ERROR = "user_error"
     """The user's code raised. Not retried."""
 
+    RETRYABLE_ERROR = "retryable_error"
+    """The user's code raised, and the exception says that trying again may help."""
+
     START_FAILED = "start_failed"
     """A constructor raised. Not retried."""
 
@@ -29,6 +36,12 @@ class CauseKind(StrEnum):
     NODE_LOST = "node_lost"
     """The node is gone."""
 
+    HUNG = "hung"
+    """No progress within the role's limit; the process was killed."""
+
+    PREEMPTED = "preempted"
+    """It was ended because others of its group had to restart. Never charged to a budget."""
+
     NO_RESOURCES = "no_resources"
     """The cluster did not have the resources in time."""
 
@@ -36,7 +49,16 @@ class CauseKind(StrEnum):
     """A fault of this system."""
 
 
-RETRYABLE = frozenset({CauseKind.PROCESS_DIED, CauseKind.OUT_OF_MEMORY, CauseKind.NODE_LOST})
+RETRYABLE = frozenset(
+    {
+        CauseKind.RETRYABLE_ERROR,
+        CauseKind.PROCESS_DIED,
+        CauseKind.OUT_OF_MEMORY,
+        CauseKind.NODE_LOST,
+        CauseKind.HUNG,
+        CauseKind.PREEMPTED,
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +69,7 @@ class Cause:
         kind: from the closed list.
         who: ``"trainer"``, ``"ROLLOUT[1]"`` or ``"job"``.
         message: one line.
-        detail: the remote traceback or log lines, ``""`` for none.
+        detail: the remote traceback, stacks or log lines, ``""`` for none.
     """
 
     kind: CauseKind
@@ -66,19 +88,90 @@ class Cause:
         return self.who.partition("[")[0]
 
 
+class RecoveryScope(StrEnum):
+    """What restarts when a member of a role is lost."""
+
+    MEMBER = "member"
+    """That member alone."""
+
+    GROUP = "group"
+    """All members of its role: their ranks meet in collectives."""
+
+
+@dataclass(frozen=True)
+class RoleTerms:
+    """How one role runs and recovers.
+
+    Attributes:
+        num: its members.
+        scope: what restarts when one of them is lost.
+        standby: processes kept ready to take a member's place.
+        max_restart: recoveries of the role within the job's window; None: the job's limit.
+    """
+
+    num: int
+    scope: RecoveryScope = RecoveryScope.MEMBER
+    standby: int = 0
+    max_restart: int | None = None
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that is up.
+
+    Attributes:
+        node: id of its node.
+        pid: its process id there.
+        host: the node's name, for people.
+        address: the node's address.
+        port: a port that was free there when it started, for a rendezvous; -1 for none.
+        slot: which of its role's places it takes: the members' come first, then the standbys'; -1 for none.
+    """
+
+    node: str = ""
+    pid: int = 0
+    host: str = ""
+    address: str = ""
+    port: int = -1
+    slot: int = -1
+
+
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job is to be run."""
+    """A job is to be run.
+
+    Attributes:
+        job: its name.
+        run: tells this run apart from every other run of the same name; part of every actor's name.
+        roles: role to its terms.
+        job_max_restart: restarts of the whole job within the window.
+        trainer_max_restart: restarts of the trainer within the window.
+        backoff_s: wait before the second restart of the same thing without progress in between, doubled at each further
+            one.
+        window_s: restarts older than this no longer count.
+        node_max_failures: processes of the job that a node may lose within the window before it is excluded; a lost
+            node is excluded at once.
+    """
 
     job: str
-    roles: Mapping[str, int]
-    job_max_restart: int
-    trainer_max_restart: int
-    workload_max_restart: Mapping[str, int] = field(default_factory=dict)
+    roles: Mapping[str, RoleTerms]
+    run: str = "0"
+    job_max_restart: int = 10
+    trainer_max_restart: int = 10
     backoff_s: float = 1.0
+    window_s: float = 3600.0
+    node_max_failures: int = 3
+
+
+@dataclass(frozen=True)
+class MasterStarted:
+    """The master's process is up, for the first time or again: ``pid`` on ``node``."""
+
+    node: str = ""
+    pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,34 +183,96 @@ class Placed:
 
 @dataclass(frozen=True)
 class MemberStarted:
-    """A workload's constructor has returned."""
+    """A workload's constructor has returned. ``standby`` is the number of the standby that it was, -1 for none."""
 
-    incarnation: int
     role: str
     rank: int
+    incarnation: int
+    process: Process = field(default_factory=Process)
+    standby: int = -1
+
+
+@dataclass(frozen=True)
+class MemberLost:
+    """A member's process is gone, or was found hung and killed. ``node`` is where it was, ``""`` when nobody knows."""
+
+    role: str
+    rank: int
+    incarnation: int
+    cause: Cause
     node: str = ""
-    pid: int = 0
+
+
+@dataclass(frozen=True)
+class StandbyReady:
+    """Standby number ``number`` of a role is up and has imported what it will need."""
+
+    role: str
+    number: int
+    process: Process = field(default_factory=Process)
+
+
+@dataclass(frozen=True)
+class StandbyLost:
+    """A standby is gone before it was needed, or while it was taking over; ``node`` is where it was."""
+
+    role: str
+    number: int
+    cause: Cause
+    node: str = ""
 
 
 @dataclass(frozen=True)
 class TrainerStarted:
-    """The trainer is constructed and bound; ``init`` and ``fit`` begin."""
+    """The trainer's process is up and begins."""
 
-    incarnation: int
-    node: str = ""
-    pid: int = 0
+    epoch: int
+    process: Process = field(default_factory=Process)
+
+
+@dataclass(frozen=True)
+class StepsOpened:
+    """The trainer has entered ``steps()``: from here on losses are recovered by scope, not by a restart of all."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Progressed:
+    """The trainer has committed ``step``. Told once after each recovery, not for each step."""
+
+    epoch: int
+    step: int
 
 
 @dataclass(frozen=True)
 class TrainerFinished:
     """``fit`` has returned."""
 
-    incarnation: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class TrainerLost:
+    """The trainer's process is gone, was found hung and killed, or ``fit`` raised: the cause says which. It was on
+    ``node``."""
+
+    epoch: int
+    cause: Cause
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class NodeLost:
+    """A node is gone, with everything of the job that ran on it."""
+
+    node: str
+    cause: Cause
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Something of this incarnation failed."""
+    """Something failed that no member or trainer stands for: placing, or the system itself."""
 
     incarnation: int
     cause: Cause
@@ -125,16 +280,16 @@ class Failed:
 
 @dataclass(frozen=True)
 class Released:
-    """Nothing of this incarnation is left: no process, no reserved resource."""
+    """Nothing of this incarnation of the job is left: no process, no reserved resource."""
 
     incarnation: int
 
 
 @dataclass(frozen=True)
-class RestartDue:
-    """The back-off before the restart that follows ``incarnation`` is over."""
+class WaitOver:
+    """The back-off of a :class:`Wait` is over."""
 
-    incarnation: int
+    timer: str
 
 
 @dataclass(frozen=True)
@@ -146,65 +301,132 @@ class StopRequested:
 
 Event: TypeAlias = (
     Submitted
+    | MasterStarted
     | Placed
     | MemberStarted
+    | MemberLost
+    | StandbyReady
+    | StandbyLost
     | TrainerStarted
+    | StepsOpened
+    | Progressed
     | TrainerFinished
+    | TrainerLost
+    | NodeLost
     | Failed
     | Released
-    | RestartDue
+    | WaitOver
     | StopRequested
 )
 
 EVENT_TYPES: tuple[type, ...] = (
     Submitted,
+    MasterStarted,
     Placed,
     MemberStarted,
+    MemberLost,
+    StandbyReady,
+    StandbyLost,
     TrainerStarted,
+    StepsOpened,
+    Progressed,
     TrainerFinished,
+    TrainerLost,
+    NodeLost,
     Failed,
     Released,
-    RestartDue,
+    WaitOver,
     StopRequested,
 )
 
-# -- commands ---------------------------------------------------------------------------------------------------------
+# -- commands: each may be given again, and the second time finds what the first has done -----------------------------
 
 
 @dataclass(frozen=True)
 class Place:
-    """Reserve the job's resources; answer ``Placed`` or ``Failed``."""
+    """Reserve the job's resources on nodes other than ``excluded``; answer ``Placed`` or ``Failed``."""
 
     incarnation: int
+    excluded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class StartMembers:
-    """Start every member; answer one ``MemberStarted`` each, or ``Failed``. Watch them from then on."""
+    """Start these members of a role; they meet in one rendezvous when the role's scope is GROUP. Answer one
+    ``MemberStarted`` each, or ``MemberLost``. Watch them from then on.
 
+    Attributes:
+        role: the role.
+        members: rank and incarnation of each.
+        standbys: rank to the number of the standby that shall become it, where there is one.
+        excluded: nodes not to use.
+    """
+
+    role: str
+    members: tuple[tuple[int, int], ...]
+    standbys: Mapping[int, int] = field(default_factory=dict)
+    excluded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class KillMember:
+    """Make sure that this incarnation of a member is gone. No answer."""
+
+    role: str
+    rank: int
     incarnation: int
+
+
+@dataclass(frozen=True)
+class StartStandby:
+    """Start a standby; answer ``StandbyReady`` or ``StandbyLost``."""
+
+    role: str
+    number: int
+    excluded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class StartTrainer:
-    """Start the trainer and run it; answer ``TrainerStarted``, then ``TrainerFinished`` or ``Failed``."""
+    """Start the trainer; answer ``TrainerStarted``, then ``StepsOpened``, then ``TrainerFinished`` or ``TrainerLost``.
 
-    incarnation: int
+    Attributes:
+        epoch: its number.
+        fresh: whether the members are as new; False: they hold what an earlier epoch did.
+        restarts: how often the trainer or the whole job has restarted.
+        reason: why it restarts, ``""`` the first time.
+        excluded: nodes not to use.
+    """
+
+    epoch: int
+    fresh: bool
+    restarts: int = 0
+    reason: str = ""
+    excluded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class KillTrainer:
+    """Make sure that this epoch of the trainer is gone. No answer."""
+
+    epoch: int
 
 
 @dataclass(frozen=True)
 class Release:
-    """End every process of this incarnation and give its resources back; answer ``Released``."""
+    """End every process of the job and give its resources back; answer ``Released``. Shared memory is given back too
+    when ``final``."""
 
     incarnation: int
+    final: bool
 
 
 @dataclass(frozen=True)
-class WaitThenRestart:
-    """Answer ``RestartDue`` after ``delay_s``."""
+class Wait:
+    """Answer ``WaitOver(timer)`` after ``delay_s``."""
 
-    incarnation: int
+    timer: str
     delay_s: float
 
 
-Command: TypeAlias = Place | StartMembers | StartTrainer | Release | WaitThenRestart
+Command: TypeAlias = Place | StartMembers | KillMember | StartStandby | StartTrainer | KillTrainer | Release | Wait

@@ -1,28 +1,42 @@
-"""Events as journal lines: one JSON object each, with a checksum."""
+"""Events as journal lines: one JSON object each, with the time it was taken in and a checksum."""
 
 import json
+import types
 import zlib
-from collections.abc import Iterable
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from dlrover.python.rl.common.errors import JournalCorrupt
-from dlrover.python.rl.control.events import EVENT_TYPES, Cause, CauseKind, Event, Failed
+from dlrover.python.rl.control.events import EVENT_TYPES, Event
 
-VERSION = 1
+VERSION = 2
 """Version of the line format."""
+
+Reader = Callable[[Any], Any]
 
 _BY_NAME = {kind.__name__: kind for kind in EVENT_TYPES}
 
 
-def encode(event: Event) -> bytes:
-    """One line, without its newline: ``<crc32 as 8 hex digits> <json>``."""
-    body = json.dumps({"v": VERSION, "event": type(event).__name__, **asdict(event)}, sort_keys=True).encode()
+def encode(at_s: float, event: Event) -> bytes:
+    """One line, without its newline: ``<crc32 as 8 hex digits> <json>``; ``at_s`` in seconds.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
+    content = {"v": VERSION, "at_s": at_s, "event": type(event).__name__, **vars(event)}
+    body = json.dumps(content, sort_keys=True, allow_nan=False, default=_plain).encode()
     return b"%08x %s" % (zlib.crc32(body), body)
 
 
-def decode(lines: Iterable[bytes]) -> list[Event]:
-    """Read lines back.
+def _plain(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else vars(value)
+
+
+def decode(lines: Iterable[bytes]) -> list[tuple[float, Event]]:
+    """Read lines back: each event with the time it was taken in, in seconds.
 
     Raises:
         JournalCorrupt: a line fails its checksum, or holds no event of this version; names the line.
@@ -30,7 +44,7 @@ def decode(lines: Iterable[bytes]) -> list[Event]:
     return [_decode_line(number, line) for number, line in enumerate(lines, 1)]
 
 
-def _decode_line(number: int, line: bytes) -> Event:
+def _decode_line(number: int, line: bytes) -> tuple[float, Event]:
     checksum, _, body = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(body):
         raise JournalCorrupt(f"journal line {number} does not match its checksum")
@@ -40,13 +54,62 @@ def _decode_line(number: int, line: bytes) -> Event:
         raise JournalCorrupt(f"journal line {number} holds no event of format {VERSION}: {error}") from error
 
 
-def _event(fields: dict[str, Any]) -> Event:
-    version, name = fields.pop("v", None), fields.pop("event", None)
-    if version != VERSION or name not in _BY_NAME:
-        raise ValueError(f"it is {name!r} of format {version!r}")
-    kind = _BY_NAME[name]
-    if kind is Failed:
-        cause = fields["cause"]
-        fields["cause"] = Cause(**{**cause, "kind": CauseKind(cause["kind"])})
-    event: Event = kind(**fields)
-    return event
+def _event(content: dict[str, Any]) -> tuple[float, Event]:
+    version, name, at_s = content.pop("v", None), content.pop("event", None), content.pop("at_s", None)
+    if version != VERSION:
+        raise ValueError(f"it is of format {version!r}")
+    event: Event = _reader(_BY_NAME[name])(content)
+    return _reader(float)(at_s), event
+
+
+# -- by type hints ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def _reader(hint: Any) -> Reader:
+    """What makes a value of type ``hint`` of what JSON holds, and raises ValueError for anything else."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        (kind,) = (argument for argument in arguments if argument is not type(None))
+        return _optional(_reader(kind))
+    if origin is not None and issubclass(origin, Mapping):
+        return _mapping(_reader(arguments[1]))
+    if is_dataclass(hint):
+        return _record(hint)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return hint
+    return _scalar(hint)
+
+
+def _optional(inner: Reader) -> Reader:
+    return lambda value: None if value is None else inner(value)
+
+
+def _mapping(inner: Reader) -> Reader:
+    """Keys are names."""
+    return lambda value: {key: inner(item) for key, item in value.items()}
+
+
+def _scalar(kind: type) -> Reader:
+    allowed: tuple[type, ...] = (float, int) if kind is float else (kind,)
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{value!r} is not of type {kind.__name__}")
+        return kind(value)
+
+    return read
+
+
+def _record(kind: Any) -> Reader:
+    hints = get_type_hints(kind)
+    readers = {item.name: _reader(hints[item.name]) for item in fields(kind)}
+    required = {item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING}
+
+    def read(content: Any) -> Any:
+        missing = required - content.keys()
+        if missing:
+            raise ValueError(f"{kind.__name__} lacks {', '.join(sorted(missing))}")
+        return kind(**{name: readers[name](value) for name, value in content.items()})
+
+    return read

@@ -1,0 +1,281 @@
+"""Seeded bugs: each a small, plausible mistake in the production source."""
+
+from sim_modules import Mutation
+
+MUTATIONS = {
+    # -- whose event is it ----------------------------------------------------------------------------------------
+    "a loss of an older incarnation counts": Mutation(
+        "control.losses",
+        "if not state.phase.live or member is None or member.incarnation != event.incarnation:",
+        "if not state.phase.live or member is None:",
+    ),
+    "only a loss of an older incarnation counts": Mutation(
+        "control.losses", "member.incarnation != event.incarnation:", "member.incarnation <= event.incarnation:"
+    ),
+    "a loss of an older trainer counts": Mutation("control.losses", "state.epoch != event.epoch or ", ""),
+    "an older trainer is heard": Mutation("control.lifecycle", "epoch == state.epoch and ", ""),
+    "a start of an older incarnation counts": Mutation(
+        "control.lifecycle", "member is None or member.incarnation != event.incarnation:", "member is None:"
+    ),
+    "an older incarnation's resources count": Mutation(
+        "control.machine", "event.incarnation != state.incarnation:", "event.incarnation > state.incarnation:"
+    ),
+    "a member that waits can be lost": Mutation(
+        "control.losses", "    if member.phase is MemberPhase.WAITING:\n        return state, ()\n", ""
+    ),
+    "a second report of a start counts": Mutation(
+        "control.lifecycle", "    if member.phase is not MemberPhase.STARTING:\n        return state, ()\n", ""
+    ),
+    "a job that has ended goes on": Mutation(
+        "control.machine", "    if state.phase.terminal:\n        return state, ()\n", ""
+    ),
+    "losses count in any phase": Mutation(
+        "control.state", "return self in (Phase.PLACED, Phase.RUNNING)", "return not self.terminal"
+    ),
+    # -- numbers ------------------------------------------------------------------------------------------------------
+    "a member keeps its number": Mutation(
+        "control.starting", "return Member(member.incarnation + 1)", "return Member(member.incarnation)"
+    ),
+    "the trainer keeps its number": Mutation(
+        "control.recovery",
+        "state = replace(state, epoch=state.epoch + 1, trainer=trainer)",
+        "state = replace(state, trainer=trainer)",
+    ),
+    "a restart of the job keeps the trainer's number": Mutation(
+        "control.recovery", "        epoch=state.epoch + 1,\n", ""
+    ),
+    "a restart of the job keeps the members' numbers": Mutation(
+        "control.recovery", "{who: renewed(member) for who, member in state.members.items()},", "state.members,"
+    ),
+    "the job keeps its number": Mutation(
+        "control.lifecycle", "number = state.incarnation + 1", "number = max(state.incarnation, 1)"
+    ),
+    "a master that comes back keeps the numbers of what was starting": Mutation(
+        "control.lifecycle", "if not state.phase.live or state.terms is None:", "if True:"
+    ),
+    "a master that comes back keeps the number of a trainer that was starting": Mutation(
+        "control.lifecycle", "    if state.trainer.phase is MemberPhase.STARTING:\n", "    if False:\n"
+    ),
+    "a master that comes back restarts a part of a group": Mutation(
+        "control.lifecycle", "    if scope is RecoveryScope.GROUP:\n", "    if False:\n"
+    ),
+    "standbys share a number": Mutation(
+        "control.starting",
+        "next_standby={**state.next_standby, role: number + 1},",
+        "next_standby={**state.next_standby, role: number},",
+    ),
+    # -- recovery by scope --------------------------------------------------------------------------------------------
+    "a group is recovered member by member": Mutation(
+        "control.recovery",
+        "by_scope = _recover_group if terms.roles[role].scope is RecoveryScope.GROUP else _recover_members",
+        "by_scope = _recover_members",
+    ),
+    "a member is recovered with its whole role": Mutation(
+        "control.recovery",
+        "by_scope = _recover_group if terms.roles[role].scope is RecoveryScope.GROUP else _recover_members",
+        "by_scope = _recover_group",
+    ),
+    "the rest of a group is not ended": Mutation(
+        "control.recovery", "return state, killed + commands", "return state, commands"
+    ),
+    "the old trainer is not ended": Mutation(
+        "control.recovery", "return state, (killed, *commands)", "return state, commands"
+    ),
+    "a lost node takes only members": Mutation(
+        "control.losses",
+        "trainer = process is not None and process.node == event.node",
+        "trainer = False",
+    ),
+    "a lost node's members are not coalesced": Mutation(
+        "control.recovery",
+        "_count(state.recoveries, role, len(ranks))",
+        "_count(state.recoveries, role)",
+    ),
+    "a lost node's standbys are forgotten": Mutation(
+        "control.losses",
+        "        if phase is StandbyPhase.TAKING:\n            members",
+        "        if True:\n            continue\n            members",
+    ),
+    "recovered by scope before steps are open": Mutation(
+        "control.recovery", "if not state.opened or not loss.subjects:", "if not loss.subjects:"
+    ),
+    "never recovered by scope": Mutation("control.recovery", "if not state.opened or not loss.subjects:", "if True:"),
+    "steps stay open over a restart of the job": Mutation("control.recovery", "        opened=False,\n", ""),
+    "a new trainer takes old members for new": Mutation(
+        "control.recovery", "Trainer(fresh=False, reason", "Trainer(fresh=True, reason"
+    ),
+    "a user's error is retried": Mutation("control.recovery", "    if not loss.cause.retryable:\n", "    if False:\n"),
+    "back-offs outlive a restart of the job": Mutation(
+        "control.recovery", "        waits={},\n        restarts_by", "        restarts_by"
+    ),
+    # -- standbys -----------------------------------------------------------------------------------------------------
+    "a standby takes two places": Mutation(
+        "control.starting",
+        "state = replace(state, standbys={**state.standbys, role: {**pool, **taken}})",
+        "pass",
+    ),
+    "a standby that has taken over stays a standby": Mutation(
+        "control.lifecycle",
+        "    if member.standby >= 0:\n        state = drop_standby",
+        "    if False:\n        state = drop_standby",
+    ),
+    "a standby that dies taking over takes nobody along": Mutation(
+        "control.losses",
+        "    if standby.phase is StandbyPhase.TAKING:\n        return lose",
+        "    if False:\n        return lose",
+    ),
+    "a standby that is starting takes over": Mutation(
+        "control.starting",
+        "if pool[number].phase is StandbyPhase.READY)",
+        "if pool[number].phase is not StandbyPhase.TAKING)",
+    ),
+    "no standby takes over": Mutation("control.starting", "if pool[number].phase is StandbyPhase.READY)", "if False)"),
+    "standbys are tried for ever": Mutation("control.starting", "streak.count >= STANDBY_TRIES", "streak.count < 0"),
+    "standbys are not refilled": Mutation(
+        "control.lifecycle", "        return fill_standbys(state, event.role)\n", "        return state, ()\n"
+    ),
+    # -- budgets, back-off, nodes -----------------------------------------------------------------------------------
+    "one more restart than allowed": Mutation("control.budgets", "if len(recent) >= limit:", "if len(recent) > limit:"),
+    "one restart less than allowed": Mutation(
+        "control.budgets", "if len(recent) >= limit:", "if len(recent) >= limit - 1:"
+    ),
+    "the window never ends": Mutation(
+        "control.budgets", "return tuple(time_s for time_s in times if time_s > at_s - window_s)", "return times"
+    ),
+    "a role's own limit is ignored": Mutation(
+        "control.budgets", "terms.roles[subject].max_restart if subject in terms.roles else None", "None"
+    ),
+    "no back-off": Mutation("control.budgets", "streak.count < 2:", "streak.count > 0:"),
+    "back-off at the first recovery": Mutation("control.budgets", "streak.count < 2:", "streak.count < 1:"),
+    "the back-off does not grow": Mutation(
+        "control.budgets", "2.0 ** min(streak.count - 2, MAX_DOUBLINGS)", "2.0 ** 0"
+    ),
+    "the back-off has no end": Mutation("control.budgets", "MAX_BACKOFF_S)\n\n", "1e9)\n\n"),
+    "progress forgives nothing": Mutation(
+        "control.lifecycle",
+        "replace(state, committed=event.step, streaks=kept, first_cause=None)",
+        "replace(state, committed=event.step)",
+    ),
+    "the last cause is told instead of the first": Mutation(
+        "control.budgets", "first_cause=state.first_cause or cause", "first_cause=cause"
+    ),
+    "being ended for others is charged": Mutation(
+        "control.recovery", "if loss.cause.kind is CauseKind.PREEMPTED:", "if False:"
+    ),
+    "a lost node is used again": Mutation("control.losses", "    state = exclude(state, event.node)\n", ""),
+    "a node that keeps failing is used on": Mutation(
+        "control.budgets", "if len(times) < terms.node_max_failures or not _others_in_use(state, node):", "if True:"
+    ),
+    "the only node is excluded": Mutation("control.budgets", " or not _others_in_use(state, node):", ":"),
+    "excluded nodes are forgotten by commands": Mutation(
+        "control.starting",
+        "return StartTrainer(state.epoch, trainer.fresh, state.epoch - 1, trainer.reason, state.excluded)",
+        "return StartTrainer(state.epoch, trainer.fresh, state.epoch - 1, trainer.reason)",
+    ),
+    # -- the end ------------------------------------------------------------------------------------------------------
+    "nothing is released at the end": Mutation(
+        "control.recovery", "return state, (Release(number, final=True),)", "return state, ()"
+    ),
+    "shared memory is left": Mutation(
+        "control.recovery",
+        "return state, (Release(number, final=True),)",
+        "return state, (Release(number, final=False),)",
+    ),
+    "the answer to an earlier release ends the job": Mutation(
+        "control.recovery",
+        "number = state.incarnation + (state.phase is Phase.RESTARTING and not state.released)",
+        "number = state.incarnation",
+    ),
+    "a stop changes the outcome": Mutation(
+        "control.lifecycle",
+        "    if state.phase is Phase.ENDING:\n        return state, ()\n    return end",
+        "    return end",
+    ),
+    "a release that is told twice begins twice": Mutation(
+        "control.lifecycle",
+        "if state.phase is not Phase.RESTARTING or state.released:",
+        "if state.phase is not Phase.RESTARTING:",
+    ),
+    "a timer that is over goes off again": Mutation(
+        "control.lifecycle",
+        "for timer, delay in state.waits.items() if timer != event.timer}",
+        "for timer, delay in state.waits.items()}",
+    ),
+    # -- a master that comes back -----------------------------------------------------------------------------------
+    "members that start are not under way": Mutation(
+        "control.starting",
+        "        if starting:\n            commands.append",
+        "        if False:\n            commands.append",
+    ),
+    "back-offs are not under way": Mutation(
+        "control.starting",
+        "return (*commands, *(Wait(timer, delay_s) for timer, delay_s in state.waits.items()))",
+        "return tuple(commands)",
+    ),
+    "standbys that start are not under way": Mutation(
+        "control.starting", "        if standby.phase is StandbyPhase.STARTING\n    ]", "        if False\n    ]"
+    ),
+    "the trainer that starts is not under way": Mutation(
+        "control.starting",
+        "    if state.trainer.phase is MemberPhase.STARTING:\n        commands.append",
+        "    if False:\n        commands.append",
+    ),
+    "a release is not under way": Mutation(
+        "control.machine", "if state.phase is Phase.RESTARTING and not state.released:", "if False:"
+    ),
+    "commands before the journal": Mutation(
+        "master.brain",
+        "        self._store.append(encode(at_s, event))\n        self.state = state\n        return commands\n",
+        "        self.state = state\n        self._store.append(encode(at_s, event)) if commands == () else None\n        return commands\n",
+    ),
+    "the state before the journal": Mutation(
+        "master.brain",
+        "        self._store.append(encode(at_s, event))\n        self.state = state\n",
+        "        self.state = state\n        self._store.append(encode(at_s, event))\n",
+    ),
+    # -- the journal --------------------------------------------------------------------------------------------------
+    "events are written without their time": Mutation("control.journal", '"at_s": at_s,', '"at_s": 0.0,'),
+    "checksums are not compared": Mutation(
+        "control.journal", 'if checksum != b"%08x" % zlib.crc32(body):', "if False:"
+    ),
+    "a process comes back as a mapping": Mutation(
+        "control.journal",
+        "    if is_dataclass(hint):\n        return _record(hint)\n",
+        "    if is_dataclass(hint):\n        return lambda value: value if 'pid' in value else _record(hint)(value)\n",
+    ),
+    "an older format is taken for this one": Mutation(
+        "control.journal", "if version != VERSION:", "if version is None:"
+    ),
+    "lines are not synced": Mutation(
+        "runtime.state_store",
+        "                _write(self._file, header, 0)\n                os.fsync(self._file)\n            except",
+        "                _write(self._file, header, 0)\n            except",
+    ),
+    "a new journal gets its name before it is safe": Mutation(
+        "runtime.state_store",
+        "            file.flush()\n            os.fsync(file.fileno())\n",
+        "            file.flush()\n",
+    ),
+    "a new journal's name is not synced": Mutation("runtime.state_store", "    sync_folder(path.parent)\n", ""),
+    "half a line stays at the end": Mutation(
+        "runtime.state_store", "        os.ftruncate(self._file, found.end)\n", ""
+    ),
+    "half a line stays after the disk was full": Mutation(
+        "runtime.state_store",
+        "            os.ftruncate(self._file, self._end)\n            _write(self._file, self._header, 0)\n",
+        "            _write(self._file, self._header, 0)\n",
+    ),
+    # -- who hangs ----------------------------------------------------------------------------------------------------
+    "a silent process is alive": Mutation(
+        "control.liveness", "    if silent_s > max(", "    if False and silent_s > max("
+    ),
+    "a call may take for ever": Mutation("control.liveness", "if sign.method and age_s > limit_s:", "if False:"),
+    "a listener that slept kills everybody": Mutation(
+        "control.liveness",
+        "silent_s = now_s - max(sign.at_s, listening.since_s)\n    if silent_s > max(",
+        "silent_s = now_s - sign.at_s\n    if silent_s > max(",
+    ),
+    "idleness is a hang": Mutation(
+        "control.liveness", "if sign.method and age_s > limit_s:", "if now_s - sign.since_s > 2.0:"
+    ),
+}

@@ -1,0 +1,23 @@
+"""Is the proof worth anything? Seeded bugs must be seen."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import sim_modules
+import sim_specs
+from mutations import MUTATIONS
+from sim_mutants import caught_by
+
+LEAST, SHARE = 30, 0.95
+
+
+def test_at_least_95_of_100_seeded_bugs_are_caught():
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        found = dict(zip(MUTATIONS, pool.map(caught_by, MUTATIONS, timeout=280), strict=True))
+    missed = [name for name, how in found.items() if not how]
+    assert len(found) >= LEAST
+    assert len(missed) <= (1.0 - SHARE) * len(found), f"{len(missed)} of {len(found)} seeded bugs were missed: {missed}"
+
+
+def test_without_a_seeded_bug_nothing_is_caught():
+    assert sim_specs.broken_by(sim_modules.load_all()) == ""

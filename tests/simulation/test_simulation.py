@@ -1,0 +1,71 @@
+"""The control room against thousands of simulated disasters.
+
+Each seed is one job with the production machine, journal, journal file and hang detection, on a simulated cluster,
+network, clock and disk. ``python tests/simulation/replay.py SEED`` shows one; ``--seeds N --jobs 2`` tries many more.
+"""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import replay
+import sim_modules
+from mutations import MUTATIONS
+from sim_faults import SITUATIONS
+from sim_job import run
+
+SEEDS, CHUNK = 2000, 100
+JOBS = 2
+
+REGRESSIONS = (12, 114, 308, 315, 464, 813, 1261, 1666, 1742)
+"""Seeds that were broken once, by the machine or by the simulation itself."""
+
+
+@pytest.fixture(scope="module")
+def modules():
+    return sim_modules.load()
+
+
+@pytest.mark.parametrize("seed", REGRESSIONS)
+def test_what_was_broken_once_holds(seed, modules):
+    run(seed, modules)
+
+
+def test_every_seed_holds_and_every_fault_meets_every_situation():
+    chunks = [range(at, at + CHUNK) for at in range(0, SEEDS, CHUNK)]
+    reached: Counter[str] = Counter()
+    broken: list[str] = []
+    with ProcessPoolExecutor(JOBS, multiprocessing.get_context("spawn")) as pool:
+        for _, more, faults in pool.map(replay.chunk, chunks, timeout=280):
+            reached += more
+            broken += faults
+    assert not broken, "\n".join(broken)
+    pairs = {f"{where}/{fault}" for where, faults in SITUATIONS.items() for fault in faults}
+    ends = {f"ended {reason}" for reason in ("finished", "stopped", "not_retryable", "restart_limit")}
+    assert not (pairs | ends | {"a commit of an old epoch was refused"}) - reached.keys()
+
+
+def test_a_seed_is_the_same_run_every_time(modules):
+    for seed in range(10):
+        assert run(seed, modules).trace_hash == run(seed, sim_modules.load()).trace_hash
+    hashes = {run(seed, modules).trace_hash for seed in range(50)}
+    assert len(hashes) == 50
+
+
+def test_a_seed_is_the_same_run_in_another_process(modules):
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    command = [sys.executable, str(Path(replay.__file__)), "3"]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert shown.splitlines()[-1] == f"seed 3 holds, trace {run(3, modules).trace_hash}"
+
+
+def test_a_broken_seed_says_how_to_replay_it():
+    broken = sim_modules.load(MUTATIONS["a member keeps its number"])
+    with pytest.raises(AssertionError) as caught:
+        run(0, broken)
+    assert "python tests/simulation/replay.py 0" in caught.value.__notes__[0]

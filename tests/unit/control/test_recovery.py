@@ -1,0 +1,410 @@
+"""Recovery by scope, once steps are open: what restarts, what does not, what it is charged to and when it is too much."""
+
+from dataclasses import replace
+
+import pytest
+from jobs import (
+    OPEN,
+    ROLES,
+    TERMS,
+    Run,
+    cause,
+    lost,
+    members_up,
+    node_lost,
+    ready,
+    standby_lost,
+    started,
+    trainer_lost,
+    up,
+)
+
+from dlrover.python.rl.control.budgets import KEPT_CAUSES
+from dlrover.python.rl.control.events import (
+    CauseKind,
+    Failed,
+    KillMember,
+    KillTrainer,
+    MasterStarted,
+    Process,
+    Progressed,
+    Release,
+    Released,
+    StartMembers,
+    StartStandby,
+    StartTrainer,
+    StepsOpened,
+    TrainerStarted,
+    Wait,
+    WaitOver,
+)
+from dlrover.python.rl.control.machine import outstanding
+from dlrover.python.rl.control.starting import STANDBY_TRIES, processes
+from dlrover.python.rl.control.state import EndReason, MemberPhase, Phase
+
+LOOSE = replace(TERMS, job_max_restart=99, trainer_max_restart=99, node_max_failures=99)
+ALONE = replace(LOOSE, roles={**ROLES, "ROLLOUT": replace(ROLES["ROLLOUT"], standby=0)})
+
+# -- a member alone ---------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_member_is_replaced_by_its_ready_standby_at_once():
+    run = Run(*OPEN, lost("ROLLOUT", 1))
+    assert run.commands == (StartMembers("ROLLOUT", ((1, 2),), {1: 0}),)
+    assert (run.state.phase, run.state.recoveries) == (Phase.RUNNING, {"ROLLOUT": 1})
+    run(started("ROLLOUT", 1, 2, "d", standby=0))
+    assert (run.phase("ROLLOUT[1]"), run.state.members["ROLLOUT[1]"].standby) == ("up", 0)
+    assert run.commands == (StartStandby("ROLLOUT", 1),)
+
+
+def test_without_a_ready_standby_a_new_process_starts():
+    run = Run(*OPEN[:-3], StepsOpened(1), lost("ROLLOUT", 1))
+    assert run.commands == (StartMembers("ROLLOUT", ((1, 2),)),)
+    assert run(started("ROLLOUT", 1, 2)).commands == (), "the standby that is starting is still to come"
+
+
+def test_a_standby_takes_one_place():
+    run = Run(*OPEN, lost("ROLLOUT", 1), lost("ROLLOUT", 0))
+    assert run.commands == (StartMembers("ROLLOUT", ((0, 2),)),)
+
+
+def test_one_death_that_many_tell_of_is_recovered_once():
+    run = Run(*OPEN, lost("ROLLOUT", 1))
+    for late in (lost("ROLLOUT", 1), node_lost("zzz"), lost("ROLLOUT", 1, 1, CauseKind.HUNG), started("ROLLOUT", 1, 1)):
+        run(late)
+    assert (run.state.recoveries, run.number("ROLLOUT[1]")) == ({"ROLLOUT": 1}, 2)
+
+
+def test_a_replacement_that_dies_is_replaced_after_a_back_off():
+    run = Run(*OPEN, lost("ROLLOUT", 1), lost("ROLLOUT", 1, 2), terms=LOOSE)
+    assert run.commands == (Wait("ROLLOUT[1]#3", 1.0),)
+    assert run.phase("ROLLOUT[1]") == "waiting"
+    assert run.ignores(lost("ROLLOUT", 1, 3)), "what has not been started cannot be lost"
+    assert run(WaitOver("ROLLOUT[1]#3")).commands == (StartMembers("ROLLOUT", ((1, 3),)),)
+    assert run.ignores(WaitOver("ROLLOUT[1]#3"))
+
+
+def test_the_back_off_doubles_up_to_a_minute_and_progress_ends_it():
+    run = Run(*OPEN, terms=ALONE)
+    waits = []
+    for number in range(1, 11):
+        run(lost("ROLLOUT", 1, number))
+        waits.append(sum(wait.delay_s for wait in run.commands if isinstance(wait, Wait)))
+        run(WaitOver(f"ROLLOUT[1]#{number + 1}"))
+    assert waits == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+    run(started("ROLLOUT", 1, 11), Progressed(1, 2), lost("ROLLOUT", 1, 11))
+    assert run.commands == (StartMembers("ROLLOUT", ((1, 12),)),)
+
+
+def test_each_member_has_its_own_back_off():
+    run = Run(*OPEN, lost("ROLLOUT", 1), lost("ROLLOUT", 0), terms=ALONE)
+    assert run.commands == (StartMembers("ROLLOUT", ((0, 2),)),)
+
+
+def test_a_restart_of_the_job_ends_all_back_offs():
+    run = Run(*OPEN, lost("ROLLOUT", 1), lost("ROLLOUT", 1, 2), Failed(1, cause("job")), terms=ALONE)
+    assert run.state.waits == {}
+    assert run.ignores(WaitOver("ROLLOUT[1]#3"))
+
+
+def test_an_old_streak_does_not_count():
+    run = Run(*OPEN, lost("ROLLOUT", 1), started("ROLLOUT", 1, 2), terms=ALONE)
+    run(lost("ROLLOUT", 1, 2), at_s=run.now_s + ALONE.window_s + 1)
+    assert run.commands == (StartMembers("ROLLOUT", ((1, 3),)),)
+
+
+# -- a group ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_rank_restarts_its_group_and_nobody_else():
+    run = Run(*OPEN, lost("ACTOR", 1))
+    assert run.commands == (KillMember("ACTOR", 0, 1), StartMembers("ACTOR", ((0, 2), (1, 2))))
+    assert [run.number(who) for who in run.state.members] == [2, 2, 1, 1]
+    assert (run.state.recoveries, run.state.epoch) == ({"ACTOR": 1}, 1)
+
+
+def test_ranks_that_are_lost_together_are_one_recovery():
+    run = Run(*OPEN, lost("ACTOR", 1))
+    assert run.ignores(lost("ACTOR", 0))
+    assert run.ignores(lost("ACTOR", 1))
+
+
+def test_a_rank_lost_while_its_group_starts_restarts_the_group_again():
+    run = Run(*OPEN, lost("ACTOR", 1), started("ACTOR", 0, 2), lost("ACTOR", 1, 2), terms=LOOSE)
+    assert run.commands == (KillMember("ACTOR", 0, 2), Wait("ACTOR#3", 1.0))
+    assert run(WaitOver("ACTOR#3")).commands == (StartMembers("ACTOR", ((0, 3), (1, 3))),)
+
+
+def test_the_lost_rank_of_a_group_takes_the_standby():
+    terms = replace(LOOSE, roles={**ROLES, "ACTOR": replace(ROLES["ACTOR"], standby=1)})
+    run = Run(*OPEN, ready(0, "d", "ACTOR"), lost("ACTOR", 1), terms=terms)
+    assert run.commands[-1] == StartMembers("ACTOR", ((0, 2), (1, 2)), {1: 0})
+    run(lost("ACTOR", 0, 2))
+    assert run.commands[0] == KillMember("ACTOR", 1, 2)
+    assert run.state.standbys["ACTOR"] == {}, "one that was becoming a member goes with it"
+
+
+# -- the trainer ------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_trainer_restarts_alone_in_the_next_epoch():
+    run = Run(*OPEN, trainer_lost(1))
+    again = StartTrainer(2, fresh=False, restarts=1, reason="trainer: it is gone")
+    assert run.commands == (KillTrainer(1), again)
+    assert (run.state.phase, run.state.opened, run.state.recoveries) == (Phase.RUNNING, True, {"trainer": 1})
+    assert [run.number(who) for who in run.state.members] == [1, 1, 1, 1]
+
+
+def test_an_older_trainer_is_not_heard():
+    run = Run(*OPEN, trainer_lost(1))
+    for event in (trainer_lost(1), TrainerStarted(1), StepsOpened(1), Progressed(1, 99)):
+        assert run.ignores(event)
+
+
+def test_a_trainer_that_dies_again_waits():
+    run = Run(*OPEN, trainer_lost(1), trainer_lost(2), terms=LOOSE)
+    assert run.commands == (KillTrainer(2), Wait("trainer#3", 1.0))
+    assert run.ignores(trainer_lost(3))
+    assert run(WaitOver("trainer#3")).commands == (StartTrainer(3, False, 2, "trainer: it is gone"),)
+
+
+def test_losses_while_the_trainer_restarts_are_recovered_by_scope():
+    run = Run(*OPEN, trainer_lost(1), lost("ROLLOUT", 1))
+    assert (run.state.phase, run.state.recoveries) == (Phase.RUNNING, {"trainer": 1, "ROLLOUT": 1})
+
+
+# -- a node -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_node_takes_everything_on_it_at_once_and_is_not_used_again():
+    run = Run(*OPEN, node_lost("a"))
+    assert run.commands == (
+        KillMember("ACTOR", 1, 1),
+        StartMembers("ACTOR", ((0, 2), (1, 2)), excluded=("a",)),
+        StartMembers("ROLLOUT", ((0, 2),), {0: 0}, excluded=("a",)),
+    )
+    for late in (lost("ACTOR", 0), lost("ROLLOUT", 0), node_lost("a")):
+        assert run.ignores(late)
+    assert run.state.recoveries == {"ACTOR": 1, "ROLLOUT": 1}
+
+
+def test_members_lost_with_their_node_start_together_and_are_charged_once():
+    together = [*members_up(nodes=("b", "b", "a", "a")), TrainerStarted(1, Process("c", 1)), StepsOpened(1)]
+    run = Run(OPEN[0], *together, node_lost("a"))
+    assert run.commands == (StartMembers("ROLLOUT", ((0, 2), (1, 2)), excluded=("a",)),)
+    assert (run.state.recoveries, len(run.state.history["ROLLOUT"]), len(run.state.causes)) == ({"ROLLOUT": 2}, 1, 1)
+
+
+def test_a_lost_node_takes_the_trainer_too():
+    run = Run(*OPEN, node_lost("c"))
+    again = StartTrainer(2, False, 1, "job: it is gone", ("c",))
+    assert run.commands == (KillTrainer(1), again)
+
+
+def test_a_lost_node_takes_the_standbys_too():
+    run = Run(*OPEN, node_lost("d"))
+    assert run.commands == (StartStandby("ROLLOUT", 1, ("d",)),)
+    assert run.state.recoveries == {}
+
+
+def test_a_lost_node_takes_the_member_that_a_standby_there_was_becoming():
+    run = Run(*OPEN, lost("ROLLOUT", 1), node_lost("d"), terms=LOOSE)
+    assert run.commands == (Wait("ROLLOUT[1]#3", 1.0),)
+    assert run.state.standbys["ROLLOUT"] == {}
+
+
+def test_a_lost_node_with_nothing_on_it_is_only_excluded():
+    run = Run(*OPEN, node_lost("z"))
+    assert (run.state.excluded, run.commands) == (("z",), ())
+
+
+def test_a_lost_node_restarts_the_job_once_before_steps():
+    run = Run(*up(), node_lost("a"), lost("ACTOR", 0), lost("ROLLOUT", 0))
+    assert (run.state.restarts, run.state.restarts_by) == (1, {"ACTOR": 1})
+    assert run(Released(1)).commands[0].excluded == ("a",)
+
+
+def test_a_node_that_loses_too_many_processes_is_excluded():
+    run = Run(*OPEN, lost("ROLLOUT", 0), lost("ACTOR", 0), terms=replace(LOOSE, node_max_failures=2))
+    assert run.state.excluded == ("a",)
+    assert run.commands[-1].excluded == ("a",)
+
+
+def test_a_node_may_be_named_by_the_loss_itself():
+    terms = replace(LOOSE, node_max_failures=2)
+    run = Run(*OPEN, lost("ROLLOUT", 0), lost("ROLLOUT", 0, 2, node="a"), terms=terms)
+    assert run.state.excluded == ("a",)
+
+
+@pytest.mark.parametrize("kind", [CauseKind.RETRYABLE_ERROR, CauseKind.PREEMPTED])
+def test_what_is_not_the_nodes_fault_is_not_counted_against_it(kind):
+    run = Run(
+        *OPEN, lost("ROLLOUT", 0, kind=kind), lost("ACTOR", 0, kind=kind), terms=replace(LOOSE, node_max_failures=1)
+    )
+    assert run.state.excluded == ()
+
+
+def test_old_failures_of_a_node_do_not_count():
+    run = Run(*OPEN, lost("ROLLOUT", 0), terms=replace(LOOSE, node_max_failures=2))
+    run(lost("ACTOR", 0), at_s=run.now_s + LOOSE.window_s + 1)
+    assert run.state.excluded == ()
+
+
+def test_the_only_node_in_use_is_not_excluded():
+    terms = replace(ALONE, node_max_failures=1)
+    only = [started(*who, node="a") for who in (("ACTOR", 0), ("ACTOR", 1), ("ROLLOUT", 0), ("ROLLOUT", 1))]
+    run = Run(OPEN[0], *only, TrainerStarted(1, Process("a", 1)), StepsOpened(1), lost("ROLLOUT", 0), terms=terms)
+    assert run.state.excluded == ()
+
+
+# -- standbys ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_standby_is_replaced_and_the_job_does_not_notice():
+    run = Run(*OPEN, standby_lost(0))
+    assert run.commands == (StartStandby("ROLLOUT", 1),)
+    assert run.ignores(standby_lost(0))
+    assert (run.state.recoveries, run.state.causes) == ({}, ())
+
+
+def test_standbys_that_keep_dying_are_given_up():
+    run = Run(*OPEN, terms=LOOSE)
+    for number in range(STANDBY_TRIES - 1):
+        run(standby_lost(number), WaitOver(f"ROLLOUT standby#{number + 1}"))
+        assert run.state.standbys["ROLLOUT"].keys() == {number + 1}
+    run(standby_lost(STANDBY_TRIES - 1))
+    assert (run.commands, run.state.standbys["ROLLOUT"], run.state.phase) == ((), {}, Phase.RUNNING)
+    run(lost("ROLLOUT", 0), started("ROLLOUT", 0, 2), Progressed(1, 5))
+    assert (run.commands, run.state.standbys["ROLLOUT"]) == ((), {})
+
+
+def test_the_second_lost_standby_waits():
+    run = Run(*OPEN, standby_lost(0), standby_lost(1))
+    assert run.commands == (Wait("ROLLOUT standby#2", 1.0),)
+    assert run.ignores(standby_lost(2))
+    assert run(WaitOver("ROLLOUT standby#2")).commands == (StartStandby("ROLLOUT", 2),)
+
+
+def test_a_standby_lost_while_taking_over_is_the_members_loss():
+    run = Run(*OPEN, lost("ROLLOUT", 1), standby_lost(0), terms=LOOSE)
+    assert (run.number("ROLLOUT[1]"), run.state.recoveries) == (3, {"ROLLOUT": 2})
+    assert run.ignores(lost("ROLLOUT", 1, 2))
+    assert run.ignores(standby_lost(0))
+
+
+def test_a_member_lost_while_its_standby_takes_over_takes_that_along():
+    run = Run(*OPEN, lost("ROLLOUT", 1), lost("ROLLOUT", 1, 2), terms=LOOSE)
+    assert run.state.standbys["ROLLOUT"] == {}
+    assert run.ignores(standby_lost(0))
+
+
+# -- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def fill(run, count, loss):
+    """``count`` losses, each answered and followed by progress."""
+    for number in range(1, count + 1):
+        run(loss(number))
+        run(*(WaitOver(timer) for timer in run.state.waits), Progressed(run.state.epoch, run.state.committed + 1))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("terms", "limit", "subject", "loss"),
+    [
+        (replace(ALONE, job_max_restart=3), 3, "ROLLOUT", lambda number: lost("ROLLOUT", 1, number)),
+        (replace(ALONE, job_max_restart=3), 3, "ACTOR", lambda number: lost("ACTOR", 1, number)),
+        (replace(ALONE, trainer_max_restart=2), 2, "trainer", trainer_lost),
+        (replace(ALONE, trainer_max_restart=0), 0, "trainer", trainer_lost),
+        (
+            replace(ALONE, roles={**ALONE.roles, "ROLLOUT": replace(ALONE.roles["ROLLOUT"], max_restart=1)}),
+            1,
+            "ROLLOUT",
+            lambda number: lost("ROLLOUT", 0, number),
+        ),
+    ],
+)
+def test_limits_hold_within_the_window(terms, limit, subject, loss):
+    run = fill(Run(*OPEN, terms=terms), limit, loss)
+    assert run.state.phase is Phase.RUNNING
+    late = Run(*OPEN, terms=terms)
+    fill(late, limit, loss)
+    if limit:
+        late(loss(limit + 1), at_s=late.now_s + terms.window_s + 1)
+        assert late.state.phase is Phase.RUNNING, "what is older than the window does not count"
+    run(loss(limit + 1))
+    assert (run.state.outcome, run.state.ended_by, run.commands) == (
+        Phase.FAILED,
+        EndReason.RESTART_LIMIT,
+        (Release(1, True),),
+    )
+    assert f"the limit of {limit} restarts for {subject} is reached" in run.state.reason
+
+
+def test_members_of_a_role_share_its_limit():
+    run = Run(*OPEN, lost("ROLLOUT", 0), lost("ROLLOUT", 1), terms=replace(ALONE, job_max_restart=1))
+    assert run.state.outcome is Phase.FAILED
+
+
+def test_a_job_that_fails_tells_the_first_cause_since_its_last_progress():
+    terms = replace(ALONE, trainer_max_restart=1)
+    run = Run(
+        *OPEN, lost("ACTOR", 1), Progressed(1, 5), lost("ROLLOUT", 1), trainer_lost(1), trainer_lost(2), terms=terms
+    )
+    assert (run.state.outcome, run.state.cause.who) == (Phase.FAILED, "ROLLOUT[1]")
+
+
+def test_being_ended_for_the_sake_of_others_is_never_charged():
+    run = Run(*OPEN, terms=replace(ALONE, job_max_restart=0))
+    run(lost("ROLLOUT", 1, kind=CauseKind.PREEMPTED))
+    assert (run.state.phase, run.state.history) == (Phase.RUNNING, {})
+
+
+def test_the_first_and_the_newest_causes_are_kept():
+    run = Run(*OPEN, lost("ACTOR", 0), terms=replace(ALONE, job_max_restart=9999))
+    fill(run, KEPT_CAUSES + 20, lambda number: lost("ROLLOUT", 1, number))
+    assert len(run.state.causes) == KEPT_CAUSES
+    assert {found.who for found in run.state.causes[1:]} == {"ROLLOUT[1]"}
+    assert run.state.causes[0] == cause("ACTOR[0]")
+
+
+# -- a master that comes back -----------------------------------------------------------------------------------------
+
+
+def test_what_is_up_stays_as_it_is():
+    run = Run(*OPEN, MasterStarted("m", 7))
+    assert (run.state.master_starts, run.commands, outstanding(run.state)) == (1, (), ())
+    up_now = {"ACTOR[0]", "ACTOR[1]", "ROLLOUT[0]", "ROLLOUT[1]", "trainer", "ROLLOUT standby#0"}
+    assert processes(run.state).keys() == up_now
+
+
+def test_what_was_starting_starts_anew_under_the_next_number():
+    run = Run(*OPEN, lost("ROLLOUT", 1), trainer_lost(1), MasterStarted())
+    expected = (StartMembers("ROLLOUT", ((1, 3),)), StartTrainer(3, False, 2, "trainer: it is gone"))
+    assert outstanding(run.state) == expected
+    assert run.commands == (KillMember("ROLLOUT", 1, 2), expected[0], KillTrainer(2), expected[1])
+    assert run.state.recoveries == {"ROLLOUT": 1, "trainer": 1}, "nobody is charged"
+
+
+def test_a_group_of_which_a_part_was_starting_starts_anew_as_a_whole():
+    run = Run(*OPEN, lost("ACTOR", 1), started("ACTOR", 0, 2), MasterStarted())
+    assert outstanding(run.state) == (StartMembers("ACTOR", ((0, 3), (1, 3))),)
+    assert run.commands[:2] == (KillMember("ACTOR", 0, 2), KillMember("ACTOR", 1, 2))
+
+
+def test_a_first_trainer_that_was_starting_may_have_used_the_members():
+    run = Run(*OPEN[:5], MasterStarted())
+    assert StartTrainer(2, fresh=False, restarts=1) in outstanding(run.state)
+    assert StartStandby("ROLLOUT", 0) in outstanding(run.state)
+
+
+def test_back_offs_and_releases_go_on():
+    assert outstanding(Run(*OPEN, trainer_lost(1), trainer_lost(2), terms=LOOSE).state) == (Wait("trainer#3", 1.0),)
+    restarting = Run(*up(), lost("ACTOR", 0))
+    assert outstanding(restarting.state) == (Release(1, final=False),)
+    assert outstanding(restarting(Released(1)).state) == restarting.commands
+
+
+def test_a_members_phase_says_where_it_is():
+    run = Run(*OPEN, lost("ROLLOUT", 1))
+    assert run.state.members["ROLLOUT[1]"].phase is MemberPhase.STARTING
