@@ -11,14 +11,17 @@ from toys import Pairs, Toy
 
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.builder import JobBuilder
-from dlrover.python.rl.control.events import Failed, MemberStarted, Place, Placed, Release, Released, StartMembers
+from dlrover.python.rl.control.events import MemberStarted, Placed, Release, Released, StartMembers
+from dlrover.python.rl.control.events import Place as Reserve
 from dlrover.python.rl.control.placement import plan
+from dlrover.python.rl.runtime.host import MemberHost
 from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.port import RayPort
+from dlrover.python.rl.runtime.ray.units import Place
 from dlrover.python.rl.trainer.role_group import public_methods
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
-from dlrover.python.rl.trainer.workload import MemberContext, member_context
+from dlrover.python.rl.trainer.workload import MemberContext
 
 CLASSES = {"ACTOR": Toy, "ROLLOUT": Toy, "REWARD": Pairs}
 SIZES = {"ACTOR": 5, "ROLLOUT": 2, "REWARD": 4}
@@ -58,8 +61,13 @@ class LocalStage:
     def _member(self, role, rank):
         size = SIZES[role]
         context = MemberContext(f"job/{role}-{rank}", RLRoleType(role), rank, size, rank, size, "127.0.0.1", 4321)
-        with member_context(context):
-            return LocalMember(CLASSES[role](None, CONFIG), context.to_env())
+        host = MemberHost()
+        host.start(CLASSES[role], context, None, CONFIG)
+        return LocalMember(host, context.to_env())
+
+    def close(self):
+        for member in (member for members in self.port.members.values() for member in members):
+            member.host.close()
 
     def trainer(self, **sizes):
         return make_trainer(_some(self.handles, sizes), self.port, self._path)
@@ -77,38 +85,40 @@ class RayStage:
     def __init__(self, tmp_path):
         self._path = tmp_path
         builder = JobBuilder().device_type("CPU").device_per_node(11).config(CONFIG).trainer("toys", "unused")
+        builder.liveness(lease_s=3600.0)  # there is no master to answer
         for role, size in SIZES.items():
             builder.role(role, "toys", CLASSES[role].__name__).total(size)
         job = builder.spec(f"contract-{next(_numbers)}", (str(Path(__file__).parent),))
         placement, problems = plan(job)
         assert not problems
         methods = {role: tuple(public_methods(cls)) for role, cls in CLASSES.items()}
-        self._executor = RayExecutor(job, placement, methods, None)
+        self._executor = RayExecutor(job, "0", placement, methods, None)
         asyncio.run(self._start())
-        owned = self._executor._owned[1]
-        self.handles = {}
-        for (role, _), handle in owned.members.items():
-            self.handles.setdefault(role, []).append(handle)
+        self.handles = {
+            RLRoleType(role): [self._executor._units.find(Place(role, rank)).handle for rank in range(size)]
+            for role, size in SIZES.items()
+        }
         self.port = RayPort(self.handles)
 
     async def _start(self):
         events = asyncio.Queue()
-        self._executor.execute(Place(1), events.put_nowait)
+        self._executor.execute(Reserve(1), events.put_nowait)
         assert isinstance(await asyncio.wait_for(events.get(), 60), Placed)
-        self._executor.execute(StartMembers(1), events.put_nowait)
+        for role, size in SIZES.items():
+            members = tuple((rank, 1) for rank in range(size))
+            self._executor.execute(StartMembers(role, members), events.put_nowait)
         for _ in range(sum(SIZES.values())):
             event = await asyncio.wait_for(events.get(), 120)
-            assert not isinstance(event, Failed), event
-            assert isinstance(event, MemberStarted)
+            assert isinstance(event, MemberStarted), event
 
     def close(self):
         asyncio.run(self._release())
 
     async def _release(self):
         events = asyncio.Queue()
-        # The tasks that watched the members ended with the loop they ran on.
-        self._executor._owned[1].tasks.clear()
-        self._executor.execute(Release(1), events.put_nowait)
+        self._executor._under_way.clear()  # they ended with the loop they ran on
+        self._executor._units.clear()
+        self._executor.execute(Release(1, final=True), events.put_nowait)
         assert isinstance(await asyncio.wait_for(events.get(), 60), Released)
 
     def trainer(self, **sizes):
@@ -130,9 +140,9 @@ def _some(handles, sizes):
 def stage(request, tmp_path_factory):
     """A stage shared by tests that leave its members as they were."""
     if request.param == "local":
-        yield LocalStage(tmp_path_factory.mktemp("local"))
-        return
-    request.getfixturevalue("ray_session")
-    made = RayStage(tmp_path_factory.mktemp("ray"))
+        made = LocalStage(tmp_path_factory.mktemp("local"))
+    else:
+        request.getfixturevalue("ray_session")
+        made = RayStage(tmp_path_factory.mktemp("ray"))
     yield made
     made.close()

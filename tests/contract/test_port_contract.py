@@ -10,13 +10,17 @@ from toys import OddError
 
 from dlrover.python.rl.common.errors import (
     CallError,
+    CallSkipped,
     InvocationError,
     InvocationTimeout,
+    ReplayDiverged,
     ShardError,
+    StaleCall,
     UnknownMethod,
     WorkloadDied,
 )
 from dlrover.python.rl.data.batch import Batch, Ragged, even_cuts
+from dlrover.python.rl.trainer.port import FORGET, RAW_CALL, Call
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 
 KINDS = {
@@ -284,6 +288,59 @@ def test_a_batch_can_be_split_by_tokens(stage):
     assert [part.ragged("tokens").lengths.tolist() for part in parts] == [[8], [1, 1, 2]]
 
 
+def kept(call_id, method, *args, **terms):
+    return Call(call_id, method, args, {}, keep=True, **terms)
+
+
+def test_a_call_is_carried_out_once_whatever_how_often_its_id_comes(stage):
+    port = stage.port
+    before = port.submit("ACTOR", 1, Call(RAW_CALL, "call_count", (), {})).result(30)
+    answers = [port.submit("ACTOR", 1, kept((1, 0), "echo", value)).result(30) for value in ("first", "second")]
+    assert answers == ["first", "first"]
+    assert port.submit("ACTOR", 1, Call(RAW_CALL, "call_count", (), {})).result(30) == before + 1
+    assert port.submit("ACTOR", 1, kept((2, 0), "echo", "third", committed=1)).result(30) == "third"
+    port.submit("ACTOR", 1, Call(RAW_CALL, FORGET, (), {})).result(30)
+
+
+def test_another_method_at_the_same_id_diverges(stage):
+    port = stage.port
+    port.submit("ACTOR", 2, kept((1, 0), "echo", 1)).result(30)
+    with pytest.raises(ReplayDiverged, match=r"ACTOR\[2\].keep: call \(1, 0\) was echo before"):
+        port.submit("ACTOR", 2, kept((1, 0), "keep", 1)).result(30)
+    with pytest.raises(ReplayDiverged, match=r"call \(0, 5\) comes after call \(1, 0\) has run"):
+        port.submit("ACTOR", 2, kept((0, 5), "echo", 1)).result(30)
+    port.submit("ACTOR", 2, Call(RAW_CALL, FORGET, (), {})).result(30)
+
+
+def test_a_call_does_not_run_before_the_one_it_comes_after(stage):
+    port = stage.port
+    failing = port.submit("ROLLOUT", 0, Call(RAW_CALL, "late_boom", (), {}))
+    port.submit("ACTOR", 3, kept((1, 0), "echo", failing))
+    skipped = port.submit("ACTOR", 3, kept((1, 1), "echo", 1, after=(1, 0)))
+    with pytest.raises(CallSkipped, match=r"ACTOR\[3\].echo: call \(1, 0\) has not run"):
+        skipped.result(30)
+    port.submit("ACTOR", 3, kept((1, 0), "echo", 0)).result(30)
+    assert port.submit("ACTOR", 3, kept((1, 1), "echo", 1, after=(1, 0))).result(30) == 1
+    port.submit("ACTOR", 3, Call(RAW_CALL, FORGET, (), {})).result(30)
+
+
+def test_an_error_is_kept_like_a_result(stage):
+    port = stage.port
+    for _ in range(2):
+        with pytest.raises(InvocationError, match="the user's own words") as caught:
+            port.submit("ACTOR", 3, kept((1, 0), "boom", 3)).result(30)
+        assert isinstance(caught.value.original, OddError)
+    port.submit("ACTOR", 3, Call(RAW_CALL, FORGET, (), {})).result(30)
+
+
+def test_zy_a_trainer_that_was_replaced_is_refused(stage):
+    """Late: from here on the member refuses the other tests' trainers."""
+    port = stage.port
+    assert port.submit("ACTOR", 4, Call((1, 0), "echo", (1,), {}, epoch=8)).result(30) == 1
+    with pytest.raises(StaleCall, match=r"ACTOR\[4\].echo: the trainer of epoch 7 has been replaced"):
+        port.submit("ACTOR", 4, Call((1, 1), "echo", (1,), {}, epoch=7)).result(30)
+
+
 def test_zz_a_killed_member_gives_an_error_within_two_seconds(stage):
     """Last: it takes a member away from the shared stage."""
     group = stage.trainer().RG_ROLLOUT
@@ -293,3 +350,13 @@ def test_zz_a_killed_member_gives_an_error_within_two_seconds(stage):
         group.echo(1)
     assert time.monotonic() - began_s < 2.0
     assert (caught.value.role, caught.value.rank, caught.value.retryable) == ("ROLLOUT", 1, True)
+    assert caught.value.incarnation == 1
+
+
+@pytest.mark.parametrize("wrapped", [lambda pending: pending, Shard, lambda pending: Replicate(pending[1])])
+def test_zz_who_takes_a_result_of_a_killed_member_is_told_who_died(stage, wrapped):
+    trainer = stage.trainer(ROLLOUT=2, ACTOR=2)
+    pending = trainer.RG_ROLLOUT.rows(1)
+    with pytest.raises(WorkloadDied) as caught:
+        trainer.RG_ACTOR.echo(wrapped(pending))
+    assert (caught.value.role, caught.value.rank, caught.value.incarnation) == ("ROLLOUT", 1, 1)

@@ -12,11 +12,12 @@ from dlrover.python.rl.common.clock import ManualClock
 from dlrover.python.rl.common.errors import CallError, InvocationError, InvocationTimeout, ShardError, UnknownMethod
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.runtime.host import MemberHost
 from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort
 from dlrover.python.rl.trainer.port import Call
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
-from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext, member_context, trainer_invocation
+from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext, trainer_invocation
 
 
 class Halver:
@@ -111,6 +112,16 @@ class Loop(BaseTrainer):
         pass
 
 
+HOSTS = []
+
+
+@pytest.fixture(autouse=True)
+def _hosts_are_closed():
+    yield
+    while HOSTS:
+        HOSTS.pop().close()
+
+
 class Recorder(LocalPort):
     """The local port, noting what is asked of it."""
 
@@ -137,8 +148,10 @@ def trainer_of(workload=Worker, **sizes):
         members[role.upper()] = []
         for rank in range(size):
             context = MemberContext(role=RLRoleType(role), rank=rank, world_size=size)
-            with member_context(context):
-                members[role.upper()].append(LocalMember(workload(None, {}), context.to_env()))
+            host = MemberHost()
+            host.start(workload, context, None, {})
+            HOSTS.append(host)
+            members[role.upper()].append(LocalMember(host, context.to_env()))
     port = Recorder(members, clock=CLOCK)
     handles = {role: [LocalHandle(port, role, rank) for rank in range(len(group))] for role, group in members.items()}
     trainer = Loop(handles, dict.fromkeys(handles, workload), {})

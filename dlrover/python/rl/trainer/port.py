@@ -20,6 +20,27 @@ STRAGGLER_LOG_INTERVAL_S = 15.0
 RAW_CALL = (-1, -1)
 """The call id of a call through a raw handle, which belongs to no step."""
 
+COMMIT, RESTORE, PERSIST, FORGET, WHERE = "!commit", "!restore", "!persist", "!forget", "!where"
+"""What a member is asked beside its workload's methods, by names that no method can have; see ``runtime/host.py``."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Which commits a member's state agrees with: commit ``c`` and the kept calls of later steps give it for every
+    ``c`` from ``since`` to ``at``; none does when both are None.
+
+    Attributes:
+        touched: the latest step that the member has taken part in, 0 for none.
+    """
+
+    since: int | None = 0
+    at: int | None = 0
+    touched: int = 0
+
+    def agrees_with(self, step: int) -> bool:
+        """Whether the member can go on from the commit of ``step`` as it is."""
+        return self.since is not None and self.at is not None and self.since <= step <= self.at
+
 
 @dataclass(frozen=True)
 class Call:
@@ -31,6 +52,10 @@ class Call:
         args: values, :class:`Ref`, lists of :class:`Ref`, or :class:`~dlrover.python.rl.trainer.shard.Rows`.
         kwargs: likewise, by name.
         sized: whether the row count of the result is wanted beside it.
+        epoch: of the trainer that calls; lower ones are refused from then on. 0: not a trainer's.
+        committed: the last committed step: the member forgets what it kept of the steps up to there.
+        keep: whether the member keeps the result, to give the same answer when the id comes again.
+        after: id of the call to this member that must have run before; None for any.
     """
 
     call_id: tuple[int, int]
@@ -38,6 +63,10 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     sized: bool = False
+    epoch: int = 0
+    committed: int = 0
+    keep: bool = False
+    after: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +80,7 @@ class Ref:
         role: the role called, ``""`` for a value put away.
         rank: the rank called.
         method: the method called.
+        incarnation: of the member called, 0 when unknown.
     """
 
     port: "Port"
@@ -59,6 +89,7 @@ class Ref:
     role: str = ""
     rank: int = 0
     method: str = ""
+    incarnation: int = 0
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the value; see :func:`gather`."""

@@ -1,6 +1,7 @@
 """Role groups: all members of a role, called as one."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,10 +22,12 @@ _INLINE_BYTES = 1024
 
 @dataclass
 class CallCounter:
-    """Numbers the role-group calls of a trainer: ``(step, n)``."""
+    """Numbers the role-group calls of a trainer: ``(step, n)``. Whoever takes a number holds the lock until the call is
+    on its way, so that calls from several threads are sent in the order of their numbers."""
 
     step: int = 0
     _next: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def open(self, step: int) -> None:
         """Begin ``step``: its first call is number 0."""
@@ -115,11 +118,12 @@ class Invocation:
         replica = world_size // shards
         auto_shard = policy.auto_shard and policy.target == "ALL"
         arranged = _Arguments(port, shards, replica, auto_shard, self._label).arrange(args, kwargs)
-        call_id = group._counter.take()
-        refs = [
-            port.submit(group.role, rank, Call(call_id, self.method, *arranged[rank // replica], sized))
-            for rank in range(world_size)
-        ]
+        with group._counter.lock:
+            call_id = group._counter.take()
+            refs = [
+                port.submit(group.role, rank, Call(call_id, self.method, *arranged[rank // replica], sized))
+                for rank in range(world_size)
+            ]
         return refs, replica
 
     def _label(self, argument: str) -> str:

@@ -10,8 +10,10 @@ from dlrover.python.rl.common.errors import CallError, Problem, UnknownMethod
 from dlrover.python.rl.common.nearest import hint
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.trainer.port import Port
-from dlrover.python.rl.trainer.role_group import CallCounter, RoleGroup, replicas_of
-from dlrover.python.rl.trainer.workload import BaseWorkload, undecorated
+from dlrover.python.rl.trainer.recovery import Checkpoints, Recovery, Renewed, RestartInfo, RoleTraits
+from dlrover.python.rl.trainer.role_group import RoleGroup, replicas_of
+from dlrover.python.rl.trainer.steps import Attempt, Steps
+from dlrover.python.rl.trainer.workload import BaseWorkload, is_stateful, undecorated
 
 __all__ = ["BaseTrainer", "BaseWorkload", "StepReport", "TrainerLink"]
 
@@ -39,6 +41,8 @@ class TrainerLink:
         job: the job's name.
         job_dir: the job's output directory.
         resources: what one member of each role was given, ``{"cpu": 1.0}``.
+        recovery: how lost members come back; None: a loss ends the trainer.
+        checkpoints: where commits are kept; None: nowhere.
     """
 
     port: Port
@@ -46,6 +50,8 @@ class TrainerLink:
     job: str
     job_dir: Path
     resources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    recovery: Recovery | None = None
+    checkpoints: Checkpoints | None = None
 
 
 class BaseTrainer(ABC):
@@ -70,7 +76,7 @@ class BaseTrainer(ABC):
         self._actor_classes = {RLRoleType(role): undecorated(cls) for role, cls in actor_classes.items()}
         self._config = config
         self._link: TrainerLink | None = None
-        self._counter = CallCounter()
+        self._steps: Steps | None = None
         self._total_steps = 0
 
     # -- what the user writes -----------------------------------------------------------------------------------------
@@ -91,11 +97,30 @@ class BaseTrainer(ABC):
     # -- what the loop uses -------------------------------------------------------------------------------------------
 
     def steps(self, total_steps: int) -> Iterator[int]:
-        """Yield the steps 1 to ``total_steps``. Calls inside the body are numbered from the step's beginning."""
+        """Yield the steps up to ``total_steps``, beginning after the last committed one. The end of the body is the
+        commit: every workload that has state, and :attr:`state`, are saved.
+
+        What is called inside the body survives the death of any process: it is not done twice, and gives the same
+        results. What is called after the loop does so too. A second loop goes on where the first has ended.
+        """
         self._total_steps = total_steps
-        for step in range(1, total_steps + 1):
-            self._counter.open(step)
-            yield step
+        yield from self._durable().run(total_steps)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The trainer's own state, saved at each commit: numbers, texts, arrays, lists and dicts of them, and objects
+        with ``state_dict`` and ``load_state_dict`` (a data cursor). Put them there in ``init``: when the trainer goes
+        on from a commit, :meth:`steps` loads the objects in place and replaces the plain values.
+
+        Whatever else the trainer keeps from step to step is gone when it restarts.
+        """
+        return self._durable().state
+
+    @property
+    def restart_info(self) -> RestartInfo:
+        """Why this trainer runs again: how often it did, the last reason, and from :meth:`steps` on the last committed
+        step."""
+        return self._durable().restart_info
 
     def log(self, step: int, metrics: Mapping[str, float] | None = None, **more: float) -> None:
         """Report the figures of a step to whoever watches the job. Returns at once."""
@@ -161,13 +186,35 @@ class BaseTrainer(ABC):
 
     # -- binding ------------------------------------------------------------------------------------------------------
 
-    def bind(self, link: TrainerLink) -> None:
-        """Connect the trainer to where it runs and create the role groups; called by the runtime, once."""
+    def bind(self, link: TrainerLink, attempt: Attempt | None = None) -> Steps:
+        """Connect the trainer to where it runs and create the role groups; called by the runtime, once.
+
+        Args:
+            link: where it runs.
+            attempt: which trainer object of its process this is; None: the first.
+        """
         self._link = link
+        traits = {
+            str(role): RoleTraits(len(handles), is_stateful(cls), bool(getattr(cls, "needs_own_process", False)))
+            for role, handles in self._actor_handles.items()
+            for cls in [self._actor_classes[role]]
+        }
+        self._steps = steps = Steps(link.port, link.recovery, link.checkpoints, traits, attempt or Attempt())
+        steps.port.renewed = self._take_handles
         for role, handles in self._actor_handles.items():
             cls = self._actor_classes[role]
             size = replicas_of(cls, self._config, len(handles))
-            setattr(self, f"RG_{role}", RoleGroup(role, cls, len(handles), size, link.port, self._counter))
+            setattr(self, f"RG_{role}", RoleGroup(role, cls, len(handles), size, steps.port, steps.counter))
+        return steps
+
+    def _take_handles(self, renewed: Renewed) -> None:
+        for rank, handle in renewed.handles.items():
+            self._actor_handles[RLRoleType(renewed.role)][rank] = handle
+
+    def _durable(self) -> Steps:
+        self._bound()
+        assert self._steps is not None, "bind sets both"
+        return self._steps
 
     def _bound(self) -> TrainerLink:
         if self._link is None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from dlrover.python.rl.common.errors import Problem
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.trainer.invocation import trainer_invocation
+from dlrover.python.rl.trainer.recovery import RestartInfo
 
 __all__ = ["BaseWorkload", "MemberContext", "trainer_invocation"]
 
@@ -28,6 +29,7 @@ class MemberContext:
         master_addr: address of rank 0 for a torch rendezvous of the role.
         master_port: a port that was free there, -1 when unknown.
         collocation: the roles that share this member's devices, ``"ACTOR,REFERENCE"``; ``""`` for none.
+        restart: why this process runs in another's place.
     """
 
     name: str = ""
@@ -39,6 +41,7 @@ class MemberContext:
     master_addr: str = ""
     master_port: int = _NO_PORT
     collocation: str = ""
+    restart: RestartInfo = RestartInfo()
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "MemberContext":
@@ -53,6 +56,9 @@ class MemberContext:
             master_addr=env.get("MASTER_ADDR", ""),
             master_port=int(env.get("MASTER_PORT", _NO_PORT)),
             collocation=env.get("DEVICE_COLLOCATION_GROUP", ""),
+            restart=RestartInfo(
+                int(env.get("RESTART_COUNT", 0)), env.get("RESTART_REASON", ""), int(env.get("RESTART_STEP", 0))
+            ),
         )
 
     def to_env(self) -> dict[str, str]:
@@ -67,6 +73,9 @@ class MemberContext:
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
             "DEVICE_COLLOCATION_GROUP": self.collocation,
+            "RESTART_COUNT": str(self.restart.count),
+            "RESTART_REASON": self.restart.reason,
+            "RESTART_STEP": str(self.restart.step),
         }
 
 
@@ -114,6 +123,30 @@ class BaseWorkload:
     def check_config(cls, config: Any) -> Iterable[Problem]:
         """Problems that this workload sees in the job's ``config``; asked before anything starts."""
         return ()
+
+    @classmethod
+    def warm_up(cls) -> None:
+        """Import what takes long to import. Called in a process that waits to take over from a member that dies."""
+
+    def state_dict(self) -> Any:
+        """What this workload must have to go on in another process: override it together with :meth:`load_state_dict`
+        where calls change what later calls give. None: nothing.
+
+        A tree of dict, list, tuple, str, int, float, bool, None, bytes, numpy arrays and torch tensors. Asked for at
+        each commit; it is written before anything else is called.
+        """
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from what :meth:`state_dict` gave: in a new process after the trainer's ``init`` has been repeated
+        there, or in this one to take back steps."""
+        raise NotImplementedError(f"{type(self).__name__} has state_dict() without load_state_dict()")
+
+    @property
+    def restart_info(self) -> RestartInfo:
+        """Why this process runs in another's place: restarts before it, the last reason, and the last committed step
+        where it is known."""
+        return self._member.restart
 
     def close(self) -> None:
         """Give back what this workload holds (child processes, files). Called once before the member is ended, however
@@ -204,3 +237,9 @@ def undecorated(workload_class: Any) -> Any:
     metadata = getattr(workload_class, "__ray_metadata__", None)
     modified = getattr(metadata, "modified_class", None)
     return getattr(modified, "__ray_actor_class__", modified) if modified is not None else workload_class
+
+
+def is_stateful(workload_class: type[Any]) -> bool:
+    """Whether a workload has state of its own to save at each commit."""
+    own = getattr(workload_class, "state_dict", None)
+    return own is not None and own is not BaseWorkload.state_dict

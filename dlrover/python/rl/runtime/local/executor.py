@@ -1,9 +1,14 @@
-"""Carrying out the brain's commands in this process, each before ``execute`` returns."""
+"""Carrying out the brain's commands in this process, each before ``execute`` returns.
+
+While the trainer runs nobody else does, so members that are killed meanwhile are replaced without asking the brain.
+"""
 
 import os
 import socket
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from uuid import uuid4
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import member_name
@@ -13,25 +18,37 @@ from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
     Command,
-    Failed,
+    KillMember,
+    MemberLost,
     MemberStarted,
     Place,
     Placed,
+    Process,
+    Progressed,
     Release,
     Released,
-    RestartDue,
     StartMembers,
     StartTrainer,
+    StepsOpened,
     TrainerFinished,
+    TrainerLost,
     TrainerStarted,
+    Wait,
+    WaitOver,
 )
 from dlrover.python.rl.control.placement import Placement
+from dlrover.python.rl.runtime.checkpoints import CheckpointStore, memory_root
+from dlrover.python.rl.runtime.durability import checkpoints_of
 from dlrover.python.rl.runtime.executor import Emit, cause_of
+from dlrover.python.rl.runtime.host import MemberHost
 from dlrover.python.rl.runtime.loading import load_class
 from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort, process_environment
+from dlrover.python.rl.runtime.local.recovery import LocalRecovery
 from dlrover.python.rl.runtime.ports import free_port
+from dlrover.python.rl.trainer.recovery import RestartInfo
+from dlrover.python.rl.trainer.runner import run_trainer
 from dlrover.python.rl.trainer.trainer import BaseTrainer, Reporter, TrainerLink
-from dlrover.python.rl.trainer.workload import MemberContext, member_context
+from dlrover.python.rl.trainer.workload import MemberContext
 
 _LOG = get_logger(__name__)
 
@@ -45,100 +62,144 @@ class LocalExecutor:
         placement: the plan; only resources and collocation mean something here.
         report: where step reports go.
         enforce_deadlines: see :class:`~dlrover.python.rl.runtime.local.port.LocalPort`.
+        run: which run of the job it is.
     """
 
     job: JobSpec
     placement: Placement
     report: Reporter
     enforce_deadlines: bool = False
+    run: str = field(default_factory=lambda: uuid4().hex[:8])
     _members: dict[RLRoleType, list[LocalMember]] = field(default_factory=dict)
+    _ports: dict[RLRoleType, int] = field(default_factory=dict)
 
     def execute(self, command: Command, emit: Emit) -> None:
-        number = command.incarnation
         if isinstance(command, Place):
-            emit(Placed(number))
+            emit(Placed(command.incarnation))
         elif isinstance(command, StartMembers):
-            self._start_members(number, emit)
+            self._start_members(command, emit)
+        elif isinstance(command, KillMember):
+            self._kill(command)
         elif isinstance(command, StartTrainer):
-            self._run_trainer(number, emit)
+            self._run_trainer(command, emit)
         elif isinstance(command, Release):
-            self._release()
-            emit(Released(number))
-        else:
+            self._release(command.final)
+            emit(Released(command.incarnation))
+        elif isinstance(command, Wait):
             # Whatever failed here would fail again at once: there is no other process to wait for.
-            emit(RestartDue(number))
+            emit(WaitOver(command.timer))
 
-    def _start_members(self, number: int, emit: Emit) -> None:
-        ports = {role: free_port(self.job.preferred_ports(role)) for role in self.job.workloads}
-        for role, rank in self.job.members():
+    # -- members ------------------------------------------------------------------------------------------------------
+
+    def _start_members(self, command: StartMembers, emit: Emit) -> None:
+        role = RLRoleType(command.role)
+        members = self._members.setdefault(role, [])
+        self._ports[role] = free_port(self.job.preferred_ports(role))
+        for rank, incarnation in command.members:
             try:
-                member = self._start_member(self._context(role, rank, number, ports[role]))
+                members[rank : rank + 1] = [self._make(role, rank, incarnation)]
             except (Exception, SystemExit) as error:  # noqa: BLE001 -- the boundary that a process would be
                 message, detail = f"{type(error).__name__}: {error}", traceback.format_exc()
-                emit(Failed(number, Cause(CauseKind.START_FAILED, f"{role}[{rank}]", message, detail)))
+                cause = Cause(CauseKind.START_FAILED, f"{role}[{rank}]", message, detail)
+                emit(MemberLost(role, rank, incarnation, cause))
                 return
-            self._members.setdefault(role, []).append(member)
-            emit(MemberStarted(number, role, rank, socket.gethostname(), os.getpid()))
+            emit(MemberStarted(role, rank, incarnation, _here()))
 
-    def _start_member(self, context: MemberContext) -> LocalMember:
+    def _make(self, role: str, rank: int, incarnation: int, why: str = "") -> LocalMember:
+        context = self._context(RLRoleType(role), rank, incarnation, why)
         spec = self.job.workloads[context.role]
         env = {**self.job.env, **spec.env, **context.to_env()}
-        with process_environment(env), member_context(context):
+        host = MemberHost(incarnation)
+        with process_environment(env):
             workload_class = load_class(spec.module, spec.class_, self.job.search_path)
-            return LocalMember(workload_class(None, self.job.config), env)
+            host.start(workload_class, context, None, self.job.config)
+        return LocalMember(host, env, incarnation, workload_class.needs_own_process)
 
-    def _context(self, role: RLRoleType, rank: int, number: int, port: int) -> MemberContext:
+    def _context(self, role: RLRoleType, rank: int, incarnation: int, why: str) -> MemberContext:
         return MemberContext(
-            name=member_name(self.job.name, number, role, rank),
+            name=member_name(self.job.name, self.run, role, rank, incarnation),
             role=role,
             rank=rank,
             world_size=self.job.workloads[role].num,
             local_rank=rank,
             local_world_size=self.job.workloads[role].num,
             master_addr="127.0.0.1",
-            master_port=port,
+            master_port=self._ports[role],
             collocation=",".join(self.job.collocation_of(role)),
+            restart=RestartInfo(incarnation - 1, why),
         )
 
-    def _run_trainer(self, number: int, emit: Emit) -> None:
-        spec = self.job.trainer
+    def _kill(self, command: KillMember) -> None:
+        for member in self._members.get(RLRoleType(command.role), [])[command.rank : command.rank + 1]:
+            member.alive = member.alive and member.incarnation != command.incarnation
+
+    # -- trainer ------------------------------------------------------------------------------------------------------
+
+    def _run_trainer(self, command: StartTrainer, emit: Emit) -> None:
         try:
-            trainer_class = load_class(spec.module, spec.class_, self.job.search_path)
-            classes = {
-                role: load_class(workload.module, workload.class_, self.job.search_path)
-                for role, workload in self.job.workloads.items()
-            }
-            link = self._link()
+            link, make = self._link(command, emit), self._make_trainer()
+            emit(TrainerStarted(command.epoch, _here()))
+            with process_environment(self.job.env):
+                run_trainer(lambda: make(link), link)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the boundary that a process would be
+            cause = cause_of(error, "trainer", traceback.format_exc())
+            emit(TrainerLost(command.epoch, cause))
+            return
+        emit(TrainerFinished(command.epoch))
+
+    def _link(self, command: StartTrainer, emit: Emit) -> TrainerLink:
+        self.job.job_dir.mkdir(parents=True, exist_ok=True)
+        port = LocalPort(self._members, self.enforce_deadlines)
+        recovery = LocalRecovery(
+            port,
+            self._make,
+            epoch=command.epoch,
+            fresh=command.fresh,
+            restart_info=RestartInfo(command.restarts, command.reason),
+            on_opened=lambda: emit(StepsOpened(command.epoch)),
+            on_progress=lambda step: emit(Progressed(command.epoch, step)),
+        )
+        return TrainerLink(
+            port=port,
+            report=self.report,
+            job=self.job.name,
+            job_dir=self.job.job_dir,
+            resources={role: slots[0].resources for role, slots in self.placement.slots.items()},
+            recovery=recovery,
+            checkpoints=checkpoints_of(self.job, self.run, command.epoch),
+        )
+
+    def _make_trainer(self) -> Callable[[TrainerLink], BaseTrainer]:
+        spec = self.job.trainer
+        trainer_class = load_class(spec.module, spec.class_, self.job.search_path)
+        classes = {
+            role: load_class(workload.module, workload.class_, self.job.search_path)
+            for role, workload in self.job.workloads.items()
+        }
+
+        def make(link: TrainerLink) -> BaseTrainer:
             handles = {
                 role: [LocalHandle(link.port, role, rank) for rank in range(len(members))]
                 for role, members in self._members.items()
             }
             trainer: BaseTrainer = trainer_class(handles, classes, self.job.config)
-            trainer.bind(link)
-            emit(TrainerStarted(number, socket.gethostname(), os.getpid()))
-            with process_environment(self.job.env):
-                trainer.init()
-                trainer.fit()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the boundary that a process would be
-            emit(Failed(number, cause_of(error, "trainer", traceback.format_exc())))
-            return
-        emit(TrainerFinished(number))
+            return trainer
 
-    def _link(self) -> TrainerLink:
-        self.job.job_dir.mkdir(parents=True, exist_ok=True)
-        return TrainerLink(
-            port=LocalPort(self._members, self.enforce_deadlines),
-            report=self.report,
-            job=self.job.name,
-            job_dir=self.job.job_dir,
-            resources={role: slots[0].resources for role, slots in self.placement.slots.items()},
-        )
+        return make
 
-    def _release(self) -> None:
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _release(self, final: bool) -> None:
         members, self._members = self._members, {}
         for member in (member for group in members.values() for member in group if member.alive):
             try:
                 with process_environment(member.env):
-                    member.workload.close()
+                    member.host.close()
             except Exception:  # noqa: BLE001 -- the boundary that a process would be; the others are closed too
                 _LOG.exception("closing %s failed", member.env["NAME"])
+        if final:
+            CheckpointStore(memory_root(self.job.name, self.run), self.run, durable=False).remove()
+
+
+def _here() -> Process:
+    return Process(host=socket.gethostname(), pid=os.getpid())

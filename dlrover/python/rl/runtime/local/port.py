@@ -1,59 +1,45 @@
 """Calling members that live in this process: at once, one after the other, in the caller's thread.
 
 A debugger therefore stops inside a workload as in any function. What a member gets is what it would get through Ray:
-a copy, with large arrays shared read-only.
+a copy, with large arrays shared read-only; what is put away, and what a member gives back, stays what it was.
 """
 
-import asyncio
-import inspect
 import os
-import pickle
-import socket
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
-
 from dlrover.python.rl.common.clock import Clock, SystemClock
 from dlrover.python.rl.common.errors import InvocationError, WorkloadDied
+from dlrover.python.rl.runtime.host import Arguments, CallHeader, MemberHost
+from dlrover.python.rl.runtime.stored import Stored
 from dlrover.python.rl.trainer.port import RAW_CALL, Call, Outcome, Port, Ref
-from dlrover.python.rl.trainer.shard import Rows, row_count, take_rows
+from dlrover.python.rl.trainer.shard import Rows, take_rows
 
 
 @dataclass
 class LocalMember:
-    """A workload in this process, and the environment it would have in a process of its own."""
+    """A member in this process, and the environment it would have in a process of its own.
 
-    workload: Any
+    Attributes:
+        together: whether all members of the role restart when one is lost.
+    """
+
+    host: MemberHost
     env: Mapping[str, str]
+    incarnation: int = 1
+    together: bool = False
     alive: bool = True
 
-
-@dataclass(frozen=True)
-class Stored:
-    """A value as an object store keeps it: every reader gets a copy, large buffers are shared read-only."""
-
-    data: bytes
-    buffers: tuple[memoryview, ...]
-    rows: int | None
-
-    @classmethod
-    def of(cls, value: Any) -> "Stored":
-        """Serialise ``value``, once."""
-        buffers: list[pickle.PickleBuffer] = []
-        data = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-        return cls(data, tuple(memoryview(buffer.raw()).toreadonly() for buffer in buffers), row_count(value))
-
-    def load(self) -> Any:
-        """A copy of the value."""
-        return pickle.loads(self.data, buffers=self.buffers)
+    @property
+    def workload(self) -> Any:
+        """The workload, None once it was ended."""
+        return self.host.workload
 
 
 @dataclass(frozen=True)
-class _Done:
+class Done:
     """What came of a call: its result or its error, and how long it took."""
 
     result: Stored | None
@@ -61,8 +47,8 @@ class _Done:
     took_s: float = 0.0
 
     def outcome(self, timeout_s: float | None) -> Outcome:
-        """As the trainer sees it, given the call's deadline."""
-        if timeout_s is not None and self.took_s > timeout_s:
+        """As the trainer sees it, given the call's deadline; 0 asks where it stands, and everything has ended."""
+        if timeout_s and self.took_s > timeout_s:
             return Outcome(late=True)
         return Outcome(self.result.load() if self.result else None, self.error)
 
@@ -83,18 +69,25 @@ class LocalPort:
             may sit at a breakpoint.
     """
 
-    members: Mapping[Any, Sequence[LocalMember]]
+    members: Mapping[Any, list[LocalMember]]
     enforce_deadlines: bool = True
     clock: Clock = field(default_factory=SystemClock)
 
     def put(self, value: Any) -> Ref:
-        return Ref(self, _Done(Stored.of(value), None))
+        return Ref(self, Done(Stored.of(value, own=True), None))
 
     def submit(self, role: str, rank: int, call: Call) -> Ref:
+        member = self.members[role][rank]
+        done = self.execute(member, role, rank, call)
+        return Ref(self, done, done, role, rank, call.method, member.incarnation)
+
+    def execute(self, member: LocalMember, role: str, rank: int, call: Call) -> Done:
+        """Run a call, here and now."""
         started_s = self.clock.now_s()
-        result, error = self._run(role, rank, call)
-        done = _Done(result, error, self.clock.now_s() - started_s)
-        return Ref(self, done, done, role, rank, call.method)
+        result, error = self._run(member, call) if member.alive else (None, None)
+        if not member.alive:  # from the beginning, or since the middle of the call
+            result, error = None, _death(member, role, rank, call)
+        return Done(result, error, self.clock.now_s() - started_s)
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
         deadline_s = timeout_s if self.enforce_deadlines else None
@@ -103,30 +96,25 @@ class LocalPort:
     def kill(self, role: str, rank: int) -> None:
         """End a member as a killed process would end: its state is gone, calls to it fail."""
         member = self.members[role][rank]
-        member.alive, member.workload = False, None
+        member.alive = False
+        member.host.end()
 
-    def _run(self, role: str, rank: int, call: Call) -> tuple[Stored | None, InvocationError | None]:
-        member = self.members[role][rank]
-        if not member.alive:
-            return None, WorkloadDied("the member was killed", role=role, rank=rank, method=call.method)
-        try:
+    def _run(self, member: LocalMember, call: Call) -> tuple[Stored | None, InvocationError | None]:
+        def arguments() -> Arguments:
             args = [self._resolve(value) for value in call.args]
-            kwargs = {name: self._resolve(value) for name, value in call.kwargs.items()}
+            return args, {name: self._resolve(value) for name, value in call.kwargs.items()}
+
+        try:
             with process_environment(member.env):
-                return Stored.of(_finish(getattr(member.workload, call.method)(*args, **kwargs))), None
+                value = member.host.invoke(CallHeader.of(call, member.incarnation), arguments)
+                result = _stored(value, member.host, call.method)
         except _Upstream as upstream:
             return None, upstream.error
-        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the boundary that a process would be
-            failure = InvocationError(
-                f"{type(error).__name__}: {error}",
-                role=role,
-                rank=rank,
-                method=call.method,
-                node=socket.gethostname(),
-                remote_traceback=traceback.format_exc(),
-            )
-            failure.original = failure.__cause__ = error
-            return None, failure
+        except InvocationError as error:
+            return None, error
+        except Exception as error:  # noqa: BLE001 -- taking the arguments failed, as it would in another process
+            return None, member.host.failure(call.method, error)
+        return result, None
 
     def _resolve(self, value: Any) -> Any:
         if isinstance(value, Ref):
@@ -174,19 +162,24 @@ class _Upstream(Exception):
 
 
 def _rows(ref: Ref) -> int | None:
-    done: _Done = ref.token
+    done: Done = ref.token
     if done.result is None:
         raise _Upstream(done.error)
     return done.result.rows
 
 
-def _finish(result: Any) -> Any:
-    """Run a coroutine to its end; anything else is the result already."""
-    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+def _stored(value: Any, host: MemberHost, method: str) -> Stored:
+    """A result as it would travel; one that cannot is an error of the member's."""
+    try:
+        return Stored.of(value, own=True)
+    except Exception as error:
+        raise host.failure(method, error) from error
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
+def _death(member: LocalMember, role: str, rank: int, call: Call) -> WorkloadDied:
+    died = WorkloadDied("the member was killed", role=role, rank=rank, method=call.method)
+    died.incarnation = member.incarnation
+    return died
 
 
 @contextmanager

@@ -1,0 +1,269 @@
+"""The steps of a trainer: where they begin, what is theirs, and the commit at the end of each."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dlrover.python.rl.common.errors import (
+    CallError,
+    CheckpointCorrupt,
+    CheckpointMissing,
+    InvocationError,
+    JobFailed,
+    StepAbandoned,
+)
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.trainer.durable import DurablePort
+from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RESTORE, WHERE, Port
+from dlrover.python.rl.trainer.recovery import (
+    Checkpoints,
+    MemberId,
+    Recovery,
+    Renewed,
+    RestartInfo,
+    RoleTraits,
+    is_damage,
+)
+from dlrover.python.rl.trainer.role_group import CallCounter
+
+_LOG = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Which trainer object of its process this is.
+
+    Attributes:
+        number: how many were before it.
+        opened: whether one of them had entered ``steps()``.
+        reason: why the last one was given up.
+    """
+
+    number: int = 0
+    opened: bool = False
+    reason: str = ""
+
+
+class NoRecovery:
+    """Lost members do not come back: a loss ends the trainer."""
+
+    epoch = 1
+    fresh = True
+    restart_info = RestartInfo()
+
+    def incarnations(self) -> Mapping[MemberId, int]:
+        return {}
+
+    def renew(self, role: str, rank: int, incarnation: int, why: str) -> Renewed:
+        raise JobFailed(f"{role}[{rank}] is lost, and nobody replaces it here: {why}")
+
+    def opened(self) -> None:
+        pass
+
+    def began(self, step: int) -> None:
+        pass
+
+    def progressed(self, step: int) -> None:
+        pass
+
+
+class Steps:
+    """The steps of one trainer object.
+
+    Args:
+        port: how members are called.
+        recovery: how lost members come back; None: they do not.
+        checkpoints: where commits are kept; None: nowhere.
+        roles: role to what recovery must know of it.
+        attempt: which trainer object of its process this is.
+
+    Attributes:
+        port: what role groups call through.
+        counter: numbers the calls.
+        state: the trainer's own state.
+        restart_info: why this trainer runs again, and the step it goes on after.
+        commits: how many steps it has committed.
+    """
+
+    def __init__(
+        self,
+        port: Port,
+        recovery: Recovery | None,
+        checkpoints: Checkpoints | None,
+        roles: Mapping[str, RoleTraits],
+        attempt: Attempt,
+    ) -> None:
+        self._recovery: Recovery = recovery or NoRecovery()
+        self._recovers, self._checkpoints, self._attempt = recovery is not None, checkpoints, attempt
+        # Who takes over from an earlier trainer, or trainer object, finds members that are replaced already.
+        opened = attempt.opened or not self._recovery.fresh
+        self.port = DurablePort(port, self._recovery, roles, checkpoints, opened)
+        self.counter = CallCounter()
+        self.state: dict[str, Any] = {}
+        info = self._recovery.restart_info
+        self.restart_info = replace(info, count=info.count + attempt.number, reason=attempt.reason or info.reason)
+        self.commits = 0
+        self._begun = False
+        self._recoveries_told = -1
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def run(self, total: int) -> Iterator[int]:
+        """Yield the steps after the last commit up to ``total``, and commit each at the end of its body.
+
+        ::
+
+            open ---> begin --> the user's body --> commit --.--> begin what comes after the loop
+                        '<-----------------------------------'
+        """
+        committed = self.open()
+        for step in range(committed + 1, total + 1):
+            self.begin(step)
+            yield step
+            self.commit(step, last=step == total)
+        self.begin(max(committed, total) + 1)
+
+    def open(self) -> int:
+        """Bring everybody to the newest commit; returns its step. A second loop goes on where the first has ended."""
+        if self._begun:
+            return self.port.committed or 0
+        self._begun = True
+        if self._recovers and not self._attempt.opened:
+            self._recovery.opened()
+        self.port.opened = self._recovers
+        self.port.settle()
+        committed = self._go_back() if self._checkpoints is not None else 0
+        self.restart_info = replace(self.restart_info, step=committed)
+        return committed
+
+    def begin(self, step: int) -> None:
+        """Calls from here on belong to ``step``."""
+        if step == self.port.step:
+            return  # what came after a loop goes on in the next one
+        self.counter.open(step)
+        self.port.begin_step(step)
+        self._recovery.began(step)
+
+    def commit(self, step: int, last: bool = False) -> None:
+        """Every stateful member and the trainer write their state after ``step``: from now on that is where everything
+        goes on. Ends only when nothing had to be recovered meanwhile."""
+        while True:
+            recoveries = self.port.recoveries
+            self.port.settle()
+            answers = {}
+            if self._checkpoints is not None:
+                request = self._checkpoints.commit_request(step, last)
+                answers = self.port.ask(self.port.members(stateful_only=True), COMMIT, request)
+            if self.port.recoveries == recoveries:
+                break
+        if self._checkpoints is not None:
+            self._publish(self._checkpoints, step, answers)
+        self.port.commit(step)
+        self.commits += step > 0
+        if step > 0 and recoveries != self._recoveries_told:
+            self._recoveries_told = recoveries
+            self._recovery.progressed(step)
+
+    def finish(self) -> None:
+        """``fit`` has returned: wait for what it left running, and for the copy in the job's directory."""
+        if not self._begun:
+            return
+        self.port.settle()
+        request = self._checkpoints.persist_request() if self._checkpoints is not None else None
+        if self._checkpoints is None or request is None:
+            return
+        try:
+            answers = self.port.ask(self.port.members(stateful_only=True), PERSIST, request)
+            self._checkpoints.persisted(answers)
+        except (InvocationError, CheckpointCorrupt, CheckpointMissing, OSError) as error:
+            _LOG.warning("the last commit is not in the job's directory: %s", error)
+
+    # -- going back ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def setup(self) -> Iterator[None]:
+        """Calls made inside are those of ``init``, repeated for every member that takes another's place."""
+        self.port.log.begin_setup()
+        try:
+            yield
+        finally:
+            self.port.log.end()
+
+    def forget(self) -> None:
+        """Let members forget the steps that an earlier trainer object has made."""
+        self.port.ask(self.port.members(), FORGET)
+
+    def can_go_back(self) -> bool:
+        """Whether there is a commit that another trainer object could go on from."""
+        return self._begun and self._recovers and self.port.committed is not None and self._checkpoints is not None
+
+    def _go_back(self) -> int:
+        assert self._checkpoints is not None
+        while True:
+            step = self._checkpoints.newest()
+            if step is None:
+                self._check_that_nothing_is_missing()
+                self.commit(0)
+                return 0
+            try:
+                load_state(self.state, self._checkpoints.load(step))
+                self._bring_members_to(step)
+            except (InvocationError, CheckpointCorrupt, CheckpointMissing) as error:
+                if not is_damage(error):
+                    raise
+                self._checkpoints.discard(step, str(error).partition("\n")[0])
+                continue
+            return step
+
+    def _bring_members_to(self, step: int) -> None:
+        assert self._checkpoints is not None
+        self.port.go_on_from(step)
+        standings = self.port.ask(self.port.members(), WHERE)
+        self.port.ask([member for member, standing in standings.items() if standing.touched > step + 1], FORGET)
+        while behind := self._members_not_at(step):
+            self.port.ask(behind, RESTORE, self._checkpoints.restore_request(step))
+
+    def _members_not_at(self, step: int) -> list[MemberId]:
+        """The stateful members that must go back to get to ``step``: where one rank of those that meet in collectives
+        must, all must, or the others would answer from what they kept while it waits for them."""
+        members = self.port.members(stateful_only=True)
+        standings = self.port.ask(members, WHERE)
+        behind = {member for member, standing in standings.items() if not standing.agrees_with(step)}
+        roles = {role for role, _ in behind if self.port.roles[role].together}
+        return [member for member in members if member in behind or member[0] in roles]
+
+    def _check_that_nothing_is_missing(self) -> None:
+        standings = self.port.ask(self.port.members(stateful_only=True), WHERE)
+        touched = max((standing.touched for standing in standings.values()), default=0)
+        if touched:
+            raise CheckpointMissing(f"members have taken part in step {touched}, and no commit is left to go back to")
+
+    def _publish(self, checkpoints: Checkpoints, step: int, answers: Mapping[MemberId, Any]) -> None:
+        try:
+            checkpoints.commit(step, answers, dump_state(self.state))
+        except (CheckpointCorrupt, CheckpointMissing) as error:
+            raise StepAbandoned(step, error) from error
+
+
+def dump_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The trainer's state as a plain tree: objects give their ``state_dict()``."""
+    return {
+        name: {"object": value.state_dict()} if hasattr(value, "load_state_dict") else {"value": value}
+        for name, value in state.items()
+    }
+
+
+def load_state(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Load objects in place, and put plain values where they were.
+
+    Raises:
+        CallError: an object is not there.
+    """
+    for name, entry in saved.items():
+        if "value" in entry:
+            state[name] = entry["value"]
+        elif hasattr(state.get(name), "load_state_dict"):
+            state[name].load_state_dict(entry["object"])
+        else:
+            raise CallError(f"self.state['{name}'] was saved from an object: put it there in init(), before steps()")

@@ -1,0 +1,230 @@
+"""The port of durable steps over a port that the test plays."""
+
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from dlrover.python.rl.common.errors import (
+    CallError,
+    InvocationError,
+    JobFailed,
+    ResultLost,
+    StepAbandoned,
+    WorkloadDied,
+)
+from dlrover.python.rl.trainer.durable import DurablePort
+from dlrover.python.rl.trainer.port import Call, Outcome, Ref, gather
+from dlrover.python.rl.trainer.recovery import Renewed, RestartInfo, RoleTraits
+from dlrover.python.rl.trainer.shard import Rows
+from dlrover.python.rl.trainer.steps import dump_state, load_state
+
+AT = {"role": "A", "rank": 0, "method": "go"}
+
+
+@dataclass
+class Played:
+    """Answers each call with what the test has put there: a value, an error, or what a function gives."""
+
+    answers: list = field(default_factory=list)
+    calls: list = field(default_factory=list)
+
+    def put(self, value):
+        return Ref(self, Outcome(np.copy(value)))
+
+    def submit(self, role, rank, call):
+        self.calls.append((role, rank, call))
+        answer = self.answers.pop(0) if self.answers else "done"
+        outcome = Outcome(error=answer) if isinstance(answer, InvocationError) else Outcome(answer)
+        return Ref(self, outcome, None, role, rank, call.method, 1)
+
+    def wait(self, refs, timeout_s):
+        return [ref.token for ref in refs]
+
+
+@dataclass
+class Replacing:
+    """Gives every member that is asked for its next incarnation."""
+
+    numbers: dict = field(default_factory=lambda: {("A", 0): 1, ("A", 1): 1})
+    asked: list = field(default_factory=list)
+    epoch = 1
+    fresh = True
+    restart_info = RestartInfo()
+
+    def incarnations(self):
+        return self.numbers
+
+    def renew(self, role, rank, incarnation, why):
+        self.asked.append((role, rank, incarnation))
+        self.numbers = {**self.numbers, (role, rank): incarnation + 1}
+        return Renewed(role, {at: number for (of, at), number in self.numbers.items() if of == role}, {rank: "new"})
+
+
+def died(rank=0, incarnation=1):
+    error = WorkloadDied("killed", role="A", rank=rank, method="go")
+    error.incarnation = incarnation
+    return error
+
+
+@pytest.fixture
+def port():
+    made = DurablePort(Played(), Replacing(), {"A": RoleTraits(2)}, opened=True)
+    made.begin_step(1)
+    return made
+
+
+def submit(port, n, *args, method="go", rank=0):
+    return port.submit("A", rank, Call((port.step, n), method, args, {}))
+
+
+def sent(port):
+    return [(rank, call.call_id, call.method) for _, rank, call in port.inner.calls]
+
+
+def test_a_call_to_a_member_that_died_is_made_to_its_replacement(port):
+    handles = []
+    port.renewed = handles.append
+    port.inner.answers = ["first", died()]
+    before, ref = submit(port, 0), submit(port, 1)
+    assert (before.result(), ref.result()) == ("first", "done")
+    assert sent(port) == [(0, (1, 0), "go"), (0, (1, 1), "go")] * 2  # the replacement gets the whole step again
+    assert [call.after for _, _, call in port.inner.calls] == [None, (1, 0)] * 2
+    assert port.recovery.asked == [("A", 0, 1)]
+    assert handles[0].handles == {0: "new"}
+
+
+def test_init_is_repeated_first(port):
+    port.log.begin_setup()
+    submit(port, 0, method="prepare").result()
+    port.begin_step(2)
+    port.inner.answers = [died()]
+    submit(port, 0).result()
+    assert [method for _, _, method in sent(port)] == ["prepare", "go", "prepare", "go"]
+
+
+def test_a_ref_stands_for_the_answer_that_was_made_again(port):
+    port.inner.answers = [died(), died(0), died(0)]
+    source = submit(port, 0)
+    taker = submit(port, 1, source, [source, 5], Rows((source,), 0, 1), rank=1)
+    assert taker.result() == "done"
+    _, _, call = port.inner.calls[-1]
+    assert [value.token.value for value in (call.args[0], call.args[1][0], call.args[2].parts[0])] == ["done"] * 3
+    assert source.result() == "done"
+
+
+def test_a_lost_result_is_asked_for_again(port):
+    source = submit(port, 0)
+    port.inner.answers = [ResultLost("gone", **AT)]
+    assert submit(port, 1, source, rank=1).result() == "done"
+    assert sent(port) == [(0, (1, 0), "go"), (1, (1, 1), "go")] * 2
+    assert port.recovery.asked == []
+
+
+def test_what_comes_of_no_step_and_cannot_be_made_again_gives_the_step_up(port):
+    ref = submit(port, 0)
+    port.commit(1)
+    ref.token.ended, ref.token.ref = False, Ref(port.inner, Outcome(error=ResultLost("gone", **AT)))
+    with pytest.raises(StepAbandoned):
+        ref.result()
+
+
+def test_a_loss_that_comes_again_and_again_comes_to_an_end(port):
+    port.inner.answers = [ResultLost("gone", **AT)] * 100
+    with pytest.raises(StepAbandoned) as caught:
+        submit(port, 0).result()
+    assert isinstance(caught.value.cause, ResultLost)
+
+
+def test_when_nobody_takes_its_place_that_is_raised(port):
+    def refuse(*asked):
+        raise JobFailed("the limit is reached")
+
+    port.recovery.renew = refuse
+    port.inner.answers = [died()]
+    with pytest.raises(JobFailed, match="the limit"):
+        submit(port, 0).result()
+
+
+def test_before_steps_a_loss_is_raised(port):
+    port.opened = False
+    port.inner.answers = [died()]
+    with pytest.raises(WorkloadDied):
+        submit(port, 0).result()
+
+
+def test_arguments_stay_what_they_were_when_the_call_was_made(port):
+    small, large = np.zeros(2), np.zeros(10_000)
+    port.inner.answers = [died()]
+    ref = submit(port, 0, small, large)
+    small[:] = large[:] = 1.0
+    ref.result()
+    _, _, call = port.inner.calls[-1]
+    assert call.args[0].tolist() == [0.0, 0.0]
+    assert call.args[1].token.value.sum() == 0.0
+
+
+def test_threads_that_wait_for_one_dead_member_recover_it_once(port):
+    port.inner.answers = [died(), died()]
+    refs = [submit(port, 0), submit(port, 1)]
+    barrier, results = threading.Barrier(2), []
+
+    def wait(ref):
+        barrier.wait(10)
+        results.append(ref.result())
+
+    threads = [threading.Thread(target=wait, args=(ref,)) for ref in refs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == ["done", "done"]
+    assert port.recovery.asked == [("A", 0, 1)]
+
+
+def test_an_error_of_a_rank_is_the_echo_of_anothers_death_where_ranks_meet():
+    port = DurablePort(Played(), Replacing(), {"A": RoleTraits(2, together=True)}, opened=True)
+    port.begin_step(1)
+    reset = InvocationError("reset by peer", **AT)
+    port.inner.answers = [reset, "done by the one that died since", died(rank=1)]
+    refs = [submit(port, 0, rank=rank) for rank in (0, 1)]
+    port.recovery.renew = lambda role, rank, incarnation, why: Renewed(role, {0: 2, 1: 2}, {})
+    assert gather(refs, None) == ["done", "done by the one that died since"]
+
+
+def test_the_user_hears_of_an_error_where_nobody_died():
+    port = DurablePort(Played(), Replacing(), {"A": RoleTraits(2, together=True)}, opened=True)
+    port.begin_step(1)
+    port.inner.answers = [InvocationError("the user's own words", **AT)]
+    with pytest.raises(InvocationError, match="the user's own words"):
+        submit(port, 0).result()
+    port.settle()  # it has been seen: the commit does not raise it again
+
+
+def test_another_trainer_object_goes_on_so_this_one_calls_nobody(port):
+    port.close(StepAbandoned(1, ValueError("why")))
+    with pytest.raises(StepAbandoned):
+        submit(port, 0)
+
+
+class Cursor:
+    def __init__(self, at):
+        self.at = at
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def test_the_trainers_state_is_plain_values_and_objects_loaded_in_place():
+    saved = dump_state({"cursor": Cursor(5), "mean": 0.5})
+    assert saved == {"cursor": {"object": {"at": 5}}, "mean": {"value": 0.5}}
+    cursor = Cursor(0)
+    state = {"cursor": cursor, "mean": 0.0, "new": 1}
+    load_state(state, saved)
+    assert (cursor.at, state) == (5, {"cursor": cursor, "mean": 0.5, "new": 1})
+    with pytest.raises(CallError, match=r"self.state\['cursor'\] was saved from an object"):
+        load_state({}, saved)
