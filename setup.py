@@ -13,6 +13,7 @@ CORE = [
     "numpy>=1.26",
     "omegaconf>=2.3",
     "prometheus-client>=0.20",
+    "py-spy>=0.4",
     "pydantic>=2.8",
     "pyyaml>=6",
     "ray>=2.40",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from import_rules import HOMES, ROOT, ROW_OF, ROWS, faults, faults_of_tree, imports_of
+from wait_rules import wait_faults, wait_faults_of_tree
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -90,7 +91,9 @@ def test_the_halves_meet_in_recipes_and_sessions_only():
     assert faults("recipe/x.py", source) == faults("session/x.py", source) == []
 
 
-def test_of_the_data_room_the_contract_and_the_runtimes_see_the_batch_alone():
+def test_of_the_data_room_the_contract_sees_the_batch_alone_and_the_runtimes_how_state_is_written_too():
+    assert faults("runtime/x.py", f"from {ROOT}.data.state_tree import dump\n") == []
+    assert faults("trainer/x.py", f"from {ROOT}.data.state_tree import dump\n")
     for room in ("trainer", "runtime"):
         assert faults(f"{room}/x.py", f"from {ROOT}.data.batch import Batch\n") == []
         assert faults(f"{room}/x.py", f"from {ROOT}.data.problems import load_prompts\n")
@@ -135,6 +138,106 @@ def test_the_checker_reads_the_real_tree():
     source = (house / "config/load.py").read_text()
     assert "omegaconf.OmegaConf" in {item.name for item in imports_of(ast.parse(source))}
     assert any("at home" in fault for fault in faults("trainer/load.py", source))
+
+
+# -- a deadline on every wait -----------------------------------------------------------------------------------------
+
+
+def test_every_wait_of_the_package_has_a_deadline_or_a_reason():
+    found = wait_faults_of_tree(REPOSITORY / "dlrover/python/rl")
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "ray.get(ref)",
+        "ray.get(ref, timeout=None)",
+        "ray.wait([ref], num_returns=1)",
+        "subprocess.run(['true'])",
+        "process.wait()",
+        "process.communicate()",
+        "process.wait(timeout=None)",
+        "thread.join()",
+        "thread.join(timeout=None)",
+        "future.result()",
+        "queue.get()",
+        "queue.get(True)",
+        "queue.get(block=True)",
+        "condition.wait_for(done)",
+        "lock.acquire()",
+        "lock.acquire(True)",
+        "wait(futures)",
+        "cf.wait(futures)",
+        "connection.poll(None)",
+        "connection.recv()",
+        "socket.create_connection(address)",
+        "fcntl.flock(file, fcntl.LOCK_EX)",
+        "await asyncio.wait([task])",
+        "await asyncio.wait_for(task, None)",
+        "await event.wait()",
+        "await queue.get()",
+        "await actor.method.remote()",
+        "x = actor.method.remote(); await x",
+        "await asyncio.wait_for(task, None or timeout) and await event.wait()",
+    ],
+)
+def test_a_wait_without_a_deadline_is_a_fault_unless_it_gives_a_reason(wait):
+    head = "import asyncio, ray\nfrom concurrent.futures import wait\nimport concurrent.futures as cf\n"
+    source = f"{head}async def f():\n    {wait}\n"
+    (fault,) = wait_faults("x.py", source)
+    assert fault.startswith("x.py:5: ")
+    assert wait_faults("x.py", source.replace(wait, f"{wait}  # waits: for the user")) == []
+    assert wait_faults("x.py", source.replace(wait, f"# waits: for the user\n    {wait}")) == []
+    assert wait_faults("x.py", source.replace(wait, f"{wait}  # waits:"))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "ray.get(ref, timeout=1.0)",
+        "ray.wait([ref], timeout=0)",
+        "subprocess.run(['true'], timeout=limit_s)",
+        "process.wait(1.0)",
+        "thread.join(timeout=1.0)",
+        "', '.join(names)",
+        "table.get(key)",
+        "table.get('key', None)",
+        "os.path.join(a, b)",
+        "future.result(timeout=1.0)",
+        "queue.get(timeout=1.0)",
+        "queue.get(True, 1.0)",
+        "queue.get(block=False)",
+        "condition.wait_for(done, 1.0)",
+        "lock.acquire(blocking=False)",
+        "lock.acquire(False)",
+        "lock.acquire(timeout=1.0)",
+        "process.poll()",
+        "connection.poll(1.0)",
+        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "await asyncio.wait([task], timeout=1.0)",
+        "await asyncio.wait_for(event.wait(), 1.0)",
+        "await asyncio.wait_for(actor.method.remote(), timeout=1.0)",
+        "ready = news.wait_for(done); await asyncio.wait_for(ready, 1.0)",
+        "async with asyncio.timeout(1.0): await actor.method.remote()",
+        "await asyncio.sleep(1.0)",
+        "ref = actor.method.remote()",
+    ],
+)
+def test_what_has_a_deadline_or_is_no_wait_is_none(call):
+    assert wait_faults("x.py", f"import asyncio, ray\nasync def f():\n    {call}\n") == []
+
+
+def test_reading_a_context_variable_is_no_wait():
+    assert (
+        wait_faults("x.py", "from contextvars import ContextVar\na: ContextVar[int] = ContextVar('a')\na.get()\n") == []
+    )
+
+
+def test_a_wait_inside_one_with_a_deadline_is_bounded_by_it_and_the_next_is_not():
+    source = "import asyncio\nasync def f():\n    await asyncio.wait_for(g(event.wait()), 1)\n    await event.wait()\n"
+    (fault,) = wait_faults("x.py", source)
+    assert fault.startswith("x.py:4: ")
 
 
 # -- what importing loads ---------------------------------------------------------------------------------------------

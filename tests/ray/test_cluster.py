@@ -1,0 +1,179 @@
+"""A cluster of our own: what it survives, and what it leaves behind."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from dlrover.python.rl.runtime.ray.head import has_durable_gcs, private_folder
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).parents[2]
+
+
+def in_own_process(code, timeout_s=120):
+    """Run ``code`` in an interpreter of its own: the session's cluster is this one's. Its output lines."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.split("\n")
+
+
+@pytest.mark.skipif(not has_durable_gcs(), reason="this Ray's GCS keeps its tables in memory only")
+def test_a_cluster_of_our_own_survives_the_death_of_its_gcs_and_leaves_nothing():
+    code = """
+    import os, signal, time, threading
+    from pathlib import Path
+    import ray
+    from ray._private import worker
+    from ray.experimental import internal_kv
+    from ray.util.placement_group import placement_group
+    from dlrover.python.rl.runtime.ray.cluster import ray_cluster
+
+    @ray.remote(num_cpus=0)
+    class Counter:
+        def __init__(self):
+            self.calls = 0
+        def add(self):
+            self.calls += 1
+            return self.calls
+
+    before, threads = dict(os.environ), threading.active_count()
+    for number in range(2):
+        with ray_cluster(None, {"cpu": 2.0}, log_to_driver=False):
+            node = worker._global_node
+            folder = Path(node.get_session_dir_path())
+            counter = Counter.options(name="c", lifetime="detached").remote()
+            assert ray.get(counter.add.remote(), timeout=60) == 1
+            ray.get(placement_group([{"CPU": 1}], name="p", lifetime="detached").ready(), timeout=60)
+            internal_kv._internal_kv_put(b"k", b"v")
+            gcs, address = node.all_processes["gcs_server"][0].process, node.gcs_address
+            os.kill(gcs.pid, signal.SIGKILL)
+            gcs.wait(timeout=10)
+            killed_s = time.monotonic()
+            assert ray.get(counter.add.remote(), timeout=10) == 2
+            call_s = time.monotonic() - killed_s
+            found = ray.get_actor("c")
+            found_s = time.monotonic() - killed_s
+            assert ray.get(found.add.remote(), timeout=10) == 3
+            assert node.gcs_address == address
+            assert internal_kv._internal_kv_get(b"k") == b"v"
+            (group,) = ray.util.placement_group_table().values()
+            assert (group["name"], group["state"]) == ("p", "CREATED")
+            again = Counter.options(name="d").remote()
+            assert ray.get(again.add.remote(), timeout=60) == 1
+            print("measured", call_s, found_s, time.monotonic() - killed_s)
+        assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
+        assert not folder.exists() and not folder.parents[1].exists(), folder
+        assert not [t for t in threading.enumerate() if t.name == "gcs-keeper"]
+    """
+    lines = [line.split()[1:] for line in in_own_process(code) if line.startswith("measured")]
+    for call_s, found_s, new_s in (map(float, line) for line in lines):
+        assert call_s < 0.5
+        assert found_s < 5.0
+        assert new_s < 15.0
+    assert len(lines) == 2
+
+
+def test_the_private_folder_is_of_this_user_alone_and_goes_with_its_owner():
+    with private_folder() as folder:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        (folder / "deep").mkdir()
+        (folder / "deep/file").write_text("x")
+    assert not folder.exists()
+
+
+def test_what_a_killed_process_left_behind_is_removed_by_the_next_one():
+    code = """if True:
+        from dlrover.python.rl.runtime.ray.head import private_folder
+        with private_folder() as folder:
+            print(folder, flush=True)
+            input()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        folder = Path(process.stdout.readline().strip())
+        long_ago_s = time.time() - 1000
+        os.utime(folder, (long_ago_s, long_ago_s))
+        with private_folder() as other:
+            assert folder.exists() and other != folder  # its owner lives
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=10)
+    with private_folder():
+        assert not folder.exists()
+
+
+def test_a_cluster_of_our_own_listens_on_loopback_only_and_is_found_by_its_address():
+    code = """
+    import os, subprocess, sys
+    import ray
+    from dlrover.python.rl.runtime.ray.cluster import ray_cluster
+
+    with ray_cluster(None, {"cpu": 2.0}, log_to_driver=False):
+        (row,) = ray.nodes()
+        assert row["NodeManagerAddress"] == "127.0.0.1", row
+        address = ray.get_runtime_context().gcs_address
+        assert address.startswith("127.0.0.1:")
+        as_elsewhere = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        code = "from dlrover.python.rl.runtime.ray.cluster import ray_cluster; import ray, sys; address = sys.argv[1]"
+        code += chr(10) + "with ray_cluster(address, {}): print(ray.get_runtime_context().gcs_address)"
+        done = subprocess.run([sys.executable, "-c", code, address], env=as_elsewhere, capture_output=True, text=True,
+                              timeout=100)
+        assert done.stdout.split() == [address], done.stderr
+    """
+    in_own_process(code)
+
+
+def test_killed_and_stopped_nodes_are_found_and_a_partitioned_one_ends_itself():
+    code = """
+    import asyncio, sys, threading, time
+    sys.path.insert(0, "tests/ray")
+    from two_nodes import two_nodes
+    from dlrover.python.rl.runtime.ray.nodes import NodeWatch
+
+    with two_nodes(workers=2, cpus=1) as nodes:
+        lost, news = {}, threading.Condition()
+
+        def note(node_id, why):
+            with news:
+                assert node_id not in lost
+                lost[node_id] = (time.monotonic(), why)
+                news.notify_all()
+
+        def loss_of(node_id):
+            with news:
+                assert news.wait_for(lambda: node_id in lost, timeout=30)
+            return lost[node_id]
+
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        watching = asyncio.run_coroutine_threadsafe(NodeWatch().watch(note), loop)
+        third = nodes.add_node()
+        for index, act in ((1, nodes.kill_raylet), (2, nodes.stop_raylet), (third, nodes.kill_node)):
+            began_s = act(index)
+            found_s, why = loss_of(nodes.node_id(index))
+            print("measured", found_s - began_s, why)
+        nodes.continue_raylet(2)
+        nodes.nodes[2].all_processes["raylet"][0].process.wait(timeout=60)
+        assert len(lost) == 3, lost
+        watching.cancel()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout=10)
+    """
+    lines = [line for line in in_own_process(code) if line.startswith("measured")]
+    killed_s, stopped_s, power_s = (float(line.split()[1]) for line in lines)
+    assert killed_s < 2.0
+    assert "no longer listens" in lines[0]
+    assert stopped_s < 5.0
+    assert "heartbeats" in lines[1]
+    assert power_s < 2.0

@@ -1,0 +1,276 @@
+"""A Ray cluster of several nodes on this machine, whose parts can be killed, stopped and started again."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private.authentication import authentication_token_setup as tokens
+from ray.cluster_utils import Cluster
+
+from dlrover.python.rl.common.names import NAMESPACE
+from dlrover.python.rl.runtime.ray.head import (
+    GcsKeeper,
+    has_durable_gcs,
+    on_loopback,
+    private_folder,
+    restore_environment,
+    settings,
+)
+
+_START_ATTEMPTS = 3
+_LOOPBACK = "127.0.0.1"
+_STORE_BYTES = 100 * 1024 * 1024
+_VARIABLES = ("RAY_TMPDIR", "RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED", "RAY_ADDRESS", "PYTHONBREAKPOINT")
+
+
+@dataclass
+class TwoNodes:
+    """A head (index 0, which no test should kill) and worker nodes (1, 2, ...). Node ``i`` has a resource ``node<i>``.
+
+    Attributes:
+        folder: of all its files.
+        cpus: logical CPUs of each worker node.
+    """
+
+    folder: Path
+    cluster: Cluster
+    cpus: float
+    nodes: list[Any] = field(default_factory=list)
+    keeper: GcsKeeper | None = None
+    stopped: set[int] = field(default_factory=set)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        # A raylet that has ended but was not waited for looks alive to its workers: they would live on.
+        self._reaper = threading.Thread(target=self._reap, name="reaper", daemon=True)
+        self._reaper.start()
+
+    @property
+    def address(self) -> str:
+        """For ``ray.init``."""
+        return self.nodes[0]._node_ip_address + ":" + str(self.nodes[0]._ray_params.gcs_server_port)
+
+    @property
+    def session_dir(self) -> Path:
+        """Ray's folder with the sockets and logs."""
+        return Path(self.nodes[0].get_session_dir_path())
+
+    def node_id(self, index: int) -> str:
+        return self.nodes[index].node_id
+
+    def raylet_pid(self, index: int) -> int:
+        return self._raylet(index).pid
+
+    def gcs_pid(self) -> int:
+        return self.nodes[0].all_processes["gcs_server"][0].process.pid
+
+    def kill_raylet(self, index: int) -> float:
+        """SIGKILL; the node's workers see it and end by themselves. The monotonic time of the kill."""
+        process = self._raylet(index)
+        process.kill()
+        killed_s = time.monotonic()
+        process.wait(timeout=10.0)
+        self.stopped.discard(index)
+        return killed_s
+
+    def kill_node(self, index: int) -> float:
+        """SIGKILL of a raylet and of everything that it started, as if the power had gone."""
+        below = descendants(self.raylet_pid(index))
+        killed_s = self.kill_raylet(index)
+        for pid in below:
+            _signal(pid, signal.SIGKILL)
+        return killed_s
+
+    def stop_raylet(self, index: int) -> float:
+        """SIGSTOP: for the others like a partition, while the node's actors run on. The monotonic time of the stop."""
+        self._raylet(index).send_signal(signal.SIGSTOP)
+        self.stopped.add(index)
+        return time.monotonic()
+
+    def continue_raylet(self, index: int) -> None:
+        """SIGCONT. A raylet that has been declared dead learns it now and ends itself."""
+        self._raylet(index).send_signal(signal.SIGCONT)
+        self.stopped.discard(index)
+
+    def add_node(self) -> int:
+        """Start a further worker node and return its index."""
+        self.nodes.append(_start_node(self.cluster, len(self.nodes), self.cpus))
+        return len(self.nodes) - 1
+
+    def kill_gcs(self) -> int:
+        """SIGKILL; the keeper starts it again where it has a store. The pid of the killed one."""
+        pid = self.gcs_pid()
+        _signal(pid, signal.SIGKILL)
+        return pid
+
+    def close(self) -> None:
+        """End everything.
+
+        Raises:
+            AssertionError: processes are left.
+        """
+        for index in sorted(self.stopped):
+            self.continue_raylet(index)
+        if self.keeper is not None:
+            self.keeper.rest()
+        ray.shutdown()
+        try:
+            self.cluster.shutdown()
+        finally:
+            if self.keeper is not None:
+                self.keeper.close()
+            self.over.set()
+            self._reaper.join(timeout=10.0)
+        left = _wait_for_none(self.folder, timeout_s=10.0)
+        for pid in left:
+            _signal(pid, signal.SIGKILL)
+        assert not left, f"left over: {left}"
+
+    def _reap(self) -> None:
+        while not self.over.wait(timeout=0.1):
+            for node in list(self.nodes):
+                for info in node.all_processes.get("raylet", []):
+                    info.process.poll()
+
+    def _raylet(self, index: int) -> Any:
+        return self.nodes[index].all_processes["raylet"][0].process
+
+
+@contextlib.contextmanager
+def two_nodes(workers: int = 1, cpus: float = 8.0, head_cpus: float = 8.0, connect: bool = True) -> Iterator[TwoNodes]:
+    """A cluster with the settings of one that the product starts itself.
+
+    Args:
+        workers: nodes beside the head.
+        cpus: logical, of each worker node.
+        head_cpus: logical, of the head.
+        connect: connect this process, in the product's namespace. It must not be connected to another cluster.
+    """
+    assert not ray.is_initialized(), "this process is connected to another cluster"
+    before = {name: os.environ.get(name) for name in _VARIABLES}
+    with contextlib.ExitStack() as stack:
+        stack.callback(restore_environment, before)
+        folder = stack.enter_context(private_folder())
+        stack.enter_context(on_loopback())
+        nodes = _start(folder, workers, cpus, head_cpus)
+        stack.callback(nodes.close)
+        if connect:
+            ray.init(address=nodes.address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+        yield nodes
+
+
+def _start(folder: Path, workers: int, cpus: float, head_cpus: float) -> TwoNodes:
+    tokens.enable_token_auth_by_default()
+    tokens.ensure_token_if_auth_enabled({}, create_token_if_missing=True)
+    for attempt in range(_START_ATTEMPTS):
+        files = folder / str(attempt)
+        files.mkdir()
+        # Where Ray puts its files and notes the address of the newest cluster of this machine.
+        os.environ["RAY_TMPDIR"] = str(files)
+        cluster = Cluster()
+        try:
+            return _start_all(files, cluster, workers, cpus, head_cpus)
+        except Exception:
+            cluster.shutdown()
+            if attempt == _START_ATTEMPTS - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _start_all(files: Path, cluster: Cluster, workers: int, cpus: float, head_cpus: float) -> TwoNodes:
+    store = files / "gcs" if has_durable_gcs() else None
+    head = cluster.add_node(
+        num_cpus=head_cpus,
+        resources={"node0": 1000},
+        node_ip_address=_LOOPBACK,
+        include_dashboard=False,
+        object_store_memory=_STORE_BYTES,
+        _system_config=settings(store),
+    )
+    keeper = GcsKeeper(head) if store is not None else None
+    nodes = TwoNodes(files, cluster, cpus, [head], keeper)
+    try:
+        for _ in range(workers):
+            nodes.add_node()
+    except BaseException:
+        nodes.over.set()
+        if keeper is not None:
+            keeper.close()
+        raise
+    return nodes
+
+
+def _start_node(cluster: Cluster, index: int, cpus: float) -> Any:
+    for attempt in range(_START_ATTEMPTS):
+        before = _raylets()
+        try:
+            return cluster.add_node(
+                num_cpus=cpus,
+                resources={f"node{index}": 1000},
+                node_ip_address=_LOOPBACK,
+                object_store_memory=_STORE_BYTES,
+            )
+        except Exception:  # Ray raises just that when a busy machine was too slow
+            for pid in _raylets() - before:  # what it has started ends with it
+                _signal(pid, signal.SIGKILL)
+            if attempt == _START_ATTEMPTS - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _raylets() -> set[int]:
+    """Those that this process has started."""
+    found = set()
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet":
+                found.add(pid)
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below one, in no special order."""
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents.setdefault(int(fields[1]), []).append(int(folder.name))
+    found, todo = [], [pid]
+    while todo:
+        below = parents.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def users_of(folder: Path) -> list[int]:
+    """The processes that have something below a folder open, or named on their command line; without this one."""
+    name, found = str(folder), []
+    for process in Path("/proc").glob("[0-9]*"):
+        if int(process.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if name.encode() in (process / "cmdline").read_bytes() or any(
+                os.readlink(fd).startswith(name + "/") for fd in (process / "fd").iterdir()
+            ):
+                found.append(int(process.name))
+    return found
+
+
+def _wait_for_none(folder: Path, timeout_s: float) -> list[int]:
+    deadline_s = time.monotonic() + timeout_s
+    while (left := users_of(folder)) and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    return left
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
