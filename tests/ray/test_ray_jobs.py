@@ -11,12 +11,14 @@ import ray
 from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.common.names import NAMESPACE, master_name
 from dlrover.python.rl.config.builder import JobBuilder
-from dlrover.python.rl.control.events import CauseKind, Failed
+from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.brain import new_run
 from dlrover.python.rl.master.job import check_job, follow, run_on_ray, start_master, stop_master
 from dlrover.python.rl.master.rl_master import RLMaster
 from dlrover.python.rl.runtime.ray.actors import end, launch
+from dlrover.python.rl.runtime.state_store import read_lines
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
@@ -59,6 +61,7 @@ def wait_until(condition, deadline_s=20.0):
 def test_a_job_runs_to_its_end_reports_its_steps_and_leaves_nothing(tmp_path, monkeypatch):
     status, reports = run(describe(tmp_path, monkeypatch, "steps_only", "plain"))
     assert (status.phase, status.restarts, status.incarnation) == (Phase.FINISHED, 0, 1)
+    assert (status.recoveries, status.masters) == ({}, 1)
     assert [(report.step, report.total_steps, report.metrics["reward"]) for report in reports] == [
         (1, 3, 4.0),
         (2, 3, 6.0),
@@ -124,8 +127,8 @@ def test_a_process_that_dies_restarts_the_job_exactly_once(tmp_path, monkeypatch
     status, _ = run(describe(tmp_path, monkeypatch, act, name))
     assert (status.phase, status.restarts, status.incarnation) == (Phase.FINISHED, 1, 2)
     assert runs(tmp_path) == 2
-    events = decode((tmp_path / "out" / "journal.jsonl").read_bytes().splitlines())
-    assert [event.cause.kind for event in events if isinstance(event, Failed)] == [CauseKind.PROCESS_DIED]
+    events = [event for _, event in decode(read_lines(tmp_path / "out" / "journal.jsonl"))]
+    assert [event.cause.kind for event in events if hasattr(event, "cause")] == [CauseKind.PROCESS_DIED]
     wait_until(lambda: nothing_is_left(name))
 
 
@@ -192,19 +195,19 @@ def test_a_job_that_can_never_fit_is_refused_before_anything_starts(tmp_path, mo
 
 def test_a_master_whose_own_loop_breaks_releases_everything_and_says_that_it_failed(tmp_path, monkeypatch):
     class FragileMaster(RLMaster):
-        def _take(self, event):
+        async def _take(self, event):
             if type(event).__name__ == "TrainerStarted":
-                raise OSError(28, "No space left on device")
-            super()._take(event)
+                raise RuntimeError("the loop's own mistake")
+            await super()._take(event)
 
     checked = check_job(describe(tmp_path, monkeypatch, "endless", "fragile"))
-    arguments = (checked.job, checked.placement, checked.inspection.methods)
+    arguments = (checked.job, new_run(), checked.placement, checked.inspection)
     master = launch(FragileMaster, master_name("fragile"), arguments, {})
     try:
         ray.get(master.start.remote(), timeout=30)
         status = follow(master, deadline_s=90)
         assert (status.phase, status.cause.kind, status.cause.who) == (Phase.FAILED, CauseKind.INTERNAL, "master")
-        assert "No space left on device" in status.cause.message
+        assert "the loop's own mistake" in status.cause.message
     finally:
         end(master)
     wait_until(lambda: nothing_is_left("fragile"))

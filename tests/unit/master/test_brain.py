@@ -1,34 +1,50 @@
 """The brain: saved before ordered, replayed after a restart, silent about what changes nothing."""
 
+from dataclasses import replace
+
 import pytest
 from toy_jobs import toy_job
 
+from dlrover.python.rl.common.clock import ManualClock
 from dlrover.python.rl.common.errors import JobConflict, JournalCorrupt
 from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.config.spec import RestartSpec
 from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
-    Failed,
+    MasterStarted,
+    MemberLost,
     MemberStarted,
     Place,
     Placed,
+    Process,
+    RecoveryScope,
     Release,
     Released,
-    RestartDue,
+    RoleTerms,
+    StandbyReady,
+    StartMembers,
+    StartTrainer,
+    StepsOpened,
     StopRequested,
     Submitted,
+    TrainerLost,
     TrainerStarted,
-    WaitThenRestart,
+    WaitOver,
 )
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.brain import Brain, submission
+from dlrover.python.rl.master.brain import Brain, earlier_journal, fresh_journal, new_run, submission
 from dlrover.python.rl.master.status import status_of
+from dlrover.python.rl.runtime.inspection import Inspection
 from dlrover.python.rl.runtime.state_store import FileStateStore, MemoryStateStore
 from dlrover.python.rl.trainer.trainer import StepReport
 
-SUBMITTED = Submitted("toy", {"ACTOR": 1}, 3, 3, backoff_s=0.5)
-LOST = Failed(1, Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone"))
+SUBMITTED = Submitted("toy", {"ACTOR": RoleTerms(1)}, "run", 3, 3, backoff_s=0.5)
+GONE = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")
+LOST = MemberLost("ACTOR", 0, 1, GONE)
+HERE = Process("node", 7, "host", "127.0.0.1", 1234, 0)
+RUNNING = (SUBMITTED, Placed(1), MemberStarted("ACTOR", 0, 1, HERE), TrainerStarted(1, Process("node", 8, "host")))
 
 
 class FullDisk(MemoryStateStore):
@@ -36,11 +52,18 @@ class FullDisk(MemoryStateStore):
         raise OSError("no space left on device")
 
 
-def test_an_event_is_saved_before_its_commands_are_handed_out():
-    store = MemoryStateStore()
-    brain = Brain(store)
+def saved(store):
+    """The events of a journal, without their times."""
+    return [event for _, event in decode(store.read())]
+
+
+def test_an_event_is_saved_with_its_time_before_its_commands_are_handed_out():
+    store, clock = MemoryStateStore(), ManualClock(12.5)
+    brain = Brain(store, clock)
     assert brain.handle(SUBMITTED) == (Place(1),)
-    assert decode(store.read()) == [SUBMITTED]
+    clock.advance(0.25)
+    brain.handle(Placed(1))
+    assert decode(store.read()) == [(12.5, SUBMITTED), (12.75, Placed(1))]
 
 
 def test_what_cannot_be_saved_did_not_happen():
@@ -54,28 +77,56 @@ def test_what_cannot_be_saved_did_not_happen():
 def test_an_event_that_changes_nothing_is_not_saved():
     store = MemoryStateStore()
     brain = Brain(store)
-    for event in (SUBMITTED, SUBMITTED, Placed(7), RestartDue(1), Placed(1), Placed(1), Released(1)):
+    for event in (SUBMITTED, SUBMITTED, Placed(7), WaitOver("job#2"), Placed(1), Placed(1), Released(1)):
         brain.handle(event)
-    assert decode(store.read()) == [SUBMITTED, Placed(1)]
+    assert saved(store) == [SUBMITTED, Placed(1)]
 
 
-def test_a_restart_passes_through_the_journal():
+def test_a_restart_of_all_passes_through_the_journal():
     store = MemoryStateStore()
     brain = Brain(store)
-    answers = [brain.handle(event) for event in (SUBMITTED, LOST, Released(1), RestartDue(1))]
-    assert answers == [(Place(1),), (Release(1),), (WaitThenRestart(1, 0.5),), (Place(2),)]
-    assert decode(store.read()) == [SUBMITTED, LOST, Released(1), RestartDue(1)]
+    for event in (SUBMITTED, Placed(1)):
+        brain.handle(event)
+    assert brain.handle(LOST) == (Release(1, final=False),)
+    assert brain.handle(LOST) == ()
+    assert brain.handle(Released(1)) == (Place(2),)
+    assert saved(store) == [SUBMITTED, Placed(1), LOST, Released(1)]
+
+
+def test_a_recovery_by_scope_passes_through_the_journal():
+    store = MemoryStateStore()
+    brain = Brain(store)
+    for event in (*RUNNING, StepsOpened(1)):
+        brain.handle(event)
+    assert brain.handle(LOST) == (StartMembers("ACTOR", ((0, 2),)),)
+    assert saved(store) == [*RUNNING, StepsOpened(1), LOST]
 
 
 def test_a_new_brain_over_the_same_journal_knows_the_same(tmp_path):
     brain = Brain(FileStateStore(tmp_path / "journal"))
-    for event in (SUBMITTED, Placed(1), MemberStarted(1, "ACTOR", 0, "n", 7), LOST, Released(1)):
+    for event in (*RUNNING, StepsOpened(1), LOST):
         brain.handle(event)
     brain.close()
     again = Brain(FileStateStore(tmp_path / "journal"))
     assert again.state == brain.state
-    assert again.handle(RestartDue(1)) == (Place(2),)
+    assert again.outstanding() == (StartMembers("ACTOR", ((0, 2),)),)
+    again.handle(MemberStarted("ACTOR", 0, 2, HERE))
+    assert again.outstanding() == ()
     again.close()
+
+
+def test_times_count_after_a_replay_as_they_did_before(tmp_path):
+    """Restarts that fell out of the window before the master's own restart do not count after it."""
+    clock = ManualClock(1000.0)
+    store = MemoryStateStore()
+    brain = Brain(store, clock)
+    narrow = replace(SUBMITTED, job_max_restart=1, window_s=60.0)
+    for event in (narrow, Placed(1), LOST, Released(1), Placed(2), MemberStarted("ACTOR", 0, 2, HERE)):
+        brain.handle(event)
+    clock.advance(61.0)
+    again = Brain(store, clock)
+    again.handle(MemberLost("ACTOR", 0, 2, GONE))
+    assert (again.state.phase, again.state.restarts) == (Phase.RESTARTING, 2)
 
 
 def test_a_journal_that_cannot_be_trusted_starts_nothing():
@@ -85,29 +136,124 @@ def test_a_journal_that_cannot_be_trusted_starts_nothing():
         Brain(store)
 
 
+# -- what a job submits -----------------------------------------------------------------------------------------------
+
+
 def test_the_submission_says_what_the_machine_needs(tmp_path):
-    brain = Brain(MemoryStateStore())
-    event = submission(toy_job(tmp_path), brain)
-    assert event == Submitted("toy", {"ACTOR": 2, "REWARD": 2}, 10, 10, {}, 1.0)
+    brain, run = Brain(MemoryStateStore()), new_run()
+    event = submission(toy_job(tmp_path), run, Inspection(), brain)
+    assert event == Submitted(
+        job="toy",
+        run=run,
+        roles={"ACTOR": RoleTerms(2), "REWARD": RoleTerms(2)},
+        job_max_restart=10,
+        trainer_max_restart=10,
+        backoff_s=1.0,
+        window_s=3600.0,
+        node_max_failures=3,
+    )
     brain.handle(event)
     with pytest.raises(JobConflict, match="already holds a run of 'toy'"):
-        submission(toy_job(tmp_path), brain)
+        submission(toy_job(tmp_path), run, Inspection(), brain)
+
+
+def test_the_submission_carries_scopes_standbys_and_limits(tmp_path):
+    job = toy_job(tmp_path)
+    workloads = {role: replace(spec, standby=int(role == "REWARD")) for role, spec in job.workloads.items()}
+    limits = RestartSpec(2, 3, {"reward": 4}, 0.5, 60.0, 5)
+    job = replace(job, workloads=workloads, restart=limits)
+    event = submission(job, "run", Inspection(collectives=("ACTOR",)), Brain(MemoryStateStore()))
+    assert event.roles == {"ACTOR": RoleTerms(2, RecoveryScope.GROUP), "REWARD": RoleTerms(2, standby=1, max_restart=4)}
+    assert (event.job_max_restart, event.trainer_max_restart, event.backoff_s) == (2, 3, 0.5)
+    assert (event.window_s, event.node_max_failures) == (60.0, 5)
+
+
+def test_roles_are_the_jobs_own(tmp_path):
+    event = submission(toy_job(tmp_path), "run", Inspection(), Brain(MemoryStateStore()))
+    assert [RLRoleType(role) for role in event.roles] == list(toy_job(tmp_path).workloads)
+
+
+def test_no_two_runs_have_the_same_name():
+    runs = {new_run() for _ in range(100)}
+    assert len(runs) == 100
+    assert all(len(run) == 8 and int(run, 16) >= 0 for run in runs)
+
+
+# -- a master that comes back -----------------------------------------------------------------------------------------
+
+
+def begun(job, run="run"):
+    """A job whose master has got as far as its submission."""
+    brain = Brain(FileStateStore(fresh_journal(job)))
+    brain.handle(MasterStarted(pid=7))
+    brain.handle(submission(job, run, Inspection(), brain))
+    brain.close()
+    return brain.state
+
+
+def test_a_master_that_comes_back_finds_its_own_journal(tmp_path):
+    job = toy_job(tmp_path / "out")
+    assert earlier_journal(job, "run") is None
+    state = begun(job)
+    back = earlier_journal(job, "run")
+    assert back.state == state
+    assert back.outstanding() == (Place(1),)
+    back.handle(MasterStarted(pid=8))
+    assert back.state.master_starts == 2
+    back.close()
+
+
+def test_the_journal_of_another_run_is_not_its_own(tmp_path):
+    job = toy_job(tmp_path / "out")
+    begun(job, "earlier")
+    assert earlier_journal(job, "run") is None
+    assert fresh_journal(job) == tmp_path / "out" / "journal.jsonl"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"job.yaml", "journal.1.jsonl"}
+
+
+def test_a_master_that_comes_back_to_a_damaged_journal_does_not_start_as_new(tmp_path):
+    job = toy_job(tmp_path / "out")
+    begun(job)
+    journal = tmp_path / "out" / "journal.jsonl"
+    content = bytearray(journal.read_bytes())
+    content[len(content) // 2] ^= 1
+    journal.write_bytes(content)
+    with pytest.raises(JournalCorrupt, match=str(journal)):
+        earlier_journal(job, "run")
+    assert journal.read_bytes() == content
+
+
+# -- the status -------------------------------------------------------------------------------------------------------
 
 
 def test_the_status_of_a_job():
     brain = Brain(MemoryStateStore())
     assert status_of("toy", brain.state, None).phase is Phase.CREATED
-    for event in (SUBMITTED, Placed(1), MemberStarted(1, "ACTOR", 0, "n", 7), TrainerStarted(1, "n", 8)):
+    brain.handle(MasterStarted(pid=6))
+    for event in RUNNING:
         brain.handle(event)
     status = status_of("toy", brain.state, StepReport(3, 10, {}))
-    assert (status.phase, status.incarnation, status.restarts) == (Phase.RUNNING, 1, 0)
-    assert status.members == (("ACTOR[0]", "n", 7), ("trainer", "n", 8))
-    assert (status.step, status.total_steps, status.cause) == (3, 10, None)
-    for event in (Failed(1, Cause(CauseKind.USER_ERROR, "trainer", "words")), Released(1)):
+    assert (status.phase, status.incarnation, status.restarts, status.masters) == (Phase.RUNNING, 1, 0, 1)
+    assert status.members == (("ACTOR[0]", "host", 7), ("trainer", "host", 8))
+    assert (status.step, status.total_steps, status.cause, status.recoveries) == (3, 10, None, {})
+    for event in (TrainerLost(1, Cause(CauseKind.USER_ERROR, "trainer", "words")), Released(1)):
         brain.handle(event)
     status = status_of("toy", brain.state, None)
     assert (status.phase, status.cause.who, status.members) == (Phase.FAILED, "trainer", ())
     assert status.reason == "trainer: words (user_error is not retried)"
+
+
+def test_the_status_counts_what_was_recovered_and_names_the_standbys():
+    roles = {"ACTOR": RoleTerms(1, standby=1)}
+    brain = Brain(MemoryStateStore())
+    for event in (replace(SUBMITTED, roles=roles), *RUNNING[1:], StepsOpened(1), LOST):
+        brain.handle(event)
+    brain.handle(StandbyReady("ACTOR", 0, Process("node", 9, "host")))
+    dead = TrainerLost(1, Cause(CauseKind.PROCESS_DIED, "trainer", "gone"))
+    assert any(isinstance(command, StartTrainer) for command in brain.handle(dead))
+    status = status_of("toy", brain.state, None)
+    assert (status.phase, status.restarts, status.recoveries) == (Phase.RUNNING, 0, {"ACTOR": 1, "trainer": 1})
+    assert status.members == (("ACTOR-standby[0]", "host", 9),)
 
 
 def test_a_stop_is_kept_too():
@@ -115,8 +261,3 @@ def test_a_stop_is_kept_too():
     brain = Brain(store)
     brain.handle(StopRequested("enough"))
     assert Brain(store).state.phase is Phase.STOPPED
-
-
-def test_roles_survive_as_roles_do(tmp_path):
-    event = submission(toy_job(tmp_path), Brain(MemoryStateStore()))
-    assert all(isinstance(role, RLRoleType) for role in event.roles)

@@ -73,7 +73,7 @@ def test_a_job_that_finishes_exits_with_0(shell):
     assert (code, out) == (0, "")
     assert "step 3/3  loss 12" in err
     assert f"job: finished, the trainer returned; files in {Path('runs/job').absolute()}" in err
-    assert {path.name for path in Path("runs/job").iterdir()} == {"job.yaml", "journal.jsonl"}
+    assert {path.name for path in Path("runs/job").iterdir()} == {"job.yaml", "journal.jsonl", "checkpoints"}
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,19 @@ def test_options_win_over_the_jobs_own_fields_and_absent_ones_leave_them(shell, 
     text = resolved(
         "--max_restart", "0", "--workload_max_restart", "{'rollout': 2}", "--scheduling_strategy_type", "group"
     )
+    assert "master:\n  cpu: 0.0\n  memory: 0.0\n  max_restart: 10" in text
+    assert "max_restart: 4" in resolved("--master_max_restart", "4")
     assert "job_max_restart: 0" in text
     assert "ROLLOUT: 2" in text
     assert "scheduling_strategy: GROUP" in text
+
+
+def test_options_of_the_original_without_effect_say_so(shell):
+    options = ("--state_backend_type", "ray_internal", "--master_state_backend_config", "{}")
+    code, _, err = shell("submit", "--local", "--job_name", "mine", "--rl_config", GOOD, *options)
+    assert code == 0
+    for option in ("master_state_backend_type", "master_state_backend_config"):
+        assert f"--{option} has no effect: the master keeps its journal in the job's directory" in err
 
 
 @pytest.mark.parametrize(
@@ -170,6 +180,7 @@ def test_options_win_over_the_jobs_own_fields_and_absent_ones_leave_them(shell, 
         (("--workload_max_restart", "{"), "is not a Python literal"),
         (("--workload_max_restart", "{'rolout': 1}"), "the job has no role 'ROLOUT'; did you mean 'ROLLOUT'?"),
         (("--job_max_restart", "-1"), "-1 is not in the range"),
+        (("--master_max_restart", "-1"), "-1 is not in the range"),
         (("--scheduling_strategy_type", "fast"), "'fast' is not one of"),
         (("--job_max_restarts", "3"), "No such option"),
         (("--job_name", "My Job"), "'My Job' is not a job name"),

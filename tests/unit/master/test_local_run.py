@@ -19,12 +19,16 @@ from dlrover.python.rl.runtime.local.executor import LocalExecutor
 from dlrover.python.rl.runtime.state_store import MemoryStateStore
 from dlrover.python.rl.trainer.trainer import StepReport
 
-NAMES = ["toy/1/ACTOR-0", "toy/1/ACTOR-1", "toy/1/REWARD-0", "toy/1/REWARD-1"]
+MEMBERS = ["ACTOR-0", "ACTOR-1", "REWARD-0", "REWARD-1"]
+NAMES = [f"{member}/1" for member in MEMBERS]
 
 
 @pytest.fixture
 def run(tmp_path):
-    """Run a toy job; gives its status. ``run.reports`` and ``run.closed`` say what else happened."""
+    """Run a toy job; gives its status. ``run.reports``, ``run.events()`` and ``run.closed()`` say what else happened.
+
+    The names of what was closed are told without ``toy/<run>/``, which differs from run to run.
+    """
 
     def go(trainer="Loop", actor="Adder", restart=None, **config):
         job = toy_job(tmp_path, trainer, actor, **config)
@@ -35,7 +39,15 @@ def run(tmp_path):
         go.store = MemoryStateStore()
         return run_local(job, placement, go.reports.append, go.store)
 
-    go.reports, go.closed = [], toy_jobs.CLOSED
+    def events():
+        return [event for _, event in decode(go.store.read())]
+
+    def closed():
+        prefix = f"toy/{events()[0].run}/"
+        assert all(name.startswith(prefix) for name in toy_jobs.CLOSED)
+        return [name.removeprefix(prefix) for name in toy_jobs.CLOSED]
+
+    go.reports, go.events, go.closed = [], events, closed
     toy_jobs.CLOSED.clear()
     return go
 
@@ -45,12 +57,14 @@ def test_a_job_finishes(run):
     assert (status.phase, status.reason, status.cause) == (Phase.FINISHED, "the trainer returned", None)
     assert (status.step, status.total_steps, status.restarts, status.members) == (3, 3, 0, ())
     assert run.reports == [StepReport(step, 3, {"loss": total}) for step, total in ((1, 2.0), (2, 6.0), (3, 12.0))]
-    assert run.closed == NAMES
-    assert [type(event).__name__ for event in decode(run.store.read())] == [
+    assert run.closed() == NAMES
+    assert [type(event).__name__ for event in run.events()] == [
         "Submitted",
         "Placed",
         *["MemberStarted"] * 4,
         "TrainerStarted",
+        "StepsOpened",
+        "Progressed",
         "TrainerFinished",
         "Released",
     ]
@@ -63,7 +77,7 @@ def test_an_error_in_the_trainer_is_the_cause(run):
     assert status.cause.message == "ValueError: the user's own words"
     assert "in init" in status.cause.detail
     assert status.reason == "trainer: ValueError: the user's own words (user_error is not retried)"
-    assert run.closed == NAMES
+    assert run.closed() == NAMES
 
 
 def test_an_error_in_a_workload_names_role_rank_and_method(run):
@@ -83,7 +97,7 @@ def test_a_failing_constructor_ends_the_job_before_the_trainer_starts(run, actor
     assert status.cause.message == message
     assert status.cause.who == ("ACTOR[1]" if actor == "FailingStart" else "ACTOR[0]")
     assert "__init__" in status.cause.detail
-    assert run.closed == (NAMES[:1] if actor == "FailingStart" else [])
+    assert run.closed() == (NAMES[:1] if actor == "FailingStart" else [])
 
 
 @pytest.mark.parametrize(
@@ -93,28 +107,33 @@ def test_leaving_the_process_is_a_failure_never_a_finish(run, trainer, who, said
     status = run(trainer)
     assert (status.phase, status.cause.who) == (Phase.FAILED, who)
     assert status.cause.message.endswith(said)
-    assert run.closed == NAMES
+    assert run.closed() == NAMES
 
 
 def test_ctrl_c_stops_in_good_order(run):
     status = run("InterruptedFit")
     assert (status.phase, status.reason, status.cause) == (Phase.STOPPED, "interrupted", None)
-    assert run.closed == NAMES
+    assert run.closed() == NAMES
 
 
 def test_a_workload_that_cannot_close_does_not_keep_the_others_from_it(run):
     status = run(actor="FailingClose")
     assert status.phase is Phase.FINISHED
-    assert run.closed == NAMES
+    assert run.closed() == NAMES
 
 
-def test_a_lost_member_restarts_the_job(run):
+def test_a_member_that_is_lost_outside_of_steps_restarts_the_job(run):
     status = run("LosesMember")
     assert (status.phase, status.restarts, status.incarnation) == (Phase.FINISHED, 1, 2)
-    assert run.closed == [
-        *[name for name in NAMES if name != "toy/1/ACTOR-1"],
-        *(n.replace("1", "2", 1) for n in NAMES),
-    ]
+    left = [name for name in NAMES if name != "ACTOR-1/1"]
+    assert run.closed() == [*left, *(f"{member}/2" for member in MEMBERS)]
+
+
+def test_a_member_that_is_lost_inside_of_steps_is_replaced_alone(run):
+    status = run("LosesMemberInAStep")
+    assert (status.phase, status.restarts, status.incarnation) == (Phase.FINISHED, 0, 1)
+    assert [report.metrics["loss"] for report in run.reports] == [2.0, 6.0, 12.0]
+    assert run.closed() == ["ACTOR-0/2", "ACTOR-1/2", "REWARD-0/1", "REWARD-1/1"]
 
 
 def test_a_crash_loop_ends_with_its_cause(run):
@@ -145,6 +164,9 @@ def test_each_role_gets_its_own_preferred_port(tmp_path):
     job = replace(job, trainer=replace(job.trainer, torch_master_port=wanted))
     placement, _ = plan(job)
     executor = LocalExecutor(job, placement, print)
-    executor.execute(StartMembers(1), lambda event: None)
-    ports = [{member.workload.torch_master_port for member in group} for group in executor._members.values()]
+    started = []
+    for role in job.workloads:
+        executor.execute(StartMembers(role, ((0, 1), (1, 1))), started.append)
+    assert [(event.role, event.rank) for event in started] == list(job.members())
+    ports = [{member.host.workload.torch_master_port for member in group} for group in executor._members.values()]
     assert ports == [{wanted[0]}, {wanted[1]}]

@@ -1,5 +1,6 @@
 """Where a run stands in its data."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class PromptCursor:
         """What :meth:`load_state_dict` needs to go on from here; plain integers."""
         return {"rows": self._rows, "seed": self._seed, "drawn": self._drawn}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the cursor that gave ``state`` stood.
 
         Raises:

@@ -93,12 +93,23 @@ class TrainEngine(Protocol):
         """Write model and tokenizer in Hugging Face format."""
         ...
 
+    def state_dict(self) -> dict[str, Any]:
+        """All that later steps depend on, as a tree of plain values and tensors.
+
+        The tensors are the live ones: copy or write them before the next step.
+        """
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to what :meth:`state_dict` returned; later steps give the same bits as they did then."""
+        ...
+
 
 class RolloutEngine(Protocol):
     """Generates completions token in, token out."""
 
     version: int
-    """Number of the weights it serves; -1 before the first :meth:`receive`."""
+    """Number of the weights it serves; -1 before the first :meth:`receive`, and after one that broke off midway."""
 
     def generate(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> Batch:
         """Complete each prompt ``samples_per_prompt`` times.
@@ -117,10 +128,15 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def receive(self, weights: WeightSnapshot) -> None:
-        """Take over new weights; verified before any is used.
+    def receive(self, weights: WeightSnapshot, rewind: bool = False) -> None:
+        """Take over new weights; all of them are verified before any is used.
+
+        Args:
+            weights: what arrived.
+            rewind: take over older ones too, since the run has gone back to an earlier step.
 
         Raises:
-            WeightSyncError: a name, shape or fingerprint differs; the old weights keep serving.
+            WeightSyncError: a name, shape or fingerprint differs, or the version is older; the old weights keep
+                serving.
         """
         ...

@@ -4,6 +4,7 @@ import math
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,22 @@ import torch
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.common.nearest import hint
+
+
+@dataclass(frozen=True)
+class WeightStamp:
+    """Which weights somebody has: two with equal stamps have the same bits under the same names.
+
+    Attributes:
+        version: the train engine's version.
+        fingerprint: 16 hex digits over the names, dtypes, shapes and CRCs of all tensors.
+    """
+
+    version: int
+    fingerprint: str
+
+    def __str__(self) -> str:
+        return f"version {self.version} ({self.fingerprint})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +48,14 @@ class WeightSnapshot:
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
     fingerprints: Mapping[str, int]
+
+    @property
+    def stamp(self) -> WeightStamp:
+        """Version and fingerprint of the whole, from the tensors' own fingerprints: no byte is read again."""
+        whole = blake2b(digest_size=8)
+        for name in sorted(self.fingerprints):
+            whole.update(f"{name}|{self.dtypes[name]}|{self.shapes[name]}|{self.fingerprints[name]}\n".encode())
+        return WeightStamp(self.version, whole.hexdigest())
 
     @property
     def nbytes(self) -> int:
@@ -67,25 +92,40 @@ def verify(snapshot: WeightSnapshot, expected: Mapping[str, tuple[int, ...]], se
     Args:
         snapshot: what arrived.
         expected: name to shape of the receiving model.
-        serving: the version served now; an older one is refused.
+        serving: the version served now; an older one is refused. -1 takes any.
 
     Raises:
         WeightSyncError: names every missing, unknown, reshaped, cut or corrupted tensor, or the older version.
     """
-    faults = [f"'{name}' is missing" for name in expected if name not in snapshot.buffers]
-    for name, buffer in snapshot.buffers.items():
-        if name not in expected:
-            faults.append(f"'{name}' is unknown{hint(name, expected)}")
-        elif tuple(expected[name]) != tuple(snapshot.shapes[name]):
-            faults.append(f"'{name}' has shape {snapshot.shapes[name]}, not {tuple(expected[name])}")
-        elif buffer.nbytes != _nbytes(snapshot.shapes[name], snapshot.dtypes[name]):
-            faults.append(f"'{name}' has {buffer.nbytes} bytes, not the {snapshot.dtypes[name]} it claims")
-        elif zlib.crc32(buffer.data) != snapshot.fingerprints[name]:
-            faults.append(f"'{name}' does not match its fingerprint")
+    told = snapshot.shapes.keys() & snapshot.dtypes.keys() & snapshot.fingerprints.keys()
+    faults = [f"'{name}' came without shape, dtype or fingerprint" for name in snapshot.buffers if name not in told]
+    arrived = {name: snapshot.shapes[name] for name in snapshot.buffers if name in told}
+    faults += misfits(expected, arrived)
+    faults += filter(None, (_damage(snapshot, name) for name in arrived if name in expected))
     if snapshot.version < serving:
         faults.append(f"version {snapshot.version} is older than {serving}, which is being served")
     if faults:
         raise WeightSyncError(f"weights of version {snapshot.version} refused: " + "; ".join(faults))
+
+
+def _damage(snapshot: WeightSnapshot, name: str) -> str:
+    buffer, claimed = snapshot.buffers[name], _nbytes(snapshot.shapes[name], snapshot.dtypes[name])
+    if buffer.nbytes != claimed:
+        return f"'{name}' has {buffer.nbytes} bytes, not the {snapshot.dtypes[name]} it claims"
+    if zlib.crc32(buffer.data) != snapshot.fingerprints[name]:
+        return f"'{name}' does not match its fingerprint"
+    return ""
+
+
+def misfits(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """How the tensors ``found``, name to shape, differ from those of a model; empty when they fit."""
+    faults = [f"'{name}' is missing" for name in expected if name not in found]
+    for name, shape in found.items():
+        if name not in expected:
+            faults.append(f"'{name}' is unknown{hint(name, expected)}")
+        elif tuple(expected[name]) != tuple(shape):
+            faults.append(f"'{name}' has shape {tuple(shape)}, not {tuple(expected[name])}")
+    return faults
 
 
 def _nbytes(shape: tuple[int, ...], dtype: str) -> int:

@@ -1,15 +1,20 @@
 """The pure machine with its journal: an event is saved before its commands are handed out."""
 
+import os
 from pathlib import Path
 
+from dlrover.python.rl.common.clock import Clock, SystemClock
 from dlrover.python.rl.common.errors import JobConflict
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.events import Command, Event, Submitted
+from dlrover.python.rl.control.events import Command, Event, RoleTerms, Submitted
 from dlrover.python.rl.control.journal import decode, encode
-from dlrover.python.rl.control.machine import replay, step
+from dlrover.python.rl.control.machine import outstanding, replay, step
 from dlrover.python.rl.control.state import JobState
-from dlrover.python.rl.runtime.state_store import StateStore
+from dlrover.python.rl.runtime.inspection import Inspection
+from dlrover.python.rl.runtime.state_store import FileStateStore, StateStore
+
+JOURNAL = "journal.jsonl"
 
 
 class Brain:
@@ -17,31 +22,46 @@ class Brain:
 
     Args:
         store: where the journal is; what it holds already is replayed.
+        clock: the time that events are noted with.
 
     Raises:
         JournalCorrupt: the journal cannot be trusted.
     """
 
-    def __init__(self, store: StateStore) -> None:
-        self._store = store
+    def __init__(self, store: StateStore, clock: Clock | None = None) -> None:
+        self._store, self._clock = store, clock or SystemClock()
         self.state: JobState = replay(decode(store.read()))
 
     def handle(self, event: Event) -> tuple[Command, ...]:
-        """Save ``event``, step, and return what shall be done. An event that changes nothing is not saved."""
-        state, commands = step(self.state, event)
+        """Save ``event``, step, and return what shall be done. An event that changes nothing is not saved.
+
+        Raises:
+            OSError: it could not be saved; nothing has changed.
+        """
+        at_s = self._clock.wall_s()
+        state, commands = step(self.state, event, at_s)
         if state is self.state:
             return ()
-        self._store.append(encode(event))
+        self._store.append(encode(at_s, event))
         self.state = state
         return commands
+
+    def outstanding(self) -> tuple[Command, ...]:
+        """What a master that has just come back must have under way."""
+        return outstanding(self.state)
 
     def close(self) -> None:
         """Give the journal back."""
         self._store.close()
 
 
-def submission(job: JobSpec, brain: Brain) -> Submitted:
-    """The first event of ``job``.
+def new_run() -> str:
+    """What tells a run apart from every other run of its name."""
+    return os.urandom(4).hex()
+
+
+def submission(job: JobSpec, run: str, inspection: Inspection, brain: Brain) -> Submitted:
+    """The first event of a run of ``job``.
 
     Raises:
         JobConflict: the journal already holds a job.
@@ -49,13 +69,19 @@ def submission(job: JobSpec, brain: Brain) -> Submitted:
     if brain.state.terms is not None:
         raise JobConflict(f"the journal already holds a run of '{brain.state.terms.job}'")
     limits = job.restart
+    most = {role.upper(): limit for role, limit in limits.workload_max_restart.items()}
     return Submitted(
         job=job.name,
-        roles={role: spec.num for role, spec in job.workloads.items()},
+        run=run,
+        roles={
+            str(role): RoleTerms(spec.num, inspection.scope_of(role), spec.standby, most.get(role))
+            for role, spec in job.workloads.items()
+        },
         job_max_restart=limits.job_max_restart,
         trainer_max_restart=limits.trainer_max_restart,
-        workload_max_restart={role.upper(): limit for role, limit in limits.workload_max_restart.items()},
         backoff_s=limits.backoff_s,
+        window_s=limits.window_s,
+        node_max_failures=limits.node_max_failures,
     )
 
 
@@ -65,8 +91,24 @@ def fresh_journal(job: JobSpec) -> Path:
     description = job.job_dir / "job.yaml"
     description.write_text(job_to_yaml(job, hide_secrets=True), encoding="utf-8")
     description.chmod(0o600)
-    journal = job.job_dir / "journal.jsonl"
+    journal = job.job_dir / JOURNAL
     if journal.exists():
         numbers = [int(file.suffixes[0][1:]) for file in job.job_dir.glob("journal.[0-9]*.jsonl")]
         journal.rename(job.job_dir / f"journal.{1 + max(numbers, default=0)}.jsonl")
     return journal
+
+
+def earlier_journal(job: JobSpec, run: str) -> Brain | None:
+    """The brain that an earlier process of this run's master has left in its journal, None when it had not begun.
+
+    Raises:
+        JournalCorrupt: there is a journal that cannot be trusted: nobody can say what it was.
+    """
+    journal = job.job_dir / JOURNAL
+    if not journal.exists():
+        return None
+    brain = Brain(FileStateStore(journal, must_exist=True))
+    if brain.state.terms is not None and brain.state.terms.run == run:
+        return brain
+    brain.close()
+    return None

@@ -16,11 +16,11 @@ from dlrover.python.rl.config.load import search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.placement import Placement, plan
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.brain import fresh_journal
+from dlrover.python.rl.master.brain import fresh_journal, new_run
 from dlrover.python.rl.master.interrupts import Interrupts
 from dlrover.python.rl.master.local import run_local
 from dlrover.python.rl.master.rl_master import RLMaster
-from dlrover.python.rl.master.status import JobStatus, Update
+from dlrover.python.rl.master.status import JobStatus, Position, Update
 from dlrover.python.rl.runtime.inspection import Inspection, inspect_in_child, inspect_job
 from dlrover.python.rl.runtime.ray.actors import ask, end, find, launch, sweep, wait_gone
 from dlrover.python.rl.runtime.ray.cluster import ray_cluster
@@ -157,16 +157,16 @@ def start_master(checked: CheckedJob) -> Any:
     job = checked.job
     _clear_the_name(job.name)
     needs = {"cpu": job.master.cpu, "memory": job.master.memory}
-    arguments = (job, checked.placement, checked.inspection.methods)
-    master = launch(RLMaster, master_name(job.name), arguments, needs)
-    ask(master.start.remote(), _ANSWER_S)
+    arguments = (job, new_run(), checked.placement, checked.inspection)
+    master = launch(RLMaster, master_name(job.name), arguments, needs, job.master.max_restart)
+    ask(master.start.remote, _ANSWER_S)
     return master
 
 
 def _clear_the_name(name: str) -> None:
     """Remove what an earlier job of this name has left; one that has not ended keeps the name."""
     earlier = find(master_name(name))
-    if earlier is not None and not ask(earlier.status.remote(), _ANSWER_S).phase.terminal:
+    if earlier is not None and not ask(earlier.status.remote, _ANSWER_S).phase.terminal:
         raise JobConflict(f"a job named '{name}' is running on this cluster: stop it first or choose another name")
     for left in sweep(name):
         if left != master_name(name):
@@ -176,7 +176,7 @@ def _clear_the_name(name: str) -> None:
 
 def stop_master(master: Any, reason: str) -> None:
     """Ask a job to end."""
-    ask(master.stop.remote(reason), _ANSWER_S)
+    ask(lambda: master.stop.remote(reason), _ANSWER_S)
 
 
 def follow(
@@ -190,9 +190,9 @@ def follow(
         interrupts: the first stops the job, the second ends the waiting.
         deadline_s: seconds to wait at most; None waits as long as the job runs.
     """
-    position, stopping, began_s = 0, False, time.monotonic()
+    position, stopping, began_s = Position(), False, time.monotonic()
     while True:
-        update: Update = ask(master.follow.remote(position, FOLLOW_S), _ANSWER_S)
+        update = _news(master, position)
         position = update.position
         for step_report in () if stopping else update.reports:
             report(step_report)
@@ -204,6 +204,11 @@ def follow(
             stopping = True
         elif interrupted > 1 or (deadline_s is not None and time.monotonic() - began_s > deadline_s):
             return replace(update.status, reason=update.status.reason or INTERRUPTED)
+
+
+def _news(master: Any, position: Position) -> Update:
+    update: Update = ask(lambda: master.follow.remote(position, FOLLOW_S), _ANSWER_S)
+    return update
 
 
 class RLJob:
@@ -247,7 +252,7 @@ class RLJob:
             raise CallError("submit(blocking=False) needs address=: a cluster started here would end with this process")
         spec = self._builder.spec(job_name)
         asked = {"cpu": master_cpu, "memory": master_memory}
-        master = {name: float(amount) for name, amount in asked.items() if amount is not None}
+        master: dict[str, Any] = {name: float(amount) for name, amount in asked.items() if amount is not None}
         spec = replace(
             spec,
             master=replace(spec.master, **master),
@@ -256,7 +261,7 @@ class RLJob:
         checked = check_job(spec, local)
         if not blocking:
             with ray_cluster(address, checked.placement.total):
-                begun: JobStatus = ask(start_master(checked).status.remote(), _ANSWER_S)
+                begun: JobStatus = ask(start_master(checked).status.remote, _ANSWER_S)
                 return begun
         status = run_here(checked) if local else run_on_ray(checked, address=address)
         raise_if_failed(status)

@@ -3,10 +3,11 @@
 from collections import deque
 
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.events import Command, Event, StopRequested
+from dlrover.python.rl.control.events import Command, Event, Release, StopRequested
 from dlrover.python.rl.control.placement import Placement
-from dlrover.python.rl.master.brain import Brain, submission
+from dlrover.python.rl.master.brain import Brain, new_run, submission
 from dlrover.python.rl.master.status import JobStatus, status_of
+from dlrover.python.rl.runtime.inspection import Inspection
 from dlrover.python.rl.runtime.local.executor import LocalExecutor
 from dlrover.python.rl.runtime.state_store import MemoryStateStore, StateStore
 from dlrover.python.rl.trainer.trainer import Reporter, StepReport
@@ -35,14 +36,18 @@ def run_local(
         last[:] = [step_report]
         report(step_report)
 
-    executor = LocalExecutor(job, placement, noting, enforce_deadlines)
+    run = new_run()
+    executor = LocalExecutor(job, placement, noting, enforce_deadlines, run)
     commands: deque[Command] = deque()
 
     def emit(event: Event) -> None:
-        commands.extend(brain.handle(event))
+        for command in brain.handle(event):
+            if isinstance(command, Release):
+                commands.clear()  # what was still to begin shall not
+            commands.append(command)
 
     try:
-        emit(submission(job, brain))
+        emit(submission(job, run, Inspection(), brain))
         while commands:
             try:
                 executor.execute(commands.popleft(), emit)

@@ -93,7 +93,7 @@ def _literal(_: click.Context, option: click.Parameter, text: str) -> Any:
 def _without_effect(_: click.Context, option: click.Parameter, value: Any) -> None:
     """Options of the original that mean nothing here are taken, and said to mean nothing."""
     if value is not None:
-        why = "the master keeps its journal in the job's directory and is not restarted by itself"
+        why = "the master keeps its journal in the job's directory"
         click.echo(f"--{option.name} has no effect: {why}", err=True)
 
 
@@ -106,7 +106,7 @@ def _without_effect(_: click.Context, option: click.Parameter, value: Any) -> No
 @click.option("--trainer_max_restart", type=click.IntRange(min=0))
 @click.option("--workload_max_restart", default="{}", callback=_literal, help="Role to limit: {'rollout': 3}.")
 @click.option("--scheduling_strategy_type", type=click.Choice(["AUTO", "SIMPLE", "GROUP"], case_sensitive=False))
-@click.option("--master_max_restart", callback=_without_effect, type=click.IntRange(min=0), expose_value=False)
+@click.option("--master_max_restart", type=click.IntRange(min=0))
 @click.option(
     "--master_state_backend_type", "--state_backend_type", callback=_without_effect, expose_value=False, help="Ignored."
 )
@@ -144,7 +144,10 @@ def _with_options(job: JobSpec, options: dict[str, Any]) -> JobSpec:
         workload_max_restart={**own, **limits},
         **_given(job_max_restart=options["job_max_restart"], trainer_max_restart=options["trainer_max_restart"]),
     )
-    master = replace(job.master, **_given(cpu=options["master_cpu"], memory=options["master_mem"]))
+    master = replace(
+        job.master,
+        **_given(cpu=options["master_cpu"], memory=options["master_mem"], max_restart=options["master_max_restart"]),
+    )
     return replace(
         job, restart=restart, master=master, **_given(scheduling_strategy=options["scheduling_strategy_type"])
     )
@@ -159,7 +162,7 @@ def _given(**values: Any) -> dict[str, Any]:
 @click.option("--address", default="auto", show_default=True)
 def status(job_name: str, address: str) -> None:
     """Say how a running job is."""
-    _with_master(job_name, address, lambda master: _print_status(ask(master.status.remote(), _ANSWER_S)))
+    _with_master(job_name, address, lambda master: _print_status(ask(master.status.remote, _ANSWER_S)))
 
 
 @cli.command()
@@ -203,6 +206,8 @@ def _with_master(job_name: str, address: str, act: Callable[[Any], None]) -> Non
 def _print_status(answer: JobStatus) -> None:
     of = f"/{answer.total_steps}" if answer.total_steps else ""
     click.echo(f"{answer.name}: {answer.phase.value}, step {answer.step}{of}, restarts {answer.restarts}")
+    for what, times in answer.recoveries.items():
+        click.echo(f"  {what} recovered {times} time{'s' if times != 1 else ''}")
     for who, node, pid in answer.members:
         click.echo(f"  {who:<16} {node} pid {pid}")
     if answer.reason:
@@ -221,6 +226,11 @@ def describe(checked: CheckedJob) -> str:
             f"  {role:<10} x{spec.num}  {spec.module}.{spec.class_}  each {dict(slots[0].resources)}"
             f"  in bundle {where}{with_whom}"
         )
+        standbys = checked.placement.standbys.get(role, ())
+        if standbys:
+            lines.append(
+                f"  {'':<10} and {len(standbys)} standby in bundle {', '.join(str(slot.bundle) for slot in standbys)}"
+            )
     return "\n".join(lines)
 
 

@@ -2,24 +2,53 @@
 
 Its loop takes one event at a time from a queue that the executor's tasks fill; it never waits for anything else, and
 everything it is asked is answered on the same event loop, so an answer takes milliseconds whatever the job does.
+
+::
+
+    executor's tasks --Event--> queue -> brain (journal, then state) --Command--> executor
+    trainer: opened, progressed, renew      members and trainer: beat      people: status, follow, stop
+
+No call of the trainer passes through here: while the master is away the job goes on. Ray starts it again, it replays
+its journal, finds the processes by name, and has under way again what was under way.
 """
 
 import asyncio
+import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
+from dlrover.python.rl.common.errors import JobFailed, JournalCorrupt, StaleEpoch
 from dlrover.python.rl.common.log import configure_logging, get_logger
+from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.events import Cause, CauseKind, Event, Release, StopRequested
+from dlrover.python.rl.control.events import (
+    Cause,
+    CauseKind,
+    Command,
+    Event,
+    MasterStarted,
+    MemberLost,
+    Process,
+    Progressed,
+    RecoveryScope,
+    Release,
+    StepsOpened,
+    StopRequested,
+)
 from dlrover.python.rl.control.placement import Placement
-from dlrover.python.rl.control.state import JobState, Phase
-from dlrover.python.rl.master.brain import Brain, fresh_journal, submission
-from dlrover.python.rl.master.status import JobStatus, Update, status_of
-from dlrover.python.rl.runtime.executor import Executor
-from dlrover.python.rl.runtime.ray.actors import current_actor
+from dlrover.python.rl.control.state import JobState, MemberPhase, Phase
+from dlrover.python.rl.master.brain import Brain, earlier_journal, fresh_journal, submission
+from dlrover.python.rl.master.pulse import Pulse
+from dlrover.python.rl.master.status import JobStatus, Position, Update, recoveries, status_of
+from dlrover.python.rl.runtime.beats import Beat, leave
+from dlrover.python.rl.runtime.inspection import Inspection
+from dlrover.python.rl.runtime.ray.actors import current_actor, was_restarted
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
+from dlrover.python.rl.runtime.ray.fleet import kill_process
+from dlrover.python.rl.runtime.ray.recovery import Replaced
 from dlrover.python.rl.runtime.state_store import FileStateStore, MemoryStateStore
 from dlrover.python.rl.trainer.trainer import StepReport
 
@@ -27,28 +56,39 @@ _LOG = get_logger(__name__)
 
 _KEPT_REPORTS = 10_000
 _RELEASE_S = 30.0
+_JOURNAL_TRIES = 120
+_JOURNAL_PAUSE_S = 0.5
 
 
 class RLMaster:
-    """Runs one job and answers for it.
+    """Runs one run of one job and answers for it.
 
     Args:
         job: what to run.
+        run: which run of it.
         placement: where its members go.
-        methods: role to the public methods of its workload.
+        inspection: what is known of its classes.
     """
 
-    def __init__(self, job: JobSpec, placement: Placement, methods: Mapping[str, tuple[str, ...]]) -> None:
+    def __init__(self, job: JobSpec, run: str, placement: Placement, inspection: Inspection) -> None:
         configure_logging("master")
-        self._job = job
+        self._job, self._run_id, self._inspection = job, run, inspection
         self._brain = Brain(MemoryStateStore())
         self._fallen: JobState | None = None
-        self._executor: Executor = RayExecutor(job, placement, methods, current_actor())
+        self._executor = RayExecutor(job, run, placement, inspection.methods, current_actor())
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._news = asyncio.Condition()
+        self._pulse = Pulse(job, self._executor.process_of)
+        self._condemned: dict[Event, Process | None] = {}
         self._reports: list[StepReport] = []
         self._dropped = 0
-        self._loop: asyncio.Task[None] | None = None
+        self._boot = os.urandom(4).hex()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._restarted = was_restarted()
+        if self._restarted:
+            current_actor().resume.remote()
+
+    # -- beginning ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Open the journal, begin the job and return at once. A second call does nothing.
@@ -56,52 +96,188 @@ class RLMaster:
         Raises:
             OSError: the job's directory cannot be used.
         """
-        if self._loop is None:
-            self._brain = Brain(FileStateStore(fresh_journal(self._job)))
-            self._events.put_nowait(submission(self._job, self._brain))
-            self._loop = asyncio.create_task(self._run())
+        if await self._awake():
+            return
+        self._brain = Brain(FileStateStore(fresh_journal(self._job)))
+        self._events.put_nowait(MasterStarted(pid=os.getpid()))
+        self._events.put_nowait(submission(self._job, self._run_id, self._inspection, self._brain))
+        self._live()
+
+    async def resume(self) -> bool:
+        """Go on where an earlier process of this master ended; False when that had not begun."""
+        if self._tasks:
+            return True
+        try:
+            brain = earlier_journal(self._job, self._run_id)
+        except JournalCorrupt as error:
+            _LOG.error("%s: %s", self._job.name, error)
+            self._spawn(self._fall(error))
+            return True
+        if brain is None:
+            return False
+        self._brain = brain
+        self._spawn(self._come_back())
+        return True
+
+    async def _awake(self) -> bool:
+        """Whether the job has begun. A master that was started again comes back with the first word it hears, should
+        the word to itself be lost."""
+        return bool(self._tasks) or (self._restarted and await self.resume())
+
+    async def _come_back(self) -> None:
+        try:
+            await self._journalled(MasterStarted(pid=os.getpid()))
+            state = self._state
+            _LOG.warning("the master of %s is back: the job is %s", self._job.name, state.phase.value)
+            found = await self._executor.adopt(state, self._events.put_nowait)
+            _LOG.warning("%s: %d processes found alive", self._job.name, found)
+            for command in self._brain.outstanding():
+                self._executor.execute(command, self._events.put_nowait)
+        except StaleEpoch as error:
+            leave(f"another process of this master has taken over: {error}")
+        except Exception as error:  # noqa: BLE001 -- as in the loop
+            _LOG.exception("the master could not come back")
+            await self._fall(error)
+        self._live()
+
+    def _live(self) -> None:
+        self._spawn(self._run())
+        self._spawn(self._watch_pulse())
+        self._spawn(self._executor.watch_nodes(self._events.put_nowait))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(work))
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         try:
             while not self._state.phase.terminal:
-                self._take(await self._events.get())
+                event = await self._events.get()  # waits: for news, which is what a job is
+                await self._take(event)
                 await self._tell()
+        except StaleEpoch as error:
+            leave(f"another process of this master has taken over: {error}")  # what is left to do is the other's
         except Exception as error:  # noqa: BLE001 -- whatever breaks the loop must not leave a job that looks alive
             _LOG.exception("the master's own loop failed")
             await self._fall(error)
         self._brain.close()
 
-    def _take(self, event: Event) -> None:
-        before = self._state.phase
-        for command in self._brain.handle(event):
+    async def _take(self, event: Event) -> None:
+        before = self._state
+        for command in await self._journalled(event):
             self._executor.execute(command, self._events.put_nowait)
-        if self._state.phase is not before:
-            _LOG.info("%s is %s %s", self._job.name, self._state.phase.value, self._state.reason)
+        after = self._state
+        if after.phase is not before.phase:
+            _LOG.info("%s is %s %s", self._job.name, after.phase.value, after.reason)
+        for line in recoveries(before, after, event):
+            _LOG.warning("%s: %s", self._job.name, line)
+        condemned = self._condemned.pop(event, None)
+        if condemned is not None and after is not before:
+            # Only now: what the journal has not taken in, a master that has been replaced must not do.
+            self._spawn(kill_process(condemned))
+
+    async def _journalled(self, event: Event) -> tuple[Command, ...]:
+        """What the brain answers. While the journal cannot be written nothing is decided: the disk may be emptied."""
+        for attempt in range(_JOURNAL_TRIES):
+            try:
+                return self._brain.handle(event)
+            except OSError as error:
+                if not attempt:
+                    _LOG.error("%s waits: its journal cannot be written: %s", self._job.name, error)
+                await asyncio.sleep(_JOURNAL_PAUSE_S)
+        return self._brain.handle(event)
 
     async def _fall(self, error: Exception) -> None:
         """End the job when the loop itself cannot go on: release what it has, then say that it failed."""
         state = self._brain.state
         released = asyncio.Event()
-        self._executor.execute(Release(state.incarnation), lambda event: released.set())
+        self._executor.execute(Release(state.incarnation, final=True), lambda event: released.set())
         with suppress(TimeoutError):  # what is left is logged by the executor; the failure is told all the same
             await asyncio.wait_for(released.wait(), _RELEASE_S)
         cause = Cause(CauseKind.INTERNAL, "master", f"{type(error).__name__}: {error}", traceback.format_exc())
         self._fallen = replace(
-            state, phase=Phase.FAILED, outcome=Phase.FAILED, causes=(*state.causes, cause), reason=f"master: {error}"
+            state,
+            phase=Phase.FAILED,
+            outcome=Phase.FAILED,
+            causes=(*state.causes, cause),
+            failure=cause,
+            reason=f"master: {error}",
         )
         await self._tell()
+
+    async def _watch_pulse(self) -> None:
+        """Look for processes that make no progress; kill each, with its stacks told."""
+        while not self._state.phase.terminal:
+            await asyncio.sleep(self._job.liveness.beat_s)
+            for condemned in await self._pulse.hangs(self._state):
+                self._condemned[condemned.event] = condemned.process
+                self._events.put_nowait(condemned.event)
 
     @property
     def _state(self) -> JobState:
         return self._fallen or self._brain.state
 
-    async def stop(self, reason: str) -> None:
-        """Ask the job to end; returns at once."""
-        self._events.put_nowait(StopRequested(reason))
+    # -- what the job's processes say ---------------------------------------------------------------------------------
 
-    async def status(self) -> JobStatus:
-        """How the job is."""
-        return status_of(self._job.name, self._state, self._reports[-1] if self._reports else None)
+    async def beat(self, beat: Beat) -> bool:
+        """Take a sign of life in. False: another process has taken the place of the one that beats."""
+        if not await self._awake():
+            return True  # nothing is known of anybody yet
+        if beat.who == "trainer":
+            self._executor.open_step = beat.step
+        return self._pulse.take(beat, self._state)
+
+    async def opened(self, epoch: int) -> None:
+        """The trainer has entered ``steps()``."""
+        self._events.put_nowait(StepsOpened(epoch))
+
+    async def progressed(self, epoch: int, step: int) -> None:
+        """The trainer has committed ``step``."""
+        self._events.put_nowait(Progressed(epoch, step))
+
+    async def renew(self, role: str, rank: int, incarnation: int, cause: Cause, wait_s: float) -> Replaced | None:
+        """Who takes the place of a member that the trainer found dead; None: not yet, ask again.
+
+        Args:
+            role: the member's role.
+            rank: its rank.
+            incarnation: the one that is dead.
+            cause: what the trainer saw.
+            wait_s: how long to wait for the replacement.
+
+        Raises:
+            JobFailed: there will be none.
+        """
+        member = self._state.members.get(f"{role}[{rank}]")
+        if member is not None and member.incarnation == incarnation and member.phase is MemberPhase.UP:
+            node = member.process.node if member.process else ""
+            self._events.put_nowait(MemberLost(role, rank, incarnation, cause, node))
+        async with self._news:
+            with suppress(TimeoutError):
+                ready = self._news.wait_for(lambda: self._replaced(role, rank, incarnation) is not None)
+                await asyncio.wait_for(ready, wait_s)
+        return self._replaced(role, rank, incarnation)
+
+    def _replaced(self, role: str, rank: int, incarnation: int) -> Replaced | None:
+        state = self._state
+        if state.phase is not Phase.RUNNING:
+            raise JobFailed(f"{role}[{rank}] is not replaced: the job is {state.phase.value}. {state.reason}".strip())
+        num = self._job.workloads[RLRoleType(role)].num
+        group = {at: state.members.get(f"{role}[{at}]") for at in range(num)}
+        member = group.get(rank)
+        if member is None or member.incarnation <= incarnation or member.phase is not MemberPhase.UP:
+            return None
+        whole = self._inspection.scope_of(role) is RecoveryScope.GROUP
+        if whole and any(peer is None or peer.phase is not MemberPhase.UP for peer in group.values()):
+            return None
+        return Replaced(
+            {
+                at: (peer.incarnation, self._executor.name_of(role, at, peer.incarnation, peer.standby))
+                for at, peer in group.items()
+                if peer is not None and peer.phase is MemberPhase.UP
+            }
+        )
 
     async def report(self, report: StepReport) -> None:
         """Take a step report of the trainer in."""
@@ -111,18 +287,29 @@ class RLMaster:
             self._dropped += 1
         await self._tell()
 
-    async def follow(self, position: int, timeout_s: float) -> Update:
-        """Wait for news after ``position`` (0: from the beginning), at most ``timeout_s`` seconds."""
-        seen = self._state
+    # -- what people ask ----------------------------------------------------------------------------------------------
+
+    async def stop(self, reason: str) -> None:
+        """Ask the job to end; returns at once."""
+        self._events.put_nowait(StopRequested(reason))
+
+    async def status(self) -> JobStatus:
+        """How the job is."""
+        return status_of(self._job.name, self._state, self._reports[-1] if self._reports else None)
+
+    async def follow(self, position: Position, timeout_s: float) -> Update:
+        """Wait for news after ``position`` (the first time: from the beginning), at most ``timeout_s`` seconds."""
+        await self._awake()
+        seen, since = self._state, position.since(self._boot)
 
         def news() -> bool:
-            return self._state is not seen or self._end() > position or self._state.phase.terminal
+            return self._state is not seen or self._end() > since or self._state.phase.terminal
 
         async with self._news:
             with suppress(TimeoutError):  # no news is an answer too
                 await asyncio.wait_for(self._news.wait_for(news), timeout_s)
-        fresh = self._reports[max(position - self._dropped, 0) :]
-        return Update(await self.status(), tuple(fresh), self._end())
+        fresh = self._reports[max(since - self._dropped, 0) :]
+        return Update(await self.status(), tuple(fresh), Position(self._boot, self._end()))
 
     def _end(self) -> int:
         return self._dropped + len(self._reports)

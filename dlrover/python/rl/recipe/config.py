@@ -30,6 +30,10 @@ class EngineConfig:
     max_batch: Positive = 128
     """Most sequences that a rollout engine decodes at a time."""
 
+    threads: Positive | None = None
+    """CPU threads of each member; None leaves it to the environment (``OMP_NUM_THREADS``). Their number decides the
+    order in which some sums are taken: give it for results that agree to the bit on machines of different sizes."""
+
 
 @dataclass(frozen=True)
 class RolloutConfig:
@@ -53,7 +57,20 @@ class RewardConfig:
     """``package.module:function``, called as ``function(completion, answer, extra_info)`` and returning a number."""
 
     timeout_s: Annotated[float, Gt(0.0)] = 5.0
-    """A call that takes longer is ended and its sample counts as failed: it is trained on by nobody."""
+    """A call that takes longer is ended, and its sample counts as failed."""
+
+    workers: Positive = 2
+    """Processes of each reward member, which judge side by side."""
+
+    memory_mb: Positive | None = None
+    """Address space of such a process in MB, its libraries included; more is a MemoryError there. None: no limit."""
+
+    on_failure: Literal["drop_sample", "drop_group", "redraw"] = "drop_sample"
+    """What becomes of a failed sample, which is never trained on: it is left out alone; its prompt's whole group is; or
+    the group is drawn anew, and left out when one of its samples fails ``max_redraws`` times more."""
+
+    max_redraws: Positive = 1
+    """How often a step draws a group anew, with ``on_failure: redraw``."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.registry import make_algorithm
-from dlrover.python.rl.common.errors import DataError, InvalidJob, Problem
+from dlrover.python.rl.common.errors import InvalidJob, Problem, WeightSyncError
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.typed import require, salvage
 from dlrover.python.rl.data.batch import Batch
@@ -16,13 +16,14 @@ from dlrover.python.rl.data.jsonl import raise_problems
 from dlrover.python.rl.engine.base import SamplingParams, StepResult
 from dlrover.python.rl.recipe.checks import reward_problems, role_problems, template_problems
 from dlrover.python.rl.recipe.config import GRPOConfig, model_problems
+from dlrover.python.rl.recipe.failures import Drawn, failed_groups, failure_metrics, prompts_of, trainable, with_attempt
 from dlrover.python.rl.recipe.held_out import before_and_after, step_metrics
 from dlrover.python.rl.recipe.problems import ProblemSource, data_problems
 from dlrover.python.rl.recipe.tracking import RunLog
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 
-_LOGGED = ("prompt_id", "sample_index", "reward", "error", "version", "prompt", "completion", "answer")
+_LOGGED = ("prompt_id", "sample_index", "attempt", "reward", "error", "version", "prompt", "completion", "answer")
 
 
 class GRPOTrainer(BaseTrainer):
@@ -30,104 +31,137 @@ class GRPOTrainer(BaseTrainer):
 
     ::
 
-        problems -> ROLLOUT.generate -> REWARD.score -> annotate -> ACTOR.update -> weights -> ROLLOUT
-                          '-----------> REFERENCE.logprobs -------------'
+        ACTOR weights -> ROLLOUT.generate -> REWARD.score -> annotate -> ACTOR.update
+        problems -----------^      '-----> REFERENCE.logprobs -------------^
 
-    Completions go from workload to workload; the trainer sees texts and a few numbers per row.
+    Completions go from workload to workload; the trainer sees texts and a few numbers per row. A step begins by giving
+    the rollouts the weights, so that a rollout which comes back in the middle of it is given them too. What lasts from
+    one step to the next is in the actors and in ``self.state``, and nowhere else in the trainer.
     """
 
     def init(self) -> None:
-        """Load the problems; let every role load its model; give the rollouts the actor's weights.
-
-        Raises:
-            DataError: the model cannot complete some of the prompts; names each (20 at most).
-        """
+        """Load the problems; let every role load its model."""
         self.cfg = cfg = require(GRPOConfig, self.config, "config")
         self.algorithm = algorithm_of(cfg)
-        self.problems = ProblemSource(cfg)
+        self.problems = self.state["problems"] = ProblemSource(cfg)
         self.run_log = RunLog(self.job_dir)
         self.sampling = SamplingParams(
             cfg.rollout.max_new_tokens, cfg.rollout.temperature, cfg.rollout.samples_per_prompt
         )
         loading = [
-            self.RG_ACTOR.init_model.options(blocking=False)(cfg.model, cfg.engine, cfg.optimizer, self.algorithm),
+            self.RG_ACTOR.init_model.options(blocking=False)(
+                cfg.model, cfg.engine, cfg.optimizer, self.algorithm, cfg.seed
+            ),
             self.RG_ROLLOUT.init_model.options(blocking=False)(cfg.model, cfg.engine),
             self.RG_REWARD.init_verifier.options(blocking=False)(cfg.reward),
         ]
         if self._uses_reference:
             loading.append(self.RG_REFERENCE.init_model.options(blocking=False)(cfg.model, cfg.engine))
         for pending in loading:
-            pending.result()
-        self.check_prompts()
-        self.sync_weights()
+            pending.result()  # waits: for models to load, which the members' own limits bound
 
     def fit(self) -> None:
         """The whole training."""
-        before = self.evaluate(0)
         for step in self.steps(self.cfg.steps):
             began_s = time.monotonic()
-            rollouts = self.RG_ROLLOUT.generate(Shard(self.problems.next()), self.sampling, self.seed_of(step))
-            reference = self.reference_logprobs(rollouts)
-            scored = self.score(step, rollouts)
-            rows = self.algorithm.annotate(scored)
-            trained = self.RG_ACTOR.update(
-                Shard(rollouts), reference, Shard(rows.select("advantage", "weight")), self.cfg.rollout.temperature
-            )
+            self.run_log.begin(step)
             self.sync_weights()
-            self.record(step, scored, trained[0], time.monotonic() - began_s)
-        self.finish(before, self.evaluate(self.cfg.steps))
+            if step == 1:
+                self.state["rewards before"] = self.first_look()
+            drawn = self.draw_all(step, self.problems.next())
+            rows = self.algorithm.annotate(trainable(step, drawn.scored, self.cfg.reward))
+            trained = self.RG_ACTOR.update(
+                Shard(drawn.rollouts),
+                Shard(drawn.reference) if drawn.reference else Replicate(None),
+                Shard(rows.select("advantage", "weight")),
+                self.cfg.rollout.temperature,
+            )
+            self.record(step, drawn.scored, rows, trained[0], time.monotonic() - began_s)
+        self.run_log.begin(self.cfg.steps + 1)
+        self.sync_weights()
+        self.finish(self.state["rewards before"], self.evaluate(self.cfg.steps))
 
-    def check_prompts(self) -> None:
-        """Refuse prompts that do not fit the model now, by their rows, rather than in the step that draws them."""
+    def first_look(self) -> Any:
+        """The rewards ``[rows]`` of the held-out problems before training.
+
+        Raises:
+            DataError: the model cannot complete some of the prompts; names each by its row (20 at most), now rather
+                than in the step that draws it.
+        """
         found = self.RG_ROLLOUT.check_prompts(Shard(self.problems.places), self.sampling)
         if problems := [problem for part in found for problem in part]:
             raise_problems(problems)
+        return self.evaluate(0).dense("reward")
 
-    def score(self, step: int, rollouts: Any) -> Batch:
-        """Judge a step's samples.
+    def draw_all(self, step: int, prompts: Batch) -> Drawn:
+        """Draw and judge a step's samples; groups with a failed one again, if the configuration says so."""
+        reward = self.cfg.reward
+        drawn = self.draw(step, prompts)
+        for attempt in range(1, reward.max_redraws + 1 if reward.on_failure == "redraw" else 1):
+            again = prompts_of(prompts, failed_groups(drawn.scored))
+            if len(again):
+                drawn = drawn.followed_by(self.draw(step, again, attempt))
+        self.run_log.samples(step, texts(drawn.scored, self.problems.rows))
+        return drawn
 
-        Raises:
-            DataError: not one of them could be judged: the step would teach nothing, and the next ones neither.
-        """
-        scored = Batch.concat(self.RG_REWARD.score(Shard(rollouts)))
-        if np.isnan(scored.dense("reward")).all():
-            self.run_log.samples(step, texts(scored, self.problems.rows))
-            what = f"the reward function failed on all {len(scored)} samples, last with: {scored.objects('error')[-1]}"
-            raise DataError([Problem(f"step {step}", what)])
-        return scored
-
-    def reference_logprobs(self, rollouts: Any) -> Any:
-        """The reference's log-probs of the rollouts, as the update takes them."""
-        if not self._uses_reference:
-            return Replicate(None)
-        return Shard(self.RG_REFERENCE.logprobs(Shard(rollouts), self.cfg.rollout.temperature))
-
-    def seed_of(self, step: int) -> Replicate:
-        """What a step's samples depend on, besides prompt and index."""
-        return Replicate((self.cfg.seed, step))
+    def draw(self, step: int, prompts: Batch, attempt: int = 0) -> Drawn:
+        """Draw and judge samples of these prompts. They depend on the job's seed, step, attempt, prompt and index."""
+        rows = len(prompts) * self.sampling.samples_per_prompt
+        seed = Replicate((self.cfg.seed, step, *([attempt] if attempt else ())))
+        rollouts = over(self.RG_ROLLOUT, "generate", len(prompts))(Shard(prompts), self.sampling, seed)
+        reference = None
+        if self._uses_reference:
+            logprobs = over(self.RG_REFERENCE, "logprobs", rows)
+            reference = logprobs(Shard(rollouts), self.cfg.rollout.temperature)
+        scored = Batch.concat(over(self.RG_REWARD, "score", rows)(Shard(rollouts)))
+        self.check_versions(step, scored)
+        return Drawn(rollouts, reference, with_attempt(scored, attempt))
 
     def sync_weights(self) -> None:
-        """Give the actor's weights to every rollout member; returns once all of them serve them."""
+        """Give the actor's weights to every rollout member; returns once all of them serve just these.
+
+        Raises:
+            WeightSyncError: a rollout holds others.
+        """
         (weights,) = self.RG_ACTOR.publish_weights()
-        self.RG_ROLLOUT.receive_weights(Replicate(weights))
+        received = self.RG_ROLLOUT.receive_weights(Replicate(weights))
+        (self.synced,) = self.RG_ACTOR.published()
+        for rank, stamp in enumerate(received):
+            if stamp != self.synced:
+                raise WeightSyncError(f"ROLLOUT[{rank}] received weights of {stamp}, not of {self.synced}")
+
+    def check_versions(self, step: int, drawn: Batch) -> None:
+        """Refuse samples of other weights than those just synced.
+
+        Raises:
+            WeightSyncError: names both versions.
+        """
+        for version in np.unique(drawn.dense("version")).tolist():
+            if version != self.synced.version:
+                what = f"samples were drawn by weights of version {version}, not {self.synced.version}"
+                raise WeightSyncError(f"step {step}: {what}, which was just synced")
 
     def evaluate(self, step: int) -> Batch:
-        """Greedy answers to the held-out problems, judged."""
+        """Greedy answers to the held-out problems, judged, by the weights that were synced last."""
         greedy = SamplingParams(self.cfg.rollout.max_new_tokens, temperature=0.0, samples_per_prompt=1)
-        answers = self.RG_ROLLOUT.generate(Shard(self.problems.held_out), greedy, self.seed_of(step))
-        return Batch.concat(self.RG_REWARD.score(Shard(answers)))
+        seed = Replicate((self.cfg.seed, step))
+        answers = Batch.concat(
+            self.RG_REWARD.score(Shard(self.RG_ROLLOUT.generate(Shard(self.problems.held_out), greedy, seed)))
+        )
+        self.check_versions(step, answers)
+        return answers
 
-    def record(self, step: int, scored: Batch, trained: StepResult, seconds: float) -> None:
+    def record(self, step: int, scored: Batch, rows: Batch, trained: StepResult, seconds: float) -> None:
         """Log a step."""
-        metrics = {**scores(scored), **figures(trained), "step_s": seconds}
+        metrics = {**scores(scored), **failure_metrics(scored, rows), **figures(trained), "step_s": seconds}
         metrics["tokens_per_s"] = float(scored.dense("token_count").sum()) / seconds
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
+            self.sync_weights()
             metrics |= step_metrics(self.evaluate(step).dense("reward"))
         self.run_log.step(step, metrics)
-        self.run_log.samples(step, texts(scored, self.problems.rows))
         self.log(step, metrics)
 
-    def finish(self, before: Batch, after: Batch) -> None:
+    def finish(self, before: Any, after: Batch) -> None:
         """Save the model and what there is to know of the run."""
         self.RG_ACTOR.save(self.job_dir / "model")
         self.run_log.curve("reward", "reward.png")
@@ -135,11 +169,10 @@ class GRPOTrainer(BaseTrainer):
         self.run_log.summary(
             {
                 "held-out problems": len(self.problems.held_out),
-                **before_and_after(before.dense("reward"), after.dense("reward")),
+                **before_and_after(before, after.dense("reward")),
                 "model": str(self.job_dir / "model"),
             }
         )
-        self.run_log.close()
 
     @property
     def _uses_reference(self) -> bool:
@@ -182,13 +215,17 @@ def _algorithm_problems(cfg: GRPOConfig, roles: Mapping[RLRoleType, int]) -> lis
     return []
 
 
+def over(group: Any, method: str, rows: int) -> Any:
+    """A method of all members, or of the first alone where there are fewer rows than members."""
+    return getattr(group, method).options(target="ALL" if rows >= len(group) else "RANK0")
+
+
 def scores(scored: Batch) -> dict[str, float]:
-    """Mean figures of a step's samples. Failed ones are counted, and left out of the means."""
+    """Mean figures of a step's samples; failed ones are left out of the mean reward."""
     reward, lengths = scored.dense("reward"), scored.dense("action_tokens")
     judged = ~np.isnan(reward)
     return {
         "reward": float(reward[judged].mean()) if judged.any() else float("nan"),
-        "failed_samples": float((~judged).sum()),
         "completion_tokens": float(lengths.mean()),
         "finished": float(scored.dense("finished").mean()),
     }
@@ -201,7 +238,9 @@ def figures(trained: StepResult) -> dict[str, float]:
 
 def texts(scored: Batch, rows: int) -> Iterator[dict[str, Any]]:
     """Samples as plain rows, for people: ``row`` is the prompt's number among the ``rows`` of its file."""
-    told = scored.select(*_LOGGED).with_columns(row=scored.dense("prompt_id") % rows)
+    told = scored.select(*(name for name in _LOGGED if name in scored)).with_columns(
+        row=scored.dense("prompt_id") % rows
+    )
     return (_plain(told.row(row)) for row in range(len(told)))
 
 

@@ -1,7 +1,8 @@
 """The problems of a run: which are trained on, which are held out, and in which order they come."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +47,18 @@ class ProblemSource:
     def next(self) -> Batch:
         """The next prompts to train on; see :func:`as_batch`."""
         return as_batch(self._rows, [self._train[drawn] for drawn in self._cursor.next()])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands in its data."""
+        return self._cursor.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the run that gave ``state`` stood.
+
+        Raises:
+            DataError: it is of other data or another seed.
+        """
+        self._cursor.load_state_dict(state)
 
 
 def as_batch(rows: Sequence[PromptRow], chosen: Sequence[int]) -> Batch:

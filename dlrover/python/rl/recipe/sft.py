@@ -22,30 +22,34 @@ from dlrover.python.rl.trainer.trainer import BaseTrainer
 
 
 class SFTTrainer(BaseTrainer):
-    """Role ACTOR alone; several members are data-parallel ranks."""
+    """Role ACTOR alone; several members are data-parallel ranks.
+
+    What lasts from one step to the next is in the actors and in ``self.state``.
+    """
 
     def init(self) -> None:
         """Let the actor load the model and encode the examples."""
         self.cfg = cfg = require(SFTConfig, self.config, "config")
         self.algorithm = SFT(averaging=cfg.averaging)
         self.run_log = RunLog(self.job_dir)
-        self.RG_ACTOR.init_model(cfg.model, cfg.engine, cfg.optimizer, self.algorithm)
+        self.RG_ACTOR.init_model(cfg.model, cfg.engine, cfg.optimizer, self.algorithm, cfg.seed)
         ((self.examples, self.dropped),) = self.RG_ACTOR.encode.options(target="RANK0")(cfg.data)
-        self.cursor = PromptCursor(len(self.examples), cfg.batch_size, cfg.seed)
+        self.cursor = self.state["cursor"] = PromptCursor(len(self.examples), cfg.batch_size, cfg.seed)
 
     def fit(self) -> None:
         """The whole training."""
         for step in self.steps(self.total_steps):
             began_s = time.monotonic()
+            self.run_log.begin(step)
             batch = annotated(self.algorithm, self.examples.take(self.cursor.next()))
             trained = self.RG_ACTOR.train(Shard(batch, by="tokens"))
             self.record(step, batch, trained[0], time.monotonic() - began_s)
+        self.run_log.begin(self.total_steps + 1)
         self.RG_ACTOR.save(self.job_dir / "model")
         self.run_log.curve("loss", "loss.png")
         self.run_log.summary(
             {"examples": len(self.examples), "dropped rows": self.dropped, "model": str(self.job_dir / "model")}
         )
-        self.run_log.close()
 
     @property
     def total_steps(self) -> int:

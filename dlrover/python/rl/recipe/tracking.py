@@ -1,7 +1,10 @@
 """What a run leaves behind: ``metrics.jsonl``, ``samples.jsonl``, TensorBoard events, a curve, a summary."""
 
+import io
 import json
 import math
+import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,39 +12,66 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from tensorboardX import SummaryWriter
+
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.recipe.board import EventFile
+from dlrover.python.rl.recipe.disk import PATIENT, Patience, append, replace
+
+_LOG = get_logger(__name__)
 
 _METRICS, _SAMPLES = "metrics.jsonl", "samples.jsonl"
 _FILES = (_METRICS, _SAMPLES, "held_out.jsonl", "summary.json", "reward.png", "loss.png")
 _BOARD = "tensorboard"
+_STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
 
 
 class RunLog:
     """Writes the figures of a run into its directory, each step as it comes. Numbers that are none become null.
 
+    A step is in the files once, however often it was begun: what was said of it by a process that died, or before the
+    run went back to a checkpoint, is gone when it begins again. While the disk is full, each of the methods waits.
+
     Args:
-        folder: the job's directory. What an earlier run's log left there is removed first, TensorBoard's events
-            included, so that no two runs mix; everything else stays, the model too.
+        folder: the job's directory; nothing is changed there before :meth:`begin`.
+        patience: with a full disk; after that the error is raised, and no half line is left.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        for name in _FILES:
-            (folder / name).unlink(missing_ok=True)
-        shutil.rmtree(folder / _BOARD, ignore_errors=True)
-        for name in (_METRICS, _SAMPLES):
-            (folder / name).touch()
-        self._board = SummaryWriter(str(folder / _BOARD))
+    def __init__(self, folder: Path, patience: Patience = PATIENT) -> None:
+        self._folder, self._patience = folder, patience
+        self._begun: int | None = None
         self._history: list[tuple[int, dict[str, float]]] = []
+
+    def begin(self, step: int) -> None:
+        """Begin ``step``: what the files say of it and of later ones is removed, what they say of earlier ones is kept.
+
+        Step 1 begins a run: all that an earlier run's log left is removed, TensorBoard's events included, so that no
+        two runs mix; everything else stays, the model too.
+        """
+        if self._begun is None or step != self._begun + 1:
+            self._go_back_to(step - 1)
+        self._begun = step
+
+    def _go_back_to(self, step: int) -> None:
+        folder = self._folder
+        if not step:
+            for name in _FILES:
+                (folder / name).unlink(missing_ok=True)
+            shutil.rmtree(folder / _BOARD, ignore_errors=True)
+        for name in (_METRICS, _SAMPLES):
+            self._append(name, ())
+            _cut(folder / name, step + 1)
+        rows = (folder / _METRICS).read_text(encoding="utf-8").splitlines()
+        self._history = [_figures(json.loads(row)) for row in rows]
+        if [number for number, _ in self._history] != list(range(1, step + 1)):
+            _LOG.warning("%s lacks rows of steps up to %d, the last committed one", folder / _METRICS, step)
+        self._board = EventFile(folder / _BOARD, step + 1, self._patience)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the figures of a step."""
         values = {name: float(value) for name, value in metrics.items()}
         self._history.append((step, values))
         self._append(_METRICS, [{"step": step, **values}])
-        for name, value in values.items():
-            if math.isfinite(value):
-                self._board.add_scalar(name, value, step)
+        self._board.scalars(step, values)
 
     def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write samples of a step, one line each."""
@@ -49,11 +79,11 @@ class RunLog:
 
     def held_out(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the last answers to the held-out problems, one line each, to ``held_out.jsonl``."""
-        (self._folder / "held_out.jsonl").write_text("".join(map(_line, rows)), encoding="utf-8")
+        self._replace("held_out.jsonl", "".join(map(_line, rows)).encode())
 
     def summary(self, values: Mapping[str, Any]) -> None:
         """Write the closing figures, which the command line prints as a table."""
-        (self._folder / "summary.json").write_text(json.dumps(_nulled(values), indent=2), encoding="utf-8")
+        self._replace("summary.json", json.dumps(_nulled(values), indent=2).encode())
 
     def curve(self, name: str, file: str) -> None:
         """Draw one figure over the steps as a PNG, with its running mean."""
@@ -69,16 +99,15 @@ class RunLog:
         axes.grid(alpha=0.3)
         axes.legend()
         figure.tight_layout()
-        figure.savefig(self._folder / file)
-
-    def close(self) -> None:
-        """Write out what TensorBoard's events still lack."""
-        self._board.close()
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png")
+        self._replace(file, drawn.getvalue())
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Opened anew each time: a run that fails leaves no file open and no line unwritten."""
-        with open(self._folder / name, "a", encoding="utf-8") as file:
-            file.writelines(map(_line, rows))
+        append(self._folder / name, "".join(map(_line, rows)).encode(), self._patience)
+
+    def _replace(self, name: str, content: bytes) -> None:
+        replace(self._folder / name, content, self._patience)
 
 
 def _line(row: Mapping[str, Any]) -> str:
@@ -90,6 +119,22 @@ def _nulled(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
     }
+
+
+def _cut(file: Path, step: int) -> None:
+    """Cut a file of rising steps off before its first row of ``step`` or later, or the first that is torn."""
+    kept = 0
+    with open(file, "rb") as lines:
+        for line in lines:
+            found = _STEP.match(line)
+            if found is None or int(found[1]) >= step or not line.endswith(b"\n"):
+                break
+            kept += len(line)
+    os.truncate(file, kept)
+
+
+def _figures(row: dict[str, Any]) -> tuple[int, dict[str, float]]:
+    return row.pop("step"), {name: math.nan if value is None else value for name, value in row.items()}
 
 
 def running_mean(values: list[float], window: int) -> list[float]:

@@ -3,23 +3,29 @@
 They read no configuration: the trainer hands them what they need in ``init_model``.
 """
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from dlrover.python.rl.algorithm.base import Algorithm
-from dlrover.python.rl.common.errors import DataError, EngineError, Problem, VerifierError
+from dlrover.python.rl.common.errors import DataError, EngineError, Problem, VerifierError, WeightSyncError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import encode_prompt, load_sft
 from dlrover.python.rl.engine.base import OptimizerConfig, SamplingParams, StepResult
 from dlrover.python.rl.engine.torch.distributed import RankGroup
+from dlrover.python.rl.engine.torch.randomness import random_state, seed_random, set_random_state
 from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
 from dlrover.python.rl.engine.torch.train import TorchTrainEngine
-from dlrover.python.rl.engine.weights import WeightSnapshot
+from dlrover.python.rl.engine.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.environment.deadline import DeadlineVerifier
+from dlrover.python.rl.environment.pool import VerifierPool
 from dlrover.python.rl.recipe.config import EngineConfig, RewardConfig, SFTData
+from dlrover.python.rl.recipe.disk import patiently
 from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
 
 _LOG = get_logger(__name__)
@@ -28,12 +34,20 @@ TRAINED = ("tokens", "action_mask")
 
 
 class ActorWorkload(BaseWorkload):
-    """ACTOR: holds the policy that is trained. Several members are data-parallel ranks."""
+    """ACTOR: holds the policy that is trained. Several members are data-parallel ranks.
+
+    Every rank saves the whole state, the model's too, which is the same on all of them: 12 bytes a parameter and rank,
+    written side by side. So a rank comes back from its own file whatever became of the others, without a collective in
+    the middle of a recovery that another loss could break.
+    """
 
     needs_own_process = True
 
-    def init_model(self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, algorithm: Algorithm) -> None:
-        """Load the policy and meet the other ranks."""
+    def init_model(
+        self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, algorithm: Algorithm, seed: int = 0
+    ) -> None:
+        """Load the policy and meet the other ranks; the process's random generators then follow from ``seed``."""
+        use_threads(engine.threads)
         self._group = RankGroup.connect(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
         self._algorithm = algorithm
         self._engine = TorchTrainEngine(
@@ -44,6 +58,7 @@ class ActorWorkload(BaseWorkload):
             gradient_checkpointing=engine.gradient_checkpointing,
             group=self._group,
         )
+        seed_random(seed, self.role, self.rank)
 
     def update(self, rollouts: Batch, reference: Batch | None, rows: Batch, temperature: float) -> StepResult:
         """One optimizer step on this rank's share.
@@ -72,11 +87,27 @@ class ActorWorkload(BaseWorkload):
     @trainer_invocation(blocking=False, target="RANK0")
     def publish_weights(self) -> WeightSnapshot:
         """The current weights, for rollout members to receive."""
-        return self._engine.publish()
+        snapshot = self._engine.publish()
+        self._published = snapshot.stamp
+        return snapshot
+
+    @trainer_invocation(target="RANK0")
+    def published(self) -> WeightStamp:
+        """What :meth:`publish_weights` gave last."""
+        return self._published
 
     def save(self, path: Path) -> None:
-        """Write the policy in Hugging Face format (rank 0 does)."""
-        self._engine.save(path)
+        """Write the policy in Hugging Face format (rank 0 does); waits a while for room on a full disk."""
+        patiently(lambda: self._engine.save(path), path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer, version and random states: all that later steps depend on, bit for bit."""
+        return {"engine": self._engine.state_dict(), "random": random_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to what :meth:`state_dict` gave; the model has been loaded by ``init_model``."""
+        self._engine.load_state_dict(state["engine"])
+        set_random_state(state["random"])
 
     def close(self) -> None:
         """Leave the group of ranks."""
@@ -89,6 +120,7 @@ class ReferenceWorkload(BaseWorkload):
 
     def init_model(self, model: str, engine: EngineConfig) -> None:
         """Load the frozen policy."""
+        use_threads(engine.threads)
         self._engine = TorchTrainEngine(
             model, None, device=engine.device, max_tokens_per_microbatch=engine.max_tokens_per_microbatch
         )
@@ -101,16 +133,27 @@ class ReferenceWorkload(BaseWorkload):
 
 
 class RolloutWorkload(BaseWorkload):
-    """ROLLOUT: generates completions. Each member serves a whole copy of the policy."""
+    """ROLLOUT: generates completions. Each member serves a whole copy of the policy.
+
+    It holds no state that a step depends on: each step begins by giving it the weights. Samples depend on those, the
+    seed, the prompt's id and the sample's index.
+    """
 
     def init_model(self, model: str, engine: EngineConfig) -> None:
         """Load the policy; it serves nothing before the actor's weights have arrived."""
+        use_threads(engine.threads)
         self._engine = TorchRolloutEngine(model, device=engine.device, max_batch=engine.max_batch)
 
-    def receive_weights(self, weights: WeightSnapshot) -> int:
-        """Take over the actor's weights, verified; returns their version."""
-        self._engine.receive(weights)
-        return self._engine.version
+    def receive_weights(self, weights: WeightSnapshot) -> WeightStamp:
+        """Take over the actor's weights, verified; returns which they are.
+
+        They may be older than those served: a run that has gone back to a checkpoint redoes a step. Nothing stale can
+        get here otherwise, since calls of an earlier trainer are refused; and the trainer compares what it gets back.
+        """
+        if weights.version < self._engine.version:
+            _LOG.warning("weights go back from version %d to %d", self._engine.version, weights.version)
+        self._engine.receive(weights, rewind=True)
+        return weights.stamp
 
     def check_prompts(self, prompts: Batch, sampling: SamplingParams) -> list[Problem]:
         """What keeps this model from completing each of the prompts; empty when nothing does.
@@ -144,7 +187,12 @@ class RolloutWorkload(BaseWorkload):
 
         Returns:
             The engine's columns, and as objects ``completion`` (text), ``answer`` and ``extra_info``.
+
+        Raises:
+            WeightSyncError: the actor's weights have not arrived, or not whole.
         """
+        if self._engine.version < 0:
+            raise WeightSyncError("no weights yet: this rollout has not received the actor's, and serves no others")
         tokenizer = self._engine.tokenizer
         encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts.objects("prompt")]
         asked = Batch({"prompt_id": prompts["prompt_id"], "tokens": Ragged.from_rows(encoded, dtype=np.int64)})
@@ -161,11 +209,12 @@ def _texts(tokenizer: Any, drawn: Batch) -> list[str]:
 
 
 class RewardWorkload(BaseWorkload):
-    """REWARD: judges completions, in a process that can be killed."""
+    """REWARD: judges completions, in processes that can be killed."""
 
     def init_verifier(self, reward: RewardConfig) -> None:
-        """Start the verifier's process."""
-        self._verifier = DeadlineVerifier(reward.function, reward.timeout_s)
+        """Start the verifiers' processes."""
+        start = partial(DeadlineVerifier, reward.function, reward.timeout_s, memory_mb=reward.memory_mb)
+        self._verifiers = VerifierPool(reward.workers, start)
 
     def score(self, rollouts: Batch) -> Batch:
         """Judge completions.
@@ -176,27 +225,31 @@ class RewardWorkload(BaseWorkload):
             ``version``, and the texts.
         """
         told = rollouts.select("prompt_id", "sample_index", "finished", "version", "prompt", "completion", "answer")
-        asked = zip(
-            rollouts.objects("completion"), rollouts.objects("answer"), rollouts.objects("extra_info"), strict=True
-        )
-        judged = [self._judge(*row) for row in asked]
+        columns = [rollouts.objects(name) for name in ("completion", "answer", "extra_info")]
+        judged = self._verifiers.judge(zip(*columns, strict=True))
+        errors = [_reason(reward) if isinstance(reward, VerifierError) else None for reward in judged]
+        rewards = [float("nan") if isinstance(reward, VerifierError) else reward for reward in judged]
         actions = rollouts.ragged("action_mask")
         return told.with_columns(
-            reward=np.array([reward for reward, _ in judged], dtype=np.float64),
-            error=[error for _, error in judged],
+            reward=np.array(rewards, dtype=np.float64),
+            error=errors,
             action_tokens=np.array([int(mask.sum()) for mask in actions], dtype=np.int64),
             token_count=actions.lengths,
         )
 
-    def _judge(self, completion: str, answer: str | None, extra_info: dict[str, Any]) -> tuple[float, str | None]:
-        try:
-            return self._verifier(completion, answer, extra_info), None
-        except VerifierError as error:
-            why = str(error).splitlines()[0]
-            _LOG.warning("a sample failed: %s", why)
-            return float("nan"), why
-
     def close(self) -> None:
-        """End the verifier's process."""
-        if hasattr(self, "_verifier"):
-            self._verifier.close()
+        """End the verifiers' processes."""
+        if hasattr(self, "_verifiers"):
+            self._verifiers.close()
+
+
+def _reason(error: VerifierError) -> str:
+    why = str(error).splitlines()[0]
+    _LOG.warning("a sample failed: %s", why)
+    return why
+
+
+def use_threads(count: int | None) -> None:
+    """Compute with so many CPU threads; None changes nothing."""
+    if count is not None:
+        torch.set_num_threads(count)

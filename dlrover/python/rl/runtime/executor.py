@@ -1,9 +1,11 @@
 """The port through which the brain's commands become deeds."""
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeAlias
 
-from dlrover.python.rl.common.errors import InvocationError, WorkloadDied, WorkloadStartError
+from dlrover.python.rl.common.errors import InvocationError, JobFailed, MasterLost, WorkloadDied, WorkloadStartError
 from dlrover.python.rl.control.events import Cause, CauseKind, Command, Event
 
 Emit: TypeAlias = Callable[[Event], None]
@@ -30,8 +32,22 @@ def cause_of(error: BaseException, who: str, remote_traceback: str = "") -> Caus
         )
     if isinstance(error, WorkloadStartError):
         return Cause(CauseKind.START_FAILED, error.who, f"could not start: {error.summary}", error.remote_traceback)
+    kind = CauseKind.RETRYABLE_ERROR if isinstance(error, JobFailed | MasterLost) else CauseKind.USER_ERROR
     message = f"{type(error).__name__}: {_first_line(error)}".rstrip(": ")
-    return Cause(CauseKind.USER_ERROR, who, message, remote_traceback)
+    return Cause(kind, who, message, remote_traceback)
+
+
+@contextmanager
+def starting(who: str) -> Iterator[None]:
+    """Say of whatever is raised inside that ``who`` could not start.
+
+    Raises:
+        WorkloadStartError: with the message and the traceback of what was raised.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
+        raise WorkloadStartError(who, f"{type(error).__name__}: {error}", traceback.format_exc()) from None
 
 
 def _first_line(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.events import RecoveryScope
 from dlrover.python.rl.runtime.loading import load_class
 from dlrover.python.rl.trainer.role_group import public_methods
 from dlrover.python.rl.trainer.trainer import BaseTrainer
@@ -36,11 +37,17 @@ class Inspection:
         problems: everything that speaks against starting.
         methods: role to the public methods of its workload.
         single_process_refusals: problems that only arise when all members share one process.
+        collectives: the roles whose ranks meet in collectives: they recover together.
     """
 
     problems: tuple[Problem, ...] = ()
     methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     single_process_refusals: tuple[Problem, ...] = ()
+    collectives: tuple[str, ...] = ()
+
+    def scope_of(self, role: str) -> RecoveryScope:
+        """What restarts when a member of ``role`` is lost."""
+        return RecoveryScope.GROUP if role in self.collectives else RecoveryScope.MEMBER
 
 
 def inspect_job(job: JobSpec) -> Inspection:
@@ -48,6 +55,7 @@ def inspect_job(job: JobSpec) -> Inspection:
     problems: list[Problem] = []
     refusals: list[Problem] = []
     methods: dict[str, tuple[str, ...]] = {}
+    collectives: list[str] = []
     roles = {role: spec.num for role, spec in job.workloads.items()}
     trainer = _load(problems, "trainer", job.trainer.module, job.trainer.class_, BaseTrainer, job)
     if trainer is not None:
@@ -62,10 +70,13 @@ def inspect_job(job: JobSpec) -> Inspection:
             continue
         methods[role] = tuple(public_methods(workload))
         problems += [item for item in _ask(where, _question(workload, job)) if item not in problems]
-        if workload.needs_own_process and spec.num > 1:
+        if not workload.needs_own_process:
+            continue
+        collectives.append(str(role))
+        if spec.num > 1:
             what = f"{spec.num} members of {spec.class_} meet in collectives, which one process cannot hold; use num=1"
             refusals.append(Problem(f"{where}.num", what))
-    return Inspection(tuple(problems), methods, tuple(refusals))
+    return Inspection(tuple(problems), methods, tuple(refusals), tuple(collectives))
 
 
 def _question(workload: Any, job: JobSpec) -> Callable[[], Iterable[Problem]]:
@@ -124,6 +135,7 @@ def _from_json(data: Mapping[str, Any]) -> Inspection:
         tuple(Problem(*item) for item in data["problems"]),
         {RLRoleType(role): tuple(names) for role, names in data["methods"].items()},
         tuple(Problem(*item) for item in data["single_process_refusals"]),
+        tuple(data["collectives"]),
     )
 
 
@@ -137,6 +149,7 @@ def _serve(request: Path, answer: Path) -> None:
                 "problems": [(item.where, item.what) for item in found.problems],
                 "methods": found.methods,
                 "single_process_refusals": [(item.where, item.what) for item in found.single_process_refusals],
+                "collectives": found.collectives,
             }
         )
     )

@@ -47,20 +47,22 @@ class CausalLM:
                 seen.add(id(tensor))
                 yield name, tensor
 
-    @torch.no_grad()
-    def receive(self, snapshot: WeightSnapshot, serving: int) -> None:
-        """Copy a snapshot into the weights in place, so ties and references to them hold.
+    def check(self, snapshot: WeightSnapshot, serving: int) -> None:
+        """Verify everything about a snapshot that :meth:`write` relies on.
 
         Args:
-            snapshot: what arrived; all of it is verified before anything is written.
-            serving: the version held now.
+            snapshot: what arrived.
+            serving: the version held now; an older one is refused. -1 takes any.
 
         Raises:
-            WeightSyncError: the snapshot does not fit or is corrupt; nothing was changed.
+            WeightSyncError: the snapshot does not fit, is corrupt or older.
         """
-        own = dict(self.named_weights())
-        verify(snapshot, {name: tuple(tensor.shape) for name, tensor in own.items()}, serving)
-        for name, tensor in own.items():
+        verify(snapshot, {name: tuple(tensor.shape) for name, tensor in self.named_weights()}, serving)
+
+    @torch.no_grad()
+    def write(self, snapshot: WeightSnapshot) -> None:
+        """Copy a checked snapshot into the weights in place, so ties and references to them hold."""
+        for name, tensor in self.named_weights():
             tensor.copy_(snapshot.tensor(name))
 
     def check_tokens(self, tokens: Any, longest: int) -> None:

@@ -51,13 +51,19 @@ class TorchRolloutEngine:
         """The model's Hugging Face tokenizer."""
         return self._lm.tokenizer
 
-    def receive(self, weights: WeightSnapshot) -> None:
-        """Take over new weights in place; verified before any is used.
+    def receive(self, weights: WeightSnapshot, rewind: bool = False) -> None:
+        """Take over new weights in place; all of them are verified before any is used.
+
+        Args:
+            weights: what arrived.
+            rewind: take over older ones too.
 
         Raises:
             WeightSyncError: the weights do not fit, are corrupt or older; the old ones keep serving.
         """
-        self._lm.receive(weights, self.version)
+        self._lm.check(weights, serving=-1 if rewind else self.version)
+        self.version = -1  # Holds if writing breaks off: a mixture has no version, and is not served.
+        self._lm.write(weights)
         self.version = weights.version
 
     @torch.no_grad()

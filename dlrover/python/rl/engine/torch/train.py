@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate, WeightSyncError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.base import OptimizerConfig, StepResult, TokenLoss
 from dlrover.python.rl.engine.torch.distributed import ALONE, RankGroup
 from dlrover.python.rl.engine.torch.loading import load_causal_lm, write_atomically
 from dlrover.python.rl.engine.torch.microbatch import action_logprobs, check_actions, micro_batches
-from dlrover.python.rl.engine.weights import WeightSnapshot, take_snapshot
+from dlrover.python.rl.engine.weights import WeightSnapshot, misfits, take_snapshot
 
-_LOSS, _TOKENS = "\0loss", "\0tokens"  # names that no metric of a user's loss has
+_LOSS, _TOKENS, _BAD = "\0loss", "\0tokens", "\0bad "  # names that no metric of a user's loss has
 
 
 class TorchTrainEngine:
@@ -98,8 +98,9 @@ class TorchTrainEngine:
             temperature: of the log-probs handed to the loss; the one the batch was sampled at.
 
         Raises:
-            EngineError: the engine is frozen, no rank has an action token, or the loss or the gradient norm is not
-                finite. The weights, the optimizer and the version are then what they were, on every rank.
+            EngineError: the engine is frozen, or no rank has an action token.
+            NonFiniteUpdate: the loss or the gradient norm is not finite. The weights, the optimizer and the version are
+                then what they were, on every rank.
         """
         config, optimizer = self._config, self._optimizer
         if config is None or optimizer is None:
@@ -127,7 +128,10 @@ class TorchTrainEngine:
         totals = {_LOSS: 0.0, _TOKENS: 0.0}
         for micro in micro_batches(batch, self._token_budget, self._lm.pad_id, self._device):
             logprobs = action_logprobs(self._lm.model, micro, temperature)
-            value, metrics = loss(logprobs, micro.columns(batch, self._device))
+            columns = micro.columns(batch, self._device)
+            value, metrics = loss(logprobs, columns)
+            if not math.isfinite(_number(value)):
+                totals.setdefault(f"{_BAD}{_first_bad({'log-probs': logprobs, **columns})}", 1.0)
             value.backward()
             for name, amount in {_LOSS: value, _TOKENS: len(micro.flat), **metrics}.items():
                 totals[name] = totals.get(name, 0.0) + _number(amount)
@@ -138,14 +142,20 @@ class TorchTrainEngine:
         value, tokens = totals.pop(_LOSS), totals.pop(_TOKENS)
         if not tokens:
             raise EngineError("no row of the batch has an action token: there is nothing to learn from")
+        bad = [name.removeprefix(_BAD) for name in totals if name.startswith(_BAD)]
         if not math.isfinite(value):
-            raise EngineError(f"the loss is {value}: the update is refused and the weights are as they were")
+            raise self._refusal(f"the loss is {value}", bad[0] if bad else "the sum over the micro-batches")
         gradients = [parameter.grad for parameter in self._parameters()]
         self._group.sum_tensors(gradients)
         norm = float(torch.nn.utils.get_total_norm(gradients))
         if not math.isfinite(norm):
-            raise EngineError(f"the gradient norm is {norm}: the update is refused and the weights are as they were")
+            named = {name: parameter.grad for name, parameter in self._lm.model.named_parameters()}
+            raise self._refusal(f"the gradient norm is {norm}", _first_bad(named))
         return value, norm
+
+    def _refusal(self, what: str, where: str) -> NonFiniteUpdate:
+        kept = f"the update of version {self.version} is refused and the weights are as they were"
+        return NonFiniteUpdate(f"{what} (first in: {where}): {kept}")
 
     def _parameters(self) -> list[Any]:
         return [parameter for parameter in self._lm.model.parameters() if parameter.requires_grad]
@@ -165,7 +175,8 @@ class TorchTrainEngine:
         """
         if self._optimizer is not None:
             raise EngineError("an engine with an optimizer does not take over weights: only a frozen one does")
-        self._lm.receive(weights, self.version)
+        self._lm.check(weights, self.version)
+        self._lm.write(weights)
         self.version = weights.version
 
     def save(self, path: Path) -> None:
@@ -173,30 +184,53 @@ class TorchTrainEngine:
         if self._group.rank == 0:
             write_atomically(Path(path), self._lm.model, self.tokenizer)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on bit for bit: model, optimizer (None when frozen) and version.
+    # -- checkpoints --------------------------------------------------------------------------------------------------
 
-        The tensors are the live ones: copy or write them before the next step.
+    def state_dict(self) -> dict[str, Any]:
+        """What later steps depend on, bit for bit: ``version``, ``model`` (tied tensors once) and ``optimizer``.
+
+        ``optimizer`` holds AdamW's moments by parameter name, nothing before the first step; None in a frozen engine.
+        Rates and decays are not in it: they follow from the configuration and the version. The tensors are the live
+        ones: copy or write them before the next step. On every rank it is the same.
         """
         return {
             "version": self.version,
-            "model": dict(self._lm.named_weights()),
-            "optimizer": self._optimizer.state_dict() if self._optimizer else None,
+            "model": {name: tensor.detach() for name, tensor in self._lm.named_weights()},
+            "optimizer": None if self._optimizer is None else self._moments(self._optimizer),
         }
 
+    def _moments(self, optimizer: Any) -> dict[str, dict[str, Any]]:
+        named = dict(self._lm.model.named_parameters())
+        return {name: dict(optimizer.state[tensor]) for name, tensor in named.items() if tensor in optimizer.state}
+
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to what :meth:`state_dict` returned.
+        """Go back to what :meth:`state_dict` returned; the tensors are copied.
 
         Raises:
-            WeightSyncError: the state is of another model.
-            EngineError: exactly one of state and engine has an optimizer.
+            WeightSyncError: the state is of another model; nothing was changed.
+            EngineError: exactly one of state and engine has an optimizer; nothing was changed.
         """
-        if (state["optimizer"] is None) != (self._optimizer is None):
+        moments, optimizer = state["optimizer"], self._optimizer
+        if (moments is None) != (optimizer is None):
             raise EngineError("the state of a trained engine does not fit a frozen one, nor the other way round")
-        self._lm.receive(take_snapshot(state["model"].items(), state["version"]), serving=0)
-        if self._optimizer is not None:
-            self._optimizer.load_state_dict(state["optimizer"])
-        self.version = state["version"]
+        own, parameters = dict(self._lm.named_weights()), dict(self._lm.model.named_parameters())
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        faults = misfits(shapes, {name: tuple(tensor.shape) for name, tensor in state["model"].items()})
+        faults += [f"the optimizer's '{name}' is unknown" for name in moments or {} if name not in parameters]
+        if faults:
+            raise WeightSyncError("the state is of another model: " + "; ".join(faults))
+        for name, tensor in own.items():
+            tensor.copy_(state["model"][name])
+        if optimizer is not None:
+            optimizer.state.clear()
+            for name, kept in moments.items():
+                # AdamW counts its steps on the host, whatever the device of the moments.
+                where = {key: "cpu" if key == "step" else self._device for key in kept}
+                optimizer.state[parameters[name]] = {
+                    key: value.detach().to(where[key], copy=True) for key, value in kept.items()
+                }
+        self.version = int(state["version"])
 
 
 def _adamw(model: Any, config: OptimizerConfig) -> Any:
@@ -208,6 +242,12 @@ def _adamw(model: Any, config: OptimizerConfig) -> Any:
         {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=config.betas)
+
+
+def _first_bad(tensors: Mapping[str, Any]) -> str:
+    """The name of the first tensor that holds a NaN or an infinity."""
+    bad = (name for name, tensor in tensors.items() if tensor is not None and not bool(tensor.isfinite().all()))
+    return next(bad, "a sum of finite numbers")
 
 
 def _number(amount: Any) -> float:

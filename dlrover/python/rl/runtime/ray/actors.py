@@ -1,19 +1,21 @@
 """Making and finding the system's own actors."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 import ray
 from ray._raylet import PlacementGroupID
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from dlrover.python.rl.common.errors import DLRoverRLError, JobConflict, MasterLost
 from dlrover.python.rl.common.names import NAMESPACE
+from dlrover.python.rl.runtime.checkpoints import forget_memory
 
 _MEGABYTE = 1024 * 1024
+_AGAIN_S = 0.1
 
 
 def current_actor() -> Any:
@@ -21,7 +23,17 @@ def current_actor() -> Any:
     return ray.get_runtime_context().current_actor
 
 
-def launch(cls: type, name: str, args: tuple[Any, ...], resources: Mapping[str, float]) -> Any:
+def session_folder() -> str:
+    """Where Ray keeps the logs of this node's processes."""
+    return str(ray._private.worker.global_worker.node.get_session_dir_path())
+
+
+def was_restarted() -> bool:
+    """Whether the actor this code runs in is a new process of one that has died."""
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
+def launch(cls: type, name: str, args: tuple[Any, ...], resources: Mapping[str, float], max_restarts: int = 0) -> Any:
     """Start a detached actor and return its handle.
 
     Args:
@@ -29,6 +41,7 @@ def launch(cls: type, name: str, args: tuple[Any, ...], resources: Mapping[str, 
         name: in the system's namespace.
         args: of the constructor.
         resources: ``cpu``, and ``memory`` in MB.
+        max_restarts: how often Ray starts it again, with the same arguments.
 
     Raises:
         JobConflict: an actor of this name is alive.
@@ -37,7 +50,9 @@ def launch(cls: type, name: str, args: tuple[Any, ...], resources: Mapping[str, 
         "name": name,
         "namespace": NAMESPACE,
         "lifetime": "detached",
-        "max_restarts": 0,
+        "max_restarts": max_restarts,
+        # Whatever is asked of it while it is started again waits, instead of failing.
+        "max_task_retries": -1 if max_restarts else 0,
         "num_cpus": resources.get("cpu", 0),
         "memory": int(resources.get("memory", 0) * _MEGABYTE) or None,
     }
@@ -57,15 +72,32 @@ def find(name: str) -> Any:
         return None
 
 
-def ask(ref: Any, timeout_s: float) -> Any:
-    """The answer of a master.
+def ask(request: Callable[[], Any], timeout_s: float) -> Any:
+    """The answer of a master. One that is being started again is asked again.
+
+    Args:
+        request: sends the question and returns the ref of its answer.
+        timeout_s: seconds in all.
 
     Raises:
-        MasterLost: there is none within ``timeout_s`` seconds, or the master is gone.
+        MasterLost: there is no answer in time, or the master is gone for good.
         DLRoverRLError: what the master itself answered with.
     """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _answer(request(), deadline_s - time.monotonic(), timeout_s)
+        except ActorUnavailableError as error:
+            if time.monotonic() > deadline_s:
+                raise MasterLost(f"the master did not come back within {timeout_s:g} s") from error
+            time.sleep(_AGAIN_S)
+
+
+def _answer(ref: Any, left_s: float, timeout_s: float) -> Any:
     try:
-        return ray.get(ref, timeout=timeout_s)
+        return ray.get(ref, timeout=max(left_s, 0.0))
+    except ActorUnavailableError:
+        raise
     except GetTimeoutError as error:
         raise MasterLost(f"the master did not answer within {timeout_s:g} s") from error
     except RayTaskError as error:
@@ -78,7 +110,8 @@ def ask(ref: Any, timeout_s: float) -> Any:
 
 
 def sweep(job: str) -> list[str]:
-    """End whatever of a job is left on the cluster though its master is not: actors and placement groups by name.
+    """End whatever of a job is left on the cluster though its master is not: actors and placement groups by name, and
+    what its runs keep in this node's memory.
 
     Returns:
         The names of what was ended.
@@ -93,6 +126,7 @@ def sweep(job: str) -> list[str]:
         if group["name"].startswith(prefix) and group["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(identity))))
             found.append(group["name"])
+    forget_memory(job)
     return found
 
 

@@ -1,327 +1,347 @@
-"""Carrying out the brain's commands on Ray. Lives in the master's process, on its event loop."""
+"""Carrying out the brain's commands on Ray. Lives in the master's process, on its event loop.
+
+Each command becomes a task that ends in an event; a task that fails ends in the event of that failure. Whatever the
+executor remembers can be found again by name (:meth:`RayExecutor.adopt`), so a master may die at any moment.
+"""
 
 import asyncio
-from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from dlrover.python.rl.common.errors import PlacementTimeout
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.names import NAMESPACE, member_name, trainer_name
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import (
+    Cause,
+    CauseKind,
     Command,
+    Event,
     Failed,
+    KillMember,
+    KillTrainer,
     MemberStarted,
+    NodeLost,
     Place,
     Placed,
+    Process,
     Release,
     Released,
-    RestartDue,
+    StandbyReady,
     StartMembers,
+    StartStandby,
     StartTrainer,
     TrainerFinished,
     TrainerStarted,
-    WaitThenRestart,
+    Wait,
+    WaitOver,
 )
 from dlrover.python.rl.control.placement import Placement
+from dlrover.python.rl.control.state import JobState
+from dlrover.python.rl.runtime.beats import BeatTerms
 from dlrover.python.rl.runtime.executor import Emit
-from dlrover.python.rl.runtime.ray.failures import MemberGone, classify
-from dlrover.python.rl.runtime.ray.member import Location, Target, member_class
-from dlrover.python.rl.runtime.ray.placing import lacking, place_options, reserve, until_reserved
-from dlrover.python.rl.runtime.ray.trainer import TrainerActor
-from dlrover.python.rl.trainer.workload import MemberContext
+from dlrover.python.rl.runtime.ray.actors import find
+from dlrover.python.rl.runtime.ray.fleet import Fleet, kill_process
+from dlrover.python.rl.runtime.ray.grounds import Grounds
+from dlrover.python.rl.runtime.ray.member import MemberStart
+from dlrover.python.rl.runtime.ray.nodes import NodeWatch
+from dlrover.python.rl.runtime.ray.recovery import Seat
+from dlrover.python.rl.runtime.ray.trainer import TrainerStart
+from dlrover.python.rl.runtime.ray.units import TRAINER, Unit, Units, units_of
+from dlrover.python.rl.runtime.ray.units import Place as Seating
+from dlrover.python.rl.runtime.ray.watching import answer_of, cause_with_log, until_gone
+from dlrover.python.rl.trainer.recovery import RestartInfo
 
 _LOG = get_logger(__name__)
 
-WATCH_INTERVAL_S = 0.5
-_POLL_S = 0.05
-_CLOSE_GRACE_S = 1.0
-_GONE_DEADLINE_S = 20.0
-_LATE_LOG_S = 30.0
-
-_VISIBLE_DEVICES_OFF = {
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES": "1",
-    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
-}
-
-
-@dataclass
-class _Incarnation:
-    """What one incarnation of the job owns."""
-
-    groups: list[PlacementGroup] = field(default_factory=list)
-    members: dict[tuple[RLRoleType, int], Any] = field(default_factory=dict)
-    trainer: Any = None
-    tasks: list["asyncio.Task[None]"] = field(default_factory=list)
+_BEATS_A_SECOND = 1000.0
+"""What one master takes in: with more processes each beats less often."""
 
 
 class RayExecutor:
-    """Runs a job as detached, named actors.
+    """Runs one run of a job as detached, named actors.
 
     Args:
         job: what to run.
+        run: which run of it.
         placement: where its members go.
         methods: role to the public methods of its workload.
         master: the master's own handle, given to workloads and trainer.
+
+    Attributes:
+        open_step: the step that the trainer was last heard to be in, 0 for none; told to members that start again.
     """
 
-    def __init__(self, job: JobSpec, placement: Placement, methods: Mapping[str, tuple[str, ...]], master: Any) -> None:
-        self._job, self._placement, self._methods, self._master = job, placement, methods, master
-        self._owned: dict[int, _Incarnation] = {}
-        self._running: set[asyncio.Task[None]] = set()
+    def __init__(
+        self, job: JobSpec, run: str, placement: Placement, methods: Mapping[str, tuple[str, ...]], master: Any
+    ) -> None:
+        self._job, self._run, self._placement, self._master = job, run, placement, master
+        self._fleet = Fleet(job, run, methods)
+        self._grounds = Grounds(job, run, placement)
+        self._units = Units(job)
+        processes = sum(spec.num + spec.standby for spec in job.workloads.values()) + 1
+        self._beats = BeatTerms(max(job.liveness.beat_s, processes / _BEATS_A_SECOND), job.liveness.lease_s)
+        self._incarnation = 0
+        self._losses: dict[Seating, str] = {}
+        self.open_step = 0
+        self._under_way: set[asyncio.Task[None]] = set()
 
     def execute(self, command: Command, emit: Emit) -> None:
-        number = command.incarnation
-        owned = self._owned.setdefault(number, _Incarnation())
+        """Begin a command. One that was begun before, by this master or an earlier one, finds what that has left."""
         if isinstance(command, Place):
-            self._spawn(self._place(number, owned, emit), owned, emit, number)
+            work = self._place(command, emit)
         elif isinstance(command, StartMembers):
-            self._spawn(self._start_members(number, owned, emit), owned, emit, number)
+            work = self._start_members(command, emit)
+        elif isinstance(command, StartStandby):
+            work = self._start_standby(command, emit)
         elif isinstance(command, StartTrainer):
-            self._spawn(self._run_trainer(number, owned, emit), owned, emit, number)
+            work = self._start_trainer(command, emit)
+        elif isinstance(command, KillMember):
+            work = self._kill(Seating(command.role, command.rank), command.incarnation)
+        elif isinstance(command, KillTrainer):
+            work = self._kill(Seating(TRAINER), command.epoch)
         elif isinstance(command, Release):
-            self._detach(self._release(number, owned, emit))
-        elif isinstance(command, WaitThenRestart):
-            self._detach(self._wait(command, emit))
+            self._stop_starting()
+            work = self._release(command, emit)
+        else:
+            work = _wait(command, emit)
+        self._begin(work, emit)
 
     # -- tasks --------------------------------------------------------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[Any, Any, None], owned: _Incarnation, emit: Emit, number: int) -> None:
-        """Run ``work`` as part of an incarnation: whatever it raises is a failure of the job, and release ends it."""
+    def _begin(self, work: Coroutine[Any, Any, None], emit: Emit, unit: Unit | None = None) -> None:
+        """Run ``work``. What it raises is the loss of ``unit``, or without one the failure of the job."""
 
         async def guarded() -> None:
             try:
                 await work
-            except asyncio.CancelledError:
-                raise
             except Exception as error:  # noqa: BLE001 -- the end of the line: it becomes an event
-                emit(Failed(number, classify(error)))
+                emit(self._event_of(error, unit))
 
-        owned.tasks.append(self._detach(guarded()))
+        task = asyncio.get_running_loop().create_task(guarded())
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        if unit is not None:
+            unit.tasks.append(task)
 
-    def _detach(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.get_running_loop().create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._ended)
-        return task
+    def _event_of(self, error: Exception, unit: Unit | None) -> Event:
+        if isinstance(error, PlacementTimeout):
+            return Failed(self._incarnation, Cause(CauseKind.NO_RESOURCES, "job", str(error)))
+        if unit is None:
+            _LOG.error("%s: the executor failed", self._job.name, exc_info=error)
+            return Failed(self._incarnation, Cause(CauseKind.INTERNAL, "job", f"{type(error).__name__}: {error}"))
+        if isinstance(error, TimeoutError):
+            limit_s = self._job.liveness.start_timeout_s
+            return self._loss(unit, Cause(CauseKind.HUNG, "job", f"not up within {limit_s:g} s"))
+        return self._loss(unit, cause_with_log(error, unit.process))
 
-    def _ended(self, task: "asyncio.Task[None]") -> None:
-        self._running.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            _LOG.error("%s of %s failed", task.get_name(), self._job.name, exc_info=task.exception())
+    def _loss(self, unit: Unit, cause: Cause) -> Event:
+        self._losses[unit.place] = f"{cause.kind.value}: {cause.message}"
+        return unit.lost(cause)
+
+    def _stop_starting(self) -> None:
+        """What was still to begin shall not."""
+        for task in list(self._under_way):
+            task.cancel()
+        self._units.clear()
+
+    def _watch(self, unit: Unit, emit: Emit) -> None:
+        async def watch() -> None:
+            raise await until_gone(str(unit.place), unit.handle)
+
+        self._begin(watch(), emit, unit)
+
+    async def watch_nodes(self, emit: Emit) -> None:
+        """Tell of nodes that the run has used and that are lost, until cancelled."""
+
+        def lost(node: str, why: str) -> None:
+            if self._grounds.is_used(node):
+                emit(NodeLost(node, Cause(CauseKind.NODE_LOST, "job", f"the node {node[:8]} is lost: {why}")))
+
+        await NodeWatch().watch(lost)
+
+    def process_of(self, who: str) -> Process | None:
+        """Where ``"ROLLOUT[1]"`` or ``"trainer"`` is, as far as it is known."""
+        unit = self._units.find(Seating.parse(who))
+        return unit.process if unit else None
+
+    def name_of(self, role: str, rank: int, incarnation: int, standby: int) -> str:
+        """The actor name of a member."""
+        return self._fleet.member_name(role, rank, incarnation, standby)
 
     # -- placing ------------------------------------------------------------------------------------------------------
 
-    async def _place(self, number: int, owned: _Incarnation, emit: Emit) -> None:
-        if self._job.scheduling_strategy != "SIMPLE":
-            owned.groups = reserve(self._placement, f"{self._job.name}/{number}")
-            await until_reserved(owned.groups, self._placement, self._job.placement_timeout_s)
-        emit(Placed(number))
+    async def _place(self, command: Place, emit: Emit) -> None:
+        self._incarnation = command.incarnation
+        await self._grounds.reserve(command.incarnation, command.excluded)
+        emit(Placed(command.incarnation))
 
     # -- members ------------------------------------------------------------------------------------------------------
 
-    async def _start_members(self, number: int, owned: _Incarnation, emit: Emit) -> None:
-        for role, rank in self._job.members():
-            handle = self._create(number, owned, role, rank)
-            owned.members[role, rank] = handle
-            self._spawn(self._watch(f"{role}[{rank}]", handle), owned, emit, number)
-        asked = {
-            (role, rank): handle.dlrover_locate.remote(self._job.preferred_ports(role))
-            for (role, rank), handle in owned.members.items()
-        }
-        located = await self._within_deadline(_all(asked))
-        contexts = self._contexts(number, located)
-        # The configuration is the same for all members: stored once.
-        config = ray.put(self._job.config)
-        started = {
-            (role, rank): self._target(role, handle, contexts[role, rank], config)
-            for (role, rank), handle in owned.members.items()
-        }
-        for (role, rank), pid in (await _all(started)).items():
-            emit(MemberStarted(number, role, rank, located[role, rank].host, pid))
+    async def _start_members(self, command: StartMembers, emit: Emit) -> None:
+        role = RLRoleType(command.role)
+        units = [await self._seat(role, rank, number, command) for rank, number in command.members]
+        for unit in units:
+            self._watch(unit, emit)
+        located = asyncio.Event()
+        for unit in units:
+            self._begin(self._start_member(unit, units, located, emit), emit, unit)
 
-    async def _within_deadline(self, located: Coroutine[Any, Any, dict[Any, Any]]) -> dict[Any, Any]:
-        """Where the members are, once all have found a place; without reserved groups that may take for ever."""
-        timeout_s = self._job.placement_timeout_s
+    async def _seat(self, role: RLRoleType, rank: int, incarnation: int, command: StartMembers) -> Unit:
+        """The process that shall be a member: a standby, or a new one."""
+        number = command.standbys.get(rank, -1)
+        standby = self._units.take(Seating(role, number, standby=True)) if number >= 0 else None
+        unit = Unit(Seating(role, rank), incarnation, rank, number)
+        self._units.take(unit.place)
+        if standby is not None:
+            unit.slot, unit.handle = standby.slot, standby.handle
+        else:
+            await self._make(unit, command.excluded)
+        self._units.put(unit)
+        return unit
+
+    async def _make(self, unit: Unit, excluded: tuple[str, ...]) -> None:
+        """Start the process of a member or a standby."""
+        role = RLRoleType(unit.place.role)
+        unit.slot = self._units.free_slot(role, unit.slot)
+        placed = await self._grounds.options(role, unit.slot, excluded)
+        unit.handle = await self._fleet.make_member(self._fleet.name_of(unit), role, placed)
+
+    async def _start_member(self, unit: Unit, together: Sequence[Unit], located: asyncio.Event, emit: Emit) -> None:
+        """Locate, wait until all that start together are located, construct."""
+        role, rank, timeout_s = RLRoleType(unit.place.role), unit.place.at, self._job.liveness.start_timeout_s
+        unit.process = await self._locate(unit)
+        if all(other.process is not None for other in together):
+            located.set()
+        await asyncio.wait_for(located.wait(), timeout_s)
+        reason = self._losses.get(unit.place, "others of its role had to restart") if unit.number > 1 else ""
+        restart = RestartInfo(unit.number - 1, reason, max(self.open_step - 1, 0))
+        context = self._units.context(role, rank, self._fleet.name_of(unit), restart)
+        start = MemberStart(self._job, context, unit.number, self._beats)
+        await answer_of(str(unit.place), unit.handle.dlrover_start.remote(start, self._master), timeout_s)
+        emit(MemberStarted(role, rank, unit.number, unit.process, unit.standby))
+
+    async def _locate(self, unit: Unit) -> Process:
+        """Where a process is, and a port that is free there now."""
+        ref = unit.handle.dlrover_locate.remote(self._job.preferred_ports(RLRoleType(unit.place.role)))
+        reserved = self._grounds.reserved
+        timeout_s = self._job.liveness.start_timeout_s if reserved else self._job.placement_timeout_s
         try:
-            return await asyncio.wait_for(located, timeout_s)
+            found = await answer_of(str(unit.place), ref, timeout_s)
         except TimeoutError:
-            raise lacking(self._placement, timeout_s) from None
+            if reserved:
+                raise
+            raise await self._grounds.lacking() from None  # without reserved groups there may never be a place for it
+        process: Process = replace(found, slot=unit.slot)
+        self._grounds.used(process.node)
+        return process
 
-    def _create(self, number: int, owned: _Incarnation, role: RLRoleType, rank: int) -> Any:
-        spec = self._job.workloads[role]
-        env = {**self._process_env(), **self._job.env, **spec.env}
-        if spec.env.get("DLROVER_RL_RAY_VISIBLE_DEVICES") != "1":
-            env = {**_VISIBLE_DEVICES_OFF, **env}
-        name = member_name(self._job.name, number, role, rank)
-        actor = ray.remote(member_class(spec.class_, self._methods.get(role, ()))).options(
-            name=name,
-            namespace=NAMESPACE,
-            lifetime="detached",
-            # Replacing a member is the master's job: Ray's own restart would hide it, in its constructor's state.
-            max_restarts=0,
-            runtime_env={"env_vars": env},
-            **place_options(self._placement.slots[role][rank], self._placement, owned.groups),
-        )
-        return actor.remote(f"{role}[{rank}]")
+    # -- standbys -----------------------------------------------------------------------------------------------------
 
-    def _process_env(self) -> dict[str, str]:
-        if self._job.trainer.device_type != "CPU":
-            return {}
-        # Several processes share the cores: threads that spin while they wait take them from the others.
-        return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    async def _start_standby(self, command: StartStandby, emit: Emit) -> None:
+        first_slot = self._job.workloads[RLRoleType(command.role)].num
+        unit = Unit(Seating(command.role, command.number, standby=True), 0, first_slot, command.number)
+        self._units.put(unit)
+        self._begin(self._prepare(unit, command.excluded, emit), emit, unit)
 
-    def _target(self, role: RLRoleType, handle: Any, context: MemberContext, config: Any) -> Any:
-        spec = self._job.workloads[role]
-        target = Target(spec.module, spec.class_, self._job.search_path, self._job.work_dir)
-        return handle.dlrover_start.remote(target, context, self._master, config)
-
-    def _contexts(
-        self, number: int, located: Mapping[tuple[RLRoleType, int], Location]
-    ) -> dict[tuple[RLRoleType, int], MemberContext]:
-        contexts = {}
-        for role, rank in self._job.members():
-            here = located[role, rank].node_id
-            on_node = [other for other in range(self._job.workloads[role].num) if located[role, other].node_id == here]
-            first = located[role, 0]
-            contexts[role, rank] = MemberContext(
-                name=member_name(self._job.name, number, role, rank),
-                role=role,
-                rank=rank,
-                world_size=self._job.workloads[role].num,
-                local_rank=on_node.index(rank),
-                local_world_size=len(on_node),
-                master_addr=first.address,
-                master_port=first.port,
-                collocation=",".join(self._job.collocation_of(role)),
-            )
-        return contexts
-
-    async def _watch(self, who: str, handle: Any) -> None:
-        """Hold a ping pending on the member: it fails the moment the process is gone, busy or not."""
-        while True:
-            try:
-                await handle.dlrover_ping.remote()
-            except RayActorError as error:
-                raise MemberGone(who, error) from error
-            await asyncio.sleep(WATCH_INTERVAL_S)
+    async def _prepare(self, unit: Unit, excluded: tuple[str, ...], emit: Emit) -> None:
+        await self._make(unit, excluded)
+        self._watch(unit, emit)
+        unit.process = await self._locate(unit)
+        prepared = unit.handle.dlrover_prepare.remote(self._job)
+        await answer_of(str(unit.place), prepared, self._job.liveness.start_timeout_s)
+        emit(StandbyReady(unit.place.role, unit.place.at, unit.process))
 
     # -- trainer ------------------------------------------------------------------------------------------------------
 
-    async def _run_trainer(self, number: int, owned: _Incarnation, emit: Emit) -> None:
-        owned.trainer = (
-            ray.remote(TrainerActor)
-            .options(
-                name=trainer_name(self._job.name, number),
-                namespace=NAMESPACE,
-                lifetime="detached",
-                max_restarts=0,
-                num_cpus=0,
-                runtime_env={"env_vars": {**self._process_env(), **self._job.env}},
-            )
-            .remote()
+    async def _start_trainer(self, command: StartTrainer, emit: Emit) -> None:
+        unit = Unit(Seating(TRAINER), command.epoch)
+        self._units.put(unit)
+        self._begin(self._run_trainer(unit, command, emit), emit, unit)
+
+    async def _run_trainer(self, unit: Unit, command: StartTrainer, emit: Emit) -> None:
+        unit.handle = await self._fleet.make_trainer(command.epoch, command.excluded)
+        self._watch(unit, emit)
+        resources = {str(role): dict(slots[0].resources) for role, slots in self._placement.slots.items()}
+        start = TrainerStart(self._job, self._run, command, self._seats(), resources)
+        ref = unit.handle.start.remote(start, self._master, self._beats)
+        unit.process = await answer_of(TRAINER, ref, self._job.liveness.start_timeout_s)
+        self._grounds.used(unit.process.node)
+        emit(TrainerStarted(command.epoch, unit.process))
+        await self._until_done(unit, emit)
+
+    async def _until_done(self, unit: Unit, emit: Emit) -> None:
+        """Let the trainer run, or where it runs already, wait for its end. Its death is the watch's to report."""
+        with suppress(ray.exceptions.RayActorError):
+            outcome: Cause | None = await unit.handle.run.remote()  # waits: the training itself; its death ends it
+            emit(TrainerFinished(unit.number) if outcome is None else unit.lost(outcome))
+
+    def _seats(self) -> tuple[Seat, ...]:
+        """Who is where, in rank order; one that is being replaced is asked for when it is needed."""
+        found = {(role, rank): self._units.find(Seating(role, rank)) for role, rank in self._job.members()}
+        return tuple(
+            Seat(role, rank, unit.number, unit.handle) if unit is not None else Seat(role, rank, 0, None)
+            for (role, rank), unit in found.items()
         )
-        handles: dict[RLRoleType, list[Any]] = {}
-        for (role, _), handle in owned.members.items():
-            handles.setdefault(role, []).append(handle)
-        resources = {role: dict(slots[0].resources) for role, slots in self._placement.slots.items()}
-        try:
-            where = await owned.trainer.start.remote(self._job, handles, resources, self._master)
-            emit(TrainerStarted(number, where.host, where.pid))
-            await owned.trainer.run.remote()
-        except RayActorError as error:
-            raise MemberGone("trainer", error) from error
-        except RayTaskError:
-            # What the trainer raised may be the echo of a member's death: let the watch speak first.
-            await asyncio.sleep(WATCH_INTERVAL_S + _POLL_S)
-            raise
-        emit(TrainerFinished(number))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    async def _release(self, number: int, owned: _Incarnation, emit: Emit) -> None:
-        """End everything of an incarnation. Whatever goes wrong is logged, and the rest goes on."""
-        for task in owned.tasks:
-            task.cancel()
-        if owned.trainer is not None:
-            ray.kill(owned.trainer)
-        try:
-            await self._close_members(owned)
-            for handle in owned.members.values():
-                ray.kill(handle)
-            for group in owned.groups:
-                remove_placement_group(group)
-            names = [member_name(self._job.name, number, *member) for member in owned.members]
-            await _until_gone([*names, trainer_name(self._job.name, number)])
-        finally:
-            self._owned.pop(number, None)
-            emit(Released(number))
-
-    async def _close_members(self, owned: _Incarnation) -> None:
-        """Let idle workloads close; one that is busy or dead is not waited for longer than a moment."""
-        closing = {
-            asyncio.ensure_future(_one(f"{role}[{rank}]", handle.dlrover_close.remote())): f"{role}[{rank}]"
-            for (role, rank), handle in owned.members.items()
-        }
-        if not closing:
+    async def _kill(self, place: Seating, number: int) -> None:
+        unit = self._units.find(place)
+        if unit is None or unit.number != number:
             return
-        done, late = await asyncio.wait(closing, timeout=_CLOSE_GRACE_S)
-        for task in late:
-            task.cancel()
-        for task in done:
-            error = task.exception()
-            if error is not None and not isinstance(error, MemberGone):
-                _LOG.warning("%s did not close: %s", closing[task], error)
+        unit.forget()
+        if unit.handle is not None:
+            ray.kill(unit.handle)
+        if unit.process is not None:
+            await kill_process(unit.process)
 
-    async def _wait(self, command: WaitThenRestart, emit: Emit) -> None:
-        await asyncio.sleep(command.delay_s)
-        emit(RestartDue(command.incarnation))
+    async def _release(self, command: Release, emit: Emit) -> None:
+        """End everything of the run. Whatever goes wrong is logged, and the rest goes on."""
+        for what in (self._fleet.end_all, self._grounds.release, *([self._grounds.clear_memory] * command.final)):
+            try:
+                await what()
+            except Exception:  # noqa: BLE001 -- the rest is released all the same
+                _LOG.exception("%s: not everything could be released", self._job.name)
+        emit(Released(command.incarnation))
+
+    # -- after the master's own restart -------------------------------------------------------------------------------
+
+    async def adopt(self, state: JobState, emit: Emit) -> int:
+        """Find the processes that ``state`` says are up: watch those that are there, tell of those that are not. Every
+        other process of the run is ended: nobody would know of it.
+
+        Returns:
+            How many were found.
+        """
+        self._incarnation = state.incarnation
+        await self._grounds.find(state.incarnation, state.excluded)
+        units = {self._fleet.name_of(unit): unit for unit in units_of(state)}
+        there = await asyncio.to_thread(self._fleet.names)
+        await self._fleet.end_named([name for name in there if name not in units])
+        found = 0
+        for name, unit in units.items():
+            unit.handle = await asyncio.to_thread(find, name)
+            if unit.handle is None:
+                emit(unit.lost(Cause(CauseKind.PROCESS_DIED, "job", "it was gone when the master came back")))
+                continue
+            found += 1
+            self._take_over(unit, emit)
+        return found
+
+    def _take_over(self, unit: Unit, emit: Emit) -> None:
+        self._units.put(unit)
+        if unit.process is not None:
+            self._grounds.used(unit.process.node)
+        self._watch(unit, emit)
+        if unit.place.role == TRAINER:
+            self._begin(self._until_done(unit, emit), emit, unit)
 
 
-async def _all(pending: Mapping[tuple[RLRoleType, int], Any]) -> dict[Any, Any]:
-    """Await an answer of each member. The first failure ends the wait; who is late is logged."""
-    tasks = {asyncio.ensure_future(_one(f"{role}[{rank}]", ref)): (role, rank) for (role, rank), ref in pending.items()}
-    late = set(tasks)
-    try:
-        while late:
-            done, late = await asyncio.wait(late, timeout=_LATE_LOG_S, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            if not done:
-                _LOG.warning("still waiting for %s to start", ", ".join(f"{tasks[task]}" for task in late))
-    finally:
-        for task in late:
-            task.cancel()
-    return {member: task.result() for task, member in tasks.items()}
-
-
-async def _one(who: str, ref: Any) -> Any:
-    try:
-        return await ref
-    except RayActorError as error:
-        raise MemberGone(who, error) from error
-
-
-async def _until_gone(names: list[str]) -> None:
-    """Wait until no actor of these names is left."""
-    deadline = asyncio.get_running_loop().time() + _GONE_DEADLINE_S
-    for name in names:
-        while _exists(name):
-            if asyncio.get_running_loop().time() > deadline:
-                _LOG.warning("the actor %s is still there after %g s", name, _GONE_DEADLINE_S)
-                return
-            await asyncio.sleep(_POLL_S)
-
-
-def _exists(name: str) -> bool:
-    try:
-        ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        return False
-    return True
+async def _wait(command: Wait, emit: Emit) -> None:
+    await asyncio.sleep(command.delay_s)
+    emit(WaitOver(command.timer))

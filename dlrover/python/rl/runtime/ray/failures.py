@@ -5,7 +5,6 @@ from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayE
 from dlrover.python.rl.common.errors import PlacementTimeout, WorkloadStartError
 from dlrover.python.rl.control.events import Cause, CauseKind
 from dlrover.python.rl.runtime.executor import cause_of
-from dlrover.python.rl.runtime.ray.trainer import TrainerFailed
 
 
 class MemberGone(Exception):
@@ -23,8 +22,6 @@ def classify(error: Exception) -> Cause:
     if isinstance(error, PlacementTimeout):
         return Cause(CauseKind.NO_RESOURCES, "job", str(error))
     inner = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(inner, TrainerFailed):
-        return inner.cause
     if isinstance(inner, WorkloadStartError):
         return cause_of(inner, inner.who)
     return Cause(CauseKind.INTERNAL, "job", f"{type(inner).__name__}: {inner}".splitlines()[0], str(error))
@@ -34,7 +31,7 @@ def _death(error: RayError) -> CauseKind:
     # Ray names the memory monitor in the text of an actor's death; its general advice mentions memory as well.
     if isinstance(error, OutOfMemoryError) or "running low on memory" in str(error):
         return CauseKind.OUT_OF_MEMORY
-    if isinstance(error, NodeDiedError) or (isinstance(error, ActorDiedError) and "node" in _one_line(error).lower()):
+    if isinstance(error, NodeDiedError) or (isinstance(error, ActorDiedError) and "node has died" in str(error)):
         return CauseKind.NODE_LOST
     return CauseKind.PROCESS_DIED
 

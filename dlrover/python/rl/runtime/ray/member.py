@@ -3,156 +3,168 @@
 The master knows a workload by its dotted name and the names of its methods; the class itself is imported here, in the
 process that runs it. For each public method of the workload the actor has one of the same name, so that raw handles
 (``trainer.actors[0].update.remote(...)``) work; role groups call :meth:`MemberActor.dlrover_invoke`.
+
+::
+
+    locate -> start -> invoke ...            a member
+    locate -> prepare ... -> locate -> start a standby: everything imported before it is needed
 """
 
-import asyncio
-import inspect
 import os
 import socket
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import ray
 
-from dlrover.python.rl.common.errors import InvocationError, WorkloadStartError
+from dlrover.python.rl.common.errors import InvocationError
 from dlrover.python.rl.common.log import configure_logging
+from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.events import Process
+from dlrover.python.rl.runtime.beats import Beat, Beater, BeatTerms
+from dlrover.python.rl.runtime.executor import starting
+from dlrover.python.rl.runtime.host import CallHeader, MemberHost
 from dlrover.python.rl.runtime.loading import enter_folder, load_class
 from dlrover.python.rl.runtime.ports import free_port
 from dlrover.python.rl.runtime.ray.wire import decode
 from dlrover.python.rl.trainer.shard import row_count
-from dlrover.python.rl.trainer.workload import MemberContext, member_context
+from dlrover.python.rl.trainer.workload import MemberContext
+
+_BEAT_S = 5.0
+"""How long a beat may take to be answered before the next one is tried."""
 
 
 @dataclass(frozen=True)
-class Location:
-    """Where an actor's process is: node id, host name and address, process id, and a TCP port that is free there."""
+class MemberStart:
+    """What a process is told to become a member.
 
-    node_id: str
-    host: str
-    address: str
-    pid: int
-    port: int
+    Attributes:
+        job: the job.
+        context: who it is among its peers.
+        incarnation: which of the member's processes it is.
+        beats: how it shows that it lives.
+    """
 
-
-@dataclass(frozen=True)
-class Target:
-    """Which class a member hosts, and where it finds it."""
-
-    module: str
-    class_: str
-    search_path: tuple[str, ...]
-    work_dir: str
+    job: JobSpec
+    context: MemberContext
+    incarnation: int
+    beats: BeatTerms
 
 
-@dataclass(frozen=True)
-class CallHeader:
-    """What a call carries besides its arguments: its id, the method, names of the trailing keyword arguments, and
-    whether the row count of the result is wanted."""
-
-    call_id: tuple[int, int]
-    method: str
-    keywords: tuple[str, ...]
-    sized: bool
-
-
-def locate(preferred_ports: Sequence[int] = ()) -> Location:
-    """Where this process is."""
-    context = ray.get_runtime_context()
+def locate(preferred_ports: Sequence[int] = ()) -> Process:
+    """Where this process is, and a TCP port that is free there now."""
     address = ray.util.get_node_ip_address()
-    return Location(
-        context.get_node_id(), socket.gethostname(), address, os.getpid(), free_port(preferred_ports, address)
+    return Process(
+        node=ray.get_runtime_context().get_node_id(),
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        address=address,
+        port=free_port(preferred_ports, address),
     )
+
+
+def send_to(master: Any) -> Any:
+    """How a process's beats reach the master."""
+
+    def send(beat: Beat) -> bool:
+        known: bool = ray.get(master.beat.remote(beat), timeout=_BEAT_S)
+        return known
+
+    return send
 
 
 class MemberActor:
     """Hosts one workload; see the module."""
 
-    def __init__(self, who: str) -> None:
-        configure_logging(who)
-        self._who = who
-        self._workload: Any = None
-        self._context = MemberContext()
-        self._loop: asyncio.Runner | None = None
+    def __init__(self, role: str) -> None:
+        configure_logging(role)
+        self._role = RLRoleType(role)
+        self._host: MemberHost | None = None
+        self._who, self._number = "", 0
 
-    def dlrover_locate(self, preferred_ports: Sequence[int]) -> Location:
-        """Where this member is."""
+    def dlrover_locate(self, preferred_ports: Sequence[int]) -> Process:
+        """Where this process is."""
         return locate(preferred_ports)
 
-    def dlrover_start(self, target: Target, context: MemberContext, master: Any, config: Any) -> int:
-        """Construct the workload. Returns the process id.
+    def dlrover_prepare(self, job: JobSpec) -> None:
+        """Import what the role's workload needs, so that starting it later takes a moment.
+
+        Raises:
+            WorkloadStartError: importing it failed.
+        """
+        enter_folder(job.work_dir)
+        with starting(f"{self._role}-standby"):
+            self._load(job).warm_up()
+
+    def dlrover_start(self, start: MemberStart, master: Any) -> None:
+        """Construct the workload.
 
         Raises:
             WorkloadStartError: importing or constructing it failed.
         """
+        context = start.context
         os.environ.update(context.to_env())
-        enter_folder(target.work_dir)
-        self._context = context
-        try:
-            with member_context(context):
-                self._workload = load_class(target.module, target.class_, target.search_path)(master, config)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
-            raise WorkloadStartError(self._who, f"{type(error).__name__}: {error}", traceback.format_exc()) from None
-        return os.getpid()
+        enter_folder(start.job.work_dir)
+        self._who, self._number = f"{self._role}[{context.rank}]", start.incarnation
+        configure_logging(self._who)
+        self._host = host = MemberHost(start.incarnation, ray.get_runtime_context().get_node_id())
+        Beater(self._beat, send_to(master), start.beats).start()
+        with starting(self._who):
+            host.start(self._load(start.job), context, master, start.job.config)
+
+    def _load(self, job: JobSpec) -> Any:
+        spec = job.workloads[self._role]
+        return load_class(spec.module, spec.class_, job.search_path)
+
+    def _beat(self) -> Beat:
+        doing = self._host.doing() if self._host is not None else None
+        if doing is None:
+            return Beat(self._who, self._number)
+        return Beat(self._who, self._number, doing.method, doing.age_s, doing.call_id[0])
 
     def dlrover_ping(self) -> bool:
-        """Answer, once nothing else is running: a pending ping is how the master watches a member."""
+        """Answer, once nothing else is running: a pending ping is how the master watches a process."""
         return True
 
     def dlrover_close(self) -> None:
         """Let the workload give back what it holds."""
-        if self._workload is not None:
-            self._workload.close()
+        if self._host is not None:
+            self._host.close()
+
+    def dlrover_executed(self) -> dict[str, int]:
+        """Method to how often it really ran in this process."""
+        return dict(self._host.executed) if self._host is not None else {}
 
     def dlrover_invoke(self, header: CallHeader, *values: Any) -> Any:
         """Run a method for a role group; ``values`` are the positional arguments, then the keyword ones.
 
         Raises:
-            InvocationError: the method raised; carries role, rank, method, host, traceback, and the exception itself
-                (as ``original``) when it can be pickled.
+            InvocationError: see :meth:`~dlrover.python.rl.runtime.host.MemberHost.invoke`.
         """
+        assert self._host is not None, "dlrover_start comes first"
+
+        def arguments() -> tuple[Sequence[Any], Mapping[str, Any]]:
+            decoded = [decode(value, _fetched) for value in values]
+            cut = len(decoded) - len(header.keywords)
+            return decoded[:cut], dict(zip(header.keywords, decoded[cut:], strict=True))
+
         try:
-            arguments = [decode(value, ray.get) for value in values]
-            cut = len(arguments) - len(header.keywords)
-            kwargs = dict(zip(header.keywords, arguments[cut:], strict=True))
-            result = self._run(header.method, arguments[:cut], kwargs)
+            result = self._host.invoke(header, arguments)
         except InvocationError:
             raise
         except ray.exceptions.RayTaskError as upstream:
             raise (upstream.cause if isinstance(upstream.cause, InvocationError) else upstream) from None
-        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
-            raise self._failure(header.method, error) from None
         return (result, row_count(result)) if header.sized else result
 
     def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        result = getattr(self._workload, method)(*args, **kwargs)
-        if not inspect.isawaitable(result):
-            return result
-        if self._loop is None:
-            self._loop = asyncio.Runner()
-        return self._loop.run(_awaited(result))
-
-    def _failure(self, method: str, error: BaseException) -> InvocationError:
-        failure = InvocationError(
-            f"{type(error).__name__}: {error}",
-            role=self._context.role,
-            rank=self._context.rank,
-            method=method,
-            node=socket.gethostname(),
-            remote_traceback=traceback.format_exc(),
-        )
-        try:
-            cloudpickle.loads(cloudpickle.dumps(error))
-        except Exception:  # noqa: BLE001 -- a user's exception may fail to pickle in any way; its text is carried anyway
-            return failure
-        failure.original = error
-        return failure
+        assert self._host is not None, "dlrover_start comes first"
+        return self._host.run(method, args, kwargs)
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
+def _fetched(refs: Any) -> Any:
+    return ray.get(refs)  # waits: for another member's call; whoever hangs there is found by its own limit
 
 
 def member_class(name: str, methods: Sequence[str]) -> type[MemberActor]:

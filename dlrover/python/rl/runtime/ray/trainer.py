@@ -1,77 +1,132 @@
 """The actor that runs the user's trainer."""
 
-import os
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from dlrover.python.rl.common.errors import WorkloadDied, WorkloadStartError
+import ray
+
+from dlrover.python.rl.common.errors import WorkloadDied
 from dlrover.python.rl.common.log import configure_logging
-from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.events import Cause
-from dlrover.python.rl.runtime.executor import cause_of
+from dlrover.python.rl.control.events import Cause, Process, StartTrainer
+from dlrover.python.rl.runtime.beats import Beat, Beater, BeatTerms
+from dlrover.python.rl.runtime.durability import checkpoints_of
+from dlrover.python.rl.runtime.executor import cause_of, starting
 from dlrover.python.rl.runtime.loading import enter_folder, load_class
-from dlrover.python.rl.runtime.ray.member import Location, locate
-from dlrover.python.rl.runtime.ray.port import RayPort
+from dlrover.python.rl.runtime.ray.activity import Activity, WatchedPort
+from dlrover.python.rl.runtime.ray.member import locate, send_to
+from dlrover.python.rl.runtime.ray.recovery import RayRecovery, Seat
+from dlrover.python.rl.runtime.ray.units import TRAINER
+from dlrover.python.rl.trainer.runner import run_trainer
 from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLink
 
+OWN_CODE = "its own code"
+"""What a trainer that waits for nobody says it is in."""
 
-class TrainerFailed(Exception):
-    """What the trainer raised, as it travels to the master: the cause in words, for the exception itself may be of a
-    class that only the trainer's process can import."""
+_RENEWAL_S = 600.0
+"""How long to wait for a lost member's replacement, besides the time that placing it may take."""
 
-    def __init__(self, cause: Cause) -> None:
-        super().__init__(cause)
-        self.cause = cause
+
+@dataclass(frozen=True)
+class TrainerStart:
+    """What the trainer's process is told.
+
+    Attributes:
+        job: the job.
+        run: which run of it.
+        command: the brain's command that this process carries out.
+        seats: every member, in rank order.
+        resources: what one member of each role was given.
+    """
+
+    job: JobSpec
+    run: str
+    command: StartTrainer
+    seats: tuple[Seat, ...]
+    resources: Mapping[str, Mapping[str, float]]
 
 
 class TrainerActor:
     """Constructs the trainer, binds it to its role groups, and runs it."""
 
     def __init__(self) -> None:
-        configure_logging("trainer")
-        self._trainer: BaseTrainer | None = None
+        configure_logging(TRAINER)
+        self._start: TrainerStart | None = None
+        self._recovery: RayRecovery | None = None
+        self._activity = Activity()
+        self._outcome: Cause | None = None
+        self._running = self._ended = False
 
-    def start(
-        self,
-        job: JobSpec,
-        handles: Mapping[RLRoleType, Sequence[Any]],
-        resources: Mapping[str, Mapping[str, float]],
-        master: Any,
-    ) -> Location:
-        """Construct and bind the trainer.
+    def start(self, start: TrainerStart, master: Any, beats: BeatTerms) -> Process:
+        """Show that it lives, from now on. Returns where it is."""
+        self._start, self._master = start, master
+        enter_folder(start.job.work_dir)
+        Beater(self._beat, send_to(master), beats).start()
+        return locate()
+
+    def _beat(self) -> Beat:
+        epoch = self._start.command.epoch if self._start is not None else 0
+        step = self._recovery.step if self._recovery is not None else -1
+        own_s = self._activity.own_s() if self._running else None
+        return Beat(TRAINER, epoch, "" if own_s is None else OWN_CODE, own_s or 0.0, step)
+
+    def dlrover_ping(self) -> bool:
+        """Answer, once nothing else is running: a pending ping is how the master watches a process."""
+        return True
+
+    def run(self) -> Cause | None:
+        """Run ``init`` and ``fit``. Asked again, it gives the same answer.
+
+        Returns:
+            What it failed with, None when it came to its end.
+        """
+        if not self._ended:
+            self._activity.touch()
+            self._running = True
+            self._outcome, self._ended, self._running = self._run(), True, False
+        return self._outcome
+
+    def _run(self) -> Cause | None:
+        start = self._start
+        assert start is not None, "start() comes first"
+        try:
+            link, make = self._bound(start)
+            run_trainer(make, link)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
+            return cause_of(_root(error), TRAINER, traceback.format_exc())
+        return None
+
+    def _bound(self, start: TrainerStart) -> tuple[TrainerLink, Callable[[], BaseTrainer]]:
+        """What ties trainers to this place, and what makes them.
 
         Raises:
-            WorkloadStartError: importing, constructing or binding it failed.
+            WorkloadStartError: importing or constructing one failed.
         """
-        enter_folder(job.work_dir)
-        try:
+        job, master = start.job, self._master
+        port = WatchedPort(self._activity)
+        recovery = RayRecovery(
+            master, port, start.seats, start.command, _RENEWAL_S + job.placement_timeout_s, self._activity
+        )
+        self._recovery = recovery
+        with starting(TRAINER):
             trainer_class = load_class(job.trainer.module, job.trainer.class_, job.search_path)
             classes = {
                 role: load_class(spec.module, spec.class_, job.search_path) for role, spec in job.workloads.items()
             }
-            trainer = trainer_class({role: list(members) for role, members in handles.items()}, classes, job.config)
-            job.job_dir.mkdir(parents=True, exist_ok=True)
-            trainer.bind(TrainerLink(RayPort(handles), _report_to(master), job.name, job.job_dir, resources))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
-            raise WorkloadStartError("trainer", f"{type(error).__name__}: {error}", traceback.format_exc()) from None
-        self._trainer = trainer
-        return locate()
+        job.job_dir.mkdir(parents=True, exist_ok=True)
+        node = ray.get_runtime_context().get_node_id()
+        checkpoints = checkpoints_of(job, start.run, start.command.epoch, node)
+        report = _report_to(master)
+        link = TrainerLink(port, report, job.name, job.job_dir, start.resources, recovery, checkpoints)
 
-    def run(self) -> int:
-        """Run ``init`` and ``fit``. Returns the process id.
+        def make() -> BaseTrainer:
+            with starting(TRAINER):
+                trainer: BaseTrainer = trainer_class(recovery.handles(), classes, job.config)
+                return trainer
 
-        Raises:
-            TrainerFailed: one of them raised.
-        """
-        assert self._trainer is not None, "start() comes first"
-        try:
-            self._trainer.init()
-            self._trainer.fit()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
-            raise TrainerFailed(cause_of(_root(error), "trainer", traceback.format_exc())) from None
-        return os.getpid()
+        return link, make
 
 
 def _root(error: BaseException) -> BaseException:

@@ -1,0 +1,102 @@
+"""Samples that the reward function failed on: what becomes of them and of their groups.
+
+A failed sample has no reward, which is not a reward of 0. It is counted, logged with its reason, and never trained on.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dlrover.python.rl.common.errors import DataError, Problem
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.recipe.config import RewardConfig
+from dlrover.python.rl.trainer.port import Pending
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What one step has drawn, redrawn groups at the end.
+
+    Attributes:
+        rollouts: pending batches, which the trainer never sees.
+        reference: pending log-probs of the same rows, or None.
+        scored: what the trainer knows of the same rows; ``attempt`` counts the draws of a group from 0.
+    """
+
+    rollouts: Pending
+    reference: Pending | None
+    scored: Batch
+
+    def followed_by(self, more: "Drawn") -> "Drawn":
+        """Both together."""
+        reference = Pending([*(self.reference or ()), *(more.reference or ())]) if self.reference else None
+        rollouts = Pending([*self.rollouts, *more.rollouts])
+        return Drawn(rollouts, reference, Batch.concat([self.scored, more.scored]))
+
+
+def failed(scored: Batch) -> npt.NDArray[np.bool_]:
+    """``[rows]``: the samples without a reward."""
+    return np.isnan(scored.dense("reward"))
+
+
+def failed_groups(scored: Batch) -> npt.NDArray[np.int64]:
+    """Prompt ids of the groups in whose last draw a sample failed, rising."""
+    last = scored.dense("attempt") == scored.dense("attempt").max()
+    return np.unique(scored.dense("prompt_id")[last & failed(scored)])
+
+
+def trainable(step: int, scored: Batch, config: RewardConfig) -> Batch:
+    """The rows as the algorithm shall see them: those that are not to be trained on have no reward.
+
+    Raises:
+        DataError: nothing is left: the step would teach nothing, and the next ones neither.
+    """
+    reward = scored.dense("reward").copy()
+    if config.on_failure != "drop_sample":
+        reward[_in_failed_draw(scored)] = np.nan
+    if np.isnan(reward).all():
+        raise DataError([Problem(f"step {step}", _nothing_left(scored))])
+    return scored.with_columns(reward=reward)
+
+
+def _in_failed_draw(scored: Batch) -> npt.NDArray[np.bool_]:
+    """``[rows]``: samples of a group that were drawn together with a failed one."""
+    draws = np.stack([scored.dense("prompt_id"), scored.dense("attempt")])
+    _, draw = np.unique(draws, axis=1, return_inverse=True)
+    return np.bincount(draw.reshape(-1), weights=failed(scored))[draw.reshape(-1)] > 0
+
+
+def _nothing_left(scored: Batch) -> str:
+    last = [error for error in scored.objects("error") if error is not None][-1]
+    if failed(scored).all():
+        return f"the reward function failed on all {len(scored)} samples, last with: {last}"
+    count, groups = int(failed(scored).sum()), len(np.unique(scored.dense("prompt_id")))
+    what = f"the reward function failed on {count} of {len(scored)} samples, which are in each of the {groups} groups"
+    return f"{what}: none is left to train on (reward.on_failure: drop_sample would keep the others); last with: {last}"
+
+
+def failure_metrics(scored: Batch, rows: Batch) -> dict[str, float]:
+    """Counts of a step: samples that failed, samples drawn anew, and groups of which nothing was trained on.
+
+    Args:
+        scored: all that were drawn.
+        rows: the same as :func:`trainable` gives them.
+    """
+    ids, kept = scored.dense("prompt_id"), ~failed(rows)
+    return {
+        "failed_samples": float(failed(scored).sum()),
+        "redrawn_samples": float((scored.dense("attempt") > 0).sum()),
+        "dropped_groups": float(len(np.unique(ids)) - len(np.unique(ids[kept]))),
+    }
+
+
+def with_attempt(scored: Batch, attempt: int) -> Batch:
+    """The rows of one draw."""
+    return scored.with_columns(attempt=np.full(len(scored), attempt, dtype=np.int64))
+
+
+def prompts_of(prompts: Batch, groups: npt.NDArray[np.int64]) -> Batch:
+    """The prompts of these groups, in the order they came."""
+    wanted = np.isin(prompts.dense("prompt_id"), groups)
+    return prompts.take(np.flatnonzero(wanted).tolist())

@@ -1,0 +1,102 @@
+"""What a run holds on the cluster besides its processes: reserved resources, and memory on its nodes."""
+
+import asyncio
+from typing import Any
+
+from ray.util.placement_group import PlacementGroup
+
+from dlrover.python.rl.common.errors import PlacementTimeout
+from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.placement import Placement
+from dlrover.python.rl.runtime.checkpoints import forget_memory
+from dlrover.python.rl.runtime.ray.fleet import on_node
+from dlrover.python.rl.runtime.ray.options import keep_off
+from dlrover.python.rl.runtime.ray.placing import (
+    is_usable,
+    lacking,
+    place_options,
+    release_groups,
+    reserve,
+    reserve_node,
+    until_reserved,
+)
+
+
+class Grounds:
+    """Reserves, finds and gives back.
+
+    Args:
+        job: the job.
+        run: which run of it.
+        placement: the plan.
+    """
+
+    def __init__(self, job: JobSpec, run: str, placement: Placement) -> None:
+        self._job, self._run, self._placement = job, run, placement
+        self._prefix = f"{job.name}/{run}"
+        self._groups: list[PlacementGroup] = []
+        self._nodes: set[str] = set()
+        self._lock = asyncio.Lock()
+
+    @property
+    def reserved(self) -> bool:
+        """Whether resources are reserved before processes start."""
+        return self._job.scheduling_strategy != "SIMPLE"
+
+    def used(self, node: str) -> None:
+        """Note that a process runs on ``node``: it may leave memory there."""
+        self._nodes.add(node)
+
+    def is_used(self, node: str) -> bool:
+        """Whether a process of the run is or was on ``node``."""
+        return node in self._nodes
+
+    async def reserve(self, incarnation: int, excluded: tuple[str, ...]) -> None:
+        """Reserve the whole plan.
+
+        Raises:
+            PlacementTimeout: the cluster does not have the resources in time.
+        """
+        if not self.reserved:
+            return
+        prefix = f"{self._prefix}/{incarnation}"
+        self._groups = await asyncio.to_thread(reserve, self._placement, prefix, excluded)
+        await until_reserved(self._groups, self._placement, self._job.placement_timeout_s)
+
+    async def find(self, incarnation: int, excluded: tuple[str, ...]) -> None:
+        """Find what an earlier master has reserved."""
+        if self.reserved:
+            # Whatever it had not got to is asked for now.
+            self._groups = await asyncio.to_thread(reserve, self._placement, f"{self._prefix}/{incarnation}", excluded)
+
+    async def options(self, role: RLRoleType, slot: int, excluded: tuple[str, ...]) -> dict[str, Any]:
+        """Ray's options that put a process of ``role`` into its place. A node that was lost is replaced first.
+
+        Raises:
+            PlacementTimeout: no other node has the resources in time.
+        """
+        places = (*self._placement.slots[role], *self._placement.standbys.get(role, ()))
+        if not self.reserved:
+            return {**place_options(places[slot], self._placement, []), **keep_off(excluded)}
+        node = self._placement.bundles[places[slot].bundle].node
+        async with self._lock:
+            if not await asyncio.to_thread(is_usable, self._groups[node], excluded):
+                self._groups[node] = await asyncio.to_thread(
+                    reserve_node, self._placement, node, self._groups[node], excluded
+                )
+                await until_reserved([self._groups[node]], self._placement, self._job.placement_timeout_s)
+        return place_options(places[slot], self._placement, self._groups)
+
+    async def lacking(self) -> PlacementTimeout:
+        """The error of a cluster that does not have the resources."""
+        return await asyncio.to_thread(lacking, self._placement, self._job.placement_timeout_s)
+
+    async def release(self) -> None:
+        """Give all reserved resources back."""
+        self._groups = []
+        await asyncio.to_thread(release_groups, self._prefix)
+
+    async def clear_memory(self) -> None:
+        """Remove what the run's processes have left in the memory of their nodes."""
+        await asyncio.gather(*(on_node(node, forget_memory, self._job.name, self._run) for node in self._nodes))

@@ -1,0 +1,223 @@
+"""Runs a job of :mod:`durable_jobs` on real Ray, strikes it from outside, and tells everything about how it went."""
+
+import os
+import signal
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import ray
+from durable_jobs import expected, mark_of, wait_for
+
+from dlrover.python.rl.common.errors import JournalCorrupt
+from dlrover.python.rl.common.names import NAMESPACE, master_name, member_name
+from dlrover.python.rl.config.builder import JobBuilder
+from dlrover.python.rl.config.spec import CheckpointSpec, JobSpec
+from dlrover.python.rl.control.events import (
+    MasterStarted,
+    MemberLost,
+    MemberStarted,
+    StandbyReady,
+    Submitted,
+    TrainerStarted,
+)
+from dlrover.python.rl.control.journal import decode
+from dlrover.python.rl.master.job import check_job, run_on_ray
+from dlrover.python.rl.runtime.ray.actors import find, sweep
+from dlrover.python.rl.runtime.state_store import read_lines
+
+MEMORY = Path("/dev/shm/dlrover-rl")
+HANG_AFTER_S = 3.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is particular about a job.
+
+    Attributes:
+        actor: class of the two ACTOR members.
+        trainer: class of the trainer.
+        steps: how many.
+        standby: standbys of ROLLOUT, which has two members as well.
+        master_restarts: how often Ray may start the master again.
+        rollout_restarts: how often a rollout member may be recovered.
+        checkpoint: what is kept in the job's directory.
+    """
+
+    actor: str = "Learner"
+    trainer: str = "Loop"
+    steps: int = 6
+    standby: int = 0
+    master_restarts: int = 10
+    rollout_restarts: int = 5
+    checkpoint: CheckpointSpec = CheckpointSpec()
+
+
+def describe(name: str, folder: Path, faults, shape: Shape = Shape()) -> JobSpec:
+    """A job of two actors and two rollouts that works in ``folder``."""
+    builder = JobBuilder().device_type("CPU").device_per_node(8).trainer("durable_jobs", shape.trainer)
+    builder.config({"folder": str(folder), "faults": list(faults), "steps": shape.steps})
+    builder.actor("durable_jobs", shape.actor).total(2).hang_after(HANG_AFTER_S)
+    builder.rollout("durable_jobs", "Sampler").total(2).standby(shape.standby).hang_after(HANG_AFTER_S)
+    builder.trainer_hang_after(HANG_AFTER_S)
+    limits = {"rollout": shape.rollout_restarts}
+    builder.restart_limits(job_max_restart=5, backoff_s=0.1, workload_max_restart=limits)
+    job = builder.spec(name, (str(Path(__file__).parent),))
+    master = replace(job.master, max_restart=shape.master_restarts)
+    return replace(job, job_dir=folder / "out", master=master, checkpoint=shape.checkpoint)
+
+
+@dataclass
+class Stage:
+    """One job, while it runs and afterwards.
+
+    Attributes:
+        job: the job.
+        folder: where its processes note what they do.
+        status: how it ended.
+        reports: the steps that were reported.
+        seen: the processes that were looked at.
+    """
+
+    job: JobSpec
+    folder: Path
+    status: object = None
+    reports: list = field(default_factory=list)
+    seen: set = field(default_factory=set)
+
+    def run(self, strike=None):
+        """Run the job to its end. ``strike(stage, step)`` is called with each report, here and now."""
+
+        def report(step_report):
+            self.reports.append(step_report)
+            if strike is not None:
+                strike(self, step_report.step)
+
+        try:
+            self.status = run_on_ray(check_job(self.job), report, connected=True)
+        finally:
+            if self.status is None:
+                sweep(self.job.name)  # whatever went wrong, the next test finds nothing of this one
+        return self
+
+    # -- while it runs ------------------------------------------------------------------------------------------------
+
+    def ask(self):
+        """The master's own word."""
+        return ray.get(find(master_name(self.job.name)).status.remote(), timeout=60)
+
+    def pids(self):
+        """Who is up: name to process id."""
+        pids = {who: pid for who, _, pid in self.ask().members}
+        self.seen.update(pids.values())
+        return pids
+
+    def master_pid(self):
+        pid = self.events(MasterStarted)[-1].pid
+        self.seen.add(pid)
+        return pid
+
+    def signal(self, number, *pids):
+        for pid in pids:
+            os.kill(pid, number)
+
+    def kill(self, *pids):
+        """Kill processes, all at once."""
+        self.signal(signal.SIGKILL, *pids)
+
+    def held(self, fault):
+        """Wait until the job has come to a fault that holds it."""
+        wait_for(mark_of(self.folder, fault).exists)
+
+    def let_go(self, fault):
+        """Let it go on."""
+        mark = mark_of(self.folder, fault)
+        mark.with_name(mark.name + ".go").touch()
+
+    def member(self, role, rank, incarnation):
+        """A member's actor."""
+        name = member_name(self.job.name, self.run_id, role, rank, incarnation)
+        return ray.get_actor(name, namespace=NAMESPACE)
+
+    # -- what is known of it ------------------------------------------------------------------------------------------
+
+    @property
+    def journal(self):
+        return self.job.job_dir / "journal.jsonl"
+
+    def timed(self, kind=object):
+        """The journal's events of a kind, with their times."""
+        return [(at_s, event) for at_s, event in decode(read_lines(self.journal)) if isinstance(event, kind)]
+
+    def events(self, kind=object):
+        return [event for _, event in self.timed(kind)]
+
+    @property
+    def run_id(self):
+        return self.events(Submitted)[0].run
+
+    def losses(self):
+        """What was lost: who, and of what kind; each once."""
+        return sorted((event.cause.who, event.cause.kind.value) for event in self.events() if hasattr(event, "cause"))
+
+    def incarnations(self):
+        """Every process that has become a member."""
+        return sorted((event.role, event.rank, event.incarnation) for event in self.events(MemberStarted))
+
+    def epochs(self):
+        return [event.epoch for event in self.events(TrainerStarted)]
+
+    def notes(self):
+        """Every call that a member has begun: member, method, step and process id."""
+        lines = (self.folder / "calls").read_text().splitlines()
+        return [(who, method, int(step), int(pid)) for who, method, step, pid in map(str.split, lines)]
+
+    def repeated(self):
+        """The calls that were begun more than once."""
+        counts = Counter(note[:3] for note in self.notes())
+        assert max(counts.values()) <= 2, counts
+        return {call for call, count in counts.items() if count > 1}
+
+    def delay_s(self, role, rank):
+        """How long it took from the loss of a member to its replacement."""
+        lost = next(at_s for at_s, event in self.timed(MemberLost) if (event.role, event.rank) == (role, rank))
+        came = [at_s for at_s, event in self.timed(MemberStarted) if (event.role, event.rank) == (role, rank)]
+        return min(at_s for at_s in came if at_s >= lost) - lost
+
+    def result_is_exact(self):
+        """Whether weights and sums are those of an undisturbed run, to the last bit."""
+        result = np.load(self.folder / "result.npz")
+        weights, sums = expected(self.job.config.steps)
+        return np.array_equal(result["weights"], weights) and np.array_equal(result["sums"], sums)
+
+    def nothing_is_left(self):
+        """No actor, no reserved resource, no memory and no process."""
+        wait_for(lambda: not self.left())
+        return True
+
+    def left(self):
+        prefix = f"{self.job.name}/"
+        actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+        groups = [group["name"] for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+        memory = [str(folder) for folder in MEMORY.glob(f"{self.job.name}-*")]
+        named = [name for name in (*actors, *groups) if name.startswith(prefix)]
+        return named + memory + [pid for pid in self._every_pid() if is_alive(pid)]
+
+    def _every_pid(self):
+        """Every process that the journal, its members or this test have named."""
+        with suppress(JournalCorrupt):
+            self.seen.update(event.process.pid for event in self.events(MemberStarted | TrainerStarted | StandbyReady))
+            self.seen.update(event.pid for event in self.events(MasterStarted))
+        if (self.folder / "calls").exists():
+            self.seen.update(pid for *_, pid in self.notes())
+        return self.seen
+
+
+def is_alive(pid):
+    """Whether there is such a Ray process; a zombie is none."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
+    except OSError:
+        return False

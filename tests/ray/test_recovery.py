@@ -1,0 +1,274 @@
+"""Processes of a running job die or hang, one by one and together: who comes back, and what is done again.
+
+Each job is struck by several faults, so that few of them have to be started; every one must end in the very result of
+an undisturbed run, and leave nothing.
+"""
+
+import signal
+
+import pytest
+import ray
+from durable_jobs import mark_of, wait_for
+from recovery_stage import HANG_AFTER_S, Shape, Stage, describe
+
+from dlrover.python.rl.common.errors import MasterLost, StaleCall, StaleEpoch
+from dlrover.python.rl.config.spec import CheckpointSpec
+from dlrover.python.rl.control.events import CauseKind, MemberLost, MemberStarted, Released, Submitted, TrainerLost
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.job import check_job, follow, start_master, stop_master
+from dlrover.python.rl.runtime.host import CallHeader
+from dlrover.python.rl.runtime.member_state import CommitRequest, Roots
+from dlrover.python.rl.runtime.ray.actors import end
+from dlrover.python.rl.trainer.port import COMMIT, RAW_CALL
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
+
+ROLLOUT_1_STEP_2 = {("ROLLOUT-1", "receive", 2), ("ROLLOUT-1", "generate", 2)}
+
+
+@pytest.fixture
+def stage(tmp_path, monkeypatch):
+    """Set a job up: its name, what its own processes do to themselves, and what is particular about it."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(name, *faults, **shape):
+        folder = tmp_path / name
+        folder.mkdir()
+        return Stage(describe(name, folder, faults, Shape(**shape)), folder)
+
+    return make
+
+
+def undisturbed(job):
+    """It came to its end as if nothing had happened, and left nothing."""
+    assert (job.status.phase, job.status.restarts, job.status.incarnation) == (Phase.FINISHED, 0, 1), job.status
+    assert [report.step for report in job.reports][-1] == job.job.config.steps
+    return job.result_is_exact() and job.nothing_is_left()
+
+
+# -- one by one -------------------------------------------------------------------------------------------------------
+
+
+def stale_commits(job):
+    """What answers a trainer of epoch 1 that would commit when there is a second one."""
+    roots = Roots(job.job.name, job.run_id, 1, durable=job.job.job_dir / "checkpoints" / job.run_id)
+    header = CallHeader(RAW_CALL, COMMIT, epoch=1)
+    refusals = []
+    try:
+        ray.get(job.member("ACTOR", 1, 1).dlrover_invoke.remote(header, CommitRequest(99, roots)), timeout=30)
+    except ray.exceptions.RayTaskError as error:
+        refusals.append(type(error.cause))
+    for store in (roots.memory_store(""), roots.durable_store()):
+        try:
+            store.commit(99, 1, {})
+        except StaleEpoch as error:
+            refusals.append(type(error))
+    return refusals
+
+
+def test_a_death_costs_what_its_own_scope_has_done_in_this_step(stage):
+    """A rollout's death repeats that member's calls of the step, an actor's too, the trainer's no call at all; and a
+    trainer that was replaced can commit nothing."""
+    faults = (
+        "ROLLOUT-1:generate:2:kill",
+        "trainer:middle:3:kill",
+        "ACTOR-0:update:4:kill",
+        hold := "trainer:end:5:hold",
+    )
+    job, refusals = stage("by-member", *faults), []
+
+    def strike(job, step):
+        if step == 4:
+            job.held(hold)
+            refusals.extend(stale_commits(job))
+            job.let_go(hold)
+
+    job.run(strike)
+    assert undisturbed(job)
+    assert job.repeated() == ROLLOUT_1_STEP_2 | {("ACTOR-0", "publish", 4), ("ACTOR-0", "update", 4)}
+    assert job.losses() == [("ACTOR[0]", "process_died"), ("ROLLOUT[1]", "process_died"), ("trainer", "process_died")]
+    assert job.status.recoveries == {"ACTOR": 1, "ROLLOUT": 1, "trainer": 1}
+    assert job.incarnations() == [
+        *[("ACTOR", 0, 1), ("ACTOR", 0, 2), ("ACTOR", 1, 1)],
+        *[("ROLLOUT", 0, 1), ("ROLLOUT", 1, 1), ("ROLLOUT", 1, 2)],
+    ]
+    assert job.epochs() == [1, 2]
+    assert refusals == [StaleCall, StaleEpoch, StaleEpoch]
+
+
+def test_the_ranks_of_a_group_restart_together_and_a_standby_takes_over_within_a_second(stage):
+    faults = ("ACTOR-1:update:2:kill", hold := "trainer:end:3:hold", "ROLLOUT-0:generate:4:kill")
+    job = stage("by-group", *faults, actor="Team", standby=1)
+
+    def strike(job, step):
+        if step == 2:
+            wait_for(lambda: "ROLLOUT-standby[0]" in job.pids())
+            job.let_go(hold)
+
+    job.run(strike)
+    assert undisturbed(job)
+    assert {(who, step) for who, _, step in job.repeated()} == {("ACTOR-0", 2), ("ACTOR-1", 2), ("ROLLOUT-0", 4)}
+    assert job.status.recoveries == {"ACTOR": 1, "ROLLOUT": 1}
+    actors = [(rank, number) for role, rank, number in job.incarnations() if role == "ACTOR"]
+    assert actors == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert [event.standby for event in job.events(MemberStarted) if event.role == "ROLLOUT"] == [-1, -1, 0]
+    assert job.delay_s("ROLLOUT", 0) < 1.0
+
+
+def test_a_master_that_dies_comes_back_to_a_job_that_has_gone_on(stage):
+    """First the master is stopped, and meanwhile the job goes on; then it is killed, and finds every process again.
+    The second time a member dies with it."""
+    first, second = "trainer:end:4:hold", "trainer:end:5:hold"
+    job, pids = stage("no-master", first, second), []
+
+    def strike(job, step):
+        if step >= 2 and not pids:
+            pids.append(job.pids())
+            job.signal(signal.SIGSTOP, job.master_pid())
+            job.held(first)
+            job.kill(job.master_pid())
+            wait_for(lambda: job.ask().masters == 2)
+            pids.append(job.pids())
+            job.let_go(first)
+        elif step >= 4 and len(pids) == 2:
+            job.held(second)
+            pids.append(job.pids())
+            job.kill(pids[0]["ACTOR[0]"], job.master_pid())
+            job.let_go(second)
+
+    job.run(strike)
+    assert undisturbed(job)
+    assert pids[0] == pids[1] == pids[2]
+    assert set(pids[0]) == {"ACTOR[0]", "ACTOR[1]", "ROLLOUT[0]", "ROLLOUT[1]", "trainer"}
+    assert job.repeated() == {("ACTOR-0", "publish", 5), ("ACTOR-0", "update", 5)}
+    assert job.losses() == [("ACTOR[0]", "process_died")]
+    assert (job.status.recoveries, job.status.masters) == ({"ACTOR": 1}, 3)
+
+
+# -- hangs ------------------------------------------------------------------------------------------------------------
+
+
+def test_whoever_hangs_is_found_in_time_with_its_stack_and_replaced(stage):
+    faults = ("ROLLOUT-0:generate:2:stop", "ROLLOUT-1:generate:3:loop", "trainer:middle:4:stop")
+    job = stage("hangs", *faults).run()
+    assert undisturbed(job)
+    lost = job.timed(MemberLost | TrainerLost)
+    assert [event.cause.who for _, event in lost] == ["ROLLOUT[0]", "ROLLOUT[1]", "trainer"]
+    for fault, (at_s, event) in zip(faults, lost, strict=True):
+        assert event.cause.kind is CauseKind.HUNG
+        assert "commit_fault" in event.cause.detail
+        assert at_s - mark_of(job.folder, fault).stat().st_mtime < HANG_AFTER_S + 3.0
+    assert job.status.recoveries == {"ROLLOUT": 2, "trainer": 1}
+    assert {(who, step) for who, _, step in job.repeated()} == {("ROLLOUT-0", 2), ("ROLLOUT-1", 3)}
+
+
+# -- together ---------------------------------------------------------------------------------------------------------
+
+
+def test_deaths_at_the_same_time_lead_to_one_recovery_each(stage):
+    """Both rollouts in one call; then a rollout and the trainer."""
+    faults = ("ROLLOUT-0:generate:2:kill", "ROLLOUT-1:generate:2:kill", hold := "trainer:end:4:hold")
+    job = stage("together", *faults)
+
+    def strike(job, step):
+        if step == 3:
+            job.held(hold)
+            pids = job.pids()
+            job.kill(pids["ROLLOUT[0]"], pids["trainer"])
+
+    job.run(strike)
+    assert undisturbed(job)
+    ROLLOUT_0 = {("ROLLOUT-0", method, step) for method in ("receive", "generate") for step in (2, 4)}
+    assert job.repeated() == ROLLOUT_1_STEP_2 | ROLLOUT_0
+    died = "process_died"
+    assert job.losses() == [("ROLLOUT[0]", died), ("ROLLOUT[0]", died), ("ROLLOUT[1]", died), ("trainer", died)]
+    assert job.status.recoveries == {"ROLLOUT": 3, "trainer": 1}
+    assert job.epochs() == [1, 2]
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_users_exception_in_a_step_is_not_retried(stage):
+    job = stage("users-own", "ROLLOUT-0:generate:2:error").run()
+    assert (job.status.phase, job.status.restarts, job.status.recoveries) == (Phase.FAILED, 0, {})
+    assert (job.status.cause.kind, job.status.cause.who) == (CauseKind.USER_ERROR, "ROLLOUT[0]")
+    assert "the user's own mistake" in job.status.cause.message
+    assert "commit_fault" in job.status.cause.detail
+    assert job.repeated() == set()
+    assert job.nothing_is_left()
+
+
+def test_a_crash_loop_ends_at_its_limit_with_the_first_cause(stage):
+    job = stage("loops", "ROLLOUT-0:generate:2:die", rollout_restarts=1).run()
+    assert (job.status.phase, job.status.restarts, job.status.recoveries) == (Phase.FAILED, 0, {"ROLLOUT": 1})
+    assert "the limit of 1 restarts for ROLLOUT is reached" in job.status.reason
+    assert job.status.cause == job.events(MemberLost)[0].cause
+    assert (job.status.cause.kind, job.status.cause.who) == (CauseKind.PROCESS_DIED, "ROLLOUT[0]")
+    assert job.nothing_is_left()
+
+
+def test_a_job_without_durable_steps_is_restarted_exactly_once(stage):
+    job = stage("plain-fit", "ROLLOUT-1:generate:2:kill", trainer="Plain").run()
+    assert (job.status.phase, job.status.restarts, job.status.recoveries) == (Phase.FINISHED, 1, {})
+    assert (job.folder / "runs").read_text().count("run") == 2
+    assert job.epochs() == [1, 2]
+    assert [event.incarnation for event in job.events(Released)] == [1, 2]
+    assert job.nothing_is_left()
+
+
+def test_a_master_without_restarts_left_takes_the_job_with_it(stage):
+    job = stage("last-master", hold := "trainer:end:3:hold", master_restarts=0)
+
+    def strike(job, step):
+        if step == 2:
+            job.held(hold)
+            job.kill(job.master_pid())
+
+    with pytest.raises(MasterLost, match="the master is gone"):
+        job.run(strike)
+    assert job.nothing_is_left()
+
+
+def test_a_master_that_finds_its_journal_damaged_ends_the_job_and_never_starts_as_new(stage):
+    job, damaged = stage("damaged", hold := "trainer:end:3:hold"), []
+
+    def strike(job, step):
+        if step == 2:
+            job.held(hold)
+            job.pids()
+            master = job.master_pid()
+            job.signal(signal.SIGSTOP, master)
+            content = bytearray(job.journal.read_bytes())
+            content[len(content) // 2] ^= 1
+            job.journal.write_bytes(content)
+            damaged.append(content)
+            job.kill(master)
+
+    job.run(strike)
+    assert (job.status.phase, job.status.cause.kind) == (Phase.FAILED, CauseKind.INTERNAL)
+    assert "journal line" in job.status.reason and str(job.journal) in job.status.reason
+    assert [file.name for file in job.job.job_dir.glob("journal*")] == ["journal.jsonl"]
+    assert job.journal.read_bytes() == damaged[0]
+    assert job.repeated() == set()
+    assert job.nothing_is_left()
+
+
+# -- going on ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_where_a_stopped_one_left_its_last_copy(stage):
+    keep = CheckpointSpec(every=2, resume="latest")
+    job = stage("goes-on", hold := "trainer:end:5:hold", steps=8, checkpoint=keep)
+    master = start_master(check_job(job.job))
+    try:
+        job.held(hold)
+        first = job.run_id
+        stop_master(master, "enough")
+        assert follow(master, deadline_s=60).phase is Phase.STOPPED
+    finally:
+        end(master)
+    job.run()
+    assert job.events(Submitted)[0].run != first
+    assert [report.step for report in job.reports] == [5, 6, 7, 8]
+    assert undisturbed(job)
