@@ -11,8 +11,9 @@ from toys import Pairs, Toy
 
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.builder import JobBuilder
-from dlrover.python.rl.control.events import MemberStarted, Placed, Release, Released, StartMembers
-from dlrover.python.rl.control.events import Place as Reserve
+from dlrover.python.rl.control.commands import Place as Reserve
+from dlrover.python.rl.control.commands import Release, StartMembers
+from dlrover.python.rl.control.events import MemberStarted, Placed, Released
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.runtime.host import MemberHost
 from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort

@@ -223,10 +223,10 @@ MUTATIONS = {
     "a release is not under way": Mutation(
         "control.machine", "if state.phase is Phase.RESTARTING and not state.released:", "if False:"
     ),
-    "commands before the journal": Mutation(
+    "an event that orders something is not written down": Mutation(
         "master.brain",
-        "        self._store.append(encode(at_s, event))\n        self.state = state\n        return commands\n",
-        "        self.state = state\n        self._store.append(encode(at_s, event)) if commands == () else None\n        return commands\n",
+        "        self._store.append(encode(at_s, event))\n",
+        "        if not commands:\n            self._store.append(encode(at_s, event))\n",
     ),
     "the state before the journal": Mutation(
         "master.brain",
@@ -256,7 +256,9 @@ MUTATIONS = {
         "            file.flush()\n            os.fsync(file.fileno())\n",
         "            file.flush()\n",
     ),
-    "a new journal's name is not synced": Mutation("runtime.state_store", "    sync_folder(path.parent)\n", ""),
+    "a journal's name is synced by its creator alone": Mutation(
+        "runtime.state_store", "        sync_folder(path.parent)\n        self._path", "        self._path"
+    ),
     "half a line stays at the end": Mutation(
         "runtime.state_store", "        os.ftruncate(self._file, found.end)\n", ""
     ),

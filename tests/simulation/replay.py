@@ -1,3 +1,4 @@
+# ruff: noqa: T201, E402 -- a script
 """Replay a seed of the simulation, or try many.
 
 ``python tests/simulation/replay.py SEED`` prints every event, command and fault of one run;
@@ -24,7 +25,7 @@ def show(seed: int) -> int:
     """Print one run; 1 when it is broken."""
     try:
         outcome = run(seed, sim_modules.load(), keep_lines=True)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 -- whatever it is, it is shown
         print("\n".join(getattr(error, "lines", [])))
         traceback.print_exc()
         return 1
@@ -39,7 +40,7 @@ def chunk(seeds: range) -> tuple[int, Counter[str], list[str]]:
     for seed in seeds:
         try:
             reached += run(seed, modules).sometimes
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- whatever it is, it is listed
             broken.append(f"seed {seed}: {type(error).__name__}: {error}")
     return len(seeds), reached, broken
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-
 SECTOR = 512
 """Bytes that a disk writes whole or not at all."""
 

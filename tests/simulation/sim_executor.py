@@ -8,30 +8,32 @@ from sim_cluster import Cluster, Node, Proc
 from sim_trainer import SimTrainer
 from sim_world import World
 
+from dlrover.python.rl.control.commands import (
+    KillMember,
+    KillTrainer,
+    Place,
+    Release,
+    StartMembers,
+    StartStandby,
+    StartTrainer,
+    Wait,
+)
 from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
     Event,
     Failed,
-    KillMember,
-    KillTrainer,
     MemberLost,
     MemberStarted,
     NodeLost,
-    Place,
     Placed,
     Process,
-    Release,
     Released,
     StandbyLost,
     StandbyReady,
-    StartMembers,
-    StartStandby,
-    StartTrainer,
     TrainerFinished,
     TrainerLost,
     TrainerStarted,
-    Wait,
     WaitOver,
 )
 

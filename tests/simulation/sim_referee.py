@@ -4,21 +4,16 @@ from typing import Any
 
 from sim_world import Violation, World
 
+from dlrover.python.rl.control.commands import Place, Release, StartMembers, StartStandby, StartTrainer, Wait
 from dlrover.python.rl.control.events import (
     CauseKind,
     Event,
     MasterStarted,
     MemberLost,
     NodeLost,
-    Place,
     RecoveryScope,
-    Release,
     StandbyLost,
-    StartMembers,
-    StartStandby,
-    StartTrainer,
     TrainerLost,
-    Wait,
 )
 
 
@@ -35,6 +30,7 @@ class Referee:
         self.next = self.last
         self.written: bool | None = False
         self.event: Event | None = None
+        self.at_s = 0.0
         self.mourned: dict[tuple[str, int], bool] = {}
         self.recovered_at: dict[str, list[float]] = {}
 
@@ -45,7 +41,7 @@ class Referee:
         journal, machine = self.modules.journal, self.modules.machine
         ((read_s, read),) = journal.decode([journal.encode(at_s, event)])
         self.next, _ = machine.step(before, read, read_s)
-        self.written, self.event = None, event
+        self.written, self.event, self.at_s = None, event, at_s
 
     def replayed(self, state: Any) -> None:
         """A master that came back must be where the last one was: an event that is written down has happened."""
@@ -114,14 +110,12 @@ class Referee:
         if isinstance(event, MasterStarted):
             return
         under_way = {repr(command) for command in self.modules.machine.outstanding(after)}
-        lasting = (Place, StartMembers, StartTrainer, StartStandby, Release, Wait)
+        lasting = (Place, StartTrainer, StartStandby, Release, Wait)
         for command in commands:
-            if not isinstance(command, StartMembers) and isinstance(command, lasting):
-                if repr(command) not in under_way:
-                    raise Violation(f"a master that comes back would not know of {command}")
-        if after.phase.terminal and not isinstance(before.phase, type(None)) and before.phase != "ending":
-            if before.incarnation:
-                raise Violation("a job ended without giving back what it had")
+            if isinstance(command, lasting) and repr(command) not in under_way:
+                raise Violation(f"a master that comes back would not know of {command}")
+        if after.phase.terminal and before.phase != "ending" and before.incarnation:
+            raise Violation("a job ended without giving back what it had")
 
     def _check_command(self, after: Any, command: Any) -> None:
         excluded = getattr(command, "excluded", None)
@@ -143,15 +137,15 @@ class Referee:
         if terms is None:
             return
         for subject, count in _charged(before, event, after).items():
-            self.recovered_at.setdefault(subject, []).extend([self.world.now_s] * count)
-            recent = [at for at in self.recovered_at[subject] if at > self.world.now_s - terms.window_s]
+            self.recovered_at.setdefault(subject, []).extend([self.at_s] * count)
+            recent = [at for at in self.recovered_at[subject] if at > self.at_s - terms.window_s]
             if len(recent) > _limit(terms, subject):
                 raise Violation(f"{subject} was restarted {len(recent)} times within the window")
         if after.ended_by == "restart_limit" and before.ended_by is None:
             full = [
                 subject
                 for subject in ("job", "trainer", *terms.roles)
-                if len([at for at in self.recovered_at.get(subject, []) if at > self.world.now_s - terms.window_s])
+                if len([at for at in self.recovered_at.get(subject, []) if at > self.at_s - terms.window_s])
                 >= _limit(terms, subject)
             ]
             if not full:

@@ -2,6 +2,7 @@
 
 import time
 
+from dlrover.python.rl.control.commands import StartMembers
 from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
@@ -12,7 +13,6 @@ from dlrover.python.rl.control.events import (
     Process,
     RecoveryScope,
     RoleTerms,
-    StartMembers,
     StepsOpened,
     Submitted,
     TrainerStarted,

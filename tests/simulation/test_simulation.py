@@ -22,7 +22,7 @@ from sim_job import run
 SEEDS, CHUNK = 2000, 100
 JOBS = 2
 
-REGRESSIONS = (12, 114, 308, 315, 464, 813, 1261, 1666, 1742)
+REGRESSIONS = (12, 60, 114, 308, 315, 464, 699, 813, 1193, 1261, 1666, 1742)
 """Seeds that were broken once, by the machine or by the simulation itself."""
 
 

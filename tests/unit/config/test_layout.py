@@ -60,7 +60,7 @@ def test_the_defaults():
     assert job.restart == RestartSpec(10, 10, {}, backoff_s=1.0, window_s=3600.0, node_max_failures=3)
     assert job.checkpoint == CheckpointSpec(every=10, keep=2, resume="never")
     assert job.liveness == LivenessSpec(beat_s=0.5, lease_s=60.0, start_timeout_s=300.0)
-    assert job.master == MasterSpec(cpu=0.0, memory=0.0, max_restart=10)
+    assert job.master == MasterSpec(cpu=0.0, memory=0.0, max_restart=-1)
     assert job.trainer.hang_after_s == 3600.0
     assert (job.workloads["ACTOR"].standby, job.workloads["ACTOR"].hang_after_s) == (0, 600.0)
     assert (job.placement_timeout_s, job.scheduling_strategy) == (120.0, "AUTO")
@@ -194,7 +194,7 @@ def test_a_group_of_one_role_shares_nothing():
         ({"liveness": {"start_timeout_s": 0}}, "liveness.start_timeout_s", "greater than 0, got 0"),
         ({"liveness": {"lease": 1}}, "liveness.lease", "did you mean 'lease_s'?"),
         ({"master": {"cpu": -1}}, "master.cpu", "greater than or equal to 0"),
-        ({"master": {"max_restart": -1}}, "master.max_restart", "greater than or equal to 0, got -1"),
+        ({"master": {"max_restart": -2}}, "master.max_restart", "greater than or equal to -1, got -2"),
         ({"placement_timeout_s": 0}, "placement_timeout_s", "greater than 0"),
         ({"scheduling_strategy": "auto"}, "scheduling_strategy", "'AUTO', 'SIMPLE' or 'GROUP', got 'auto'"),
         ({"algorithm_type": "DPO"}, "algorithm_type", "got 'DPO'"),

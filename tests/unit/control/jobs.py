@@ -1,4 +1,4 @@
-"""A job for the tests of the machine: two ranks of a group, two members with a standby, events by the words of people."""
+"""A job for the tests of the machine: two ranks of a group, two members with a standby."""
 
 from dlrover.python.rl.control.events import (
     Cause,

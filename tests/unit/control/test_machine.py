@@ -7,22 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import OPEN, TERMS, Run, cause, lost, members_up, node_lost, ready, started, trainer_lost, up
 
+from dlrover.python.rl.control.commands import Place, Release, StartMembers, StartStandby, StartTrainer
 from dlrover.python.rl.control.events import (
     RETRYABLE,
     CauseKind,
     Failed,
     MasterStarted,
     MemberLost,
-    Place,
     Placed,
     Process,
     Progressed,
-    Release,
     Released,
     RoleTerms,
-    StartMembers,
-    StartStandby,
-    StartTrainer,
     StepsOpened,
     StopRequested,
     TrainerFinished,

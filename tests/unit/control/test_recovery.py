@@ -1,4 +1,4 @@
-"""Recovery by scope, once steps are open: what restarts, what does not, what it is charged to and when it is too much."""
+"""Recovery by scope, once steps are open: what restarts, what does not, what it costs, when it is too much."""
 
 from dataclasses import replace
 
@@ -20,22 +20,24 @@ from jobs import (
 )
 
 from dlrover.python.rl.control.budgets import KEPT_CAUSES
-from dlrover.python.rl.control.events import (
-    CauseKind,
-    Failed,
+from dlrover.python.rl.control.commands import (
     KillMember,
     KillTrainer,
-    MasterStarted,
-    Process,
-    Progressed,
     Release,
-    Released,
     StartMembers,
     StartStandby,
     StartTrainer,
+    Wait,
+)
+from dlrover.python.rl.control.events import (
+    CauseKind,
+    Failed,
+    MasterStarted,
+    Process,
+    Progressed,
+    Released,
     StepsOpened,
     TrainerStarted,
-    Wait,
     WaitOver,
 )
 from dlrover.python.rl.control.machine import outstanding

@@ -13,7 +13,7 @@ from dlrover.python.rl.engine.base import OptimizerConfig, SamplingParams
 from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
 from dlrover.python.rl.engine.torch.sampling import choose, uniforms
 from dlrover.python.rl.engine.torch.train import TorchTrainEngine
-from dlrover.python.rl.engine.weights import take_snapshot
+from dlrover.python.rl.engine.weights import WeightSnapshot, take_snapshot
 from dlrover.python.rl.recipe.tiny import write_tiny_model
 
 TEXTS = ["a", "what is the answer to this?", "37+45=", "a longer prompt than all of the others, by far", "xyz"]
@@ -275,6 +275,37 @@ def test_row_104_outputs_carry_the_version_and_a_torn_sync_leaves_the_old(model_
         engine.receive(torn)
     assert engine.version == 1
     assert all(torch.equal(old, new) for old, (_, new) in zip(before, engine._lm.named_weights(), strict=True))
+
+
+class Interrupted(WeightSnapshot):
+    """Breaks off when the third tensor is read."""
+
+    def tensor(self, name):
+        if name == list(self.buffers)[2]:
+            raise MemoryError("no more room")
+        return super().tensor(name)
+
+
+def test_a_sync_that_breaks_off_while_it_writes_leaves_nothing_that_is_served(model_path):
+    trainer, engine = trained(model_path), TorchRolloutEngine(model_path)
+    engine.receive(TorchTrainEngine(model_path, None).publish())
+    sent = trainer.publish()
+    fields = {field.name: getattr(sent, field.name) for field in dataclasses.fields(sent)}
+    with pytest.raises(MemoryError):
+        engine.receive(Interrupted(**fields))
+    assert engine.version == -1
+    engine.receive(sent)
+    assert engine.version == 1
+
+
+def test_older_weights_are_taken_over_only_when_the_run_has_gone_back(model_path):
+    trainer, engine = trained(model_path), TorchRolloutEngine(model_path)
+    engine.receive(trainer.publish())
+    older = TorchTrainEngine(model_path, None).publish()
+    with pytest.raises(WeightSyncError, match="version 0 is older than 1"):
+        engine.receive(older)
+    engine.receive(older, rewind=True)
+    assert engine.version == 0
 
 
 def test_row_106_tied_embeddings_travel_once_and_stay_tied(model_path):

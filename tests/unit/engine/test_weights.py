@@ -59,6 +59,31 @@ def test_reading_read_only_bytes_neither_copies_nor_warns():
     assert peak < 1 << 20
 
 
+def test_a_stamp_is_the_same_for_the_same_bits_alone():
+    stamp = snapshot(3).stamp
+    assert stamp == snapshot(3).stamp
+    assert str(stamp) == f"version 3 ({stamp.fingerprint})"
+    changed = dict(NAMED, half=torch.tensor([1.5, -2.5], dtype=torch.bfloat16))
+    reshaped = dict(NAMED, embed=NAMED["embed"].reshape(3, 4))
+    others = [
+        snapshot(4).stamp,
+        take_snapshot(changed.items(), 3).stamp,
+        take_snapshot(reshaped.items(), 3).stamp,
+        renamed(snapshot(3), "embed", "embedd").stamp,
+    ]
+    assert len({stamp, *others}) == 5
+    assert {other.fingerprint for other in others[1:]} & {stamp.fingerprint} == set()
+    assert take_snapshot(reversed(NAMED.items()), 3).stamp == stamp
+
+
+@pytest.mark.parametrize("field", ["shapes", "dtypes", "fingerprints"])
+def test_a_cut_snapshot_names_the_tensor(field):
+    whole = snapshot()
+    kept = {name: value for name, value in getattr(whole, field).items() if name != "half"}
+    with pytest.raises(WeightSyncError, match="'half' came without shape, dtype or fingerprint"):
+        verify(dataclasses.replace(whole, **{field: kept}), SHAPES, serving=0)
+
+
 def test_an_intact_snapshot_passes():
     verify(snapshot(), SHAPES, serving=1)
 
@@ -94,6 +119,7 @@ def test_row_104_an_older_version_is_refused_and_the_same_one_is_not():
     verify(snapshot(version=5), SHAPES, serving=5)
     with pytest.raises(WeightSyncError, match="version 4 is older than 5"):
         verify(snapshot(version=4), SHAPES, serving=5)
+    verify(snapshot(version=4), SHAPES, serving=-1)
 
 
 def test_all_faults_are_reported_at_once():

@@ -50,10 +50,11 @@ def test_the_child_imports_nothing_of_the_parent(obedient):
 
 def test_a_late_verifier_is_killed_and_replaced():
     with DeadlineVerifier(verifiers.obedient, timeout_s=1.0) as verifier:
-        child = verifier._process.pid
+        child, warden = verifier._pid, verifier._process.pid
         with pytest.raises(VerifierTimeout, match=r"verifiers:obedient gave no reward within 1 s"):
             verifier("loop", None)
         assert not is_alive(child)
+        assert not is_alive(warden)
         assert verifier("fine", None) == 1.0
 
 
@@ -72,7 +73,7 @@ def test_a_crash_is_named_and_survived(obedient, how, what):
 
 
 def test_a_death_between_calls_is_named_and_survived(obedient):
-    os.kill(obedient._process.pid, signal.SIGKILL)
+    os.kill(obedient._pid, signal.SIGKILL)
     os.waitid(os.P_PID, obedient._process.pid, os.WEXITED | os.WNOWAIT)
     with pytest.raises(VerifierCrashed, match="killed by SIGKILL"):
         obedient("fine", None)
@@ -126,14 +127,16 @@ def test_closing_leaves_no_process():
 def test_a_killed_parent_leaves_no_process():
     script = (
         "import sys; from dlrover.python.rl.environment.deadline import DeadlineVerifier\n"
-        "verifier = DeadlineVerifier('os:getpgid', 10); sys.stdout.write(str(verifier._process.pid) + '\\n')\n"
+        "verifier = DeadlineVerifier('os:getpgid', 10)\n"
+        "sys.stdout.write(f'{verifier._pid} {verifier._process.pid}\\n')\n"
         "sys.stdout.flush(); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
-        child = int(parent.stdout.readline())
+        processes = [int(word) for word in parent.stdout.readline().split()]
         parent.kill()
-    wait_until_gone(child)
+    for process in processes:
+        wait_until_gone(process)
 
 
 @pytest.mark.parametrize("name", ["verifiers:missing", "no_such_module:f", "verifiers:not_a_function"])
@@ -152,6 +155,77 @@ def test_what_has_no_importable_name_is_refused(function):
 def test_limits_must_be_positive_and_finite(limit):
     with pytest.raises(ValueError, match="limits must be positive and finite"):
         DeadlineVerifier(verifiers.length, timeout_s=limit)
+
+
+# -- hostile functions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "what"),
+    [
+        ("abort", VerifierCrashed, "killed by SIGABRT"),
+        ("kill-group", VerifierCrashed, "killed by SIGKILL"),
+        ("long-words", VerifierError, "raised ValueError: xxx"),
+        ("forge", VerifierCrashed, "answered for its process"),
+        ("half-forge", VerifierTimeout, "within 1 s"),
+        ("stop", VerifierTimeout, "within 1 s"),
+    ],
+)
+def test_a_hostile_function_costs_its_own_sample_alone(how, kind, what):
+    with DeadlineVerifier(verifiers.obedient, timeout_s=1.0) as verifier:
+        with pytest.raises(kind, match=what) as caught:
+            verifier(how, None)
+        assert len(str(caught.value)) < 50_000
+        assert [verifier("fine", None), verifier("nothing", None)] == [1.0, 1.0]
+
+
+def test_memory_beyond_the_limit_is_an_error_of_that_sample():
+    with DeadlineVerifier(verifiers.obedient, timeout_s=20, memory_mb=512) as verifier:
+        with pytest.raises(VerifierError, match="raised MemoryError"):
+            verifier("memory", None)
+        assert verifier("fine", None) == 1.0
+
+
+def test_the_kernel_takes_a_verifier_first_when_memory_runs_out(obedient):
+    assert Path(f"/proc/{obedient._pid}/oom_score_adj").read_text().strip() == "1000"
+
+
+def test_a_fork_bomb_leaves_no_process(tmp_path):
+    path = tmp_path / "pids"
+    with DeadlineVerifier(verifiers.obedient, timeout_s=2) as verifier:
+        with pytest.raises(VerifierTimeout):
+            verifier("bomb", None, {"path": str(path)})
+        pids = [int(pid) for pid in path.read_text().split()]
+        assert len(pids) == 2**5
+        assert not [pid for pid in pids if is_alive(pid)]
+        assert verifier("fine", None) == 1.0
+
+
+def test_a_process_that_cut_every_tie_ends_with_its_verifier():
+    with DeadlineVerifier(verifiers.obedient, timeout_s=20) as verifier:
+        assert verifier("daemon", None) == 1.0
+        (left,) = [pid for pid in children(verifier._process.pid) if pid != verifier._pid]
+    assert not is_alive(left)
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_function_that_kills_its_parent_kills_its_warden_not_the_job():
+    with DeadlineVerifier(verifiers.obedient, timeout_s=5) as verifier:
+        child = verifier._pid
+        assert verifier("kill-parent", None) == 1.0
+        assert verifier("fine", None) == 1.0
+    wait_until_gone(child)
+
+
+def test_what_a_function_prints_is_cut(capfd):
+    with DeadlineVerifier(verifiers.obedient, timeout_s=60) as verifier:
+        assert verifier("flood", None) == 1.0
+    told = capfd.readouterr()
+    assert told.out == ""
+    assert 0 < len(told.err) <= 10_000
 
 
 def test_the_module_imports_nothing_heavy():

@@ -30,9 +30,88 @@ def obedient(completion, answer, extra_info):
         with open(extra_info["path"], "w") as file:
             file.write(str(child.pid))
         child.wait()
+    if completion in HOSTILE:
+        return HOSTILE[completion](extra_info)
     if completion == "heavy":
         return len({"torch", "numpy", "pytest", "transformers", "ray"} & set(sys.modules))
     return {"nan": float("nan"), "none": None, "bool": True}.get(completion, 1.0)
 
+
+def _fill_memory(extra_info):
+    return len([bytearray(1 << 28) for _ in range(1 << 6)])
+
+
+def _bomb(extra_info):
+    """Processes that start processes, some in sessions of their own; stops at a size that harms nobody."""
+    for _ in range(5):
+        if os.fork() == 0:
+            os.setsid()
+    with open(extra_info["path"], "a") as file:
+        file.write(f"{os.getpid()}\n")
+    while True:
+        signal.pause()
+
+
+def _daemon(extra_info):
+    """Leaves a process behind that has cut every tie, and answers well."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execve(sys.executable, [sys.executable, "-c", "import signal; signal.pause()"], {})
+        os._exit(0)
+    os.wait()
+    return 1.0
+
+
+def _flood(extra_info):
+    for _ in range(1000):
+        sys.stdout.write("x" * 1_000_000)
+        os.write(1, b"y" * 100_000)
+    return 1.0
+
+
+def _forge(extra_info):
+    """Writes an answer of its own to whatever it finds open."""
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, b'{"number": "guess", "reward": 1000.0}\n')
+        except OSError:
+            continue
+    return 0.0
+
+
+def _half_forge(extra_info):
+    """Writes a reply that never ends."""
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, b'{"number": ')
+        except OSError:
+            continue
+    while True:
+        signal.pause()
+
+
+def _kill_parent(extra_info):
+    os.kill(os.getppid(), signal.SIGKILL)
+    return 1.0
+
+
+def _long_words(extra_info):
+    raise ValueError("x" * 50_000_000)
+
+
+HOSTILE = {
+    "abort": lambda extra_info: os.abort(),
+    "memory": _fill_memory,
+    "bomb": _bomb,
+    "daemon": _daemon,
+    "flood": _flood,
+    "forge": _forge,
+    "half-forge": _half_forge,
+    "kill-parent": _kill_parent,
+    "kill-group": lambda extra_info: os.killpg(0, signal.SIGKILL),
+    "long-words": _long_words,
+    "stop": lambda extra_info: os.kill(os.getpid(), signal.SIGSTOP),
+}
 
 not_a_function = 3

@@ -9,22 +9,19 @@ from dlrover.python.rl.common.clock import ManualClock
 from dlrover.python.rl.common.errors import JobConflict, JournalCorrupt
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.spec import RestartSpec
+from dlrover.python.rl.control.commands import Place, Release, StartMembers, StartTrainer
 from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
     MasterStarted,
     MemberLost,
     MemberStarted,
-    Place,
     Placed,
     Process,
     RecoveryScope,
-    Release,
     Released,
     RoleTerms,
     StandbyReady,
-    StartMembers,
-    StartTrainer,
     StepsOpened,
     StopRequested,
     Submitted,

@@ -10,7 +10,8 @@ import toy_jobs
 from toy_jobs import toy_job
 
 from dlrover.python.rl.config.spec import RestartSpec
-from dlrover.python.rl.control.events import CauseKind, StartMembers
+from dlrover.python.rl.control.commands import StartMembers
+from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.control.state import Phase

@@ -1,6 +1,8 @@
-"""What a run writes, and what it replaces."""
+"""What a run writes, what it replaces, and what a restart makes of it."""
 
 import json
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlrover.python.rl.recipe.tracking import RunLog
 
@@ -9,15 +11,33 @@ def refuse(token):
     raise AssertionError(token)
 
 
+def written(log, steps, mark=""):
+    """Write these steps as a run does."""
+    for step in steps:
+        log.begin(step)
+        log.samples(step, [{"prompt": f"{mark}{step}", "reward": float(row)} for row in range(3)])
+        log.step(step, {"reward": step / 10, "loss": float("nan")})
+
+
+def texts(folder):
+    return {name: (folder / name).read_text() for name in ("metrics.jsonl", "samples.jsonl")}
+
+
+def board(folder):
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return [(point.step, round(point.value, 4)) for point in events.Scalars("reward")]
+
+
 def test_numbers_that_are_none_become_null(tmp_path):
     log = RunLog(tmp_path)
+    log.begin(1)
     log.step(1, {"reward": float("nan"), "loss": float("inf")})
     log.step(2, {"reward": 1.0, "loss": 0.5})
     log.samples(1, [{"reward": float("nan"), "prompt": "NaN"}])
     log.held_out([{"reward": float("nan")}])
     log.summary({"mean": float("nan")})
     log.curve("reward", "reward.png")
-    log.close()
     read = {
         name: [json.loads(line, parse_constant=refuse) for line in (tmp_path / name).read_text().splitlines()]
         for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl")
@@ -30,19 +50,83 @@ def test_numbers_that_are_none_become_null(tmp_path):
 
 def test_a_second_run_keeps_nothing_of_the_firsts_log_and_all_of_the_rest(tmp_path):
     first = RunLog(tmp_path)
+    first.begin(1)
     first.step(1, {"reward": 1.0, "loss": 1.0})
     first.held_out([{"reward": 1.0}])
     first.summary({})
     for name in ("reward", "loss"):
         first.curve(name, f"{name}.png")
-    first.close()
     (tmp_path / "model").mkdir()
     for name in ("model/weights", "job.yaml", "mine.jsonl"):
         (tmp_path / name).write_text("kept")
-    (earlier,) = (tmp_path / "tensorboard").iterdir()
-    RunLog(tmp_path).close()
+    second = RunLog(tmp_path)
+    assert (tmp_path / "summary.json").exists(), "it may be a restart: only the first step tells"
+    second.begin(1)
     names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     left = {name for name in names if not name.startswith("tensorboard/")}
     assert left == {"model/weights", "job.yaml", "mine.jsonl", "metrics.jsonl", "samples.jsonl"}
     assert (tmp_path / "metrics.jsonl").read_text() == ""
-    assert sum(path.stat().st_size for path in tmp_path.glob(f"tensorboard/{earlier.name}")) < 200
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert events.stat().st_size < 200
+
+
+def test_a_restart_keeps_the_rows_of_committed_steps_and_writes_the_others_once(tmp_path):
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    for folder in (undisturbed, disturbed):
+        folder.mkdir()
+    written(RunLog(undisturbed), range(1, 7))
+    written(RunLog(disturbed), range(1, 5))
+    with open(disturbed / "samples.jsonl", "a") as file:
+        file.write('{"step": 5, "prompt": "to')  # killed while it wrote
+    log = RunLog(disturbed)
+    written(log, range(4, 7))
+    assert texts(disturbed) == texts(undisturbed)
+    assert board(disturbed) == board(undisturbed) == [(step, step / 10) for step in range(1, 7)]
+    log.curve("reward", "reward.png")
+    assert [step for step, _ in log._history] == list(range(1, 7))
+
+
+def test_a_step_between_its_samples_and_its_figures_is_written_anew(tmp_path):
+    first = RunLog(tmp_path)
+    written(first, [1, 2])
+    first.begin(3)
+    first.samples(3, [{"prompt": "lost"}])
+    written(RunLog(tmp_path), [3])
+    steps = [json.loads(line)["step"] for line in texts(tmp_path)["samples.jsonl"].splitlines()]
+    assert steps == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert "lost" not in texts(tmp_path)["samples.jsonl"]
+
+
+def test_a_log_that_goes_back_replaces_what_is_redone(tmp_path):
+    log = RunLog(tmp_path)
+    written(log, range(1, 6), mark="old ")
+    written(log, range(4, 7), mark="new ")
+    rows = [json.loads(line) for line in texts(tmp_path)["samples.jsonl"].splitlines()]
+    assert [(row["step"], row["prompt"].split()[0]) for row in rows[::3]] == [
+        (step, "old" if step < 4 else "new") for step in range(1, 7)
+    ]
+    assert [json.loads(line)["step"] for line in texts(tmp_path)["metrics.jsonl"].splitlines()] == list(range(1, 7))
+    assert [step for step, _ in board(tmp_path)] == [step for step, _ in log._history] == list(range(1, 7))
+
+
+def test_a_restart_within_the_same_second_overwrites_no_events(tmp_path):
+    for step in range(1, 5):
+        written(RunLog(tmp_path), [step])
+    assert board(tmp_path) == [(step, step / 10) for step in range(1, 5)]
+
+
+def test_a_restart_after_the_last_step_keeps_every_row_for_the_curve(tmp_path):
+    written(RunLog(tmp_path), range(1, 4))
+    before = texts(tmp_path)
+    log = RunLog(tmp_path)
+    log.begin(4)
+    log.curve("reward", "reward.png")
+    assert texts(tmp_path) == before
+    assert [step for step, _ in log._history] == [1, 2, 3]
+
+
+def test_rows_that_are_missing_are_said_to_be(tmp_path, caplog):
+    written(RunLog(tmp_path), [1])
+    with caplog.at_level("WARNING"):
+        RunLog(tmp_path).begin(4)
+    assert "lacks rows of steps up to 3" in caplog.text

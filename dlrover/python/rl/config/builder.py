@@ -61,7 +61,8 @@ class JobBuilder:
         return self
 
     def checkpoint(self: B, **settings: Any) -> B:
-        """Fields of :class:`~dlrover.python.rl.config.spec.CheckpointSpec`: ``every=10, keep=2, resume="latest"``."""
+        """Fields of :class:`~dlrover.python.rl.config.spec.CheckpointSpec`: ``every=10, keep=2, resume="latest",
+        commit_to="job_dir"``."""
         self._checkpoint.update(settings)
         return self
 

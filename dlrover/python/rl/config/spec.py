@@ -106,7 +106,7 @@ class CheckpointSpec:
     """What is kept in the job's directory of the steps that are done."""
 
     every: Positive = 10
-    """Steps between copies to the job's directory; every step is kept in the nodes' memory."""
+    """Steps between copies to the job's directory, for good; the last two steps are always kept, see ``commit_to``."""
 
     keep: Positive = 2
     """Copies to keep, the newest ones."""
@@ -114,6 +114,12 @@ class CheckpointSpec:
     resume: Literal["never", "latest"] = "never"
     """``never``: a new run starts fresh. ``latest``: it goes on from the newest valid copy that any earlier run left in
     ``job_dir``."""
+
+    commit_to: Literal["auto", "memory", "job_dir"] = "auto"
+    """Where the state after each step is kept until the job ends. ``memory``: in the memory of each node, which is
+    quick; a lost node's part is gone, and the job then goes back to the last copy in ``job_dir``, or to step 1.
+    ``job_dir``: there, where all nodes see it; no node's loss costs a committed step. ``auto``: ``memory`` for a job
+    that reserves a single node, ``job_dir`` for any other."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +146,8 @@ class MasterSpec:
     memory: Amount = 0.0
     """Memory reserved for the master, in MB."""
 
-    max_restart: NonNegative = 10
-    """Restarts of the master's process; the job's members go on meanwhile."""
+    max_restart: Annotated[int, Ge(-1)] = -1
+    """Restarts of the master's process, -1 for any number; the job's members go on meanwhile."""
 
 
 @dataclass(frozen=True)

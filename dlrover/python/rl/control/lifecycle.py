@@ -3,12 +3,10 @@
 from dataclasses import replace
 
 from dlrover.python.rl.control.budgets import backoff_s
+from dlrover.python.rl.control.commands import Command, KillTrainer, Place
 from dlrover.python.rl.control.events import (
-    Command,
     Event,
-    KillTrainer,
     MemberStarted,
-    Place,
     Placed,
     Progressed,
     RecoveryScope,
@@ -145,13 +143,15 @@ def steps_opened(state: JobState, terms: Submitted, event: StepsOpened, at_s: fl
 
 def progressed(state: JobState, terms: Submitted, event: Progressed, at_s: float) -> Result:
     """A step is committed: whatever was recovered before it has helped."""
-    if not _speaks(state, event.epoch) or event.step <= state.committed:
+    if not _speaks(state, event.epoch) or event.step == state.committed:
         return state, ()
     lost = [standby_subject(role) for role in terms.roles if given_up(state, role)]
     kept = {subject: state.streaks[subject] for subject in lost}
-    if state.committed and state.first_cause is None and len(kept) == len(state.streaks):
+    quiet = state.first_cause is None and not state.node_losses and len(kept) == len(state.streaks)
+    if state.committed and quiet:
         return state, ()
-    return replace(state, committed=event.step, streaks=kept, first_cause=None), ()
+    # A node that lost processes is not to blame for what a restart on it has cured.
+    return replace(state, committed=event.step, streaks=kept, first_cause=None, node_losses={}), ()
 
 
 def trainer_finished(state: JobState, terms: Submitted, event: TrainerFinished, at_s: float) -> Result:

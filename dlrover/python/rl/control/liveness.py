@@ -1,5 +1,6 @@
 """Who makes no progress: decided from what the processes last said of themselves. All times are monotonic seconds."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,10 +51,12 @@ class Listening:
         beat_s: time between two beats of a process.
         since_s: since when it has listened without a gap. One that was itself stopped has heard nothing meanwhile:
             silence counts from here.
+        silence_s: a process that says nothing for so long hangs, whatever its calls may take.
     """
 
     beat_s: float
     since_s: float
+    silence_s: float = math.inf
 
 
 def hangs(
@@ -78,7 +81,7 @@ def hangs(
 
 def _why(sign: Sign, limit_s: float, listening: Listening, now_s: float) -> str:
     silent_s = now_s - max(sign.at_s, listening.since_s)
-    if silent_s > max(limit_s, MIN_SILENT_BEATS * listening.beat_s):
+    if silent_s > max(min(limit_s, listening.silence_s), MIN_SILENT_BEATS * listening.beat_s):
         return f"no sign of life for {silent_s:.1f} s"
     # The call's age as last told: a process that went silent in its call may have left it since.
     age_s = sign.at_s - sign.since_s

@@ -1,16 +1,8 @@
 """Taking losses in: which events concern something that is there, and what all they take away."""
 
 from dlrover.python.rl.control.budgets import backoff_s, blame, exclude, lengthen
-from dlrover.python.rl.control.events import (
-    Command,
-    Failed,
-    MemberLost,
-    NodeLost,
-    Process,
-    StandbyLost,
-    Submitted,
-    TrainerLost,
-)
+from dlrover.python.rl.control.commands import Command
+from dlrover.python.rl.control.events import Failed, MemberLost, NodeLost, Process, StandbyLost, Submitted, TrainerLost
 from dlrover.python.rl.control.recovery import Loss, lose
 from dlrover.python.rl.control.starting import (
     Result,

@@ -11,18 +11,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from dlrover.python.rl.control import lifecycle, losses
+from dlrover.python.rl.control.commands import Command, Place, Release
 from dlrover.python.rl.control.events import (
-    Command,
     Event,
     Failed,
     MasterStarted,
     MemberLost,
     MemberStarted,
     NodeLost,
-    Place,
     Placed,
     Progressed,
-    Release,
     Released,
     StandbyLost,
     StandbyReady,

@@ -8,16 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dlrover.python.rl.control.budgets import backoff_s, charge, lengthen, note
-from dlrover.python.rl.control.events import (
-    Cause,
-    CauseKind,
-    Command,
-    KillMember,
-    KillTrainer,
-    RecoveryScope,
-    Release,
-    Submitted,
-)
+from dlrover.python.rl.control.commands import Command, KillMember, KillTrainer, Release
+from dlrover.python.rl.control.events import Cause, CauseKind, RecoveryScope, Submitted
 from dlrover.python.rl.control.starting import Result, drop_standby, renewed, start_members, start_trainer, wait
 from dlrover.python.rl.control.state import (
     EndReason,

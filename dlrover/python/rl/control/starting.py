@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from dlrover.python.rl.control.events import Command, Process, StartMembers, StartStandby, StartTrainer, Wait
+from dlrover.python.rl.control.commands import Command, StartMembers, StartStandby, StartTrainer, Wait
+from dlrover.python.rl.control.events import Process
 from dlrover.python.rl.control.state import (
     JobState,
     Member,

@@ -7,7 +7,8 @@ from dlrover.python.rl.common.clock import Clock, SystemClock
 from dlrover.python.rl.common.errors import JobConflict
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.events import Command, Event, RoleTerms, Submitted
+from dlrover.python.rl.control.commands import Command
+from dlrover.python.rl.control.events import Event, RoleTerms, Submitted
 from dlrover.python.rl.control.journal import decode, encode
 from dlrover.python.rl.control.machine import outstanding, replay, step
 from dlrover.python.rl.control.state import JobState

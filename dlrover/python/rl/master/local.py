@@ -3,7 +3,8 @@
 from collections import deque
 
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.events import Command, Event, Release, StopRequested
+from dlrover.python.rl.control.commands import Command, Release
+from dlrover.python.rl.control.events import Event, StopRequested
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.master.brain import Brain, new_run, submission
 from dlrover.python.rl.master.status import JobStatus, status_of

@@ -7,10 +7,19 @@ from dataclasses import dataclass
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.events import Cause, CauseKind, Event, MemberLost, Process, RecoveryScope, TrainerLost
+from dlrover.python.rl.control.events import (
+    Cause,
+    CauseKind,
+    Event,
+    MemberLost,
+    Process,
+    RecoveryScope,
+    StandbyLost,
+    TrainerLost,
+)
 from dlrover.python.rl.control.liveness import Hang, Listening, Sign, hangs, odd_one_out
-from dlrover.python.rl.control.state import JobState, MemberPhase
-from dlrover.python.rl.runtime.beats import Beat
+from dlrover.python.rl.control.state import JobState, MemberPhase, StandbyPhase
+from dlrover.python.rl.runtime.beats import Beat, BeatTerms
 from dlrover.python.rl.runtime.ray.fleet import stacks_there
 
 _LOG = get_logger(__name__)
@@ -32,22 +41,24 @@ class Pulse:
 
     Args:
         job: with the limits of its roles.
+        beats: how the processes beat.
         process_of: where a process is.
     """
 
-    def __init__(self, job: JobSpec, process_of: Callable[[str], Process | None]) -> None:
-        self._process_of = process_of
+    def __init__(self, job: JobSpec, beats: BeatTerms, process_of: Callable[[str], Process | None]) -> None:
+        self._beats, self._process_of = beats, process_of
         self._limits_s = {str(role): spec.hang_after_s for role, spec in job.workloads.items()}
+        self._limits_s |= {f"{role}-standby": spec.hang_after_s for role, spec in job.workloads.items()}
         self._limits_s["trainer"] = job.trainer.hang_after_s
-        self._beat_s = job.liveness.beat_s
         self._signs: dict[str, Sign] = {}
         self._listening_since_s = self._looked_s = time.monotonic()
 
     def take(self, beat: Beat, state: JobState) -> bool:
         """Take a beat in; False when the state knows a later process in its place."""
-        current = _number(beat.who, state)
-        if current is None or beat.number < current:
-            return current is None
+        if not _current(beat, state):
+            return False
+        if beat.who not in _numbers_up(state):
+            return True  # what it does before it is up has a limit of its own
         now_s = time.monotonic()
         since_s = now_s - beat.age_s
         self._signs[beat.who] = Sign(beat.who, beat.number, beat.method, since_s, beat.step, now_s)
@@ -56,13 +67,24 @@ class Pulse:
     async def hangs(self, state: JobState) -> list[Condemned]:
         """The processes that hang now, each with the evidence."""
         now_s = time.monotonic()
-        if now_s - self._looked_s > 2 * self._beat_s + 1.0:
+        if now_s - self._looked_s > 2 * self._beats.beat_s + 1.0:
             self._listening_since_s = now_s  # this process was itself stopped: it has heard nobody meanwhile
         self._looked_s = now_s
-        up = [sign for sign in self._signs.values() if _is_up(sign, state)]
-        listening = Listening(self._beat_s, self._listening_since_s)
+        up = self._signs_of(state, now_s)
+        listening = Listening(self._beats.beat_s, self._listening_since_s, self._beats.lease_s)
         found = hangs(up, self._limits_s, listening, now_s)
         return [await self._condemn(hang, up, listening, now_s) for hang in _culprits(found, state, listening, now_s)]
+
+    def _signs_of(self, state: JobState, now_s: float) -> list[Sign]:
+        """The newest sign of each process that is up. One that has not been heard yet, because it or this master has
+        just come, is taken as heard now."""
+        up = _numbers_up(state)
+        for who, number in up.items():
+            sign = self._signs.get(who)
+            if sign is None or sign.number != number:
+                self._signs[who] = Sign(who, number, "", now_s, -1, now_s)
+        self._signs = {who: self._signs[who] for who in up}
+        return list(self._signs.values())
 
     async def _condemn(self, hang: Hang, up: list[Sign], listening: Listening, now_s: float) -> Condemned:
         sign = hang.sign
@@ -78,6 +100,8 @@ class Pulse:
         if sign.who == "trainer":
             return Condemned(TrainerLost(sign.number, cause, node), process)
         role, _, rank = sign.who.rstrip("]").partition("[")
+        if role.endswith("-standby"):
+            return Condemned(StandbyLost(role.removesuffix("-standby"), int(rank), cause, node), process)
         return Condemned(MemberLost(role, int(rank), sign.number, cause, node), process)
 
     async def _stacks(self, signs: list[Sign]) -> str:
@@ -89,19 +113,25 @@ class Pulse:
         )
 
 
-def _number(who: str, state: JobState) -> int | None:
-    """The incarnation or epoch that the state knows of a process, None for none."""
-    if who == "trainer":
-        return state.epoch
-    member = state.members.get(who)
-    return member.incarnation if member else None
+def _numbers_up(state: JobState) -> dict[str, int]:
+    """Every process that is up, with its incarnation, epoch or standby's number."""
+    up = {who: member.incarnation for who, member in state.members.items() if member.phase is MemberPhase.UP}
+    if state.trainer.phase is MemberPhase.UP:
+        up["trainer"] = state.epoch
+    for role, pool in state.standbys.items():
+        ready = (number for number, standby in pool.items() if standby.phase is StandbyPhase.READY)
+        up |= {f"{role}-standby[{number}]": number for number in ready}
+    return up
 
 
-def _is_up(sign: Sign, state: JobState) -> bool:
-    if sign.who == "trainer":
-        return sign.number == state.epoch and state.trainer.phase is MemberPhase.UP
-    member = state.members.get(sign.who)
-    return member is not None and member.phase is MemberPhase.UP and member.incarnation == sign.number
+def _current(beat: Beat, state: JobState) -> bool:
+    """Whether the state knows of no later process in the place of the one that beats."""
+    if beat.who == "trainer":
+        return beat.number >= state.epoch
+    if beat.who in state.members:
+        return beat.number >= state.members[beat.who].incarnation
+    role = beat.who.partition("-standby[")[0]
+    return beat.number in state.standbys.get(role, {})
 
 
 def _culprits(found: tuple[Hang, ...], state: JobState, listening: Listening, now_s: float) -> list[Hang]:

@@ -24,17 +24,16 @@ from dlrover.python.rl.common.errors import JobFailed, JournalCorrupt, StaleEpoc
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.commands import Command, Release
 from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
-    Command,
     Event,
     MasterStarted,
     MemberLost,
     Process,
     Progressed,
     RecoveryScope,
-    Release,
     StepsOpened,
     StopRequested,
 )
@@ -56,6 +55,7 @@ _LOG = get_logger(__name__)
 
 _KEPT_REPORTS = 10_000
 _RELEASE_S = 30.0
+_TAKEN_S = 60.0
 _JOURNAL_TRIES = 120
 _JOURNAL_PAUSE_S = 0.5
 
@@ -78,7 +78,7 @@ class RLMaster:
         self._executor = RayExecutor(job, run, placement, inspection.methods, current_actor())
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._news = asyncio.Condition()
-        self._pulse = Pulse(job, self._executor.process_of)
+        self._pulse = Pulse(job, self._executor.beats, self._executor.process_of)
         self._condemned: dict[Event, Process | None] = {}
         self._reports: list[StepReport] = []
         self._dropped = 0
@@ -146,7 +146,14 @@ class RLMaster:
         self._spawn(self._executor.watch_nodes(self._events.put_nowait))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.append(asyncio.get_running_loop().create_task(work))
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as error:  # noqa: BLE001 -- a watcher that ends in silence would be missed by nobody
+                _LOG.exception("%s: a task of the master failed", self._job.name)
+                await self._fall(error)
+
+        self._tasks.append(asyncio.get_running_loop().create_task(guarded()))
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -229,17 +236,24 @@ class RLMaster:
         return self._pulse.take(beat, self._state)
 
     async def opened(self, epoch: int) -> None:
-        """The trainer has entered ``steps()``."""
+        """The trainer has entered ``steps()``. Returns once that is in the journal: from then on the trainer relies on
+        it."""
         self._events.put_nowait(StepsOpened(epoch))
+        async with self._news:
+            taken = self._news.wait_for(lambda: self._state.opened or not self._state.phase.live)
+            await asyncio.wait_for(taken, _TAKEN_S)
 
     async def progressed(self, epoch: int, step: int) -> None:
         """The trainer has committed ``step``."""
         self._events.put_nowait(Progressed(epoch, step))
 
-    async def renew(self, role: str, rank: int, incarnation: int, cause: Cause, wait_s: float) -> Replaced | None:
+    async def renew(  # noqa: PLR0913 -- what the trainer knows, one by one
+        self, epoch: int, role: str, rank: int, incarnation: int, cause: Cause, wait_s: float
+    ) -> Replaced | None:
         """Who takes the place of a member that the trainer found dead; None: not yet, ask again.
 
         Args:
+            epoch: of the trainer.
             role: the member's role.
             rank: its rank.
             incarnation: the one that is dead.
@@ -247,8 +261,10 @@ class RLMaster:
             wait_s: how long to wait for the replacement.
 
         Raises:
-            JobFailed: there will be none.
+            JobFailed: there will be none, or the trainer itself has been replaced.
         """
+        if epoch < self._state.epoch:
+            raise JobFailed(f"the trainer of epoch {epoch} has been replaced")
         member = self._state.members.get(f"{role}[{rank}]")
         if member is not None and member.incarnation == incarnation and member.phase is MemberPhase.UP:
             node = member.process.node if member.process else ""

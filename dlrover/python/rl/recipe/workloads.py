@@ -3,6 +3,7 @@
 They read no configuration: the trainer hands them what they need in ``init_model``.
 """
 
+import importlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from dlrover.python.rl.engine.torch.train import TorchTrainEngine
 from dlrover.python.rl.engine.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.environment.deadline import DeadlineVerifier
 from dlrover.python.rl.environment.pool import VerifierPool
+from dlrover.python.rl.environment.verifiers import exact
 from dlrover.python.rl.recipe.config import EngineConfig, RewardConfig, SFTData
 from dlrover.python.rl.recipe.disk import patiently
 from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
@@ -42,6 +44,11 @@ class ActorWorkload(BaseWorkload):
     """
 
     needs_own_process = True
+
+    @classmethod
+    def warm_up(cls) -> None:
+        """Import and build what loading a model, an update and a commit need."""
+        _warming().warm_actor()
 
     def init_model(
         self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, algorithm: Algorithm, seed: int = 0
@@ -118,6 +125,11 @@ class ActorWorkload(BaseWorkload):
 class ReferenceWorkload(BaseWorkload):
     """REFERENCE: a frozen copy of the policy at its start."""
 
+    @classmethod
+    def warm_up(cls) -> None:
+        """Import and build what loading a model and evaluating it need."""
+        _warming().warm_reference()
+
     def init_model(self, model: str, engine: EngineConfig) -> None:
         """Load the frozen policy."""
         use_threads(engine.threads)
@@ -138,6 +150,11 @@ class RolloutWorkload(BaseWorkload):
     It holds no state that a step depends on: each step begins by giving it the weights. Samples depend on those, the
     seed, the prompt's id and the sample's index.
     """
+
+    @classmethod
+    def warm_up(cls) -> None:
+        """Import and build what loading a model and generating with it need."""
+        _warming().warm_rollout()
 
     def init_model(self, model: str, engine: EngineConfig) -> None:
         """Load the policy; it serves nothing before the actor's weights have arrived."""
@@ -211,6 +228,11 @@ def _texts(tokenizer: Any, drawn: Batch) -> list[str]:
 class RewardWorkload(BaseWorkload):
     """REWARD: judges completions, in processes that can be killed."""
 
+    @classmethod
+    def warm_up(cls) -> None:
+        """Start a verifier's process and end it: its interpreter and libraries are in memory then."""
+        DeadlineVerifier(exact, timeout_s=5.0).close()
+
     def init_verifier(self, reward: RewardConfig) -> None:
         """Start the verifiers' processes."""
         start = partial(DeadlineVerifier, reward.function, reward.timeout_s, memory_mb=reward.memory_mb)
@@ -247,6 +269,11 @@ def _reason(error: VerifierError) -> str:
     why = str(error).splitlines()[0]
     _LOG.warning("a sample failed: %s", why)
     return why
+
+
+def _warming() -> Any:
+    """Not imported above: who does not wait for a death needs none of the classes it loads."""
+    return importlib.import_module("dlrover.python.rl.recipe.warming")
 
 
 def use_threads(count: int | None) -> None:

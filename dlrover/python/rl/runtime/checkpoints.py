@@ -45,6 +45,7 @@ _LOG = get_logger(__name__)
 _BAD, _GONE = ".bad", ".gone"
 _KEPT_BAD = 2
 _SHARED_MEMORY = Path("/dev/shm")
+_MEMORY_VARIABLE = "DLROVER_RL_MEMORY"
 _LEAST_SHARED_MEMORY = 1 << 28  # containers often come with 64 MB, which is no place for a model
 
 
@@ -138,6 +139,20 @@ class CheckpointStore:
             if folder[0] < step and folder[0] not in self.pinned:
                 self._remove(self.root / folder_name(*folder))
 
+    def make_room(self, step: int) -> bool:
+        """Remove what can be spared for another generation: the folders of the steps before ``step``, and damaged ones.
+
+        Returns:
+            Whether there was anything.
+        """
+        spared = [folder_name(*found) for found in self._folders() if found[0] < step and found[0] not in self.pinned]
+        damaged = [folder.name for folder in self.root.glob(f"*{_BAD}*") if folder.suffix != _GONE]
+        for name in (*spared, *damaged):
+            self._remove(self.root / name)
+        if spared or damaged:
+            _LOG.warning("no room in %s: %s removed", self.root, ", ".join(sorted((*spared, *damaged))))
+        return bool(spared or damaged)
+
     def remove(self) -> None:
         """Remove the root with everything in it."""
         self._remove(self.root)  # renamed first: who still writes can put nothing new into it
@@ -204,18 +219,16 @@ class CheckpointStore:
 
         Raises:
             CheckpointMissing: the generation has no such file.
-            CheckpointCorrupt: it is not what was committed. :meth:`quarantine` the step, and take the next older one.
+            CheckpointCorrupt: it is not what was committed. :meth:`quarantine` it, and take the next older one.
         """
         file = manifest.files.get(name)
         if file is None:
             raise CheckpointMissing(f"generation {manifest.folder} has no '{name}'")
         return read_state(self.root / manifest.folder / file.name, file)
 
-    def quarantine(self, step: int, why: str) -> None:
-        """Set every generation of ``step`` aside: it is never loaded again, and kept to be looked at."""
-        for found in self._folders():
-            if found[0] == step:
-                self._set_aside(self.root / folder_name(*found), why)
+    def quarantine(self, manifest: Manifest, why: str) -> None:
+        """Set a generation aside: it is never loaded again, and kept to be looked at."""
+        self._set_aside(self.root / manifest.folder, why)
 
     # -- folders ------------------------------------------------------------------------------------------------------
 
@@ -288,13 +301,14 @@ def _changed_at(path: Path) -> float:
 def memory_root(job: str, run: str) -> Path:
     """The folder of a run's memory-backed generations on this node, created, for this user only.
 
-    It is in the temporary folder where shared memory is missing or too small to hold a model.
+    It is in the folder that the environment variable ``DLROVER_RL_MEMORY`` names, else in ``/dev/shm``, or in the
+    temporary folder where that is missing or too small to hold a model.
     """
     shared = _memory_folder()
     root = shared / f"{job}-{run}"
     for _ in range(100):
         with suppress(FileExistsError):
-            shared.mkdir()
+            shared.mkdir(parents=True)
             shared.chmod(0o1777)  # other users have their own jobs in it
         with suppress(FileNotFoundError):  # the last job that was in it has just removed it
             root.mkdir(mode=0o700, exist_ok=True)
@@ -316,6 +330,8 @@ def forget_memory(job: str, run: str | None = None) -> None:
 
 
 def _memory_folder() -> Path:
+    if named := os.environ.get(_MEMORY_VARIABLE):
+        return Path(named) / "dlrover-rl"
     memory = _SHARED_MEMORY if _is_usable(_SHARED_MEMORY) else Path(tempfile.gettempdir())
     return memory / "dlrover-rl"
 

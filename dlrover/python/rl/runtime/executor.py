@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from typing import Protocol, TypeAlias
 
 from dlrover.python.rl.common.errors import InvocationError, JobFailed, MasterLost, WorkloadDied, WorkloadStartError
-from dlrover.python.rl.control.events import Cause, CauseKind, Command, Event
+from dlrover.python.rl.control.commands import Command
+from dlrover.python.rl.control.events import Cause, CauseKind, Event
 
 Emit: TypeAlias = Callable[[Event], None]
 

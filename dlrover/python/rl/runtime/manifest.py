@@ -109,10 +109,10 @@ def read_manifest(folder: Path, run: str) -> Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest, durable: bool) -> None:
     """Make the files in ``folder`` a generation, for good when ``durable``, or leave no manifest and raise OSError."""
-    path = folder / MANIFEST
+    path, content = folder / MANIFEST, encode(manifest)
     try:
-        with new_file(path, durable) as file:
-            file.write(encode(manifest))
+        with new_file(path, durable, len(content)) as file:
+            file.write(content)
     except OSError:
         path.unlink(missing_ok=True)  # it may have its name already, while the name is not safe yet
         raise

@@ -28,6 +28,7 @@ import numpy as np
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, DataError
 from dlrover.python.rl.data.state_tree import dump, load
+from dlrover.python.rl.runtime.room import no_room, says_full
 
 VERSION = 1
 """Version of the file format."""
@@ -70,13 +71,14 @@ def write_state(path: Path, header: Header, tree: Any, durable: bool) -> StateFi
 
     Raises:
         DataError: ``tree`` cannot be saved.
-        OSError: the disk is full, read-only, ...; what stood at ``path`` still does.
+        OSError: the disk is full (the message says how much is needed and free), read-only, ...; what stood at ``path``
+            still does.
     """
     state = dump(tree)
     parts, total = _layout(header, state.skeleton, state.buffers)
     _check_space(path.parent, total)
     checksum = 0
-    with new_file(path, durable) as file:
+    with new_file(path, durable, total) as file:
         for chunk in _chunks(parts):
             checksum = zlib.crc32(chunk, checksum)
             file.write(chunk)
@@ -136,14 +138,15 @@ def copy_file(source: Path, target: Path, file: StateFile, durable: bool) -> Sta
         OSError: as :func:`write_state`.
     """
     _check_space(target, file.nbytes)
-    with new_file(target / file.name, durable) as copy:
+    with new_file(target / file.name, durable, file.nbytes) as copy:
         _pass_through(source, file, copy.write)
     return StateFile(file.name, file.nbytes, file.checksum)
 
 
 @contextmanager
-def new_file(path: Path, durable: bool) -> Iterator[BinaryIO]:
-    """A file to write that gets its name when the block ends well, and leaves nothing when it does not."""
+def new_file(path: Path, durable: bool, nbytes: int = 0) -> Iterator[BinaryIO]:
+    """A file to write that gets its name when the block ends well, and leaves nothing when it does not. An error of
+    too little room names the ``nbytes`` that were to be written."""
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
         with open(temporary, "xb", buffering=1 << 16) as file:
@@ -152,9 +155,11 @@ def new_file(path: Path, durable: bool) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
+        if isinstance(error, OSError) and says_full(error):
+            raise no_room(error, path.parent, nbytes) from error
         raise
     if durable:
         sync_folder(path.parent)
@@ -195,7 +200,7 @@ def _check_space(folder: Path, nbytes: int) -> None:
     """Raise before a byte is written where the disk is too full for all of them."""
     disk = os.statvfs(folder)
     if disk.f_bavail * disk.f_frsize < nbytes:
-        raise OSError(errno.ENOSPC, f"{nbytes} bytes do not fit", str(folder))
+        raise no_room(OSError(errno.ENOSPC, ""), folder, nbytes)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

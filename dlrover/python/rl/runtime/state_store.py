@@ -83,6 +83,8 @@ class FileStateStore:
             raise JournalCorrupt(f"the journal {path} is not there")
         if not path.exists():
             _create(path)
+        # Whoever created it may have died before its name was safe: the lines would go with the name.
+        sync_folder(path.parent)
         self._path, self._broken = path, False
         try:
             self._file = os.open(path, os.O_RDWR)

@@ -104,6 +104,11 @@ def load_causal_lm(source: str | Path, device: str = "cpu") -> CausalLM:
     if absent := sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])}):
         # The library would fill them with random numbers and go on.
         raise EngineError(f"the checkpoint '{source}' lacks {', '.join(absent)}")
+    return as_causal_lm(model, tokenizer, device)
+
+
+def as_causal_lm(model: Any, tokenizer: Any, device: str = "cpu") -> CausalLM:
+    """A float32 Hugging Face model and its tokenizer, as engines need them; dropout is switched off."""
     _disable_dropout(model)
     model.eval().to(device)
     ends = _as_ids(tokenizer.eos_token_id) + _as_ids(getattr(model.generation_config, "eos_token_id", None))

@@ -2,7 +2,8 @@
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,16 @@ def random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": cuda,
     }
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """What is drawn or seeded inside changes nothing after it."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:

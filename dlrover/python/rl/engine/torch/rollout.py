@@ -30,7 +30,7 @@ class TorchRolloutEngine:
     the rounding of float32 matrix products (about 1e-6), which decides a token only at a tie of that size.
 
     Args:
-        model: folder or hub name of a causal language model.
+        model: folder or hub name of a causal language model, or one that is loaded, which becomes the engine's own.
         device: a torch device.
         max_batch: most sequences decoded at a time.
 
@@ -38,9 +38,9 @@ class TorchRolloutEngine:
         EngineError: there is no such model, or it names no end-of-sequence token.
     """
 
-    def __init__(self, model: str | Path, *, device: str = "cpu", max_batch: int = 64) -> None:
+    def __init__(self, model: str | Path | CausalLM, *, device: str = "cpu", max_batch: int = 64) -> None:
         self.version = -1
-        self._lm = load_causal_lm(model, device)
+        self._lm = model if isinstance(model, CausalLM) else load_causal_lm(model, device)
         if not self._lm.eos_ids:
             raise EngineError(f"'{model}' names no end-of-sequence token: its completions would never finish")
         self._lm.model.requires_grad_(False)

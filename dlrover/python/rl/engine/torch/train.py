@@ -12,7 +12,7 @@ from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate, Weight
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.base import OptimizerConfig, StepResult, TokenLoss
 from dlrover.python.rl.engine.torch.distributed import ALONE, RankGroup
-from dlrover.python.rl.engine.torch.loading import load_causal_lm, write_atomically
+from dlrover.python.rl.engine.torch.loading import CausalLM, load_causal_lm, write_atomically
 from dlrover.python.rl.engine.torch.microbatch import action_logprobs, check_actions, micro_batches
 from dlrover.python.rl.engine.weights import WeightSnapshot, misfits, take_snapshot
 
@@ -26,7 +26,7 @@ class TorchTrainEngine:
     nor on the number of ranks (up to float32 rounding). Every rank calls :meth:`step` with its own shard.
 
     Args:
-        model: folder or hub name of a causal language model.
+        model: folder or hub name of a causal language model, or one that is loaded, which becomes the engine's own.
         optimizer: how to train it; None makes a frozen engine, which only evaluates.
         device: a torch device.
         max_tokens_per_microbatch: most tokens, padding included, of one forward pass.
@@ -39,7 +39,7 @@ class TorchTrainEngine:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | CausalLM,
         optimizer: OptimizerConfig | None,
         *,
         device: str = "cpu",
@@ -48,7 +48,7 @@ class TorchTrainEngine:
         group: RankGroup | None = None,
     ) -> None:
         self.version = 0
-        self._lm = load_causal_lm(model, device)
+        self._lm = model if isinstance(model, CausalLM) else load_causal_lm(model, device)
         self._device, self._token_budget, self._group = device, max_tokens_per_microbatch, group or ALONE
         self._config = optimizer
         self._optimizer = _adamw(self._lm.model, optimizer) if optimizer else None

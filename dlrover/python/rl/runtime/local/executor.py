@@ -14,26 +14,20 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import member_name
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.commands import Command, KillMember, Place, Release, StartMembers, StartTrainer, Wait
 from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
-    Command,
-    KillMember,
     MemberLost,
     MemberStarted,
-    Place,
     Placed,
     Process,
     Progressed,
-    Release,
     Released,
-    StartMembers,
-    StartTrainer,
     StepsOpened,
     TrainerFinished,
     TrainerLost,
     TrainerStarted,
-    Wait,
     WaitOver,
 )
 from dlrover.python.rl.control.placement import Placement

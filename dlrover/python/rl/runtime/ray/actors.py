@@ -16,6 +16,7 @@ from dlrover.python.rl.runtime.checkpoints import forget_memory
 
 _MEGABYTE = 1024 * 1024
 _AGAIN_S = 0.1
+_GONE_S = 10.0
 
 
 def current_actor() -> Any:
@@ -126,6 +127,9 @@ def sweep(job: str) -> list[str]:
         if group["name"].startswith(prefix) and group["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(identity))))
             found.append(group["name"])
+    for name in found:
+        with suppress(TimeoutError):  # what it writes from now on is its own
+            wait_gone(name, _GONE_S)
     forget_memory(job)
     return found
 

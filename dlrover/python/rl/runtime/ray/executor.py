@@ -5,7 +5,7 @@ executor remembers can be found again by name (:meth:`RayExecutor.adopt`), so a 
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -16,28 +16,30 @@ from dlrover.python.rl.common.errors import PlacementTimeout
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.events import (
-    Cause,
-    CauseKind,
+from dlrover.python.rl.control.commands import (
     Command,
-    Event,
-    Failed,
     KillMember,
     KillTrainer,
-    MemberStarted,
-    NodeLost,
     Place,
-    Placed,
-    Process,
     Release,
-    Released,
-    StandbyReady,
     StartMembers,
     StartStandby,
     StartTrainer,
+    Wait,
+)
+from dlrover.python.rl.control.events import (
+    Cause,
+    CauseKind,
+    Event,
+    Failed,
+    MemberStarted,
+    NodeLost,
+    Placed,
+    Process,
+    Released,
+    StandbyReady,
     TrainerFinished,
     TrainerStarted,
-    Wait,
     WaitOver,
 )
 from dlrover.python.rl.control.placement import Placement
@@ -61,6 +63,9 @@ _LOG = get_logger(__name__)
 _BEATS_A_SECOND = 1000.0
 """What one master takes in: with more processes each beats less often."""
 
+_RELEASE_TRIES = 3
+_RELEASE_PAUSE_S = 2.0
+
 
 class RayExecutor:
     """Runs one run of a job as detached, named actors.
@@ -73,6 +78,7 @@ class RayExecutor:
         master: the master's own handle, given to workloads and trainer.
 
     Attributes:
+        beats: how its processes show that they live.
         open_step: the step that the trainer was last heard to be in, 0 for none; told to members that start again.
     """
 
@@ -80,15 +86,16 @@ class RayExecutor:
         self, job: JobSpec, run: str, placement: Placement, methods: Mapping[str, tuple[str, ...]], master: Any
     ) -> None:
         self._job, self._run, self._placement, self._master = job, run, placement, master
-        self._fleet = Fleet(job, run, methods)
         self._grounds = Grounds(job, run, placement)
         self._units = Units(job)
         processes = sum(spec.num + spec.standby for spec in job.workloads.values()) + 1
-        self._beats = BeatTerms(max(job.liveness.beat_s, processes / _BEATS_A_SECOND), job.liveness.lease_s)
+        self.beats = BeatTerms(max(job.liveness.beat_s, processes / _BEATS_A_SECOND), job.liveness.lease_s)
+        self._fleet = Fleet(job, run, methods, master, self.beats)
         self._incarnation = 0
         self._losses: dict[Seating, str] = {}
         self.open_step = 0
         self._under_way: set[asyncio.Task[None]] = set()
+        self._detached: set[asyncio.Task[None]] = set()
 
     def execute(self, command: Command, emit: Emit) -> None:
         """Begin a command. One that was begun before, by this master or an earlier one, finds what that has left."""
@@ -183,37 +190,48 @@ class RayExecutor:
     # -- members ------------------------------------------------------------------------------------------------------
 
     async def _start_members(self, command: StartMembers, emit: Emit) -> None:
-        role = RLRoleType(command.role)
-        units = [await self._seat(role, rank, number, command) for rank, number in command.members]
-        for unit in units:
-            self._watch(unit, emit)
+        units = [self._seat(command, rank, number) for rank, number in command.members]
         located = asyncio.Event()
         for unit in units:
-            self._begin(self._start_member(unit, units, located, emit), emit, unit)
+            self._begin(self._start_member(unit, units, located, command.excluded, emit), emit, unit)
 
-    async def _seat(self, role: RLRoleType, rank: int, incarnation: int, command: StartMembers) -> Unit:
-        """The process that shall be a member: a standby, or a new one."""
-        number = command.standbys.get(rank, -1)
+    def _seat(self, command: StartMembers, rank: int, incarnation: int) -> Unit:
+        """The process that shall be a member: a standby, or one that is still to be made."""
+        role, number = RLRoleType(command.role), command.standbys.get(rank, -1)
         standby = self._units.take(Seating(role, number, standby=True)) if number >= 0 else None
-        unit = Unit(Seating(role, rank), incarnation, rank, number)
-        self._units.take(unit.place)
+        unit = Unit(Seating(role, rank), incarnation, standby=number)
         if standby is not None:
             unit.slot, unit.handle = standby.slot, standby.handle
-        else:
-            await self._make(unit, command.excluded)
-        self._units.put(unit)
+        self._succeed(unit)
         return unit
+
+    def _succeed(self, unit: Unit) -> None:
+        """Give a place to ``unit``. Whoever had it may only be believed dead: it is ended."""
+        former = self._units.take(unit.place)
+        self._units.put(unit)
+        if former is not None and former.handle is not None:
+            self._detach(self._end(former))
 
     async def _make(self, unit: Unit, excluded: tuple[str, ...]) -> None:
         """Start the process of a member or a standby."""
         role = RLRoleType(unit.place.role)
-        unit.slot = self._units.free_slot(role, unit.slot)
+        preferred = self._job.workloads[role].num if unit.place.standby else unit.place.at
+        unit.slot = self._units.free_slot(role, preferred)
         placed = await self._grounds.options(role, unit.slot, excluded)
-        unit.handle = await self._fleet.make_member(self._fleet.name_of(unit), role, placed)
+        try:
+            unit.handle = await self._fleet.make_member(unit, placed)
+        except asyncio.CancelledError:
+            self._detach(self._fleet.end_once_made(self._fleet.name_of(unit)))
+            raise
 
-    async def _start_member(self, unit: Unit, together: Sequence[Unit], located: asyncio.Event, emit: Emit) -> None:
-        """Locate, wait until all that start together are located, construct."""
+    async def _start_member(
+        self, unit: Unit, together: Sequence[Unit], located: asyncio.Event, excluded: tuple[str, ...], emit: Emit
+    ) -> None:
+        """Make it if need be, locate it, wait until all that start together are located, construct."""
         role, rank, timeout_s = RLRoleType(unit.place.role), unit.place.at, self._job.liveness.start_timeout_s
+        if unit.handle is None:
+            await self._make(unit, excluded)
+        self._watch(unit, emit)
         unit.process = await self._locate(unit)
         if all(other.process is not None for other in together):
             located.set()
@@ -221,8 +239,9 @@ class RayExecutor:
         reason = self._losses.get(unit.place, "others of its role had to restart") if unit.number > 1 else ""
         restart = RestartInfo(unit.number - 1, reason, max(self.open_step - 1, 0))
         context = self._units.context(role, rank, self._fleet.name_of(unit), restart)
-        start = MemberStart(self._job, context, unit.number, self._beats)
-        await answer_of(str(unit.place), unit.handle.dlrover_start.remote(start, self._master), timeout_s)
+        started = unit.handle.dlrover_start.remote(MemberStart(self._job, context, unit.number))
+        await answer_of(str(unit.place), started, timeout_s)
+        unit.up = True
         emit(MemberStarted(role, rank, unit.number, unit.process, unit.standby))
 
     async def _locate(self, unit: Unit) -> Process:
@@ -243,9 +262,8 @@ class RayExecutor:
     # -- standbys -----------------------------------------------------------------------------------------------------
 
     async def _start_standby(self, command: StartStandby, emit: Emit) -> None:
-        first_slot = self._job.workloads[RLRoleType(command.role)].num
-        unit = Unit(Seating(command.role, command.number, standby=True), 0, first_slot, command.number)
-        self._units.put(unit)
+        unit = Unit(Seating(command.role, command.number, standby=True), standby=command.number)
+        self._succeed(unit)
         self._begin(self._prepare(unit, command.excluded, emit), emit, unit)
 
     async def _prepare(self, unit: Unit, excluded: tuple[str, ...], emit: Emit) -> None:
@@ -260,15 +278,16 @@ class RayExecutor:
 
     async def _start_trainer(self, command: StartTrainer, emit: Emit) -> None:
         unit = Unit(Seating(TRAINER), command.epoch)
-        self._units.put(unit)
+        self._succeed(unit)
         self._begin(self._run_trainer(unit, command, emit), emit, unit)
 
     async def _run_trainer(self, unit: Unit, command: StartTrainer, emit: Emit) -> None:
-        unit.handle = await self._fleet.make_trainer(command.epoch, command.excluded)
+        placed = await self._grounds.trainer_options(command.excluded)
+        unit.handle = await self._fleet.make_trainer(command.epoch, placed)
         self._watch(unit, emit)
         resources = {str(role): dict(slots[0].resources) for role, slots in self._placement.slots.items()}
         start = TrainerStart(self._job, self._run, command, self._seats(), resources)
-        ref = unit.handle.start.remote(start, self._master, self._beats)
+        ref = unit.handle.start.remote(start)
         unit.process = await answer_of(TRAINER, ref, self._job.liveness.start_timeout_s)
         self._grounds.used(unit.process.node)
         emit(TrainerStarted(command.epoch, unit.process))
@@ -281,10 +300,10 @@ class RayExecutor:
             emit(TrainerFinished(unit.number) if outcome is None else unit.lost(outcome))
 
     def _seats(self) -> tuple[Seat, ...]:
-        """Who is where, in rank order; one that is being replaced is asked for when it is needed."""
+        """Who can be called, in rank order; one that is being replaced is waited for by the trainer."""
         found = {(role, rank): self._units.find(Seating(role, rank)) for role, rank in self._job.members()}
         return tuple(
-            Seat(role, rank, unit.number, unit.handle) if unit is not None else Seat(role, rank, 0, None)
+            Seat(role, rank, unit.number, unit.handle) if unit is not None and unit.up else Seat(role, rank, 0, None)
             for (role, rank), unit in found.items()
         )
 
@@ -293,21 +312,45 @@ class RayExecutor:
     async def _kill(self, place: Seating, number: int) -> None:
         unit = self._units.find(place)
         if unit is None or unit.number != number:
-            return
+            unit = Unit(place, number)
+            unit.handle = await asyncio.to_thread(find, self._fleet.name_of(unit))
         unit.forget()
+        await self._end(unit)
+
+    async def _end(self, unit: Unit) -> None:
         if unit.handle is not None:
             ray.kill(unit.handle)
         if unit.process is not None:
             await kill_process(unit.process)
 
+    def _detach(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` whatever becomes of the job; a failure is logged."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception:  # noqa: BLE001 -- nobody waits for it
+                _LOG.exception("%s: a process could not be ended", self._job.name)
+
+        task = asyncio.get_running_loop().create_task(guarded())
+        self._detached.add(task)
+        task.add_done_callback(self._detached.discard)
+
     async def _release(self, command: Release, emit: Emit) -> None:
         """End everything of the run. Whatever goes wrong is logged, and the rest goes on."""
         for what in (self._fleet.end_all, self._grounds.release, *([self._grounds.clear_memory] * command.final)):
-            try:
-                await what()
-            except Exception:  # noqa: BLE001 -- the rest is released all the same
-                _LOG.exception("%s: not everything could be released", self._job.name)
+            await self._insist(what)
         emit(Released(command.incarnation))
+
+    async def _insist(self, release: Callable[[], Awaitable[None]]) -> None:
+        """Release something, again if need be: Ray's head may be away for a while."""
+        for attempt in range(1, _RELEASE_TRIES + 1):
+            try:
+                await release()
+                return
+            except Exception:  # noqa: BLE001 -- the rest is released all the same
+                _LOG.exception("%s: not everything could be released (attempt %d)", self._job.name, attempt)
+                await asyncio.sleep(_RELEASE_PAUSE_S)
 
     # -- after the master's own restart -------------------------------------------------------------------------------
 
@@ -334,6 +377,7 @@ class RayExecutor:
         return found
 
     def _take_over(self, unit: Unit, emit: Emit) -> None:
+        unit.up = True
         self._units.put(unit)
         if unit.process is not None:
             self._grounds.used(unit.process.node)

@@ -19,9 +19,11 @@ from dlrover.python.rl.common.names import NAMESPACE, member_name, standby_name,
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Process
+from dlrover.python.rl.runtime.beats import BeatTerms
 from dlrover.python.rl.runtime.ray.actors import find
-from dlrover.python.rl.runtime.ray.member import member_class
-from dlrover.python.rl.runtime.ray.options import actor_options, keep_off, member_env, process_env
+from dlrover.python.rl.runtime.ray.member import Seated, member_class
+from dlrover.python.rl.runtime.ray.options import actor_options, member_env, process_env
+from dlrover.python.rl.runtime.ray.threads import Threads
 from dlrover.python.rl.runtime.ray.trainer import TrainerActor
 from dlrover.python.rl.runtime.ray.units import TRAINER, Unit
 from dlrover.python.rl.runtime.stacks import stacks_of
@@ -41,10 +43,15 @@ class Fleet:
         job: the job.
         run: which run of it.
         methods: role to the public methods of its workload.
+        master: the master's own handle, given to members.
+        beats: how members show that they live.
     """
 
-    def __init__(self, job: JobSpec, run: str, methods: Mapping[str, tuple[str, ...]]) -> None:
-        self._job, self._run, self._methods = job, run, methods
+    def __init__(
+        self, job: JobSpec, run: str, methods: Mapping[str, tuple[str, ...]], master: Any, beats: BeatTerms
+    ) -> None:
+        self._job, self._run, self._methods, self._master, self._beats = job, run, methods, master, beats
+        self._threads = Threads()
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -70,22 +77,23 @@ class Fleet:
 
     # -- making -------------------------------------------------------------------------------------------------------
 
-    async def make_member(self, name: str, role: RLRoleType, placed: Mapping[str, Any]) -> Any:
+    async def make_member(self, unit: Unit, placed: Mapping[str, Any]) -> Any:
         """Start the process of a member or a standby. One of the same name that is there already is ended first: a
         master that died had begun it."""
-        spec = self._job.workloads[role]
-        cls = member_class(spec.class_, self._methods.get(role, ()))
-        return await self._make(cls, actor_options(name, member_env(self._job, role), placed), (role,))
+        place, role = unit.place, RLRoleType(unit.place.role)
+        cls = member_class(self._job.workloads[role].class_, self._methods.get(role, ()))
+        seated = Seated(role, str(place), place.at if place.standby else unit.number)
+        options = actor_options(self.name_of(unit), member_env(self._job, role), placed)
+        return await self._make(cls, options, (seated, self._master, self._beats))
 
-    async def make_trainer(self, epoch: int, excluded: Sequence[str]) -> Any:
+    async def make_trainer(self, epoch: int, placed: Mapping[str, Any]) -> Any:
         """Start the process of the trainer."""
-        placed = {"num_cpus": 0, **keep_off(excluded)}
         options = actor_options(trainer_name(self._job.name, self._run, epoch), process_env(self._job), placed)
-        return await self._make(TrainerActor, options, ())
+        return await self._make(TrainerActor, options, (epoch, self._master, self._beats))
 
     async def _make(self, cls: type, options: dict[str, Any], arguments: tuple[Any, ...]) -> Any:
         await self.end_named([options["name"]])
-        return await asyncio.to_thread(lambda: ray.remote(cls).options(**options).remote(*arguments))
+        return await self._threads.run(lambda: ray.remote(cls).options(**options).remote(*arguments))
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
@@ -97,8 +105,14 @@ class Fleet:
                 ray.kill(handle)
         await self._until_gone(names)
 
+    async def end_once_made(self, name: str) -> None:
+        """End an actor that may still be in the making, and that nobody wants any more."""
+        await self._threads.settle(_GONE_S)
+        await self.end_named([name])
+
     async def end_all(self) -> None:
         """End every process of the run: the trainer first, then the members, who may close what they hold."""
+        await self._threads.settle(_GONE_S)
         names = await asyncio.to_thread(self.names)
         trainers = [name for name in names if "/trainer/" in name]
         await self.end_named(trainers)

@@ -3,7 +3,9 @@
 import asyncio
 from typing import Any
 
+import ray
 from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dlrover.python.rl.common.errors import PlacementTimeout
 from dlrover.python.rl.common.roles import RLRoleType
@@ -21,6 +23,9 @@ from dlrover.python.rl.runtime.ray.placing import (
     reserve_node,
     until_reserved,
 )
+from dlrover.python.rl.runtime.ray.threads import Threads
+
+_SETTLE_S = 20.0
 
 
 class Grounds:
@@ -38,6 +43,7 @@ class Grounds:
         self._groups: list[PlacementGroup] = []
         self._nodes: set[str] = set()
         self._lock = asyncio.Lock()
+        self._threads = Threads()
 
     @property
     def reserved(self) -> bool:
@@ -61,7 +67,7 @@ class Grounds:
         if not self.reserved:
             return
         prefix = f"{self._prefix}/{incarnation}"
-        self._groups = await asyncio.to_thread(reserve, self._placement, prefix, excluded)
+        self._groups = await self._threads.run(reserve, self._placement, prefix, excluded)
         await until_reserved(self._groups, self._placement, self._job.placement_timeout_s)
 
     async def find(self, incarnation: int, excluded: tuple[str, ...]) -> None:
@@ -79,14 +85,29 @@ class Grounds:
         places = (*self._placement.slots[role], *self._placement.standbys.get(role, ()))
         if not self.reserved:
             return {**place_options(places[slot], self._placement, []), **keep_off(excluded)}
-        node = self._placement.bundles[places[slot].bundle].node
+        await self._hold(self._placement.bundles[places[slot].bundle].node, excluded)
+        return place_options(places[slot], self._placement, self._groups)
+
+    async def trainer_options(self, excluded: tuple[str, ...]) -> dict[str, Any]:
+        """Ray's options that put the trainer on the node of the plan's first members: what it commits is in the memory
+        of that node.
+
+        Raises:
+            PlacementTimeout: no other node has the resources in time.
+        """
+        if not self.reserved:
+            return {"num_cpus": 0, **keep_off(excluded)}
+        await self._hold(0, excluded)
+        return {"num_cpus": 0, "scheduling_strategy": PlacementGroupSchedulingStrategy(self._groups[0], -1)}
+
+    async def _hold(self, node: int, excluded: tuple[str, ...]) -> None:
+        """Make sure that the resources of one node of the plan are reserved."""
         async with self._lock:
             if not await asyncio.to_thread(is_usable, self._groups[node], excluded):
-                self._groups[node] = await asyncio.to_thread(
+                self._groups[node] = await self._threads.run(
                     reserve_node, self._placement, node, self._groups[node], excluded
                 )
                 await until_reserved([self._groups[node]], self._placement, self._job.placement_timeout_s)
-        return place_options(places[slot], self._placement, self._groups)
 
     async def lacking(self) -> PlacementTimeout:
         """The error of a cluster that does not have the resources."""
@@ -94,9 +115,15 @@ class Grounds:
 
     async def release(self) -> None:
         """Give all reserved resources back."""
+        await self._threads.settle(_SETTLE_S)
         self._groups = []
         await asyncio.to_thread(release_groups, self._prefix)
 
     async def clear_memory(self) -> None:
         """Remove what the run's processes have left in the memory of their nodes."""
-        await asyncio.gather(*(on_node(node, forget_memory, self._job.name, self._run) for node in self._nodes))
+        nodes = self._nodes or await asyncio.to_thread(_living_nodes)  # a master that lost its journal knows of none
+        await asyncio.gather(*(on_node(node, forget_memory, self._job.name, self._run) for node in nodes))
+
+
+def _living_nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from dlrover.python.rl.common.errors import InvocationError
+from dlrover.python.rl.common.errors import CallSkipped, InvocationError
 from dlrover.python.rl.common.log import configure_logging
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
@@ -44,13 +44,11 @@ class MemberStart:
         job: the job.
         context: who it is among its peers.
         incarnation: which of the member's processes it is.
-        beats: how it shows that it lives.
     """
 
     job: JobSpec
     context: MemberContext
     incarnation: int
-    beats: BeatTerms
 
 
 def locate(preferred_ports: Sequence[int] = ()) -> Process:
@@ -75,14 +73,36 @@ def send_to(master: Any) -> Any:
     return send
 
 
-class MemberActor:
-    """Hosts one workload; see the module."""
+@dataclass(frozen=True)
+class Seated:
+    """What a process is from its beginning.
 
-    def __init__(self, role: str) -> None:
-        configure_logging(role)
-        self._role = RLRoleType(role)
+    Attributes:
+        role: its role.
+        who: ``"ROLLOUT[1]"``, ``"ROLLOUT-standby[2]"``.
+        number: its incarnation; a standby's number.
+    """
+
+    role: str
+    who: str
+    number: int
+
+
+class MemberActor:
+    """Hosts one workload; see the module.
+
+    Args:
+        seated: what it is.
+        master: the master's handle.
+        beats: how it shows that it lives.
+    """
+
+    def __init__(self, seated: Seated, master: Any, beats: BeatTerms) -> None:
+        configure_logging(seated.who)
+        self._role, self._master = RLRoleType(seated.role), master
+        self._is = seated.who, seated.number  # one value: the beats read it from their own thread
         self._host: MemberHost | None = None
-        self._who, self._number = "", 0
+        Beater(self._beat, send_to(master), beats).start()
 
     def dlrover_locate(self, preferred_ports: Sequence[int]) -> Process:
         """Where this process is."""
@@ -98,7 +118,7 @@ class MemberActor:
         with starting(f"{self._role}-standby"):
             self._load(job).warm_up()
 
-    def dlrover_start(self, start: MemberStart, master: Any) -> None:
+    def dlrover_start(self, start: MemberStart) -> None:
         """Construct the workload.
 
         Raises:
@@ -107,22 +127,22 @@ class MemberActor:
         context = start.context
         os.environ.update(context.to_env())
         enter_folder(start.job.work_dir)
-        self._who, self._number = f"{self._role}[{context.rank}]", start.incarnation
-        configure_logging(self._who)
+        self._is = f"{self._role}[{context.rank}]", start.incarnation
+        configure_logging(self._is[0])
         self._host = host = MemberHost(start.incarnation, ray.get_runtime_context().get_node_id())
-        Beater(self._beat, send_to(master), start.beats).start()
-        with starting(self._who):
-            host.start(self._load(start.job), context, master, start.job.config)
+        with starting(self._is[0]):
+            host.start(self._load(start.job), context, self._master, start.job.config)
 
     def _load(self, job: JobSpec) -> Any:
         spec = job.workloads[self._role]
         return load_class(spec.module, spec.class_, job.search_path)
 
     def _beat(self) -> Beat:
+        who, number = self._is
         doing = self._host.doing() if self._host is not None else None
         if doing is None:
-            return Beat(self._who, self._number)
-        return Beat(self._who, self._number, doing.method, doing.age_s, doing.call_id[0])
+            return Beat(who, number)
+        return Beat(who, number, doing.method, doing.age_s, doing.call_id[0])
 
     def dlrover_ping(self) -> bool:
         """Answer, once nothing else is running: a pending ping is how the master watches a process."""
@@ -143,7 +163,9 @@ class MemberActor:
         Raises:
             InvocationError: see :meth:`~dlrover.python.rl.runtime.host.MemberHost.invoke`.
         """
-        assert self._host is not None, "dlrover_start comes first"
+        host = self._host
+        if host is None or host.workload is None:
+            raise CallSkipped("it has not started yet", role=self._role, rank=-1, method=header.method)
 
         def arguments() -> tuple[Sequence[Any], Mapping[str, Any]]:
             decoded = [decode(value, _fetched) for value in values]
@@ -151,7 +173,7 @@ class MemberActor:
             return decoded[:cut], dict(zip(header.keywords, decoded[cut:], strict=True))
 
         try:
-            result = self._host.invoke(header, arguments)
+            result = host.invoke(header, arguments)
         except InvocationError:
             raise
         except ray.exceptions.RayTaskError as upstream:

@@ -12,7 +12,8 @@ from typing import Any
 from dlrover.python.rl.common.errors import JobFailed, MasterLost
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.roles import RLRoleType
-from dlrover.python.rl.control.events import Cause, CauseKind, StartTrainer
+from dlrover.python.rl.control.commands import StartTrainer
+from dlrover.python.rl.control.events import Cause, CauseKind
 from dlrover.python.rl.runtime.ray.activity import Activity
 from dlrover.python.rl.runtime.ray.actors import ask, find
 from dlrover.python.rl.runtime.ray.port import RayPort
@@ -43,11 +44,14 @@ class Replaced:
     members: Mapping[int, tuple[int, str]]
 
 
-def replacement(master: Any, role: str, rank: int, incarnation: int, cause: Cause, timeout_s: float) -> Replaced:
+def replacement(  # noqa: PLR0913 -- what the master is asked, and how long
+    master: Any, epoch: int, role: str, rank: int, incarnation: int, cause: Cause, timeout_s: float
+) -> Replaced:
     """Wait until somebody has taken a dead member's place.
 
     Args:
         master: the master's handle.
+        epoch: of the trainer that asks.
         role: the member's role.
         rank: its rank.
         incarnation: the one that is dead.
@@ -61,7 +65,9 @@ def replacement(master: Any, role: str, rank: int, incarnation: int, cause: Caus
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
-            found: Replaced | None = ask(lambda: master.renew.remote(role, rank, incarnation, cause, _WAIT_S), _ASK_S)
+            found: Replaced | None = ask(
+                lambda: master.renew.remote(epoch, role, rank, incarnation, cause, _WAIT_S), _ASK_S
+            )
         except MasterLost as error:
             if time.monotonic() > deadline_s:
                 raise
@@ -126,7 +132,7 @@ class RayRecovery:
             while self.incarnations().get((role, rank), 0) <= dead:
                 self._tell = True
                 cause = Cause(CauseKind.PROCESS_DIED, f"{role}[{rank}]", why)
-                found = replacement(self._master, role, rank, dead, cause, self._timeout_s)
+                found = replacement(self._master, self.epoch, role, rank, dead, cause, self._timeout_s)
                 dead = max(dead, self._take(role, rank, found, handles))
             numbers = {at: number for (of, at), number in self.incarnations().items() if of == role}
             return Renewed(role, numbers, handles)

@@ -10,7 +10,8 @@ import ray
 from dlrover.python.rl.common.errors import WorkloadDied
 from dlrover.python.rl.common.log import configure_logging
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.events import Cause, Process, StartTrainer
+from dlrover.python.rl.control.commands import StartTrainer
+from dlrover.python.rl.control.events import Cause, Process
 from dlrover.python.rl.runtime.beats import Beat, Beater, BeatTerms
 from dlrover.python.rl.runtime.durability import checkpoints_of
 from dlrover.python.rl.runtime.executor import cause_of, starting
@@ -49,28 +50,44 @@ class TrainerStart:
 
 
 class TrainerActor:
-    """Constructs the trainer, binds it to its role groups, and runs it."""
+    """Constructs the trainer, binds it to its role groups, and runs it.
 
-    def __init__(self) -> None:
+    Args:
+        epoch: its number.
+        master: the master's handle.
+        beats: how it shows that it lives.
+    """
+
+    def __init__(self, epoch: int, master: Any, beats: BeatTerms) -> None:
         configure_logging(TRAINER)
+        self._epoch, self._master = epoch, master
         self._start: TrainerStart | None = None
         self._recovery: RayRecovery | None = None
         self._activity = Activity()
         self._outcome: Cause | None = None
         self._running = self._ended = False
-
-    def start(self, start: TrainerStart, master: Any, beats: BeatTerms) -> Process:
-        """Show that it lives, from now on. Returns where it is."""
-        self._start, self._master = start, master
-        enter_folder(start.job.work_dir)
         Beater(self._beat, send_to(master), beats).start()
+
+    def start(self, start: TrainerStart) -> Process:
+        """Import the job's classes. Returns where it is.
+
+        Raises:
+            WorkloadStartError: importing them failed.
+        """
+        job = start.job
+        enter_folder(job.work_dir)
+        with starting(TRAINER):
+            self._trainer_class = load_class(job.trainer.module, job.trainer.class_, job.search_path)
+            self._classes = {
+                role: load_class(spec.module, spec.class_, job.search_path) for role, spec in job.workloads.items()
+            }
+        self._start = start
         return locate()
 
     def _beat(self) -> Beat:
-        epoch = self._start.command.epoch if self._start is not None else 0
         step = self._recovery.step if self._recovery is not None else -1
         own_s = self._activity.own_s() if self._running else None
-        return Beat(TRAINER, epoch, "" if own_s is None else OWN_CODE, own_s or 0.0, step)
+        return Beat(TRAINER, self._epoch, "" if own_s is None else OWN_CODE, own_s or 0.0, step)
 
     def dlrover_ping(self) -> bool:
         """Answer, once nothing else is running: a pending ping is how the master watches a process."""
@@ -99,22 +116,13 @@ class TrainerActor:
         return None
 
     def _bound(self, start: TrainerStart) -> tuple[TrainerLink, Callable[[], BaseTrainer]]:
-        """What ties trainers to this place, and what makes them.
-
-        Raises:
-            WorkloadStartError: importing or constructing one failed.
-        """
+        """What ties trainers to this place, and what makes them."""
         job, master = start.job, self._master
         port = WatchedPort(self._activity)
         recovery = RayRecovery(
             master, port, start.seats, start.command, _RENEWAL_S + job.placement_timeout_s, self._activity
         )
         self._recovery = recovery
-        with starting(TRAINER):
-            trainer_class = load_class(job.trainer.module, job.trainer.class_, job.search_path)
-            classes = {
-                role: load_class(spec.module, spec.class_, job.search_path) for role, spec in job.workloads.items()
-            }
         job.job_dir.mkdir(parents=True, exist_ok=True)
         node = ray.get_runtime_context().get_node_id()
         checkpoints = checkpoints_of(job, start.run, start.command.epoch, node)
@@ -123,7 +131,7 @@ class TrainerActor:
 
         def make() -> BaseTrainer:
             with starting(TRAINER):
-                trainer: BaseTrainer = trainer_class(recovery.handles(), classes, job.config)
+                trainer: BaseTrainer = self._trainer_class(recovery.handles(), self._classes, job.config)
                 return trainer
 
         return link, make

@@ -7,14 +7,7 @@ from typing import Any
 
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.events import (
-    Cause,
-    Event,
-    MemberLost,
-    Process,
-    StandbyLost,
-    TrainerLost,
-)
+from dlrover.python.rl.control.events import Cause, Event, MemberLost, Process, StandbyLost, TrainerLost
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.trainer.recovery import RestartInfo
 from dlrover.python.rl.trainer.workload import MemberContext
@@ -59,6 +52,7 @@ class Unit:
         standby: the standby it is or was, -1 for none.
         handle: its actor.
         process: where it is, None before that is known.
+        up: whether it can be called.
         tasks: what waits for it.
     """
 
@@ -68,6 +62,7 @@ class Unit:
     standby: int = -1
     handle: Any = None
     process: Process | None = None
+    up: bool = False
     tasks: list["asyncio.Task[None]"] = field(default_factory=list)
 
     def forget(self) -> None:
@@ -109,6 +104,10 @@ class Units:
         if unit is not None:
             unit.forget()
         return unit
+
+    def holds(self, unit: Unit) -> bool:
+        """Whether nobody else has taken the unit's place in the meantime."""
+        return self._units.get(unit.place) is unit
 
     def find(self, place: Place) -> Unit | None:
         """Who has a place."""

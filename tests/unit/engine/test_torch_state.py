@@ -1,0 +1,107 @@
+"""The train engine's state: saved, and gone on from, bit for bit."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from dlrover.python.rl.common.errors import EngineError, WeightSyncError
+from dlrover.python.rl.data import state_tree
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.engine.base import OptimizerConfig
+from dlrover.python.rl.engine.torch.randomness import random_state, set_random_state
+from dlrover.python.rl.engine.torch.train import TorchTrainEngine
+from dlrover.python.rl.recipe.tiny import write_tiny_model
+
+CONFIG = OptimizerConfig(lr=1e-3, warmup_steps=6, weight_decay=0.1, max_grad_norm=0.5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=64)
+
+
+def step(engine, seed):
+    generator = np.random.default_rng(seed)
+    tokens = [generator.integers(0, 256, length) for length in (9, 4, 17, 6)]
+    mask = [np.arange(len(row)) >= 2 for row in tokens]
+    batch = Batch({"tokens": Ragged.from_rows(tokens), "action_mask": Ragged.from_rows(mask)})
+    return engine.step(batch, lambda logprobs, columns: (-logprobs.sum() / 20, {}))
+
+
+def saved(state):
+    """Through bytes and back, as a checkpoint goes."""
+    skeleton, buffers = state_tree.dump(state)
+    return state_tree.load(bytes(skeleton), [memoryview(bytes(buffer)) for buffer in buffers])
+
+
+def bits(engine):
+    skeleton, buffers = state_tree.dump(engine.state_dict())
+    return skeleton, [bytes(buffer) for buffer in buffers]
+
+
+@pytest.mark.parametrize("before", [0, 1, 4])
+@pytest.mark.parametrize("used", [0, 2])
+def test_a_restored_engine_goes_on_bit_for_bit(model_path, before, used):
+    undisturbed = TorchTrainEngine(model_path, CONFIG)
+    for seed in range(before):
+        step(undisturbed, seed)
+    state = saved(undisturbed.state_dict())
+    restored = TorchTrainEngine(model_path, CONFIG)
+    for seed in range(used):  # It may have gone on, and be taken back.
+        step(restored, seed + 100)
+    restored.load_state_dict(state)
+    assert restored.version == before
+    assert bits(restored) == bits(undisturbed)
+    for seed in range(before, before + 4):
+        assert step(restored, seed) == step(undisturbed, seed)
+    assert bits(restored) == bits(undisturbed)
+
+
+def test_a_restored_engine_shares_no_memory_with_the_state(model_path):
+    engine = TorchTrainEngine(model_path, CONFIG)
+    step(engine, 0)
+    state = saved(engine.state_dict())
+    kept = bits(engine)
+    engine.load_state_dict(state)
+    step(engine, 1)
+    engine.load_state_dict(state)
+    assert bits(engine) == kept
+
+
+def test_a_frozen_engine_has_a_state_too(model_path):
+    trained, frozen = TorchTrainEngine(model_path, CONFIG), TorchTrainEngine(model_path, None)
+    frozen.load_state_dict(saved(TorchTrainEngine(model_path, None).state_dict()))
+    with pytest.raises(EngineError, match="does not fit a frozen one"):
+        frozen.load_state_dict(trained.state_dict())
+
+
+def test_a_state_of_another_model_is_refused_and_changes_nothing(model_path, tmp_path):
+    wider = TorchTrainEngine(write_tiny_model(tmp_path / "wide", hidden=48, layers=1), CONFIG)
+    engine = TorchTrainEngine(model_path, CONFIG)
+    kept = bits(engine)
+    with pytest.raises(WeightSyncError, match=r"another model: .*layers\.1.* is missing; .* has shape"):
+        engine.load_state_dict(wider.state_dict())
+    state = engine.state_dict()
+    state["optimizer"]["lm_hed"] = {}
+    with pytest.raises(WeightSyncError, match="the optimizer's 'lm_hed' is unknown"):
+        engine.load_state_dict(state)
+    assert bits(engine) == kept
+
+
+def test_all_random_states_come_back():
+    state = saved(random_state())
+
+    def draw():
+        return random.random(), random.gauss(0, 1), np.random.random(), np.random.normal(), float(torch.rand(()))
+
+    first = draw()
+    assert draw() != first
+    set_random_state(state)
+    assert draw() == first

@@ -1,0 +1,70 @@
+"""Verifiers side by side."""
+
+import itertools
+import time
+
+import pytest
+import verifiers
+
+from dlrover.python.rl.common.errors import VerifierError, VerifierTimeout
+from dlrover.python.rl.environment.deadline import DeadlineVerifier
+from dlrover.python.rl.environment.pool import VerifierPool
+
+
+def asked(*completions):
+    return [(completion, None, {}) for completion in completions]
+
+
+@pytest.fixture
+def pool():
+    made = VerifierPool(2, lambda: DeadlineVerifier(verifiers.obedient, timeout_s=1.0))
+    yield made
+    made.close()
+
+
+def test_rewards_come_in_the_order_asked():
+    made = VerifierPool(3, lambda: DeadlineVerifier(verifiers.length, timeout_s=30))
+    assert made.judge(asked(*("x" * size for size in range(50)))) == list(range(50))
+    made.close()
+
+
+def test_two_endless_samples_neither_disable_the_pool_nor_touch_the_others(pool):
+    judged = pool.judge(asked("fine", "loop", "loop", *["fine"] * 20))
+    assert [type(reward) for reward in judged[1:3]] == [VerifierTimeout] * 2
+    assert [judged[0], *judged[3:]] == [1.0] * 21
+
+
+def test_the_pool_is_at_full_strength_within_half_a_second_of_the_kill(pool):
+    began_s = time.monotonic()
+    judged = pool.judge(asked("loop", "loop", "fine", "fine"))
+    took_s = time.monotonic() - began_s
+    assert judged[2:] == [1.0, 1.0]
+    assert took_s < 1.0 + 0.5, f"{took_s - 1.0:.2f} s after the deadline"
+
+
+def test_the_others_go_on_while_one_hangs(pool):
+    began_s = time.monotonic()
+    assert len(pool.judge(asked("loop", *["fine"] * 50))) == 51
+    assert time.monotonic() - began_s < 1.5
+
+
+def test_every_bad_habit_at_once_costs_the_bad_samples_alone(pool):
+    bad = ["abort", "raise", "exit", "segfault", "nan", "forge", "kill-group", "stop"]
+    judged = pool.judge(asked(*(word for habit in bad for word in (habit, "fine"))))
+    assert all(isinstance(reward, VerifierError) for reward in judged[::2])
+    assert judged[1::2] == [1.0] * len(bad)
+
+
+def test_what_cannot_be_loaded_is_refused_and_leaves_no_process():
+    number, started = itertools.count(), []
+
+    def start():
+        if next(number) == 1:
+            return DeadlineVerifier("verifiers:missing", timeout_s=1)
+        started.append(DeadlineVerifier(verifiers.length, timeout_s=1))
+        return started[-1]
+
+    with pytest.raises(VerifierError, match="could not be loaded"):
+        VerifierPool(2, start)
+    with pytest.raises(ValueError, match="is closed"):
+        started[0]("x", None)

@@ -1,0 +1,107 @@
+"""A recipe's job in one process, with its members and its trainer killed at chosen calls."""
+
+from dataclasses import dataclass, field
+
+from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.runtime.durability import StoreCheckpoints
+from dlrover.python.rl.runtime.host import MemberHost
+from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort
+from dlrover.python.rl.runtime.local.recovery import LocalRecovery
+from dlrover.python.rl.runtime.member_state import Roots
+from dlrover.python.rl.trainer.runner import run_trainer
+from dlrover.python.rl.trainer.trainer import TrainerLink
+from dlrover.python.rl.trainer.workload import MemberContext
+
+
+class TrainerKilled(BaseException):
+    """The trainer's process is gone."""
+
+
+@dataclass
+class FaultyPort(LocalPort):
+    """Lets something happen before or after one of the calls.
+
+    Attributes:
+        faults: number of the call, and "before" or "after" it, to what happens then.
+        calls: role, rank and method of what was submitted.
+    """
+
+    faults: dict = field(default_factory=dict)
+    calls: list = field(default_factory=list)
+
+    def submit(self, role, rank, call):
+        number = len(self.calls)
+        self.calls.append((str(role), rank, call.method))
+        self.faults.pop((number, "before"), lambda port: None)(self)
+        ref = super().submit(role, rank, call)
+        self.faults.pop((number, "after"), lambda port: None)(self)
+        return ref
+
+
+def kill(role, rank):
+    """A fault: a member dies."""
+    return lambda port: port.kill(role, rank)
+
+
+def kill_trainer(port):
+    """A fault: the trainer's process dies."""
+    raise TrainerKilled
+
+
+def both(first, second):
+    """Two faults at once."""
+    return lambda port: (first(port), second(port))
+
+
+class Stage:
+    """A job that is run to its end through whatever faults.
+
+    Args:
+        folder: the job's directory.
+        trainer: the trainer's class.
+        roles: role to its workload class and its size.
+        config: of the job.
+    """
+
+    def __init__(self, folder, trainer, roles, config):
+        self.folder, self.trainer, self.roles, self.config, self.epoch = folder, trainer, roles, config, 0
+        self.port = FaultyPort({RLRoleType(role): [] for role in roles})
+        for role, (_, size) in roles.items():
+            self.port.members[RLRoleType(role)].extend(self.member(role, rank, 1) for rank in range(size))
+
+    def member(self, role, rank, incarnation, why=""):
+        workload, size = self.roles[role]
+        host = MemberHost(incarnation)
+        host.start(workload, MemberContext(f"{role}-{rank}", RLRoleType(role), rank, size), None, self.config)
+        return LocalMember(host, {}, incarnation, workload.needs_own_process)
+
+    def run(self, faults=None):
+        """Run it; a trainer that was killed is started again."""
+        self.port.faults = dict(faults or {})
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for _ in range(12):
+            try:
+                return run_trainer(self._make, self._link())
+            except TrainerKilled:
+                continue
+        raise AssertionError("the trainer never came to its end")
+
+    def _link(self):
+        self.epoch += 1
+        recovery = LocalRecovery(self.port, self.member, epoch=self.epoch, fresh=self.epoch == 1)
+        roots = Roots("job", "run1", self.epoch, self.folder / "durable", self.folder / "memory")
+        checkpoints = StoreCheckpoints(roots, 2)
+        return TrainerLink(
+            self.port, lambda report: None, "job", self.folder, recovery=recovery, checkpoints=checkpoints
+        )
+
+    def _make(self):
+        handles = {
+            role: [LocalHandle(self.port, role, rank) for rank in range(len(members))]
+            for role, members in self.port.members.items()
+        }
+        return self.trainer(handles, {role: workload for role, (workload, _) in self.roles.items()}, self.config)
+
+    def workload(self, role, rank=0):
+        """The workload that is there now."""
+        return self.port.members[RLRoleType(role)][rank].workload

@@ -1,0 +1,179 @@
+"""A disk that is full for a while: a run waits, and leaves no half line."""
+
+import errno
+import json
+import logging
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dlrover.python.rl.algorithm.grpo import GRPO
+from dlrover.python.rl.engine.base import OptimizerConfig
+from dlrover.python.rl.recipe.config import EngineConfig
+from dlrover.python.rl.recipe.disk import Patience, append, patiently, replace
+from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.recipe.tracking import RunLog
+from dlrover.python.rl.recipe.workloads import ActorWorkload
+
+QUICK = Patience(limit_s=20.0, pause_s=0.01)
+NONE = Patience(limit_s=0.05, pause_s=0.01)
+
+
+class Refusing:
+    """Something to do that fails so many times, in one of these ways, and then gives 7."""
+
+    def __init__(self, times, error):
+        self.left, self.error = times, error
+
+    def __call__(self):
+        self.left -= 1
+        if self.left >= 0:
+            raise self.error
+        return 7
+
+
+class RustError(Exception):
+    """What libraries raise that write by themselves."""
+
+
+FULL = [
+    OSError(errno.ENOSPC, "full"),
+    OSError(errno.EDQUOT, "quota"),
+    RustError("Error while serializing: I/O error: No space left on device (os error 28)"),
+]
+OTHERS = [OSError(errno.EIO, "broken"), RustError("os error 280"), ValueError("28"), OSError("os error 28")]
+
+
+@pytest.mark.parametrize("error", FULL, ids=str)
+def test_a_full_disk_is_waited_for_and_said_once(error, caplog):
+    assert patiently(Refusing(5, error), Path("metrics.jsonl"), QUICK) == 7
+    (record,) = caplog.records
+    assert record.getMessage().startswith("no room for metrics.jsonl, waiting up to 20 s: ")
+
+
+@pytest.mark.parametrize("error", FULL, ids=str)
+def test_a_disk_that_stays_full_raises_its_error(error):
+    with pytest.raises(type(error)) as caught:
+        patiently(Refusing(1_000_000, error), Path("metrics.jsonl"), NONE)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=str)
+def test_any_other_error_is_raised_at_once(error, caplog):
+    refusing = Refusing(1, error)
+    with pytest.raises(type(error)):
+        patiently(refusing, Path("metrics.jsonl"), QUICK)
+    assert not caplog.records
+
+
+# -- a real disk ------------------------------------------------------------------------------------------------------
+
+
+class SmallDisk:
+    """A disk of 1 MB that something else fills up, and leaves when the run says that it waits."""
+
+    def __init__(self, folder):
+        self.folder, self._filler = folder, folder / "filler"
+
+    def fill(self, left=0):
+        """Let just ``left`` bytes remain, rounded down to whole pages."""
+        with open(self._filler, "wb", buffering=0) as file:
+            while True:
+                try:
+                    file.write(bytes(4096))
+                except OSError:
+                    break
+            file.truncate(max(0, file.tell() - left // 4096 * 4096))
+
+    def relieve(self):
+        self._filler.unlink(missing_ok=True)
+
+
+class Relief(logging.Handler):
+    """Makes room as soon as somebody says that there is none."""
+
+    def __init__(self, disk):
+        super().__init__(logging.WARNING)
+        self.disk, self.said = disk, []
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+        self.disk.relieve()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"no small disk can be mounted here: {mounted.stderr.decode().strip()}")
+    yield SmallDisk(folder)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def relief(disk):
+    handler, logger = Relief(disk), logging.getLogger("dlrover.python.rl.recipe.disk")
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+def test_a_file_on_a_disk_that_stays_full_is_as_it_was(disk):
+    for write, name in ((append, "lines"), (replace, "whole")):
+        write(disk.folder / name, b"before\n", NONE)
+    disk.fill(left=8192)
+    for write, name in ((append, "lines"), (replace, "whole")):
+        with pytest.raises(OSError, match="No space left"):
+            write(disk.folder / name, bytes(100_000), NONE)
+        assert (disk.folder / name).read_bytes() == b"before\n"
+    assert sorted(os.listdir(disk.folder)) == ["filler", "lines", "whole"]
+
+
+def test_a_whole_log_is_written_through_full_disks(disk, relief):
+    log = RunLog(disk.folder, QUICK)
+    disk.fill()
+    log.begin(1)
+    for step in (1, 2, 3):
+        log.begin(step)
+        disk.fill(left=4096)
+        log.samples(step, [{"prompt": "x" * 2000, "row": row} for row in range(5)])
+        disk.fill()
+        log.step(step, {f"figure_{number}": number + step / 10 for number in range(80)})
+    for close in (
+        lambda: log.curve("figure_0", "reward.png"),
+        lambda: log.held_out([{"prompt": "x" * 9000}]),
+        lambda: log.summary({"what": "x" * 9000}),
+    ):
+        disk.fill()
+        close()
+    samples, metrics = ((disk.folder / name).read_text().splitlines() for name in ("samples.jsonl", "metrics.jsonl"))
+    assert [(row["step"], row["row"]) for row in map(json.loads, samples)] == [
+        (step, row) for step in (1, 2, 3) for row in range(5)
+    ]
+    assert [json.loads(row)["step"] for row in metrics] == [1, 2, 3]
+    events = EventAccumulator(str(disk.folder / "tensorboard"))
+    events.Reload()
+    assert [(event.step, round(event.value, 3)) for event in events.Scalars("figure_79")] == [
+        (step, round(79 + step / 10, 3)) for step in (1, 2, 3)
+    ]
+    assert (disk.folder / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((disk.folder / "summary.json").read_text())["what"] == "x" * 9000
+    waited = {line.split()[3].rstrip(",").rpartition("/")[2] for line in relief.said}
+    assert {"samples.jsonl", "metrics.jsonl", "held_out.jsonl", "summary.json", "reward.png"} <= waited
+
+
+def test_a_model_is_saved_once_there_is_room(disk, relief, tmp_path):
+    model = write_tiny_model(tmp_path / "T", hidden=32, layers=1, max_positions=16)
+    actor = ActorWorkload(None, {})
+    actor.init_model(str(model), EngineConfig(threads=1), OptimizerConfig(lr=1e-3), GRPO())
+    disk.fill(left=20_000)
+    actor.save(disk.folder / "model")
+    assert sorted(os.listdir(disk.folder)) == ["model"]
+    assert (disk.folder / "model" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    (said,) = relief.said
+    assert said.startswith(f"no room for {disk.folder / 'model'}, waiting up to 60 s: ")

@@ -1,0 +1,143 @@
+"""The recipes as durable loops: the same bits every time, and what a step does about samples that fail."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.engine.weights import WeightStamp
+from dlrover.python.rl.master.job import check_job, run_here
+from dlrover.python.rl.recipe.grpo import GRPOTrainer
+
+sys.path.append(str(Path(__file__).parents[3]))
+
+from tests.chaos.job import tiny_job  # noqa: E402
+
+TIMES = ("step_s", "tokens_per_s")
+
+
+def run(folder, steps=3, **config):
+    job = tiny_job(folder, steps, **config)
+    status = run_here(check_job(job, local=True))
+    return job.job_dir, status
+
+
+def finished(folder, steps=3, **config):
+    out, status = run(folder, steps, **config)
+    assert status.phase is Phase.FINISHED, status.cause
+    return out
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def untimed(out):
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in lines(out / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_two_runs_of_a_job_end_in_the_same_bits(tmp_path, reference):
+    first, second = (finished(tmp_path / name, reference=reference, eval_every=2) for name in ("one", "two"))
+    assert untimed(first) == untimed(second)
+    for file in ("samples.jsonl", "held_out.jsonl", "model/model.safetensors"):
+        assert (first / file).read_bytes() == (second / file).read_bytes(), file
+
+
+def test_each_step_samples_from_the_weights_of_the_step_before(tmp_path):
+    rows = lines(finished(tmp_path) / "samples.jsonl")
+    assert {(row["step"], row["version"], row["attempt"]) for row in rows} == {(1, 0, 0), (2, 1, 0), (3, 2, 0)}
+
+
+def flaky(folder, monkeypatch, body):
+    (folder / "flaky_reward.py").write_text(f"def reward(completion, answer, extra_info):\n{body}")
+    monkeypatch.syspath_prepend(str(folder))
+    return {"function": "flaky_reward:reward", "timeout_s": 5.0, "workers": 1}
+
+
+ONE_OF_SEVEN = """\
+    if sum(completion.encode()) % 7 == 0:
+        raise ValueError("this one is poisoned")
+    return len(completion) / 8
+"""
+
+
+def groups(rows):
+    """Step and prompt to the attempts drawn, and the rewards of each."""
+    found = {}
+    for row in rows:
+        drawn = found.setdefault((row["step"], row["prompt_id"]), {})
+        drawn.setdefault(row["attempt"], []).append((row["completion"], row["reward"]))
+    return found
+
+
+def test_groups_with_a_failed_sample_are_drawn_again_with_other_seeds(tmp_path, monkeypatch):
+    reward = flaky(tmp_path, monkeypatch, ONE_OF_SEVEN) | {"on_failure": "redraw", "max_redraws": 2}
+    out = finished(tmp_path, reward=reward, reference=True)
+    rows, metrics = lines(out / "samples.jsonl"), lines(out / "metrics.jsonl")
+    drawn = groups(rows)
+    assert max(len(attempts) for attempts in drawn.values()) == 3
+    for attempts in drawn.values():
+        for attempt, samples in attempts.items():
+            failed = any(reward is None for _, reward in samples)
+            assert failed == (attempt + 1 in attempts) or attempt == 2
+        assert len({tuple(text for text, _ in samples) for samples in attempts.values()}) == len(attempts)
+    for row in metrics:
+        step = {place: attempts for place, attempts in drawn.items() if place[0] == row["step"]}
+        again = sum(len(samples) for attempts in step.values() for at, samples in attempts.items() if at)
+        lost = sum(all(any(r is None for _, r in one) for one in attempts.values()) for attempts in step.values())
+        assert (row["redrawn_samples"], row["dropped_groups"]) == (again, lost)
+        assert row["failed_samples"] == sum(
+            r is None for attempts in step.values() for one in attempts.values() for _, r in one
+        )
+
+
+@pytest.mark.parametrize("on_failure", ["drop_sample", "drop_group", "redraw"])
+def test_failed_samples_change_nothing_about_two_runs_being_alike(tmp_path, monkeypatch, on_failure):
+    reward = flaky(tmp_path, monkeypatch, ONE_OF_SEVEN) | {"on_failure": on_failure}
+    first, second = (finished(tmp_path / name, reward=reward, steps=2) for name in ("one", "two"))
+    assert untimed(first) == untimed(second)
+    assert untimed(first)[0]["failed_samples"] > 0
+    assert (first / "model/model.safetensors").read_bytes() == (second / "model/model.safetensors").read_bytes()
+
+
+def test_a_step_of_which_every_group_is_lost_ends_the_run(tmp_path, monkeypatch):
+    reward = flaky(tmp_path, monkeypatch, "    raise ValueError('always')\n") | {"on_failure": "redraw"}
+    out, status = run(tmp_path, reward=reward)
+    assert status.phase is Phase.FAILED
+    assert "step 1: the reward function failed on all 128 samples" in status.cause.message + status.cause.detail
+    assert [row["attempt"] for row in lines(out / "samples.jsonl")] == [0] * 64 + [1] * 64
+
+
+class Members:
+    """Stands for a role group whose methods give what they are told to."""
+
+    def __init__(self, **answers):
+        self.__dict__.update({name: lambda *args, answer=answer: answer for name, answer in answers.items()})
+
+
+def trainer_with(received, published):
+    trainer = GRPOTrainer.__new__(GRPOTrainer)
+    trainer.RG_ACTOR = Members(publish_weights=["snapshot"], published=[published])
+    trainer.RG_ROLLOUT = Members(receive_weights=received)
+    return trainer
+
+
+def test_a_rollout_that_holds_other_weights_than_those_published_is_named():
+    good, bad = WeightStamp(3, "aa"), WeightStamp(3, "bb")
+    trainer_with([good, good], good).sync_weights()
+    with pytest.raises(WeightSyncError, match=r"ROLLOUT\[1\] received weights of version 3 \(bb\), not of .* \(aa\)"):
+        trainer_with([good, bad], good).sync_weights()
+
+
+def test_samples_of_another_version_than_the_one_synced_are_refused():
+    trainer = trainer_with([WeightStamp(3, "aa")], WeightStamp(3, "aa"))
+    trainer.sync_weights()
+    trainer.check_versions(4, Batch({"version": np.array([3, 3])}))
+    with pytest.raises(WeightSyncError, match="step 4: samples were drawn by weights of version 2, not 3"):
+        trainer.check_versions(4, Batch({"version": np.array([3, 2])}))

@@ -1,0 +1,152 @@
+"""The GRPO recipe through deaths of members and of the trainer: the end is that of an undisturbed run, to the bit."""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).parents[3]))
+
+from recipe_stage import Stage, both, kill, kill_trainer  # noqa: E402
+
+from dlrover.python.rl.common.errors import InvocationError, NonFiniteUpdate  # noqa: E402
+from dlrover.python.rl.data import state_tree  # noqa: E402
+from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
+from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload  # noqa: E402
+from dlrover.python.rl.trainer.workload import trainer_invocation  # noqa: E402
+from tests.chaos.job import tiny_job  # noqa: E402
+
+STEPS = 3
+TIMES = ("step_s", "tokens_per_s")
+JUDGES = []
+
+
+class Judge(RewardWorkload):
+    """A killed process would take its verifiers with it; here the test does."""
+
+    def init_verifier(self, reward):
+        JUDGES.append(self)
+        super().init_verifier(reward)
+
+
+class Poisoned(ActorWorkload):
+    """Some of its updates are given a NaN."""
+
+    updates = 0
+    poisoned = ()
+
+    def update(self, rollouts, reference, rows, temperature):
+        type(self).updates += 1
+        if self.updates in self.poisoned:
+            rows = rows.with_columns(advantage=np.full_like(rows.dense("advantage"), np.nan))
+        return super().update(rollouts, reference, rows, temperature)
+
+
+class Torn(ActorWorkload):
+    """Once, a bit of the weights flips on the way."""
+
+    published_times = 0
+
+    @trainer_invocation(blocking=False, target="RANK0")
+    def publish_weights(self):
+        type(self).published_times += 1
+        weights = super().publish_weights()
+        if self.published_times == 2:
+            weights.buffers["model.norm.weight"][5] ^= 1
+        return weights
+
+
+@pytest.fixture(autouse=True)
+def _no_verifier_is_left():
+    yield
+    while JUDGES:
+        JUDGES.pop().close()
+
+
+def stage(folder, inputs, actor=ActorWorkload):
+    roles = {"ACTOR": (actor, 1), "ROLLOUT": (RolloutWorkload, 2), "REWARD": (Judge, 1)}
+    small = {"samples_per_prompt": 4, "max_new_tokens": 3, "temperature": 1.0}
+    job = tiny_job(inputs, STEPS, rollout=small, prompts_per_step=4, eval_every=2)
+    return Stage(folder / "out", GRPOTrainer, roles, job.config)
+
+
+def end_of(made, faults=None):
+    """Run it through the faults; everything that must not depend on them."""
+    made.run(faults)
+    rows = [json.loads(line) for line in (made.folder / "metrics.jsonl").read_text().splitlines()]
+    files = ("samples.jsonl", "held_out.jsonl", "model/model.safetensors")
+    skeleton, buffers = state_tree.dump(made.workload("ACTOR").state_dict())
+    return {
+        "metrics": [{name: value for name, value in row.items() if name not in TIMES} for row in rows],
+        "state": (skeleton, [bytes(buffer) for buffer in buffers]),
+        **{name: (made.folder / name).read_bytes() for name in files},
+    }
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return tmp_path_factory.mktemp("inputs")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, inputs):
+    made = stage(tmp_path_factory.mktemp("undisturbed"), inputs)
+    end = end_of(made)
+    while JUDGES:
+        JUDGES.pop().close()
+    return end, list(made.port.calls)
+
+
+def test_an_undisturbed_run_has_every_step_once(undisturbed):
+    end, calls = undisturbed
+    assert [row["step"] for row in end["metrics"]] == [1, 2, 3]
+    assert end["samples.jsonl"].count(b"\n") == STEPS * 16
+
+
+FAULTS = [kill("ACTOR", 0), kill("ROLLOUT", 0), kill("ROLLOUT", 1), kill("REWARD", 0), kill_trainer]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_dies_the_end_is_the_same(tmp_path, inputs, undisturbed, seed):
+    expected, calls = undisturbed
+    first = next(at for at, call in enumerate(calls) if call[2] == "publish_weights")
+    draw = random.Random(seed)
+    faults = {
+        (draw.randrange(first, len(calls)), draw.choice(["before", "after"])): both(
+            draw.choice(FAULTS[:4]), draw.choice(FAULTS)
+        )
+        for _ in range(3)
+    }
+    end = end_of(stage(tmp_path, inputs), faults)
+    for name, value in expected.items():
+        assert end[name] == value, f"{name}, faults at {sorted(faults)}"
+
+
+def test_a_nan_of_the_moment_heals(tmp_path, inputs, undisturbed):
+    class Actor(Poisoned):
+        poisoned = (2,)
+
+    assert end_of(stage(tmp_path, inputs, Actor)) == undisturbed[0]
+    assert Actor.updates == STEPS + 1
+
+
+def test_weights_that_are_torn_on_the_way_are_sent_again(tmp_path, inputs, undisturbed):
+    assert end_of(stage(tmp_path, inputs, Torn)) == undisturbed[0]
+    assert Torn.published_times > 2
+
+
+def test_a_nan_that_stays_ends_the_run_and_names_its_place(tmp_path, inputs):
+    class Actor(Poisoned):
+        poisoned = range(2, 100)
+
+    with pytest.raises(
+        InvocationError, match=r"loss is nan \(first in: advantage\): the update of version 1"
+    ) as caught:
+        end_of(stage(tmp_path, inputs, Actor))
+    assert isinstance(caught.value.original, NonFiniteUpdate)
+    assert Actor.updates == 1 + 4
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1]
