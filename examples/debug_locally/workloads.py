@@ -22,7 +22,17 @@ class Actor(BaseWorkload):
 
     needs_own_process: ClassVar[bool] = True
 
+    total = 0.0
+
     def add(self, scores: list[float]) -> float:
         """The sum of all scores so far."""
-        self.total = getattr(self, "total", 0.0) + sum(scores)
+        self.total += sum(scores)
         return self.total
+
+    def state_dict(self) -> dict[str, float]:
+        """What the sum must go on from, should this process be replaced."""
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from there."""
+        self.total = state["total"]

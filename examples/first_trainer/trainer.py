@@ -15,24 +15,25 @@ class BanditTrainer(BaseTrainer):
     def init(self) -> None:
         """Let the actor make its model."""
         self.RG_ACTOR.init_model(len(self.config.payouts))
-        (self.policy,) = self.RG_ACTOR.policy()
 
     def fit(self) -> None:
         """The whole training."""
         for step in self.steps(self.config.steps):
-            pulls = self.RG_ROLLOUT.pull(Replicate(self.policy), self.seeds(step))
+            (policy,) = self.RG_ACTOR.policy()
+            pulls = self.RG_ROLLOUT.pull(Replicate(policy), self.seeds(step))
             (reward,) = self.RG_ACTOR.update(Shard(pulls))
-            (self.policy,) = self.RG_ACTOR.policy()
             self.log(step, reward=reward)
-        self.save(reward)
+            self.state["reward"] = reward
+        (learnt,) = self.RG_ACTOR.policy()
+        self.save(self.state["reward"], learnt)
 
     def seeds(self, step: int) -> list[str]:
         """What each pull of a step depends on, however many members share the pulls."""
         return [f"{self.config.seed}/{step}/{index}" for index in range(self.config.pulls_per_step)]
 
-    def save(self, reward: float) -> None:
+    def save(self, reward: float, policy: list[float]) -> None:
         """Write what was learnt into the job's directory."""
-        learnt = {"reward": reward, "policy": [round(probability, 3) for probability in self.policy]}
+        learnt = {"reward": reward, "policy": [round(probability, 3) for probability in policy]}
         (self.job_dir / "policy.json").write_text(json.dumps(learnt), encoding="utf-8")
 
     @classmethod

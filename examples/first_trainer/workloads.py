@@ -43,3 +43,11 @@ class Actor(BaseWorkload):
             slope = sum((reward - baseline) * ((pulled == lever) - probability) for pulled, reward in pulls)
             self.preferences[lever] += self.config.lr * slope / len(pulls)
         return baseline
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """What learning must go on from, should this process be replaced."""
+        return {"preferences": self.preferences}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Go on from there."""
+        self.preferences = state["preferences"]

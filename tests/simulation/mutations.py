@@ -153,7 +153,7 @@ MUTATIONS = {
     "the back-off has no end": Mutation("control.budgets", "MAX_BACKOFF_S)\n\n", "1e9)\n\n"),
     "progress forgives nothing": Mutation(
         "control.lifecycle",
-        "replace(state, committed=event.step, streaks=kept, first_cause=None)",
+        "replace(state, committed=event.step, streaks=kept, first_cause=None, node_losses={})",
         "replace(state, committed=event.step)",
     ),
     "the last cause is told instead of the first": Mutation(

@@ -106,7 +106,7 @@ def _without_effect(_: click.Context, option: click.Parameter, value: Any) -> No
 @click.option("--trainer_max_restart", type=click.IntRange(min=0))
 @click.option("--workload_max_restart", default="{}", callback=_literal, help="Role to limit: {'rollout': 3}.")
 @click.option("--scheduling_strategy_type", type=click.Choice(["AUTO", "SIMPLE", "GROUP"], case_sensitive=False))
-@click.option("--master_max_restart", type=click.IntRange(min=0))
+@click.option("--master_max_restart", type=click.IntRange(min=-1), help="-1: any number.")
 @click.option(
     "--master_state_backend_type", "--state_backend_type", callback=_without_effect, expose_value=False, help="Ignored."
 )

@@ -1,6 +1,7 @@
 """Making and finding the system's own actors."""
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -31,7 +32,9 @@ def session_folder() -> str:
 
 def was_restarted() -> bool:
     """Whether the actor this code runs in is a new process of one that has died."""
-    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray asks itself in a way that it calls deprecated, on the user's terminal
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def launch(cls: type, name: str, args: tuple[Any, ...], resources: Mapping[str, float], max_restarts: int = 0) -> Any:

@@ -1,5 +1,6 @@
 """Calling members that are Ray actors."""
 
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from dlrover.python.rl.runtime.host import CallHeader
 from dlrover.python.rl.runtime.ray.wire import encode
 from dlrover.python.rl.trainer.port import Call, Outcome, Ref
 from dlrover.python.rl.trainer.recovery import MemberId
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 _SETTLE_S = 30.0
 """How long fetching a result that is already there may take."""
@@ -142,8 +145,11 @@ def _caused(failure: InvocationError, cause: BaseException) -> InvocationError:
 
 
 def _in_short(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return "; ".join(lines[:2])
+    """What an error of Ray's says, in one line: without colours, and of a traceback the last line."""
+    lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
+    if isinstance(error, RayTaskError):
+        return lines[-1] if lines else type(error).__name__
+    return lines[0] if lines else type(error).__name__
 
 
 def _actor_id(handle: Any) -> str:

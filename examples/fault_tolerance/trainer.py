@@ -1,0 +1,30 @@
+"""The loop whose steps are durable."""
+
+import json
+
+from dlrover import BaseTrainer, Replicate, Shard
+
+
+class DurableTrainer(BaseTrainer):
+    """Roles ACTOR (one member) and ROLLOUT (any number)."""
+
+    def init(self) -> None:
+        """Repeated in every process that takes another's place: the same calls in the same order."""
+        self.RG_ACTOR.init_model(len(self.config.payouts))
+        self.state["rewards"] = []
+
+    def fit(self) -> None:
+        """What a step needs from the one before it comes from the actor or from ``self.state``."""
+        for step in self.steps(self.config.steps):
+            (policy,) = self.RG_ACTOR.policy()
+            pulls = self.RG_ROLLOUT.pull(Replicate(policy), self.seeds(step), step)
+            (reward,) = self.RG_ACTOR.update(Shard(pulls), step)
+            self.state["rewards"] = [*self.state["rewards"], reward]
+            self.log(step, reward=reward)
+        (policy,) = self.RG_ACTOR.policy()
+        learnt = {"policy": policy, "rewards": self.state["rewards"]}
+        (self.job_dir / "learnt.json").write_text(json.dumps(learnt), encoding="utf-8")
+
+    def seeds(self, step: int) -> list[str]:
+        """What each pull of a step depends on: not on who pulls, nor on what was pulled before."""
+        return [f"{self.config.seed}/{step}/{index}" for index in range(self.config.pulls_per_step)]
