@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 SEED ?= 0
+FAULTS ?= 100
+STEPS ?= 400
+KINDS ?=
 ARGS ?=
 
 # Several processes share the cores: one thread each, and none that spins while it waits.
@@ -12,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow check lint types docs format clean
+.PHONY: help demo test test-slow chaos bench-recovery check lint types docs format clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +37,12 @@ test: $(VENV)/dev ## Run all tests but the slow ones
 
 test-slow: $(VENV)/dev ## Run the slow tests (the demo on three seeds)
 	$(BIN)/python -m pytest -m slow
+
+chaos: $(VENV)/dev ## Kill, stop and spoil everything under a GRPO job on Ray (FAULTS=100 STEPS=400 SEED=0 KINDS=)
+	$(BIN)/python -m tests.chaos.run --faults $(FAULTS) --steps $(STEPS) --seed $(SEED) --kinds '$(KINDS)' $(ARGS)
+
+bench-recovery: $(VENV)/dev ## Measure detection, recovery and their cost (ARGS=--quick to try it)
+	$(BIN)/python -m benchmarks.recovery $(ARGS)
 
 check: $(VENV)/dev lint types ## Lint, types, layers and the fast tests
 	$(BIN)/python -m pytest -m 'not slow and not ray' tests/test_architecture.py tests/unit/common tests/unit/config \

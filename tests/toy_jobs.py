@@ -61,12 +61,22 @@ class Stopper(Loop):
 
 
 class LosesMember(Loop):
-    """A member is lost in the first incarnation."""
+    """A member is lost in the first incarnation, outside of durable steps."""
 
     def fit(self):
-        if self.actors[0].port.members["ACTOR"][0].workload.name.startswith("toy/1/"):
+        if not self.restart_info.count:
             self.actors[0].port.kill("ACTOR", 1)
         self.RG_ACTOR.add(1)
+
+
+class LosesMemberInAStep(Loop):
+    """Both members of a role are lost, one after the other, inside durable steps."""
+
+    def fit(self):
+        for step in self.steps(3):
+            if step > 1:
+                self.actors[0].port.kill("ACTOR", step - 2)
+            self.log(step, loss=sum(self.RG_ACTOR.add(step)))
 
 
 class AlwaysLosesMember(Loop):
@@ -96,6 +106,12 @@ class Adder(BaseWorkload):
     def add(self, number):
         self.total += number
         return self.total
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
 
     def who(self):
         return self.name, self.rank, os.environ["RANK"], os.environ.get("FROM_JOB"), self.get_device_collocation()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 import yaml
+from durable_jobs import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -53,13 +54,6 @@ def is_alive(pid):
     except OSError:
         return False
     return status.rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_for(condition, deadline_s):
-    began_s = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began_s < deadline_s, "the deadline passed"
-        os.sched_yield()
 
 
 def commands_of(pids):
@@ -155,16 +149,44 @@ def test_a_second_ctrl_c_stops_waiting_while_the_master_goes_on_stopping(tmp_pat
     assert not actors_of("twice")
 
 
-def test_what_a_dead_master_leaves_is_ended(tmp_path, ray_session):
+def test_a_master_that_dies_comes_back_and_the_run_goes_on(tmp_path, ray_session):
     address = ray.get_runtime_context().gcs_address
     file = job_file(tmp_path, "endless")
-    with Command(tmp_path, "run", str(file), "name=orphaned", "--address", address) as command:
-        wait_for(lambda: command.said("orphaned  step 1"), 120)
-        ray.kill(ray.get_actor("orphaned/master", namespace="dlrover-rl"))
+    with Command(tmp_path, "run", str(file), "name=survivor", "--address", address) as command:
+        wait_for(lambda: command.said("survivor  step 1"), 120)
+        master = ray.get_actor("survivor/master", namespace="dlrover-rl")
+        os.kill(ray.get(master.__ray_call__.remote(lambda _: os.getpid()), timeout=30), signal.SIGKILL)
+        wait_for(lambda: ray.get(master.status.remote(), timeout=60).masters == 2, 60)
+        asked = subprocess.run(
+            [*CLI, "status", "survivor", "--address", address], capture_output=True, text=True, timeout=60
+        )
+        assert asked.returncode == 0, asked.stderr
+        assert "survivor: running, step" in asked.stdout
+        assert "restarts 0" in asked.stdout
+        assert command.process.poll() is None, command.output.read_text()
+        command.interrupt()
+        wait_for(lambda: command.process.poll() is not None, 60)
+        assert command.process.returncode == 130, command.output.read_text()
+    wait_for(lambda: not actors_of("survivor"), 20)
+
+
+@pytest.mark.parametrize("how", ["killed for good", "without restarts"])
+def test_what_a_master_leaves_that_does_not_come_back_is_ended(tmp_path, ray_session, how):
+    address, name = ray.get_runtime_context().gcs_address, how.replace(" ", "-")
+    arguments = [str(job_file(tmp_path, "endless")), f"name={name}", "--address", address]
+    if how == "without restarts":
+        arguments.insert(1, "+master.max_restart=0")
+    with Command(tmp_path, "run", *arguments) as command:
+        wait_for(lambda: command.said(f"{name}  step 1"), 120)
+        master = ray.get_actor(f"{name}/master", namespace="dlrover-rl")
+        if how == "without restarts":
+            os.kill(ray.get(master.__ray_call__.remote(lambda _: os.getpid()), timeout=30), signal.SIGKILL)
+        else:
+            ray.kill(master)
         wait_for(lambda: command.process.poll() is not None, 60)
         assert command.process.returncode == 5, command.output.read_text()
         assert "the master is gone" in command.output.read_text()
-    wait_for(lambda: not actors_of("orphaned"), 20)
+    wait_for(lambda: not actors_of(name), 20)
 
 
 def test_stop_waits_for_the_end_and_removes_the_master(tmp_path, ray_session):

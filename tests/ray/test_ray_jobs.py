@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from recovery_stage import memory_of
 
 from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.common.names import NAMESPACE, master_name
@@ -43,11 +44,13 @@ def runs(tmp_path):
 
 
 def nothing_is_left(name):
-    """No actor of the job, and no placement group."""
+    """No actor of the job, no placement group, and nothing in shared memory."""
     actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     groups = [group for group in ray.util.placement_group_table().values() if group["name"].startswith(name)]
-    return not [actor for actor in actors if actor.startswith(f"{name}/")] and all(
-        group["state"] == "REMOVED" for group in groups
+    return (
+        not [actor for actor in actors if actor.startswith(f"{name}/")]
+        and all(group["state"] == "REMOVED" for group in groups)
+        and not memory_of(name)
     )
 
 
@@ -184,6 +187,7 @@ def test_resources_that_the_cluster_lacks_end_the_job_with_need_and_have(tmp_pat
     assert (status.phase, status.cause.kind) == (Phase.FAILED, CauseKind.NO_RESOURCES)
     assert "needed {'cpu': 200.0}" in status.cause.message
     assert "free {" in status.cause.message
+    wait_until(lambda: nothing_is_left("too-big"))
 
 
 def test_a_job_that_can_never_fit_is_refused_before_anything_starts(tmp_path, monkeypatch):

@@ -14,9 +14,9 @@ SPECS = ("test_machine", "test_recovery", "test_journal", "test_liveness")
 
 def broken_by(loaded: dict[str, types.ModuleType]) -> str:
     """The first unit test that fails on these modules, ``""`` when all hold."""
-    helpers = _execute("jobs", loaded)
+    helpers = _execute("runs", loaded)
     for name in SPECS:
-        for test, arguments in _calls(_execute(name, {**loaded, "jobs": helpers})):
+        for test, arguments in _calls(_execute(name, {**loaded, "runs": helpers})):
             try:
                 test(**arguments)
             except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 -- a bug shows itself in any way

@@ -74,7 +74,7 @@ def test_how_a_job_recovers():
         .standby()
         .restart_limits(job_max_restart=1, window_s=60, node_max_failures=2)
         .checkpoint(every=5)
-        .checkpoint(keep=3, resume="latest")
+        .checkpoint(keep=3, resume="latest", commit_to="job_dir")
         .liveness(beat_s=0.1, lease_s=9)
         .trainer_hang_after(90)
         .spec("j", ("here",))
@@ -82,7 +82,7 @@ def test_how_a_job_recovers():
     assert [(spec.standby, spec.hang_after_s) for spec in job.workloads.values()] == [(2, 30.0), (1, 600.0)]
     assert job.trainer.hang_after_s == 90.0
     assert job.restart == RestartSpec(job_max_restart=1, window_s=60.0, node_max_failures=2)
-    assert job.checkpoint == CheckpointSpec(5, 3, "latest")
+    assert job.checkpoint == CheckpointSpec(5, 3, "latest", "job_dir")
     assert job.liveness == LivenessSpec(0.1, 9.0)
     assert load_job_text(job_to_yaml(job), "j", search_path=("here",)) == job
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import OPEN, TERMS, Run, cause, lost, members_up, node_lost, ready, started, trainer_lost, up
+from runs import OPEN, TERMS, Run, cause, lost, members_up, node_lost, ready, started, trainer_lost, up
 
 from dlrover.python.rl.control.commands import Place, Release, StartMembers, StartStandby, StartTrainer
 from dlrover.python.rl.control.events import (

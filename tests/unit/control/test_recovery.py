@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from jobs import (
+from runs import (
     OPEN,
     ROLES,
     TERMS,

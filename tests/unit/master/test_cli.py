@@ -156,8 +156,8 @@ def test_options_win_over_the_jobs_own_fields_and_absent_ones_leave_them(shell, 
     text = resolved(
         "--max_restart", "0", "--workload_max_restart", "{'rollout': 2}", "--scheduling_strategy_type", "group"
     )
-    assert "master:\n  cpu: 0.0\n  memory: 0.0\n  max_restart: 10" in text
-    assert "max_restart: 4" in resolved("--master_max_restart", "4")
+    assert "master:\n  cpu: 0.0\n  memory: 0.0\n  max_restart: -1" in text
+    assert "  memory: 0.0\n  max_restart: 4" in resolved("--master_max_restart", "4")
     assert "job_max_restart: 0" in text
     assert "ROLLOUT: 2" in text
     assert "scheduling_strategy: GROUP" in text
@@ -180,7 +180,7 @@ def test_options_of_the_original_without_effect_say_so(shell):
         (("--workload_max_restart", "{"), "is not a Python literal"),
         (("--workload_max_restart", "{'rolout': 1}"), "the job has no role 'ROLOUT'; did you mean 'ROLLOUT'?"),
         (("--job_max_restart", "-1"), "-1 is not in the range"),
-        (("--master_max_restart", "-1"), "-1 is not in the range"),
+        (("--master_max_restart", "-2"), "-2 is not in the range"),
         (("--scheduling_strategy_type", "fast"), "'fast' is not one of"),
         (("--job_max_restarts", "3"), "No such option"),
         (("--job_name", "My Job"), "'My Job' is not a job name"),

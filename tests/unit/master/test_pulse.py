@@ -14,6 +14,7 @@ from dlrover.python.rl.control.events import (
     Placed,
     Process,
     RecoveryScope,
+    StandbyLost,
     StandbyReady,
     StepsOpened,
     TrainerLost,
@@ -21,11 +22,11 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.master.brain import Brain, submission
 from dlrover.python.rl.master.pulse import Pulse
-from dlrover.python.rl.runtime.beats import Beat
+from dlrover.python.rl.runtime.beats import Beat, BeatTerms
 from dlrover.python.rl.runtime.inspection import Inspection
 from dlrover.python.rl.runtime.state_store import MemoryStateStore
 
-LIMIT_S = 60.0
+LIMIT_S, BEATS = 60.0, BeatTerms()
 
 
 @pytest.fixture
@@ -59,20 +60,20 @@ def nowhere(who):
 def test_who_has_been_replaced_is_told_so(job):
     dead = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")
     state = running(job, MemberLost("ACTOR", 0, 1, dead), TrainerLost(1, replace(dead, who="trainer")))
-    pulse = Pulse(job, nowhere)
+    pulse = Pulse(job, BEATS, nowhere)
     assert [pulse.take(Beat("ACTOR[0]", number), state) for number in (1, 2)] == [False, True]
     assert [pulse.take(Beat("trainer", number), state) for number in (1, 2)] == [False, True]
     assert pulse.take(Beat("ACTOR[1]", 1), state)
 
 
 def test_a_standby_may_live_as_long_as_the_job_knows_of_it(job):
-    state, pulse = running(job, StandbyReady("REWARD", 0, Process("node-0", 9))), Pulse(job, nowhere)
+    state, pulse = running(job, StandbyReady("REWARD", 0, Process("node-0", 9))), Pulse(job, BEATS, nowhere)
     assert [pulse.take(Beat("REWARD-standby[0]", number), state) for number in (0, 1)] == [True, False]
     assert not pulse.take(Beat("CRITIC-standby[0]", 0), state)
 
 
 def test_a_call_that_takes_too_long_is_a_hang_of_its_member(job):
-    state, pulse = running(job), Pulse(job, {"ACTOR[1]": None}.get)
+    state, pulse = running(job), Pulse(job, BEATS, nowhere)
     pulse.take(Beat("ACTOR[0]", 1, "update", LIMIT_S - 1.0, 3), state)
     pulse.take(Beat("ACTOR[1]", 1, "update", LIMIT_S + 1.0, 3), state)
     (lost,) = hangs(pulse, state)
@@ -83,7 +84,7 @@ def test_a_call_that_takes_too_long_is_a_hang_of_its_member(job):
 
 
 def test_the_trainer_hangs_too(job):
-    state, pulse = running(job), Pulse(job, nowhere)
+    state, pulse = running(job), Pulse(job, BEATS, nowhere)
     pulse.take(Beat("trainer", 1, "fit", LIMIT_S + 1.0, 3), state)
     (lost,) = hangs(pulse, state)
     assert (type(lost), lost.epoch, lost.cause.who) == (TrainerLost, 1, "trainer")
@@ -91,11 +92,26 @@ def test_the_trainer_hangs_too(job):
 
 def test_nobody_hangs_who_has_just_come(job):
     """One that has not been heard yet is taken as heard now: by a master that has just come itself as well."""
-    assert hangs(Pulse(job, nowhere), running(job)) == []
+    assert hangs(Pulse(job, BEATS, nowhere), running(job)) == []
+
+
+def test_what_a_process_does_before_it_is_up_has_a_limit_of_its_own(job):
+    dead = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")
+    starting, pulse = running(job, MemberLost("ACTOR", 0, 1, dead)), Pulse(job, BEATS, nowhere)
+    assert pulse.take(Beat("ACTOR[0]", 2, "__init__", LIMIT_S + 1.0), starting)
+    up = running(job, MemberLost("ACTOR", 0, 1, dead), MemberStarted("ACTOR", 0, 2, Process("node-0", 10)))
+    assert hangs(pulse, up) == []
+
+
+def test_a_standby_that_hangs_is_lost_too(job):
+    state, pulse = running(job, StandbyReady("REWARD", 0, Process("node-0", 9))), Pulse(job, BEATS, nowhere)
+    pulse.take(Beat("REWARD-standby[0]", 0, "warm_up", LIMIT_S + 1.0), state)
+    (lost,) = hangs(pulse, state)
+    assert (type(lost), lost.role, lost.number, lost.cause.kind) == (StandbyLost, "REWARD", 0, CauseKind.HUNG)
 
 
 def test_what_a_replaced_process_last_said_is_not_held_against_the_new_one(job):
-    state, pulse = running(job), Pulse(job, nowhere)
+    state, pulse = running(job), Pulse(job, BEATS, nowhere)
     pulse.take(Beat("ACTOR[0]", 1, "update", LIMIT_S + 1.0, 3), state)
     dead = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")
     renewed = running(job, MemberLost("ACTOR", 0, 1, dead), MemberStarted("ACTOR", 0, 2, Process("node-0", 10)))
@@ -104,7 +120,7 @@ def test_what_a_replaced_process_last_said_is_not_held_against_the_new_one(job):
 
 def test_of_ranks_that_wait_for_each_other_the_one_that_is_waited_for_is_lost(job):
     """All of a group are in their calls for too long; the one that began first is where the others wait for it."""
-    state, pulse = running(job, collectives=("ACTOR",)), Pulse(job, nowhere)
+    state, pulse = running(job, collectives=("ACTOR",)), Pulse(job, BEATS, nowhere)
     assert state.terms.roles["ACTOR"].scope is RecoveryScope.GROUP
     pulse.take(Beat("ACTOR[0]", 1, "update", LIMIT_S + 1.0, 3), state)
     pulse.take(Beat("ACTOR[1]", 1, "update", LIMIT_S + 9.0, 3), state)
@@ -114,7 +130,7 @@ def test_of_ranks_that_wait_for_each_other_the_one_that_is_waited_for_is_lost(jo
 
 
 def test_members_that_do_not_wait_for_each_other_hang_each_for_itself(job):
-    state, pulse = running(job), Pulse(job, nowhere)
+    state, pulse = running(job), Pulse(job, BEATS, nowhere)
     for rank in (0, 1):
         pulse.take(Beat(f"REWARD[{rank}]", 1, "score", LIMIT_S + 1.0, 3), state)
     assert [lost.rank for lost in hangs(pulse, state)] == [0, 1]

@@ -2,8 +2,23 @@
 
 import os
 import resource
+import subprocess
 import sys
 from contextlib import contextmanager
+
+
+@contextmanager
+def small_disk(folder):
+    """A disk of 2 MB at ``folder``; None where file systems cannot be mounted."""
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        yield None
+        return
+    yield folder
+    subprocess.run(["umount", folder], check=True)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A small training job in one process that faults can be put into, call by call."""
 
+import shutil
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +11,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.cursor import PromptCursor
 from dlrover.python.rl.runtime.durability import StoreCheckpoints
 from dlrover.python.rl.runtime.host import MemberHost
-from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort
+from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort, process_environment
 from dlrover.python.rl.runtime.local.recovery import LocalRecovery
 from dlrover.python.rl.runtime.member_state import Roots
 from dlrover.python.rl.trainer.recovery import RestartInfo
@@ -178,9 +179,17 @@ def both(*faults):
 
 
 class Stage:
-    """A job that is run to its end through whatever faults."""
+    """A job that is run to its end through whatever faults.
 
-    def __init__(self, path, trainer=Training, steps=3, every=2, port=FaultyPort, classes=CLASSES):
+    Args:
+        nodes: member to its node, the trainer's is ``"trainer"``: each has a memory of its own. None: one for all.
+        shared: whether commits go where every node sees them.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self, path, trainer=Training, steps=3, every=2, port=FaultyPort, classes=CLASSES, nodes=None, shared=False
+    ):
+        self.nodes, self.shared = nodes, shared
         self.path, self.trainer_class, self.classes = path, trainer, classes
         self.sizes = dict.fromkeys(classes, 2)
         self.config = {"steps": steps, "end": []}
@@ -196,12 +205,36 @@ class Stage:
         context = MemberContext(
             f"{role}-{rank}", RLRoleType(role), rank, self.sizes[role], restart=RestartInfo(incarnation - 1, why)
         )
-        host = MemberHost(incarnation)
+        host = MemberHost(incarnation, self.node((str(role), rank)))
         host.start(self.classes[role], context, None, self.config)
-        return LocalMember(host, {}, incarnation, self.classes[role].needs_own_process)
+        env = self.memory((str(role), rank))
+        return LocalMember(host, env, incarnation, self.classes[role].needs_own_process)
+
+    def node(self, who):
+        return self.nodes.get(who, "a") if self.nodes is not None else ""
+
+    def memory(self, who):
+        return {"DLROVER_RL_MEMORY": str(self.path / self.node(who))} if self.nodes is not None else {}
+
+    def lose(self, node):
+        """A fault: a node goes with all that was on it, and others take its place."""
+
+        def strike(port):
+            shutil.rmtree(self.path / node, ignore_errors=True)
+            lost = [who for who, of in self.nodes.items() if of == node]
+            self.nodes.update(dict.fromkeys(lost, f"{node}2"))
+            for who in lost:
+                if who != "trainer":
+                    port.kill(*who)
+            if "trainer" in lost:
+                raise TrainerKilled
+
+        return strike
 
     def roots(self):
-        return Roots("job", "run1", self.epoch, self.path / "durable", self.path / "memory")
+        commits = self.path / "memory" if self.nodes is None else self.path / "commits" if self.shared else None
+        node = self.node("trainer")
+        return Roots("job", "run1", self.epoch, self.path / "durable", commits, node, self.shared)
 
     def link(self, fresh=True):
         self.epoch += 1
@@ -236,7 +269,8 @@ class Stage:
         self.port.faults = dict(faults or {})
         for _ in range(deaths):
             try:
-                run_trainer(self.make, self.link(fresh=self.epoch == 0))
+                with process_environment(self.memory("trainer")):
+                    run_trainer(self.make, self.link(fresh=self.epoch == 0))
             except TrainerKilled:
                 continue
             return self.outcome()

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import disks
 import numpy as np
 import pytest
 from disks import system_calls
@@ -238,11 +239,11 @@ def test_a_damaged_generation_is_set_aside_with_a_word_and_the_older_one_is_used
 def test_damaged_ones_are_kept_to_be_looked_at_but_not_for_ever(store, caplog):
     for step in range(1, 7):
         commit(store, step)
-        store.quarantine(step, "a test")
+        store.quarantine(store.manifests()[0], "a test")
         assert store.newest_valid() is None
     for _ in range(5):
         commit(store, 7)
-        store.quarantine(7, "a test")
+        store.quarantine(store.manifests()[0], "a test")
     commit(store, 8)
     kept = generations(store)
     assert kept.pop() == "step-00000008.e1"
@@ -453,14 +454,10 @@ def _commit_for_ever(store, epoch, writer):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 2 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("needs the right to mount a file system")
-    yield disk
-    subprocess.run(["umount", disk], check=True)
+    with disks.small_disk(tmp_path / "disk") as disk:
+        if disk is None:
+            pytest.skip("needs the right to mount a file system")
+        yield disk
 
 
 def test_a_full_disk_leaves_the_generations_that_are_there(small_disk):

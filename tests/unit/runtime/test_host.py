@@ -189,7 +189,7 @@ class TestState:
 
     def test_a_damaged_or_missing_file_is_not_loaded(self, host, roots):
         answer = ask(host, COMMIT, CommitRequest(1, roots))
-        path = roots.memory / "step-00000001.e1" / answer.file.name
+        path = roots.commits / "step-00000001.e1" / answer.file.name
         path.write_bytes(path.read_bytes()[:-1] + b"!")
         with pytest.raises(InvocationError) as caught:
             self.restore(host, roots, 1, answer.file)
@@ -206,7 +206,7 @@ class TestState:
         request = PersistRequest(2, "step-00000002.e1", {"ACTOR-1": answer.file}, roots)
         copied = ask(host, PERSIST, request)
         durable = roots.durable / "step-00000002.e1" / copied.name
-        assert durable.read_bytes() == (roots.memory / "step-00000002.e1" / copied.name).read_bytes()
+        assert durable.read_bytes() == (roots.commits / "step-00000002.e1" / copied.name).read_bytes()
         later = ask(host, COMMIT, CommitRequest(3, roots, copying=2))
         assert (later.copied, later.running) == (copied, False)
         durable.unlink()

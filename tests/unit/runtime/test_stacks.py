@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -66,6 +67,9 @@ def test_of_a_process_that_is_gone_it_says_so():
 
 def test_without_the_tool_the_kernel_is_asked(tmp_path):
     with process(WAITING) as child:
+        deadline_s = time.monotonic() + 10.0
+        while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() < deadline_s
         text = stacks_of(child.pid, dumper=str(tmp_path / "none"))
     assert "none is not installed" in text
     assert "State: S (sleeping)" in text

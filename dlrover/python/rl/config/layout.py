@@ -11,7 +11,7 @@
     env: {KEY: value}
     config: {...}                      # the user's own
     restart: {job_max_restart, ...}
-    checkpoint: {every, keep, resume}
+    checkpoint: {every, keep, resume, commit_to}
     liveness: {beat_s, ...}
 """
 

@@ -21,6 +21,7 @@ from dlrover.python.rl.master.interrupts import Interrupts
 from dlrover.python.rl.master.local import run_local
 from dlrover.python.rl.master.rl_master import RLMaster
 from dlrover.python.rl.master.status import JobStatus, Position, Update
+from dlrover.python.rl.runtime.durability import forget_commits
 from dlrover.python.rl.runtime.inspection import Inspection, inspect_in_child, inspect_job
 from dlrover.python.rl.runtime.ray.actors import ask, end, find, launch, sweep, wait_gone
 from dlrover.python.rl.runtime.ray.cluster import ray_cluster
@@ -156,6 +157,7 @@ def start_master(checked: CheckedJob) -> Any:
     """
     job = checked.job
     _clear_the_name(job.name)
+    forget_commits(job.job_dir)
     needs = {"cpu": job.master.cpu, "memory": job.master.memory}
     arguments = (job, new_run(), checked.placement, checked.inspection)
     master = launch(RLMaster, master_name(job.name), arguments, needs, job.master.max_restart)

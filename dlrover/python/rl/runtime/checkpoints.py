@@ -139,13 +139,18 @@ class CheckpointStore:
             if folder[0] < step and folder[0] not in self.pinned:
                 self._remove(self.root / folder_name(*folder))
 
-    def make_room(self, step: int) -> bool:
+    def make_room(self, step: int, pinned: bool) -> bool:
         """Remove what can be spared for another generation: the folders of the steps before ``step``, and damaged ones.
+
+        Args:
+            step: the earliest that is needed.
+            pinned: remove pinned steps as well; their copies then come to nothing.
 
         Returns:
             Whether there was anything.
         """
-        spared = [folder_name(*found) for found in self._folders() if found[0] < step and found[0] not in self.pinned]
+        kept = set() if pinned else self.pinned
+        spared = [folder_name(*found) for found in self._folders() if found[0] < step and found[0] not in kept]
         damaged = [folder.name for folder in self.root.glob(f"*{_BAD}*") if folder.suffix != _GONE]
         for name in (*spared, *damaged):
             self._remove(self.root / name)

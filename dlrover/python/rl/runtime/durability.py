@@ -1,14 +1,17 @@
-"""Where a trainer's commits go: into the nodes' memory, and every few of them in the background to the job's directory.
+"""Where a trainer's commits go: into the node's memory, or where all nodes see them; every few of them are copied, to
+stay.
 
 ::
 
-    COMMIT --> members write their files --> trainer.state --> manifest: committed in memory
-                  '- every few steps, in threads: copies to the job's directory
+    COMMIT --> members write their files --> trainer.state --> manifest: committed
+                  '- every few steps, in threads: copies among the job's checkpoints
     a later COMMIT --> all copies there? --> the trainer's file --> manifest: there for good
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
@@ -16,14 +19,46 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoints import CheckpointStore, newest_of_any_run
 from dlrover.python.rl.runtime.manifest import Manifest
-from dlrover.python.rl.runtime.member_state import CommitAnswer, CommitRequest, PersistRequest, RestoreRequest, Roots
-from dlrover.python.rl.runtime.state_file import StateFile, copy_file, write_state
+from dlrover.python.rl.runtime.member_state import (
+    CommitAnswer,
+    CommitRequest,
+    PersistRequest,
+    RestoreRequest,
+    Roots,
+    incarnation_of,
+)
+from dlrover.python.rl.runtime.room import PATIENT, Patience, with_room
+from dlrover.python.rl.runtime.state_file import StateFile, check_size, copy_file, write_state
 from dlrover.python.rl.trainer.recovery import MemberId
+from dlrover.python.rl.trainer.steps import LastCommit
 
 _LOG = get_logger(__name__)
 
 _TRAINER = "trainer"
-_FOLDER = "checkpoints"
+_FOLDER, _COMMITS = "checkpoints", "commits"
+
+
+def roots_of(job: JobSpec, run: str, epoch: int, node: str = "") -> Roots:
+    """Where the commits of a job's run are, for its trainer of ``epoch`` on ``node``.
+
+    They are in the memory of the node where the whole job is on one node, so that nothing is left to go on when that is
+    lost, or where the job asks for it.
+    """
+    commit_to, folder = job.checkpoint.commit_to, job.job_dir.absolute()
+    if commit_to == "auto":
+        one_node = job.trainer.node_number == 1 and job.scheduling_strategy != "SIMPLE"
+        commit_to = "memory" if one_node else "job_dir"
+    shared = commit_to == "job_dir"
+    commits = folder / _COMMITS / run if shared else None
+    return Roots(job.name, run, epoch, folder / _FOLDER / run, commits, node, shared)
+
+
+def forget_commits(job_dir: Path, run: str | None = None) -> None:
+    """Remove the commits of a run, or of all runs, from the job's directory; the copies among its checkpoints stay."""
+    folder = job_dir.absolute() / _COMMITS
+    runs = [run] if run is not None else [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    for name in runs:
+        CheckpointStore(folder / name, name, durable=True).remove()
 
 
 def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "StoreCheckpoints":
@@ -32,8 +67,8 @@ def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "Store
     Raises:
         StaleEpoch: a later trainer has taken over.
     """
-    folder = job.job_dir.absolute() / _FOLDER
-    roots = Roots(job.name, run, epoch, durable=folder / run, node=node)
+    roots = roots_of(job, run, epoch, node)
+    folder = roots.durable.parent
     resumed = newest_of_any_run(folder) if job.checkpoint.resume == "latest" else None
     before = None
     if resumed is not None and resumed[0] != run:
@@ -59,6 +94,7 @@ class StoreCheckpoints:
         every: steps between copies to the job's directory.
         keep: copies to keep there.
         before: the generations of an earlier run that this one goes on from, None for a fresh start.
+        patience: how long to wait for room.
 
     Raises:
         StaleEpoch: a later trainer has taken over.
@@ -68,29 +104,55 @@ class StoreCheckpoints:
     every: int = 10
     keep: int = 2
     before: CheckpointStore | None = None
+    patience: Patience = PATIENT
     _latest: Manifest | None = None
+    _last: LastCommit | None = None
     _copying: Manifest | None = None
     _copy_asked: bool = False
     _found: _Found | None = field(default=None, repr=False)
+    _offered: list[_Found] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        self._memory = self.roots.memory_store(self.roots.node)
+        self._commits = self.roots.commit_store(self.roots.node)
         self._durable = self.roots.durable_store(self.keep)
-        for store in (self._memory, self._durable):
-            store.claim(self.roots.epoch)
+        for store in (self._commits, self._durable):
+            with_room(partial(store.claim, self.roots.epoch), lambda pinned: False, self.patience)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def newest(self) -> int | None:
-        self._found = self._newest_in(self._memory, self._durable) or self._newest_in(self.before)
+        self._publish_whole()
+        for store in (self._commits, self._durable):
+            for manifest in store.manifests():
+                self._take_note(manifest, self._last.step if self._last is not None else 0)
+        self._found = self._newest_in(self._commits, self._durable) or self._newest_in(self.before)
+        self._offered = [self._found] if self._found is not None else []
         if self._found is not None:
+            if self._found.store is self._durable:
+                _LOG.warning(
+                    "no commit is left of a later step than %d: going on from its copy in %s",
+                    self._found.manifest.step,
+                    self._durable.root,
+                )
             return self._found.manifest.step
-        damaged = [folder.name for store in (self._memory, self._durable) for folder in store.root.glob("*.bad*")]
-        if damaged or self._latest is not None:
+        damaged = [folder.name for store in (self._commits, self._durable) for folder in store.root.glob("*.bad*")]
+        if damaged or self._last is not None:
             raise CheckpointMissing(
                 f"no commit of run {self.roots.run} is left: {', '.join(damaged) or 'all are gone'}"
             )
         return None
+
+    def last_known(self) -> LastCommit | None:
+        return self._last
+
+    def _take_note(self, manifest: Manifest, step: int = 0) -> None:
+        """Remember who has written ``manifest``, which is, or is not, of a later step than ``step``."""
+        wrote = dict(self._last.incarnations) if self._last is not None else {}
+        for name, file in manifest.files.items():
+            if name != _TRAINER:
+                role, _, rank = name.rpartition("-")
+                wrote[role, int(rank)] = max(incarnation_of(file), wrote.get((role, int(rank)), 0))
+        self._last = LastCommit(max(manifest.step, step), wrote)
 
     def _newest_in(self, *stores: CheckpointStore | None) -> _Found | None:
         """The generation of the latest step; the first store's where several have it, since it is quicker."""
@@ -111,61 +173,87 @@ class StoreCheckpoints:
         return state
 
     def discard(self, step: int, why: str) -> None:
-        self._found = None
-        for store in (self._memory, self._durable, self.before):
-            if store is not None:
-                store.quarantine(step, why)
+        self._publish_whole()
+        for found in self._offered:
+            if found.manifest.step == step:
+                found.store.quarantine(found.manifest, why)
+        self._found, self._offered = None, []
         if self._copying is not None and self._copying.step == step:
             self._end_copy()
 
     def restore_request(self, step: int) -> RestoreRequest:
-        sources = [
-            (manifest.folder if store is self._memory else str(store.root / manifest.folder), manifest.files)
-            for store in (self._memory, self._durable, self.before)
+        self._offered = [
+            _Found(store, manifest)
+            for store in (self._commits, self._durable, self.before)
             if store is not None
             for manifest in store.manifests()
             if manifest.step == step
         ]
+        sources = ((self._folder_of(found), found.manifest.files) for found in self._offered)
         return RestoreRequest(step, tuple(sources), self.roots)
+
+    def _folder_of(self, found: _Found) -> str:
+        folder = found.manifest.folder
+        return folder if found.store is self._commits else str(found.store.root / folder)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def commit_request(self, step: int, last: bool) -> CommitRequest:
+        self._publish_whole()
         due = step > 0 and (last or step % self.every == 0)
         self._copy_asked = due and self._copying is None
         return CommitRequest(step, self.roots, self._copy_asked, self._copying.step if self._copying else None)
 
     def commit(self, step: int, answers: Mapping[MemberId, CommitAnswer], state: Mapping[str, Any]) -> None:
-        folder = self._memory.folder(step, self.roots.epoch)
-        header: dict[str, str | int] = {"role": _TRAINER, "step": step}
-        own = write_state(folder / f"{_TRAINER}.state", header, dict(state), durable=False)
-        files = {_key(member): answer.file for member, answer in answers.items()}
-        files[_TRAINER] = replace(own, node=self.roots.node)
         if self._copy_asked:
-            self._memory.pinned.add(step)
-        self._latest = self._memory.commit(step, self.roots.epoch, files)
+            self._commits.pinned.add(step)
+        files = {_key(member): answer.file for member, answer in answers.items()}
+        write = partial(self._write, step, files, dict(state))
+        self._latest = with_room(write, partial(self._commits.make_room, step - 1), self.patience)
+        self._take_note(self._latest)
         self._see_copies(answers)
         if self._copy_asked:
             self._copying = self._latest
+
+    def _write(self, step: int, files: Mapping[str, StateFile], state: Mapping[str, Any]) -> Manifest:
+        """The trainer's file, and the manifest that makes a generation of it and of the members' files."""
+        path = self._commits.folder(step, self.roots.epoch) / f"{_TRAINER}.state"
+        own = write_state(path, {"role": _TRAINER, "step": step}, state, durable=self.roots.shared)
+        own = replace(own, node=self.roots.owner(self.roots.node))
+        return self._commits.commit(step, self.roots.epoch, {**files, _TRAINER: own})
 
     def _see_copies(self, answers: Mapping[MemberId, CommitAnswer]) -> None:
         """Publish the copy that was being made once all members have theirs; give it up when one will never have."""
         if self._copying is None:
             return
-        copies = {member: answer.copied for member, answer in answers.items() if answer.copied is not None}
+        copies = {_key(member): answer.copied for member, answer in answers.items() if answer.copied is not None}
         if len(copies) == len(answers):
             self._publish(self._copying, copies)
         elif all(answer.copied is not None or answer.running for answer in answers.values()):
             return
         self._end_copy()
 
+    def _publish_whole(self) -> None:
+        """Publish the copy that is being made if all of it is there, whoever may have died since: a file of it gets its
+        name when every byte has been compared."""
+        if self._copying is None:
+            return
+        copies = {name: replace(file, node="") for name, file in self._copying.files.items() if name != _TRAINER}
+        try:
+            for copy in copies.values():
+                check_size(self._durable.root / self._copying.folder, copy)
+        except (CheckpointCorrupt, CheckpointMissing, OSError):
+            return
+        self._publish(self._copying, copies)
+        self._end_copy()
+
     def _end_copy(self) -> None:
         if self._copying is not None:
-            self._memory.pinned.discard(self._copying.step)
+            self._commits.pinned.discard(self._copying.step)
         self._copying = None
 
     def persist_request(self) -> PersistRequest | None:
-        found = self._newest_in(self._memory)
+        found = self._newest_in(self._commits)
         if found is None or any(manifest.step >= found.manifest.step for manifest in self._durable.manifests()):
             return None
         self._latest = found.manifest
@@ -173,15 +261,14 @@ class StoreCheckpoints:
 
     def persisted(self, answers: Mapping[MemberId, StateFile]) -> None:
         if self._latest is not None:
-            self._publish(self._latest, answers)
+            self._publish(self._latest, {_key(member): copy for member, copy in answers.items()})
 
-    def _publish(self, manifest: Manifest, copies: Mapping[MemberId, StateFile]) -> None:
+    def _publish(self, manifest: Manifest, copies: Mapping[str, StateFile]) -> None:
         """Make a copied generation one of the job's directory."""
         try:
             target = self._durable.folder(manifest.step, self.roots.epoch)
-            own = copy_file(self._memory.root / manifest.folder, target, manifest.files[_TRAINER], durable=True)
-            files = {_key(member): copy for member, copy in copies.items()}
-            self._durable.commit(manifest.step, self.roots.epoch, {**files, _TRAINER: own})
+            own = copy_file(self._commits.root / manifest.folder, target, manifest.files[_TRAINER], durable=True)
+            self._durable.commit(manifest.step, self.roots.epoch, {**copies, _TRAINER: own})
         except (CheckpointCorrupt, CheckpointMissing, OSError) as error:
             _LOG.warning("step %d was not copied to %s: %s", manifest.step, self._durable.root, error)
 

@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.runtime.checkpoints import CheckpointStore, memory_root
+from dlrover.python.rl.runtime.room import PATIENT, Patience, with_room
 from dlrover.python.rl.runtime.state_file import StateFile, copy_file, read_state, write_state
 
 _LOG = get_logger(__name__)
@@ -22,21 +24,31 @@ class Roots:
         job: the job's name.
         run: which run of it.
         epoch: of the trainer that asks.
-        durable: the folder in the job's directory that every node sees.
-        memory: the memory-backed folder; None: each node's own.
+        durable: the folder of the copies, in the job's directory, which every node sees.
+        commits: the folder of each step's commit; None: in the memory of each node.
         node: id of the trainer's node, ``""`` in one process.
+        shared: whether ``commits`` is on a disk that every node sees, and is to outlive them.
     """
 
     job: str
     run: str
     epoch: int
     durable: Path
-    memory: Path | None = None
+    commits: Path | None = None
     node: str = ""
+    shared: bool = False
 
-    def memory_store(self, node: str) -> CheckpointStore:
-        """The generations in the memory of this node."""
-        return CheckpointStore(self.memory or memory_root(self.job, self.run), self.run, durable=False, node=node)
+    def commit_root(self) -> Path:
+        """The folder of each step's commit, as this node has it."""
+        return self.commits or memory_root(self.job, self.run)
+
+    def commit_store(self, node: str) -> CheckpointStore:
+        """Each step's generation, as node ``node``, which is this one, has it."""
+        return CheckpointStore(self.commit_root(), self.run, durable=self.shared, node=self.owner(node))
+
+    def owner(self, node: str) -> str:
+        """The ``StateFile.node`` of what ``node`` writes there."""
+        return "" if self.shared else node
 
     def durable_store(self, keep: int = 2) -> CheckpointStore:
         """The generations in the job's directory."""
@@ -89,7 +101,7 @@ class RestoreRequest:
 
     Attributes:
         sources: folder and files of each place that has it, the nearest first. A folder is absolute, or in the memory
-            of the member's node.
+            of the member's node, or wherever its commits are.
     """
 
     step: int
@@ -110,6 +122,11 @@ class _Copy:
         return self.thread is not None and self.thread.is_alive()
 
 
+def incarnation_of(file: StateFile) -> int:
+    """Which process of the member has written ``file``."""
+    return int(file.name.split(".")[-2])
+
+
 class MemberState:
     """Writes and reads the state of one member.
 
@@ -118,9 +135,11 @@ class MemberState:
         rank: its rank.
         incarnation: which of its processes this is.
         node: id of this node.
+        patience: how long to wait for room.
     """
 
-    def __init__(self, role: str, rank: int, incarnation: int, node: str) -> None:
+    def __init__(self, role: str, rank: int, incarnation: int, node: str, patience: Patience = PATIENT) -> None:
+        self._patience = patience
         self.key = f"{role}-{rank}"
         self._incarnation, self._node = incarnation, node
         self._header: dict[str, str | int] = {"role": str(role), "rank": rank}
@@ -132,21 +151,27 @@ class MemberState:
         Raises:
             DataError: it holds what cannot be saved.
             StaleEpoch: a later trainer has taken over.
-            OSError: it cannot be written.
+            OSError: it cannot be written; where there is no room, none has come.
         """
-        store = request.roots.memory_store(self._node)
-        folder = store.folder(request.step, request.roots.epoch)
-        path = folder / f"{self.key}.{self._incarnation}.state"
+        roots, copy = request.roots, self._copy
+        store = roots.commit_store(self._node)
+        if request.copying is not None:
+            store.pinned.add(request.copying)
+        if copy is not None and copy.running:
+            store.pinned.add(copy.step)
         header = {**self._header, "step": request.step}
-        file = write_state(path, header, workload.state_dict(), durable=False)
-        copy = self._copy
-        if self._node != request.roots.node:
-            if copy is not None and copy.running:
-                store.pinned.add(copy.step)
+        state = workload.state_dict()  # once: ranks may meet in it
+
+        def write() -> StateFile:
+            path = store.folder(request.step, roots.epoch) / f"{self.key}.{self._incarnation}.state"
+            return write_state(path, header, state, durable=roots.shared)
+
+        file = with_room(write, partial(store.make_room, request.step - 1), self._patience)
+        if not roots.shared and self._node != roots.node:
             store.drop_older(request.step - 2)
         if request.persist:
-            self._begin_copy(request.step, folder, file, request.roots)
-        file = replace(file, node=self._node)
+            self._begin_copy(request.step, store.folder(request.step, roots.epoch), file, roots)
+        file = replace(file, node=roots.owner(self._node))
         if copy is None or copy.step != request.copying:
             return CommitAnswer(file)
         return CommitAnswer(file, copy.done, copy.running)
@@ -157,7 +182,7 @@ class MemberState:
         Raises:
             CheckpointCorrupt, CheckpointMissing: no place has.
         """
-        memory = request.roots.memory or memory_root(request.roots.job, request.roots.run)
+        root = request.roots.commit_root()
         header = {**self._header, "step": request.step}
         failure: CheckpointCorrupt | CheckpointMissing = CheckpointMissing(f"step {request.step} has no {self.key}")
         for folder, files in request.sources:
@@ -165,9 +190,12 @@ class MemberState:
             if file is None:
                 continue
             try:
-                state = read_state(memory / folder / file.name, file, header)
+                state = read_state(root / folder / file.name, file, header)
             except (CheckpointCorrupt, CheckpointMissing) as error:
                 failure = error
+                continue
+            except OSError as error:
+                failure = CheckpointCorrupt(str(root / folder / file.name), f"it cannot be read: {error}")
                 continue
             workload.load_state_dict(state)
             return
@@ -185,9 +213,9 @@ class MemberState:
             copy.thread.join()  # waits: for a copy on this machine, which ends or fails
             if copy.done is not None:
                 return copy.done
-        memory = request.roots.memory or memory_root(request.roots.job, request.roots.run)
+        root = request.roots.commit_root()
         target = request.roots.durable_store().folder(request.step, request.roots.epoch)
-        return copy_file(memory / request.folder, target, request.files[self.key], durable=True)
+        return copy_file(root / request.folder, target, request.files[self.key], durable=True)
 
     def _begin_copy(self, step: int, source: Path, file: StateFile, roots: Roots) -> None:
         copy = _Copy(step)

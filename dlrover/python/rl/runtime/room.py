@@ -1,8 +1,9 @@
-"""Writing where there may be no room: what can be spared is removed, then room is waited for, then the write is given up.
+"""Writing where there may be no room: what can be spared is removed, then room is waited for, then it is given up.
 
 ::
 
-    write --> no room --> the older generation is removed --> again --> pauses, up to a limit --> an error with the figures
+    write --> no room --> the older generation is removed --> again --> pauses, for a while
+                  --> what is being copied is removed as well --> again --> an error with the figures
 """
 
 import errno
@@ -44,19 +45,22 @@ def says_full(error: OSError) -> bool:
     return error.errno in _FULL
 
 
-def no_room(error: OSError, folder: Path, nbytes: int) -> OSError:
-    """``error`` of a write, with the folder, the bytes that were to go there, and those that are free."""
+def no_room(number: int, folder: Path, nbytes: int) -> OSError:
+    """The error ``number`` of a write, with the folder, the bytes that were to go there (0: unknown), and those that
+    are free."""
     disk = os.statvfs(folder)
-    what = f"no room for {nbytes} bytes: {disk.f_bavail * disk.f_frsize} bytes are free"
-    return OSError(error.errno, what, str(folder))
+    free = disk.f_bavail * disk.f_frsize
+    need = f"{nbytes} bytes do not fit, " if nbytes else ""
+    return OSError(number, f"{os.strerror(number)}: {need}{free} bytes are free", str(folder))
 
 
-def with_room(write: Callable[[], T], make_room: Callable[[], bool], patience: Patience = PATIENT) -> T:
+def with_room(write: Callable[[], T], make_room: Callable[[bool], bool], patience: Patience = PATIENT) -> T:
     """Call ``write``, which leaves nothing where it fails, until there is room for it.
 
     Args:
         write: what to do; called again from its beginning.
-        make_room: removes what can be spared; whether there was anything.
+        make_room: removes what can be spared; whether there was anything. Called with True when waiting has not helped:
+            then what somebody still uses can be spared as well.
         patience: how long to wait once there is nothing to spare.
 
     Raises:
@@ -69,12 +73,12 @@ def with_room(write: Callable[[], T], make_room: Callable[[], bool], patience: P
         except OSError as error:
             if not says_full(error):
                 raise
-            if make_room():
+            if make_room(False):
                 continue
-            now_s = time.monotonic()
             if deadline_s is None:
-                deadline_s = now_s + patience.limit_s
+                deadline_s = time.monotonic() + patience.limit_s
                 _LOG.warning("waiting up to %g s for room: %s", patience.limit_s, error)
-            if now_s >= deadline_s:
+            if time.monotonic() < deadline_s:
+                time.sleep(patience.pause_s)
+            elif not make_room(True):
                 raise
-        time.sleep(patience.pause_s)

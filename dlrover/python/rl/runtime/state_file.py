@@ -159,7 +159,7 @@ def new_file(path: Path, durable: bool, nbytes: int = 0) -> Iterator[BinaryIO]:
         with suppress(OSError):
             temporary.unlink()
         if isinstance(error, OSError) and says_full(error):
-            raise no_room(error, path.parent, nbytes) from error
+            raise no_room(error.errno or errno.ENOSPC, path.parent, nbytes) from error
         raise
     if durable:
         sync_folder(path.parent)
@@ -200,7 +200,7 @@ def _check_space(folder: Path, nbytes: int) -> None:
     """Raise before a byte is written where the disk is too full for all of them."""
     disk = os.statvfs(folder)
     if disk.f_bavail * disk.f_frsize < nbytes:
-        raise no_room(OSError(errno.ENOSPC, ""), folder, nbytes)
+        raise no_room(errno.ENOSPC, folder, nbytes)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

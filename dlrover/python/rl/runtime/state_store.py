@@ -254,7 +254,8 @@ def _write(file: int, content: bytes, at: int) -> None:
 
 
 def _create(path: Path) -> None:
-    """An empty journal, under its name only when its header is safe; one that somebody else makes meanwhile stays."""
+    """An empty journal, under its name only when its header is safe, and the name is not yet; one that somebody else
+    makes meanwhile stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
@@ -266,4 +267,3 @@ def _create(path: Path) -> None:
             os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)

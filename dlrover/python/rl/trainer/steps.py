@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from dlrover.python.rl.common.errors import (
     CallError,
@@ -15,7 +15,7 @@ from dlrover.python.rl.common.errors import (
 )
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.trainer.durable import DurablePort
-from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RESTORE, WHERE, Port
+from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RESTORE, WHERE, Port, Standing
 from dlrover.python.rl.trainer.recovery import (
     Checkpoints,
     MemberId,
@@ -43,6 +43,28 @@ class Attempt:
     number: int = 0
     opened: bool = False
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class LastCommit:
+    """The last commit that is known of, whether it is still there or not.
+
+    Attributes:
+        step: its step.
+        incarnations: of each stateful member, the latest whose state was ever committed.
+    """
+
+    step: int
+    incarnations: Mapping[MemberId, int]
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """Commits that are remembered when they are gone: tells members that hold a state from those that replaced them."""
+
+    def last_known(self) -> LastCommit | None:
+        """The last commit that is known of, None for none."""
+        ...
 
 
 class NoRecovery:
@@ -104,6 +126,8 @@ class Steps:
         info = self._recovery.restart_info
         self.restart_info = replace(info, count=info.count + attempt.number, reason=attempt.reason or info.reason)
         self.commits = 0
+        self._as_new = set(self.port.members()) if self._recovery.fresh and not attempt.number else set()
+        self._loaded = False
         self._begun = False
         self._recoveries_told = -1
 
@@ -192,7 +216,9 @@ class Steps:
 
     def forget(self) -> None:
         """Let members forget the steps that an earlier trainer object has made."""
-        self.port.ask(self.port.members(), FORGET)
+        standings = self.port.ask(self.port.members(), WHERE)
+        self._as_new = {member for member, standing in standings.items() if standing == Standing()}
+        self.port.ask([member for member in standings if member not in self._as_new], FORGET)
 
     def can_go_back(self) -> bool:
         """Whether there is a commit that another trainer object could go on from."""
@@ -200,14 +226,11 @@ class Steps:
 
     def _go_back(self) -> int:
         assert self._checkpoints is not None
-        while True:
-            step = self._checkpoints.newest()
-            if step is None:
-                self._check_that_nothing_is_missing()
-                self.commit(0)
-                return 0
+        while (step := self._newest(self._checkpoints)) is not None:
             try:
-                load_state(self.state, self._checkpoints.load(step))
+                saved = self._checkpoints.load(step)
+                self._loaded = True
+                load_state(self.state, saved)
                 self._bring_members_to(step)
             except (InvocationError, CheckpointCorrupt, CheckpointMissing) as error:
                 if not is_damage(error):
@@ -215,13 +238,32 @@ class Steps:
                 self._checkpoints.discard(step, str(error).partition("\n")[0])
                 continue
             return step
+        self.commit(0)
+        return 0
+
+    def _newest(self, checkpoints: Checkpoints) -> int | None:
+        """The step to go back to; None: there is none, and everybody is as ``init`` has left them."""
+        lost = ""
+        try:
+            step = checkpoints.newest()
+        except CheckpointMissing as error:
+            step, lost = None, str(error)
+        if step is None:
+            self._start_over(lost)
+        return step
 
     def _bring_members_to(self, step: int) -> None:
         assert self._checkpoints is not None
         self.port.go_on_from(step)
         standings = self.port.ask(self.port.members(), WHERE)
-        self.port.ask([member for member, standing in standings.items() if standing.touched > step + 1], FORGET)
+        ahead = {member: standing.touched for member, standing in standings.items() if standing.touched > step + 1}
+        if ahead:
+            _LOG.warning(
+                "the later commits are gone: from step %d everybody goes back to %d", max(ahead.values()), step
+            )
+        self.port.ask(ahead, FORGET)
         while behind := self._members_not_at(step):
+            self._as_new.difference_update(behind)
             self.port.ask(behind, RESTORE, self._checkpoints.restore_request(step))
 
     def _members_not_at(self, step: int) -> list[MemberId]:
@@ -233,17 +275,48 @@ class Steps:
         roles = {role for role, _ in behind if self.port.roles[role].together}
         return [member for member in members if member in behind or member[0] in roles]
 
-    def _check_that_nothing_is_missing(self) -> None:
+    def _start_over(self, lost: str) -> None:
+        """There is nothing to go back to (``lost`` says what was, ``""``: nothing is known of): see to it that
+        everybody begins at step 1.
+
+        Raises:
+            CheckpointMissing: a member that nobody has replaced holds the state of a later step.
+            StepAbandoned: what was lost had been partly loaded already. Those who have it are replaced now, and another
+                trainer object begins at step 1.
+        """
         standings = self.port.ask(self.port.members(stateful_only=True), WHERE)
-        touched = max((standing.touched for standing in standings.values()), default=0)
-        if touched:
-            raise CheckpointMissing(f"members have taken part in step {touched}, and no commit is left to go back to")
+        moved = [member for member, standing in standings.items() if not self._is_new(member, standing)]
+        known = self._checkpoints.last_known() if isinstance(self._checkpoints, Remembering) else None
+        last = max([standing.touched for standing in standings.values()] + [known.step if known else 0])
+        what = f"{lost or 'no commit is left to go back to'}; the steps up to {last} are lost"
+        current = self._recovery.incarnations()
+        wrote: Mapping[MemberId, int] = known.incarnations if known is not None else {}
+        survivors = [member for member in moved if member not in wrote or current.get(member, 0) <= wrote[member]]
+        if survivors:
+            raise CheckpointMissing(f"{what}, and {_names(survivors)} cannot begin again: they hold a later state")
+        if moved or self._loaded:
+            for role, rank in moved:
+                self._recovery.renew(role, rank, current[role, rank], "it holds a part of a commit that is lost")
+            self.port.go_on_from(0)
+            raise StepAbandoned(1, CheckpointMissing(what))
+        if lost or self.restart_info.count:
+            _LOG.warning(
+                "%s; all stateful members are new: the job begins again at step 1", what if lost else "no commit"
+            )
+
+    def _is_new(self, member: MemberId, standing: Standing) -> bool:
+        """Whether a member is as ``init`` has left it."""
+        return standing.touched == 0 and (standing.agrees_with(0) or member in self._as_new)
 
     def _publish(self, checkpoints: Checkpoints, step: int, answers: Mapping[MemberId, Any]) -> None:
         try:
             checkpoints.commit(step, answers, dump_state(self.state))
         except (CheckpointCorrupt, CheckpointMissing) as error:
             raise StepAbandoned(step, error) from error
+
+
+def _names(members: list[MemberId]) -> str:
+    return ", ".join(f"{role}[{rank}]" for role, rank in members)
 
 
 def dump_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,8 +31,7 @@ from dlrover.python.rl.control.events import (
     WaitOver,
 )
 from dlrover.python.rl.control.placement import Placement
-from dlrover.python.rl.runtime.checkpoints import CheckpointStore, memory_root
-from dlrover.python.rl.runtime.durability import checkpoints_of
+from dlrover.python.rl.runtime.durability import checkpoints_of, roots_of
 from dlrover.python.rl.runtime.executor import Emit, cause_of
 from dlrover.python.rl.runtime.host import MemberHost
 from dlrover.python.rl.runtime.loading import load_class
@@ -192,7 +191,7 @@ class LocalExecutor:
             except Exception:  # noqa: BLE001 -- the boundary that a process would be; the others are closed too
                 _LOG.exception("closing %s failed", member.env["NAME"])
         if final:
-            CheckpointStore(memory_root(self.job.name, self.run), self.run, durable=False).remove()
+            roots_of(self.job, self.run, epoch=0).commit_store(node="").remove()
 
 
 def _here() -> Process:

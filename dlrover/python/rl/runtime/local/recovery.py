@@ -43,7 +43,7 @@ class LocalRecovery:
 
     def renew(self, role: str, rank: int, incarnation: int, why: str) -> Renewed:
         members = self.port.members[role]
-        if not members[rank].alive:
+        if not members[rank].alive or members[rank].incarnation == incarnation:
             again = [at for at in range(len(members)) if at == rank or members[rank].together]
             for at in again:
                 self.port.kill(role, at)

@@ -338,7 +338,7 @@ class RayExecutor:
 
     async def _release(self, command: Release, emit: Emit) -> None:
         """End everything of the run. Whatever goes wrong is logged, and the rest goes on."""
-        for what in (self._fleet.end_all, self._grounds.release, *([self._grounds.clear_memory] * command.final)):
+        for what in (self._fleet.end_all, self._grounds.release, *([self._grounds.forget_commits] * command.final)):
             await self._insist(what)
         emit(Released(command.incarnation))
 

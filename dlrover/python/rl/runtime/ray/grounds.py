@@ -12,6 +12,7 @@ from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.runtime.checkpoints import forget_memory
+from dlrover.python.rl.runtime.durability import forget_commits
 from dlrover.python.rl.runtime.ray.fleet import on_node
 from dlrover.python.rl.runtime.ray.options import keep_off
 from dlrover.python.rl.runtime.ray.placing import (
@@ -119,10 +120,11 @@ class Grounds:
         self._groups = []
         await asyncio.to_thread(release_groups, self._prefix)
 
-    async def clear_memory(self) -> None:
-        """Remove what the run's processes have left in the memory of their nodes."""
+    async def forget_commits(self) -> None:
+        """Remove the run's commits, from the memory of its nodes and from the job's directory."""
         nodes = self._nodes or await asyncio.to_thread(_living_nodes)  # a master that lost its journal knows of none
         await asyncio.gather(*(on_node(node, forget_memory, self._job.name, self._run) for node in nodes))
+        await asyncio.to_thread(forget_commits, self._job.job_dir, self._run)
 
 
 def _living_nodes() -> set[str]:

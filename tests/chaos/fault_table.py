@@ -1,0 +1,207 @@
+"""``python -m tests.chaos.fault_table [--check]``: the tables of ``docs/fault-table.md`` from what was measured.
+
+What is expected of each kind of fault stands here; what was measured stands in ``benchmarks/results/chaos.json``: the
+``report.json`` of one run of :mod:`tests.chaos.run`, or a list of such. Without the file the page says that there are
+no figures.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.chaos.faults import Kind
+from tests.chaos.tables import markdown, percentile
+
+REPOSITORY = Path(__file__).parents[2]
+PAGE = REPOSITORY / "docs" / "fault-table.md"
+RESULTS = REPOSITORY / "benchmarks" / "results" / "chaos.json"
+BEGIN, END = "<!-- fault table: begin -->", "<!-- fault table: end -->"
+
+Run = Mapping[str, Any]
+"""What one chaos run has written."""
+
+
+class Expected(NamedTuple):
+    """What a kind of fault is expected to lead to: what is done, what comes of it, who notices, what recovers."""
+
+    done: str
+    comes: str
+    noticed: str
+    recovered: str
+
+
+_PING = "the trainer's failed call, or the master's pending ping"
+_BEATS = "beats: none, or the same call, for `hang_after_s`"
+_RANKS = "all ranks of the role restart and load the last commit; the step goes on"
+_SHARE = "a standby or a new process takes the rank; its share of the step is done again"
+_TRAINER = "a new trainer; calls that were answered are not made again"
+_NODE = "its processes are replaced on other nodes, as one loss; the node is not used again"
+_SET_ASIDE = "the commit is set aside; the one before is loaded"
+
+EXPECTED = {
+    Kind.KILL_ACTOR: Expected("SIGKILL", "the step goes on", _PING, _RANKS),
+    Kind.KILL_ROLLOUT: Expected("SIGKILL", "the step goes on", _PING, _SHARE),
+    Kind.KILL_REWARD: Expected("SIGKILL", "the step goes on", _PING, _SHARE),
+    Kind.KILL_TRAINER: Expected("SIGKILL", "the step goes on", "the master's pending ping", _TRAINER),
+    Kind.KILL_MASTER: Expected(
+        "SIGKILL", "the step is not interrupted", "Ray", "it replays its journal and finds the processes by name"
+    ),
+    Kind.KILL_STANDBY: Expected("SIGKILL", "the step is not interrupted", "the master's pending ping", "another one"),
+    Kind.HANG_ACTOR: Expected("SIGSTOP", "it is killed; the step goes on", _BEATS, _RANKS),
+    Kind.HANG_ROLLOUT: Expected("SIGSTOP", "it is killed; the step goes on", _BEATS, _SHARE),
+    Kind.HANG_REWARD: Expected("SIGSTOP", "it is killed; the step goes on", _BEATS, _SHARE),
+    Kind.HANG_TRAINER: Expected("SIGSTOP", "it is killed; the step goes on", _BEATS, _TRAINER),
+    Kind.CUT_RECEIVE: Expected(
+        "SIGKILL while it receives weights", "nobody samples from half of them", _PING, f"{_SHARE}, the weights first"
+    ),
+    Kind.CUT_PUBLISH: Expected(
+        "SIGKILL while it publishes weights", "nobody samples from half of them", _PING, f"{_RANKS}, publishing anew"
+    ),
+    Kind.NAN_LOSS: Expected(
+        "an update is given a NaN",
+        "no rank changes its weights",
+        "the engine, before the update",
+        "the step begins again from the last commit",
+    ),
+    Kind.FLIP_MEMORY: Expected(
+        "one bit, then a loss", "one step more is done again", "the checksums, when it is read", _SET_ASIDE
+    ),
+    Kind.TEAR_MEMORY: Expected(
+        "a file cut short, then a loss", "one step more is done again", "its length, when it is read", _SET_ASIDE
+    ),
+    Kind.FLIP_DURABLE: Expected(
+        "one bit of a copy in `job_dir`", "the run is not interrupted", "the checksums, when it is read", _SET_ASIDE
+    ),
+    Kind.TEAR_DURABLE: Expected(
+        "a copy in `job_dir` cut short", "the run is not interrupted", "its length, when it is read", _SET_ASIDE
+    ),
+    Kind.TEAR_JOURNAL: Expected(
+        "half a line at the journal's end, master killed",
+        "the step is not interrupted",
+        "the line's checksum",
+        "the half line never counted; then as for the master",
+    ),
+    Kind.FULL_DISK: Expected(
+        "`job_dir` full for seconds",
+        "steps go on; decisions wait",
+        "the failed write",
+        "the journal is written when there is room; a copy that failed is made with a later step",
+    ),
+    Kind.KILL_GCS: Expected(
+        "SIGKILL", "calls go on; starts wait", "its keeper", "it is started again with its tables from disk"
+    ),
+    Kind.KILL_RAYLET: Expected("SIGKILL", "the step goes on", "its connection closes and is refused", _NODE),
+    Kind.KILL_NODE: Expected(
+        "SIGKILL of all its processes", "the step goes on", "its connection closes and is refused", _NODE
+    ),
+    Kind.CUT_NODE: Expected(
+        "its raylet is stopped for longer than Ray waits",
+        "the step goes on; what is left there is refused and ends itself",
+        "Ray's health check",
+        _NODE,
+    ),
+    Kind.PAUSE_MASTER: Expected("SIGSTOP for a moment", "no step is interrupted", "nobody", "nothing is lost"),
+    Kind.PAUSE_GCS: Expected("SIGSTOP for a moment", "no step is interrupted", "nobody", "nothing is lost"),
+    Kind.PAUSE_RAYLET: Expected("SIGSTOP for a moment", "no step is interrupted", "nobody", "nothing is lost"),
+}
+
+
+def load_runs(path: Path = RESULTS) -> list[Run]:
+    """The runs in a results file, none when there is no file."""
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found if isinstance(found, list) else [found]
+
+
+def render(runs: Sequence[Run]) -> str:
+    """What stands between the page's markers."""
+    rows = [[f"{kind.value}", *EXPECTED[kind]] for kind in Kind]
+    expected = markdown(["fault", "done by", "expected", "noticed by", "recovery"], rows)
+    if not runs:
+        return f"{expected}\n\nNo run's figures are kept here yet."
+    return f"{expected}\n\n{_summary(runs)}\n\n{_measured(runs)}"
+
+
+def _summary(runs: Sequence[Run]) -> str:
+    findings = _findings(runs)
+    kinds = len({finding["fault"]["kind"] for finding in findings})
+    overlapping = sum(bool(finding.get("overlaps")) for finding in findings)
+    steps = sum(max((commit["step"] for commit in run["commits"]), default=0) for run in runs)
+    redone = sum(sum(run["redone"].values()) for run in runs)
+    violations = sum(len(run["problems"]) for run in runs)
+    return (
+        f"{_count(len(runs), 'run')} of {_count(steps, 'step')} in all, {_count(len(findings), 'fault')} of "
+        f"{_count(kinds, 'kind')}, {overlapping} of them overlapping another recovery; {_count(redone, 'step')} done "
+        f"again, {_count(violations, 'violation')} of what must hold. Seconds, from the fault on:"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def _measured(runs: Sequence[Run]) -> str:
+    by_kind: dict[str, list[Mapping[str, Any]]] = {}
+    for finding in _findings(runs):
+        by_kind.setdefault(finding["fault"]["kind"], []).append(finding)
+    rows = [[kind.value, *_figures(by_kind.get(kind.value, ()))] for kind in Kind]
+    names = ("noticed", "replaced", "next commit")
+    head = ["fault", "count", *(f"{name} {share}" for name in names for share in ("p50", "p99")), "taken for"]
+    return markdown(head, rows)
+
+
+def _figures(findings: Sequence[Mapping[str, Any]]) -> list[object]:
+    times = [
+        percentile([finding[name] for finding in findings], share)
+        for name in ("noticed_s", "back_s", "commit_s")
+        for share in (0.5, 0.99)
+    ]
+    causes = Counter(str(finding["cause"]) for finding in findings)
+    told = ", ".join(f"{cause} {count}" for cause, count in sorted(causes.items())) or "-"
+    return [len(findings), *times, told]
+
+
+def _findings(runs: Iterable[Run]) -> list[Mapping[str, Any]]:
+    return [finding for run in runs for finding in run["findings"]]
+
+
+def with_table(page: str, table: str) -> str:
+    """``page`` with ``table`` between its markers.
+
+    Raises:
+        ValueError: a marker is missing.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page needs the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; with ``--check`` 1 when the page is not what the results render to."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.fault_table", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail when the page would change")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="what chaos runs have measured")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page with the markers")
+    options = parser.parse_args(argv)
+    page = options.page.read_text(encoding="utf-8")
+    wanted = with_table(page, render(load_runs(options.results)))
+    if wanted == page:
+        return 0
+    if options.check:
+        sys.stderr.write(
+            f"{options.page} is not what {options.results} renders to: python -m tests.chaos.fault_table\n"
+        )
+        return 1
+    options.page.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""A chaos run from its beginning to its verdict."""
+
+import json
+import queue
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from dlrover.python.rl.common.errors import DLRoverRLError
+from dlrover.python.rl.common.names import master_name
+from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.config.spec import CheckpointSpec, JobSpec, LivenessSpec, MasterSpec
+from dlrover.python.rl.control.events import Cause, CauseKind
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.job import check_job, run_on_ray, stop_master
+from dlrover.python.rl.master.status import JobStatus
+from dlrover.python.rl.runtime.ray.actors import find, sweep
+from tests.chaos.damage import small_disk
+from tests.chaos.faults import CORRUPTING, Burst
+from tests.chaos.findings import Finding, false_alarms, findings_of, lost_commits
+from tests.chaos.gates import FOLDER, Gates
+from tests.chaos.injector import Injected, Injector, Target
+from tests.chaos.job import tiny_job
+from tests.chaos.recorder import Recorder
+from tests.chaos.tables import confusion_table, fault_table
+from tests.chaos.verdict import differences, leftovers, read_rows, redone_steps
+from tests.chaos.workloads import EXECUTIONS
+from tests.ray.two_nodes import TwoNodes
+
+REPOSITORY = Path(__file__).parents[2]
+
+HANG_S = 10.0
+"""After so long without progress a process is taken to hang; loading a model on busy cores takes some of it."""
+
+_MANY = 100_000
+_DISK_MB = 64
+_REWARD_S, _GROUP = 2.0, 4
+_STALLED_S = 240.0
+_CLASSES = {RLRoleType.ACTOR: "ChaosActor", RLRoleType.ROLLOUT: "ChaosRollout", RLRoleType.REWARD: "ChaosReward"}
+
+
+@dataclass
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        status: of the job at its end.
+        recorder: what was seen of it.
+        faults: what was done to it.
+        problems: whatever must not be.
+        seconds: how long the job took.
+    """
+
+    status: JobStatus
+    recorder: Recorder
+    faults: list[Injected] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The faults with what became of them."""
+        return findings_of(self.faults, self.recorder.ledger, self.recorder.commits)
+
+
+def chaos_job(inputs: Path, folder: Path, name: str, steps: int, seed: int, hang_after_s: float = HANG_S) -> JobSpec:
+    """The tiny GRPO job with the workloads of this package, limits that are out of the way, and short patience.
+
+    Args:
+        inputs: folder of model and problems, shared by the runs that are compared.
+        folder: of this run: ``out`` is its job directory, ``shared`` what the harness and its processes share.
+        name: of the job.
+        steps: to run.
+        seed: of the data's order and the samples.
+        hang_after_s: the limit of every process.
+    """
+    job = tiny_job(inputs, steps)
+    shared = folder / "shared"
+    (shared / "tmp").mkdir(parents=True, exist_ok=True)
+    workloads = {
+        role: replace(spec, module="tests.chaos.workloads", class_=_CLASSES[role], hang_after_s=hang_after_s, standby=1)
+        for role, spec in job.workloads.items()
+    }
+    # One of its calls may have to end a whole group of endless samples.
+    longest_s = hang_after_s + _GROUP * _REWARD_S
+    workloads[RLRoleType.REWARD] = replace(workloads[RLRoleType.REWARD], standby=0, hang_after_s=longest_s)
+    workloads[RLRoleType.ROLLOUT] = replace(workloads[RLRoleType.ROLLOUT], per_node=1)
+    reward = {"function": "tests.chaos.rewards:judge", "timeout_s": _REWARD_S}
+    return replace(
+        job,
+        name=name,
+        trainer=replace(job.trainer, node_number=2, device_type="CPU", device_per_node=4, hang_after_s=hang_after_s),
+        workloads=workloads,
+        groups=(),
+        env={**job.env, FOLDER: str(shared), "TMPDIR": str(shared / "tmp")},
+        config=OmegaConf.merge(job.config, {"seed": seed, "steps": steps, "reward": reward}),
+        job_dir=folder / "out",
+        work_dir=str(REPOSITORY),
+        search_path=(str(REPOSITORY),),
+        restart=replace(
+            job.restart,
+            job_max_restart=_MANY,
+            trainer_max_restart=_MANY,
+            workload_max_restart={},
+            backoff_s=0.1,
+            node_max_failures=_MANY,
+        ),
+        checkpoint=CheckpointSpec(every=5),
+        liveness=LivenessSpec(),
+        master=MasterSpec(max_restart=_MANY),
+    )
+
+
+def run_job(job: JobSpec, cluster: TwoNodes, plan: tuple[Burst, ...], log: Callable[[str], None]) -> Outcome:
+    """Run a job to its end while the faults of ``plan`` strike. Afterwards nothing of it may be left."""
+    shared = job.job_dir.parent / "shared"
+    kept = job.job_dir.with_name("kept")
+    with small_disk(job.job_dir, _DISK_MB) if plan else nullcontext(False) as own_disk:
+        recorder = Recorder(job)
+        target = Target(recorder, cluster, Gates(shared), job.job_dir, own_disk)
+        injector = Injector(plan, target, log)
+        began_s = time.monotonic()
+        with recorder, injector if plan else nullcontext():
+            status, stall = _follow_to_end(job, recorder, target.errands)
+            seconds = time.monotonic() - began_s
+        outcome = Outcome(status, recorder, injector.done, stall, seconds)
+        shutil.rmtree(kept, ignore_errors=True)
+        shutil.copytree(job.job_dir, kept)
+    outcome.problems += _end_problems(outcome, injector, sum(len(burst.faults) for burst in plan))
+    ledger = recorder.ledger
+    run = ledger.submitted.run if ledger.submitted else ""
+    outcome.problems += [f"left over: {left}" for left in leftovers(job.name, run, shared, ledger.pids())]
+    return outcome
+
+
+def _follow_to_end(
+    job: JobSpec, recorder: Recorder, errands: "queue.SimpleQueue[Callable[[], None]]"
+) -> tuple[JobStatus, list[str]]:
+    """How the job ended, and why when it was the harness that ended it: nothing was committed for too long."""
+    with ThreadPoolExecutor(1, "chaos-client") as pool:
+        client = pool.submit(lambda: run_on_ray(check_job(job), connected=True))
+        commits, since_s, stall = 0, time.monotonic(), []
+        while not client.done():
+            with suppress(queue.Empty):
+                errands.get(timeout=0.2)()
+            if len(recorder.commits) > commits:
+                commits, since_s = len(recorder.commits), time.monotonic()
+            if not stall and time.monotonic() - since_s > _STALLED_S:
+                up = ", ".join(sorted(recorder.ledger.up))
+                stall = [f"no commit for {_STALLED_S:g} s after step {recorder.step}; up: {up}"]
+                _give_up(job.name)
+        error = client.exception()
+        if error is not None:
+            cause = Cause(CauseKind.INTERNAL, "client", repr(error))
+            return JobStatus(job.name, Phase.FAILED, 0, 0, f"the client: {error!r}", cause), stall
+        return client.result(), stall
+
+
+def _give_up(name: str) -> None:
+    """End a job that stands still, in good order or else by force."""
+    master = find(master_name(name))
+    try:
+        stop_master(master, "it stands still")
+    except DLRoverRLError:
+        sweep(name)
+
+
+def _end_problems(outcome: Outcome, injector: Injector, planned: int) -> list[str]:
+    status, problems = outcome.status, []
+    if status.phase is not Phase.FINISHED:
+        problems.append(f"the job is {status.phase.value}: {status.reason} {status.cause}")
+    if status.restarts:
+        problems.append(f"the whole job was restarted {status.restarts} times")
+    if len(injector.done) < planned:
+        problems.append(f"only {len(injector.done)} of {planned} faults struck: {injector.problem}")
+    elif injector.problem:
+        problems.append(f"injecting: {injector.problem}")
+    alarms = false_alarms(outcome.faults, outcome.recorder.ledger)
+    problems += [f"false alarm: {loss.who} ({loss.cause.kind.value}): {loss.cause.message}" for loss in alarms]
+    return problems
+
+
+def judge(oracle: Path, chaos: Path, outcome: Outcome, steps: int) -> tuple[list[str], dict[int, int]]:
+    """What is wrong with a disturbed run beside the undisturbed one, and the steps it did again.
+
+    Args:
+        oracle: folder of the undisturbed run.
+        chaos: folder of the disturbed one.
+        outcome: of the disturbed one.
+        steps: of both.
+    """
+    redone = redone_steps(read_rows(chaos / "shared" / EXECUTIONS))
+    allowed = len(outcome.faults) + sum(fault.kind in CORRUPTING for fault in outcome.faults)
+    problems = [
+        *outcome.problems,
+        *differences(oracle / "kept", chaos / "kept", steps),
+        *lost_commits(outcome.recorder.commits, outcome.faults),
+    ]
+    if sum(redone.values()) > allowed:
+        problems.append(f"{sum(redone.values())} steps were done again for {len(outcome.faults)} faults: {redone}")
+    return problems, redone
+
+
+def blame(redone: Mapping[int, int], faults: list[Injected]) -> dict[str, int]:
+    """Steps done again by the kind of the fault that struck last before or in them."""
+    blamed: Counter[str] = Counter()
+    for step, count in redone.items():
+        before = [fault for fault in faults if fault.step < step or (fault.kind in CORRUPTING and fault.step == step)]
+        blamed[before[-1].kind.value if before else "(none)"] += count
+    return dict(blamed)
+
+
+def report(outcome: Outcome, problems: list[str], redone: Mapping[int, int], command: str) -> str:
+    """The run as text: the faults by kind, what they were taken for, and the verdict."""
+    findings = outcome.findings
+    alarms = Counter(loss.cause.kind.value for loss in false_alarms(outcome.faults, outcome.recorder.ledger))
+    overlapping = sum(finding.overlaps for finding in findings)
+    status = outcome.status
+    lines = [
+        fault_table(findings, blame(redone, outcome.faults)),
+        "",
+        confusion_table(findings, alarms),
+        "",
+        f"{len(findings)} faults of {len({f.fault.kind for f in findings})} kinds, {overlapping} overlapping, in "
+        f"{outcome.seconds:.0f} s; masters {status.masters}, job restarts {status.restarts}, recoveries "
+        f"{ {str(what): count for what, count in status.recoveries.items()} }",
+        f"steps done again: {sum(redone.values())}; false alarms: {sum(alarms.values())}",
+        *(f"VIOLATION: {problem}" for problem in problems),
+        "verdict: FAILED" if problems else "verdict: ends bit for bit as undisturbed, nothing lost, nothing left over",
+        f"again: {command}",
+    ]
+    return "\n".join(lines)
+
+
+def as_json(outcome: Outcome, problems: list[str], redone: Mapping[int, int]) -> dict[str, Any]:
+    """The run for machines."""
+    return {
+        "seconds": outcome.seconds,
+        "problems": problems,
+        "redone": {str(step): count for step, count in redone.items()},
+        "findings": [asdict(finding) for finding in outcome.findings],
+        "commits": [asdict(commit) for commit in outcome.recorder.commits],
+    }
+
+
+def save(folder: Path, text: str, data: Mapping[str, Any]) -> None:
+    """Write the report beside the run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.md").write_text(text + "\n", encoding="utf-8")
+    (folder / "report.json").write_text(json.dumps(data, indent=1), encoding="utf-8")

@@ -1,0 +1,195 @@
+"""What a run's own files say of it, read from outside: who is up, who was lost, which steps are committed.
+
+The harness asks no process of the job. So it sees the job while the master, the GCS or a node is away, and checks the
+master's word instead of trusting it.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dlrover.python.rl.common.errors import JournalCorrupt
+from dlrover.python.rl.control.events import (
+    Cause,
+    CauseKind,
+    Event,
+    Failed,
+    MasterStarted,
+    MemberLost,
+    MemberStarted,
+    NodeLost,
+    Placed,
+    StandbyLost,
+    StandbyReady,
+    Submitted,
+    TrainerLost,
+    TrainerStarted,
+)
+from dlrover.python.rl.control.journal import decode
+from dlrover.python.rl.runtime.state_store import read_lines
+
+MEMORY = Path("/dev/shm/dlrover-rl")
+
+
+@dataclass(frozen=True)
+class Up:
+    """A process that is up: ``who`` is ``"ROLLOUT[1]"``, ``"ROLLOUT-standby[0]"``, ``"trainer"`` or ``"master"``."""
+
+    who: str
+    number: int
+    pid: int
+    node: str
+    at_s: float
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss that the master has noted; ``pid`` is that of the process, 0 where no process stands for it."""
+
+    who: str
+    number: int
+    pid: int
+    node: str
+    at_s: float
+    cause: Cause
+
+
+@dataclass
+class Ledger:
+    """A journal, folded.
+
+    Attributes:
+        submitted: the first event.
+        up: who is up now, by name.
+        starts: every start, oldest first.
+        losses: every loss, oldest first.
+    """
+
+    submitted: Submitted | None = None
+    up: dict[str, Up] = field(default_factory=dict)
+    starts: list[Up] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+
+    def take(self, at_s: float, event: Event) -> None:
+        """Take one event in."""
+        if isinstance(event, Submitted):
+            self.submitted = event
+        elif isinstance(event, Placed):
+            self.up = {who: up for who, up in self.up.items() if who == "master"}
+        elif isinstance(event, MasterStarted):
+            earlier = sum(up.who == "master" for up in self.starts)
+            self._start(Up("master", earlier + 1, event.pid, event.node, at_s))
+        elif isinstance(event, MemberStarted | StandbyReady | TrainerStarted):
+            self._started(at_s, event)
+        elif isinstance(event, MemberLost | StandbyLost | TrainerLost | NodeLost | Failed):
+            self._lost(at_s, event)
+
+    def _started(self, at_s: float, event: MemberStarted | StandbyReady | TrainerStarted) -> None:
+        if isinstance(event, MemberStarted):
+            who, number = f"{event.role}[{event.rank}]", event.incarnation
+            if event.standby >= 0:
+                self.up.pop(f"{event.role}-standby[{event.standby}]", None)
+        elif isinstance(event, StandbyReady):
+            who, number = f"{event.role}-standby[{event.number}]", 0
+        else:
+            who, number = "trainer", event.epoch
+        self._start(Up(who, number, event.process.pid, event.process.node, at_s))
+
+    def _start(self, up: Up) -> None:
+        self.up[up.who] = up
+        self.starts.append(up)
+
+    def _lost(self, at_s: float, event: MemberLost | StandbyLost | TrainerLost | NodeLost | Failed) -> None:
+        if isinstance(event, NodeLost):
+            self.losses.append(Loss("node", 0, 0, event.node, at_s, event.cause))
+            self.up = {who: up for who, up in self.up.items() if up.node != event.node or who == "master"}
+            return
+        if isinstance(event, Failed):
+            self.losses.append(Loss("job", event.incarnation, 0, "", at_s, event.cause))
+            return
+        if isinstance(event, MemberLost):
+            who, number = f"{event.role}[{event.rank}]", event.incarnation
+        elif isinstance(event, StandbyLost):
+            who, number = f"{event.role}-standby[{event.number}]", 0
+        else:
+            who, number = "trainer", event.epoch
+        known = self._known(who, number)
+        pid, node = (known.pid, known.node) if known else (0, "")
+        self.losses.append(Loss(who, number, pid, event.node or node, at_s, event.cause))
+        if who in self.up and self.up[who].number == number:
+            del self.up[who]
+
+    def _known(self, who: str, number: int) -> Up | None:
+        """The process; a standby that has become a member is still found by what it was."""
+        return next((up for up in reversed(self.starts) if (up.who, up.number) == (who, number)), None)
+
+    # -- what it tells ------------------------------------------------------------------------------------------------
+
+    def complete(self) -> bool:
+        """Whether everybody is up who should be: members, standbys, trainer."""
+        if self.submitted is None:
+            return False
+        wanted = {"master": 1, "trainer": 1}
+        for role, terms in self.submitted.roles.items():
+            wanted |= {role: terms.num, f"{role}-standby": terms.standby}
+        there = Counter(up.who.partition("[")[0] for up in self.up.values() if is_alive(up.pid))
+        return all(there[what] >= count for what, count in wanted.items())
+
+    def pids(self) -> set[int]:
+        """Every process the run ever had."""
+        return {up.pid for up in self.starts if up.pid}
+
+    def real_losses(self) -> list[Loss]:
+        """Without those that were ended on purpose because others had to restart."""
+        return [loss for loss in self.losses if loss.cause.kind is not CauseKind.PREEMPTED]
+
+
+def read_ledger(journal: Path) -> Ledger:
+    """The journal as it stands. It may be read while it is written: what is not whole yet is left for the next time."""
+    try:
+        lines = read_lines(journal)
+    except JournalCorrupt:
+        return Ledger()
+    return ledger_of(decode(lines))
+
+
+def ledger_of(events: Iterable[tuple[float, Event]]) -> Ledger:
+    """The fold of a journal's events."""
+    ledger = Ledger()
+    for at_s, event in events:
+        ledger.take(at_s, event)
+    return ledger
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a Ray worker of this pid runs (a zombie does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state not in "ZX"
+    except OSError:
+        return False
+
+
+# -- commits ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class Generation:
+    """A committed generation in the memory of this machine."""
+
+    step: int
+    epoch: int
+    folder: Path
+
+
+def generations(root: Path) -> list[Generation]:
+    """Those that are committed under ``root``, newest step first."""
+    return sorted(_generations(root), reverse=True)
+
+
+def _generations(root: Path) -> Iterator[Generation]:
+    for manifest in root.glob("step-*.e*/manifest.json"):
+        step, _, epoch = manifest.parent.name.removeprefix("step-").partition(".e")
+        if step.isdigit() and epoch.isdigit():
+            yield Generation(int(step), int(epoch), manifest.parent)

@@ -1,0 +1,103 @@
+"""A thread that watches a run from outside, for as long as it lasts."""
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlrover.python.rl.config.spec import JobSpec
+from tests.chaos.ledger import MEMORY, Generation, Ledger, generations, read_ledger
+
+_LOOK_S = 0.01
+_JOURNAL_EVERY = 5
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit as it was first seen."""
+
+    step: int
+    epoch: int
+    at_s: float
+
+
+class Recorder:
+    """Reads journal and commits again and again.
+
+    Args:
+        job: whose files to watch.
+
+    Attributes:
+        ledger: the journal as it was last read.
+        commits: every commit in the order in which they were seen.
+    """
+
+    def __init__(self, job: JobSpec) -> None:
+        self.journal = job.job_dir / "journal.jsonl"
+        self.ledger = Ledger()
+        self.commits: list[Commit] = []
+        self._name, self._size = job.name, -1
+        self._seen: set[tuple[int, int, int]] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="chaos-recorder", daemon=True)
+
+    def __enter__(self) -> "Recorder":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._over.set()
+        self._thread.join(timeout=10.0)
+        self.read()
+
+    @property
+    def memory(self) -> Path | None:
+        """Where the run's commits are; None before it is known."""
+        submitted = self.ledger.submitted
+        return MEMORY / f"{self._name}-{submitted.run}" if submitted else None
+
+    @property
+    def step(self) -> int:
+        """The newest step that was ever committed."""
+        return max((commit.step for commit in self.commits), default=0)
+
+    def newest(self) -> Generation | None:
+        """The newest commit that is there now."""
+        memory = self.memory
+        return next(iter(generations(memory)), None) if memory else None
+
+    def read(self) -> Ledger:
+        """Read the journal now."""
+        fresh = read_ledger(self.journal)
+        if fresh.submitted is not None:
+            self.ledger = fresh
+        return self.ledger
+
+    def _watch(self) -> None:
+        turn = 0
+        while not self._over.wait(_LOOK_S):
+            turn += 1
+            if turn % _JOURNAL_EVERY == 0 and self._has_grown():
+                self.read()
+            if (memory := self.memory) is not None:
+                self._note(generations(memory))
+
+    def _has_grown(self) -> bool:
+        try:
+            size = self.journal.stat().st_size
+        except OSError:
+            return False
+        grown, self._size = size != self._size, size
+        return grown
+
+    def _note(self, found: list[Generation]) -> None:
+        now_s = time.time()
+        for generation in reversed(found):
+            try:
+                inode = (generation.folder / "manifest.json").stat().st_ino
+            except OSError:
+                continue  # superfluous meanwhile
+            key = (generation.step, generation.epoch, inode)
+            if key not in self._seen:
+                self._seen.add(key)
+                self.commits.append(Commit(generation.step, generation.epoch, now_s))

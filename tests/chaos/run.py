@@ -1,0 +1,84 @@
+"""``python -m tests.chaos.run``: a GRPO job on two nodes under a plan of faults, beside an undisturbed one."""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dlrover.python.rl.config.spec import JobSpec
+from tests.chaos.faults import Kind, schedule
+from tests.chaos.harness import HANG_S, REPOSITORY, Outcome, as_json, chaos_job, judge, report, run_job, save
+from tests.ray.two_nodes import TwoNodes, two_nodes
+
+_NODE_CPUS = 4.0
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def chaos(
+    folder: Path, options: argparse.Namespace, cluster: TwoNodes, log: Callable[[str], None]
+) -> tuple[Outcome, list[str]]:
+    """The undisturbed run, the disturbed one, and what is wrong with that."""
+    steps, seed = options.steps, options.seed
+
+    def job(run: str) -> JobSpec:
+        return chaos_job(folder / "inputs", folder / run, f"{run}-{seed}", steps, seed, options.hang_after)
+
+    plan = schedule(seed, options.faults, steps, options.kinds)
+    oracle = run_job(job("oracle"), cluster, (), log)
+    problems = [f"the undisturbed run: {problem}" for problem in oracle.problems]
+    log(f"undisturbed: {steps} steps in {oracle.seconds:.0f} s, {oracle.status.phase.value}")
+    if problems:
+        return oracle, problems
+    outcome = run_job(job("chaos"), cluster, plan, log)
+    found, redone = judge(folder / "oracle", folder / "chaos", outcome, steps)
+    log(text := report(outcome, found, redone, command(options)))
+    save(folder, text, as_json(outcome, found, redone))
+    return outcome, found
+
+
+def command(options: argparse.Namespace) -> str:
+    """The command that repeats a run."""
+    kinds = "" if len(options.kinds) == len(Kind) else f" KINDS='{','.join(kind.name for kind in options.kinds)}'"
+    more = "" if options.hang_after == HANG_S else f" ARGS='--hang-after {options.hang_after:g}'"
+    return f"make chaos FAULTS={options.faults} STEPS={options.steps} SEED={options.seed}{kinds}{more}"
+
+
+def kinds_of(text: str) -> tuple[Kind, ...]:
+    """The kinds of a comma-separated list; all of them for an empty one."""
+    names = [name.strip().upper() for name in text.split(",") if name.strip()]
+    return tuple(Kind[name] for name in names) or tuple(Kind)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns 1 when anything was violated."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.run", description=__doc__)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hang-after", type=float, default=HANG_S, help="seconds; more on a machine that is busy")
+    parser.add_argument("--kinds", type=kinds_of, default=kinds_of(""), help=", ".join(kind.name for kind in Kind))
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "chaos")
+    options = parser.parse_args(argv)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    folder = (options.out / str(options.seed)).resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with two_nodes(cpus=_NODE_CPUS, head_cpus=_NODE_CPUS) as cluster:
+        outcome, problems = chaos(folder, options, cluster, say)
+        if problems:
+            shutil.copytree(cluster.session_dir / "logs", folder / "ray-logs", ignore_dangling_symlinks=True)
+    for problem in problems if not outcome.faults else ():
+        say(f"VIOLATION: {problem}")
+    say(f"kept in {folder}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""A GRPO job on two nodes ends bit for bit as undisturbed, whatever is killed, stopped or spoiled meanwhile.
+
+The whole plan is for ``make chaos``; here are the kinds that heal fast, and in the slow test all of them. The command
+runs in a process of its own, since its cluster has to be the only one that the process knows.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.chaos.faults import NODE_LOSSES, Kind
+from tests.chaos.harness import REPOSITORY
+
+pytestmark = pytest.mark.ray
+
+SLOW_TO_HEAL = NODE_LOSSES | {Kind.HANG_ACTOR, Kind.HANG_ROLLOUT, Kind.HANG_REWARD, Kind.FULL_DISK, Kind.PAUSE_RAYLET}
+FAST = tuple(kind for kind in Kind if kind not in SLOW_TO_HEAL)
+
+
+def run_chaos(folder, faults, steps, seed, kinds, timeout_s):
+    """What the command found; it must find nothing wrong."""
+    named = ",".join(kind.name for kind in kinds)
+    command = [sys.executable, "-m", "tests.chaos.run", "--out", str(folder), "--kinds", named]
+    for name, value in (("faults", faults), ("steps", steps), ("seed", seed)):
+        command += [f"--{name}", str(value)]
+    ran = subprocess.run(command, cwd=REPOSITORY, timeout=timeout_s, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, f"{ran.stdout[-8000:]}\n{ran.stderr[-4000:]}"
+    return json.loads((folder / str(seed) / "report.json").read_text())
+
+
+@pytest.mark.timeout(600)
+def test_twelve_faults_in_forty_steps(tmp_path):
+    report = run_chaos(tmp_path, 12, 40, 1, FAST, 580)
+    kinds = [finding["fault"]["kind"] for finding in report["findings"]]
+    assert (len(kinds), report["problems"]) == (12, [])
+    assert len(set(kinds)) >= 8
+    assert any(finding["overlaps"] for finding in report["findings"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [11, 12])
+def test_every_kind_of_fault(tmp_path, seed):
+    report = run_chaos(tmp_path, 40, 160, seed, tuple(Kind), 1700)
+    assert {finding["fault"]["kind"] for finding in report["findings"]} == {kind.value for kind in Kind}

@@ -1,0 +1,216 @@
+"""The chaos harness itself: its plan, what it reads from a run's files, and that its verdict can fail."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from dlrover.python.rl.control.events import (
+    Cause,
+    CauseKind,
+    MasterStarted,
+    MemberLost,
+    MemberStarted,
+    NodeLost,
+    Process,
+    RoleTerms,
+    StandbyReady,
+    Submitted,
+    TrainerStarted,
+)
+from tests.chaos.damage import flip_bit, tear
+from tests.chaos.faults import QUICK, Kind, schedule
+from tests.chaos.findings import NOTHING, confusion, false_alarms, findings_of, lost_commits
+from tests.chaos.gates import Gates
+from tests.chaos.injector import _METHODS, Injected
+from tests.chaos.ledger import is_alive, ledger_of
+from tests.chaos.recorder import Commit
+from tests.chaos.tables import percentile
+from tests.chaos.verdict import differences, redone_steps, repeated_calls
+
+
+def test_a_plan_follows_from_its_seed():
+    assert schedule(3, 30, 150) == schedule(3, 30, 150)
+    assert schedule(3, 30, 150) != schedule(4, 30, 150)
+
+
+@pytest.mark.parametrize(("faults", "steps"), [(100, 400), (30, 120)])
+def test_a_plan_has_all_faults_a_third_of_them_overlapping_inside_the_run(faults, steps):
+    for seed in range(20):
+        plan = schedule(seed, faults, steps)
+        planned = [fault for burst in plan for fault in burst.faults]
+        assert len(planned) == faults
+        assert 3 * sum(fault is not burst.faults[0] for burst in plan for fault in burst.faults) >= faults
+        assert all(0.0 <= fault.after_s < 1.0 for fault in planned)
+        assert all(fault.kind in QUICK for burst in plan for fault in burst.faults[1:])
+        ends = [burst.step for burst in plan]
+        assert ends == sorted(set(ends)) and ends[0] >= 1 and ends[-1] < steps
+
+
+def test_every_kind_strikes_where_there_are_faults_enough():
+    assert {fault.kind for burst in schedule(0, 100, 400) for fault in burst.faults} == set(Kind)
+    assert set(_METHODS) == set(Kind)
+    assert len(Kind) >= 12
+
+
+def test_too_few_steps_for_the_faults_are_refused():
+    with pytest.raises(ValueError, match="at least"):
+        schedule(0, 100, 40)
+
+
+# -- reading a run ----------------------------------------------------------------------------------------------------
+
+TERMS = {"ACTOR": RoleTerms(1), "ROLLOUT": RoleTerms(1, standby=1)}
+GONE = Cause(CauseKind.PROCESS_DIED, "ROLLOUT[0]", "it is gone")
+
+
+def journal():
+    """A rollout (pid 12) dies at 10.5 and its standby (pid 13) takes over."""
+    return [
+        (1.0, MasterStarted("head", 10)),
+        (1.0, Submitted("toy", TERMS)),
+        (2.0, MemberStarted("ACTOR", 0, 1, Process("head", 11))),
+        (2.0, MemberStarted("ROLLOUT", 0, 1, Process("far", 12))),
+        (2.5, StandbyReady("ROLLOUT", 0, Process("far", 13))),
+        (3.0, TrainerStarted(1, Process("head", 14))),
+        (10.5, MemberLost("ROLLOUT", 0, 1, GONE)),
+        (10.6, MemberStarted("ROLLOUT", 0, 2, Process("far", 13), standby=0)),
+    ]
+
+
+def test_the_ledger_knows_who_is_up_and_who_was_lost():
+    ledger = ledger_of(journal())
+    assert {who: up.pid for who, up in ledger.up.items()} == {
+        "master": 10,
+        "ACTOR[0]": 11,
+        "ROLLOUT[0]": 13,
+        "trainer": 14,
+    }
+    (loss,) = ledger.losses
+    assert (loss.who, loss.number, loss.pid, loss.cause.kind) == ("ROLLOUT[0]", 1, 12, CauseKind.PROCESS_DIED)
+
+
+def test_a_fault_is_found_with_its_loss_and_its_return():
+    fault = Injected(Kind.KILL_ROLLOUT, 10.4, 7, "ROLLOUT[0]", 12, "far")
+    (finding,) = findings_of([fault], ledger_of(journal()), [Commit(7, 1, 10.3), Commit(8, 1, 11.0)])
+    assert finding.noticed_s == pytest.approx(0.1)
+    assert finding.back_s == pytest.approx(0.2)
+    assert finding.commit_s == pytest.approx(0.6)
+    assert confusion([finding]) == {"kill rollout": {"process_died": 1}}
+
+
+def test_a_fault_that_strikes_before_the_one_before_it_has_healed_overlaps():
+    first = Injected(Kind.KILL_ROLLOUT, 10.4, 7, "ROLLOUT[0]", 12, "far")
+    commits = [Commit(8, 1, 11.0)]
+    for at_s, overlaps in ((10.9, True), (11.1, False)):
+        second = Injected(Kind.KILL_GCS, at_s, 7, "GCS", 5)
+        found = findings_of([first, second], ledger_of(journal()), commits)
+        assert (found[1].overlaps, found[1].cause) == (overlaps, NOTHING)
+
+
+def test_a_loss_that_no_fault_explains_is_a_false_alarm():
+    ledger = ledger_of(journal())
+    assert [loss.who for loss in false_alarms([], ledger)] == ["ROLLOUT[0]"]
+    assert false_alarms([Injected(Kind.HANG_ROLLOUT, 10.4, 7, "ROLLOUT[0]", 12)], ledger) == []
+    assert false_alarms([Injected(Kind.PAUSE_RAYLET, 10.4, 7, "raylet", 12)], ledger)
+
+
+def test_the_loss_of_a_node_explains_what_was_on_it():
+    fault = Injected(Kind.KILL_NODE, 10.4, 7, "node", 99, "far")
+    lost = (10.45, NodeLost("far", Cause(CauseKind.NODE_LOST, "job", "it is gone")))
+    ledger = ledger_of([*journal()[:6], lost, *journal()[6:]])
+    assert false_alarms([fault], ledger) == []
+    (finding,) = findings_of([fault], ledger, [])
+    assert (finding.cause, finding.noticed_s) == ("node_lost", pytest.approx(0.05))
+
+
+def test_going_back_further_than_a_damaged_commit_costs_is_told():
+    commits = [Commit(step, 1, float(step)) for step in (1, 2, 3, 3, 4)]
+    damaged = Injected(Kind.FLIP_MEMORY, 3.5, 3)
+    assert lost_commits(commits, [damaged]) == []
+    assert lost_commits(commits, [])
+    assert lost_commits([Commit(3, 1, 1.0), Commit(2, 1, 2.0)], [damaged])
+
+
+def test_steps_that_every_rollout_did_again_count_as_redone():
+    calls = [("R0", 1), ("R1", 1), ("R0", 2), ("R1", 2), ("R0", 2), ("R1", 2), ("R0", 3), ("R0", 3), ("R1", 3)]
+    executions = [{"method": "generate", "who": who, "step": step} for who, step in calls]
+    assert redone_steps(executions) == {2: 1}
+    assert repeated_calls(executions) == {2: 2, 3: 1}
+
+
+def test_percentiles():
+    assert percentile([None, 1.0, 3.0, 2.0], 0.5) == 2.0
+    assert percentile([1.0, 2.0], 0.99) == 2.0
+    assert percentile([None], 0.5) is None
+
+
+# -- the verdict ------------------------------------------------------------------------------------------------------
+
+
+def write_run(folder, rewards=(0.25, 0.5), samples=2):
+    folder.mkdir(parents=True)
+    rows = [{"step": step, "reward": reward, "step_s": id(folder)} for step, reward in enumerate(rewards, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = [{"step": step, "prompt_id": 3, "sample_index": at} for step in (1, 2) for at in range(samples)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in drawn))
+    (folder / "model").mkdir()
+    (folder / "model" / "weights").write_bytes(b"weights")
+    return folder
+
+
+def told(oracle, chaos):
+    """Without what these runs lack altogether: they have no checkpoints."""
+    return [line for line in differences(oracle, chaos, 2) if "checkpoint" not in line]
+
+
+def test_two_runs_that_differ_in_times_alone_are_the_same(tmp_path):
+    assert told(write_run(tmp_path / "a"), write_run(tmp_path / "b")) == []
+
+
+def test_any_other_difference_is_told(tmp_path):
+    oracle = write_run(tmp_path / "oracle")
+    assert any("metrics of step 2" in line for line in told(oracle, write_run(tmp_path / "b", rewards=(0.25, 0.75))))
+    assert any("not 1 to 2 once" in line for line in told(oracle, write_run(tmp_path / "c", rewards=(0.25,))))
+    assert any("has 6 rows" in line for line in told(oracle, write_run(tmp_path / "d", samples=3)))
+    twice = write_run(tmp_path / "e")
+    (twice / "samples.jsonl").write_text((twice / "samples.jsonl").read_text() * 2)
+    assert any("more than once" in line for line in told(oracle, twice))
+    other = write_run(tmp_path / "f")
+    (other / "model" / "weights").write_bytes(b"weightz")
+    assert any("model/weights" in line for line in told(oracle, other))
+    assert any("last checkpoint" in line for line in differences(oracle, write_run(tmp_path / "g"), 2))
+
+
+# -- tools ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_bit_is_flipped_and_a_file_is_torn(tmp_path):
+    file = tmp_path / "state"
+    file.write_bytes(bytes(8))
+    assert flip_bit(file, 13) == 13
+    assert file.read_bytes() == bytes([0, 32, 0, 0, 0, 0, 0, 0])
+    assert tear(file, 21) == 5
+    assert file.stat().st_size == 5
+
+
+def test_an_armed_gate_is_taken_once(tmp_path):
+    gates = Gates(tmp_path)
+    assert not gates.take("nan_loss")
+    gates.arm("nan_loss")
+    assert gates.take("nan_loss")
+    assert not gates.take("nan_loss")
+    assert gates.await_taken("nan_loss", 5.0)
+    assert gates.await_taken("nan_loss", 0.0) is None
+
+
+def test_a_killed_process_is_not_alive_even_before_it_is_waited_for():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with child:
+        assert is_alive(child.pid)
+        child.send_signal(signal.SIGKILL)
+        while is_alive(child.pid):
+            pass
+        assert child.wait() == -signal.SIGKILL
