@@ -203,6 +203,7 @@ def judge(oracle: Path, chaos: Path, outcome: Outcome, steps: int) -> tuple[list
         *outcome.problems,
         *differences(oracle / "kept", chaos / "kept", steps),
         *lost_commits(outcome.recorder.commits, outcome.faults),
+        *(f"left in the job's directory: {path}" for path in (chaos / "kept").glob("commits*")),
     ]
     if sum(redone.values()) > allowed:
         problems.append(f"{sum(redone.values())} steps were done again for {len(outcome.faults)} faults: {redone}")

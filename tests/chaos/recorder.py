@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlrover.python.rl.config.spec import JobSpec
-from tests.chaos.ledger import MEMORY, Generation, Ledger, generations, read_ledger
+from dlrover.python.rl.runtime.durability import roots_of
+from tests.chaos.ledger import Generation, Ledger, generations, read_ledger
 
 _LOOK_S = 0.01
 _JOURNAL_EVERY = 5
@@ -36,7 +37,7 @@ class Recorder:
         self.journal = job.job_dir / "journal.jsonl"
         self.ledger = Ledger()
         self.commits: list[Commit] = []
-        self._name, self._size = job.name, -1
+        self._job, self._size = job, -1
         self._seen: set[tuple[int, int, int]] = set()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="chaos-recorder", daemon=True)
@@ -51,10 +52,10 @@ class Recorder:
         self.read()
 
     @property
-    def memory(self) -> Path | None:
+    def root(self) -> Path | None:
         """Where the run's commits are; None before it is known."""
         submitted = self.ledger.submitted
-        return MEMORY / f"{self._name}-{submitted.run}" if submitted else None
+        return roots_of(self._job, submitted.run, epoch=0).commits if submitted else None
 
     @property
     def step(self) -> int:
@@ -63,8 +64,8 @@ class Recorder:
 
     def newest(self) -> Generation | None:
         """The newest commit that is there now."""
-        memory = self.memory
-        return next(iter(generations(memory)), None) if memory else None
+        root = self.root
+        return next(iter(generations(root)), None) if root else None
 
     def read(self) -> Ledger:
         """Read the journal now."""
@@ -79,8 +80,8 @@ class Recorder:
             turn += 1
             if turn % _JOURNAL_EVERY == 0 and self._has_grown():
                 self.read()
-            if (memory := self.memory) is not None:
-                self._note(generations(memory))
+            if (root := self.root) is not None:
+                self._note(generations(root))
 
     def _has_grown(self) -> bool:
         try:

@@ -77,11 +77,16 @@ class Sampler(BaseWorkload):
 class Judge(BaseWorkload):
     """Stateless."""
 
+    floor = 0.0
+
     def init_judge(self, scale):
         self.scale = scale
 
+    def mark_from(self, floor):
+        self.floor = floor
+
     def score(self, rollouts):
-        return Batch({"reward": np.tanh(rollouts["x"].sum(axis=1)) * self.scale})
+        return Batch({"reward": np.tanh(rollouts["x"].sum(axis=1)) * self.scale + self.floor})
 
 
 CLASSES = {"ACTOR": Policy, "ROLLOUT": Sampler, "REWARD": Judge}
@@ -98,6 +103,7 @@ class Training(BaseTrainer):
         self.RG_REWARD.init_judge.options(blocking=False)(0.5)
 
     def fit(self):
+        self.RG_REWARD.mark_from(0.25)
         for step in self.steps(self.config["steps"]):
             self.body(step)
         self.config["end"].append((self.RG_ACTOR.publish().result()[0], self.state["mean"]))

@@ -22,8 +22,11 @@ from queued_port import QueuedPort
 
 from dlrover.python.rl.common.errors import CheckpointMissing, InvocationError, WorkloadDied
 
-FIRST = 10
-"""Number of the first call of step 1: losses are recovered from the questions before it on."""
+OPENED = 8
+"""Number of the first question when ``steps()`` is entered: losses are recovered from there on."""
+
+FIRST = 12
+"""Number of the first call of step 1."""
 
 FAULTS = {
     "an actor": kill("ACTOR", 1),
@@ -62,7 +65,7 @@ def same(outcome, expected):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_whatever_dies_at_whichever_call_the_end_is_the_same(folder, fault, when):
     reference, expected = undisturbed(folder, steps=2)
-    for number in range(6, len(reference.port.calls)):
+    for number in range(OPENED, len(reference.port.calls)):
         stage = Stage(folder / str(number), steps=2)
         same(stage.run({(number, when): FAULTS[fault]}), expected)
 
@@ -70,7 +73,7 @@ def test_whatever_dies_at_whichever_call_the_end_is_the_same(folder, fault, when
 @pytest.mark.parametrize("distance", [1, 2, 3, 5, 8])
 def test_a_second_death_during_the_recovery_of_the_first_changes_nothing(folder, distance):
     reference, expected = undisturbed(folder, steps=2)
-    for number in range(6, len(reference.port.calls)):
+    for number in range(OPENED, len(reference.port.calls)):
         stage = Stage(folder / str(number), steps=2)
         faults = {(number, "before"): kill("ACTOR", 1), (number + distance, "before"): kill("ACTOR", 0)}
         same(stage.run(faults), expected)
@@ -79,7 +82,7 @@ def test_a_second_death_during_the_recovery_of_the_first_changes_nothing(folder,
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_the_trainers_death_repeats_no_call_that_was_made(folder, when):
     reference, _ = undisturbed(folder, steps=2)
-    for number in range(6, len(reference.port.calls)):
+    for number in range(OPENED, len(reference.port.calls)):
         stage = Stage(folder / str(number), steps=2)
         stage.run({(number, when): kill_trainer})
         assert stage.executed() == reference.executed()
@@ -100,7 +103,7 @@ def test_the_death_of_a_stateless_member_costs_its_own_calls_of_that_step(folder
 
 def test_the_death_of_one_rank_costs_its_group_that_step_and_nobody_else_anything(folder):
     reference, _ = undisturbed(folder, steps=3)
-    number = reference.port.calls.index(("ACTOR", 1, "update"), 30)
+    number = reference.port.calls.index(("ACTOR", 1, "update"), 32)
     stage = Stage(folder / "job", steps=3)
     stage.run({(number, "before"): kill("ACTOR", 1)})
     before, after = reference.executed(), stage.executed()
@@ -128,7 +131,7 @@ def test_the_trainer_is_told_why_it_runs_again_and_members_too(folder):
             super().body(step)
 
     stage = Stage(folder / "job", Curious, steps=3)
-    stage.run({(25, "before"): both(kill("ROLLOUT", 1), kill_trainer)})
+    stage.run({(27, "before"): both(kill("ROLLOUT", 1), kill_trainer)})
     assert told == [(1, 0, "", 0), (2, 0, "", 0), (2, 1, "killed", 1), (3, 1, "killed", 1)]
     assert stage.port.members["ROLLOUT"][1].workload.restart_info.count == 1
     assert stage.progress == [1, 2]
@@ -153,7 +156,7 @@ def test_a_damaged_newest_commit_costs_one_more_step(folder, file, caplog):
         kill_trainer(port)
 
     stage = Stage(folder / "job", steps=4, every=100)
-    number = reference.port.calls.index(("ACTOR", 0, "update"), 40)
+    number = reference.port.calls.index(("ACTOR", 0, "update"), 42)
     with caplog.at_level(logging.WARNING, "dlrover"):
         same(stage.run({(number, "before"): strike}), expected)
     assert "is not used" in caplog.text
@@ -168,7 +171,7 @@ def test_a_commit_that_a_replacement_cannot_read_is_given_up_and_said(folder, ca
         port.kill("ACTOR", 1)
 
     stage = Stage(folder / "job", steps=4, every=100)
-    number = reference.port.calls.index(("ACTOR", 0, "update"), 40)
+    number = reference.port.calls.index(("ACTOR", 0, "update"), 42)
     with caplog.at_level(logging.WARNING, "dlrover"):
         same(stage.run({(number, "before"): strike}), expected)
     assert "step 4 is done again from the last commit: InvocationError: ACTOR[0].restore" in caplog.text
@@ -196,7 +199,7 @@ def test_a_copy_in_the_jobs_directory_outlives_the_nodes_memory(folder):
             port.kill(role, rank)
         kill_trainer(port)
 
-    number = reference.port.calls.index(("ACTOR", 1, "update"), 60)
+    number = reference.port.calls.index(("ACTOR", 1, "update"), 62)
     same(stage.run({(number, "before"): strike}), expected)
     assert stage.attempts[1].restart_info.step == 2
 

@@ -147,6 +147,19 @@ def test_when_nobody_takes_its_place_that_is_raised(port):
         submit(port, 0).result()
 
 
+def test_calls_before_the_first_step_are_kept_until_they_are_too_many(port):
+    port.log.begin_setup()
+    submit(port, 0)
+    port.log.end_init()
+    for _ in range(256):
+        submit(port, 0)
+    assert (len(port.log.setup), port.log.gave_up) == (257, False)
+    submit(port, 0)
+    submit(port, 0)
+    assert (len(port.log.setup), port.log.gave_up) == (1, True)
+    assert [call.keep for _, _, call in port.inner.calls[-2:]] == [True, False]
+
+
 def test_before_steps_a_loss_is_raised(port):
     port.opened = False
     port.inner.answers = [died()]

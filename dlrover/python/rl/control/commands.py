@@ -42,11 +42,19 @@ class KillMember:
 
 @dataclass(frozen=True)
 class StartStandby:
-    """Start a standby; answer ``StandbyReady`` or ``StandbyLost``."""
+    """Start a standby; answer ``StandbyReady`` or ``StandbyLost``.
+
+    Attributes:
+        role: its role.
+        number: its number.
+        excluded: ids of nodes not to use.
+        beside: the other standbys that the role has. Whoever else is one is lost, and its place is free.
+    """
 
     role: str
     number: int
     excluded: tuple[str, ...] = ()
+    beside: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

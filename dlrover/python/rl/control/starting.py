@@ -100,13 +100,18 @@ def add_standby(state: JobState, role: str, delay_s: float = 0.0) -> Result:
     )
     if delay_s:
         return wait(state, f"{standby_subject(role)}#{number}", delay_s)
-    return state, (StartStandby(role, number, state.excluded),)
+    return state, (_standby_command(state, role, number),)
 
 
 def start_standby(state: JobState, role: str, number: int) -> Result:
     """Start a standby whose back-off is over."""
     pool = {**state.standbys[role], number: Standby(StandbyPhase.STARTING)}
-    return replace(state, standbys={**state.standbys, role: pool}), (StartStandby(role, number, state.excluded),)
+    state = replace(state, standbys={**state.standbys, role: pool})
+    return state, (_standby_command(state, role, number),)
+
+
+def _standby_command(state: JobState, role: str, number: int) -> StartStandby:
+    return StartStandby(role, number, state.excluded, tuple(other for other in state.standbys[role] if other != number))
 
 
 def fill_standbys(state: JobState, role: str) -> Result:
@@ -152,7 +157,7 @@ def under_way(state: JobState) -> tuple[Command, ...]:
     if state.trainer.phase is MemberPhase.STARTING:
         commands.append(_trainer_command(state))
     commands += [
-        StartStandby(role, number, state.excluded)
+        _standby_command(state, role, number)
         for role, pool in state.standbys.items()
         for number, standby in pool.items()
         if standby.phase is StandbyPhase.STARTING

@@ -13,6 +13,7 @@ from dlrover.python.rl.trainer.recovery import MemberId
 from dlrover.python.rl.trainer.shard import Rows
 
 _INLINE_BYTES = 1 << 14
+_MOST_BEFORE_STEPS = 256
 
 LOSSES = (WorkloadDied, ResultLost, CallSkipped)
 """Errors that are nobody's fault: the call has not run, or what came of it is gone."""
@@ -67,15 +68,20 @@ class Entry:
 
 @dataclass
 class CallLog:
-    """What was called: in ``init``, for ever; in the open step, until its commit.
+    """What was called: in ``init`` and between it and the first step, for ever; in the open step, until its commit.
+
+    A ``fit`` without steps would go on for ever: after 256 calls those outside ``init`` are let go.
 
     Attributes:
-        setup: the calls of ``init``.
+        setup: the calls of ``init``, and those after it.
         step: the calls of the open step.
+        gave_up: whether there were too many before the first step.
     """
 
     setup: list[Entry] = field(default_factory=list)
     step: list[Entry] = field(default_factory=list)
+    gave_up: bool = False
+    _of_init: int | None = None
     _open: list[Entry] | None = None
     _last: dict[MemberId, Entry] = field(default_factory=dict)
 
@@ -87,6 +93,10 @@ class CallLog:
     def begin_setup(self) -> None:
         """Calls from here on are those of ``init``."""
         self._begin(self.setup)
+
+    def end_init(self) -> None:
+        """Calls from here on are made between ``init`` and the first step."""
+        self._of_init = len(self.setup)
 
     def begin_step(self) -> None:
         """Calls from here on are those of a step."""
@@ -109,6 +119,14 @@ class CallLog:
         assert self._open is not None, "somebody has begun"
         self._last[entry.member] = entry
         self._open.append(entry)
+        if self._open is self.setup and self._of_init is not None:
+            self._let_go(self._of_init)
+
+    def _let_go(self, of_init: int) -> None:
+        if len(self.setup) > of_init + _MOST_BEFORE_STEPS:
+            del self.setup[of_init:]
+            self.gave_up = True
+            self.end()
 
     def close_step(self) -> None:
         """The step's calls will not be issued again; their answers stay."""

@@ -157,6 +157,9 @@ class Steps:
             self._recovery.opened()
         self.port.opened = self._recovers
         self.port.settle()
+        self.port.log.end()
+        if self.port.log.gave_up:
+            _LOG.warning("too many calls between init() and steps(): a new member repeats only those of init()")
         committed = self._go_back() if self._checkpoints is not None else 0
         self.restart_info = replace(self.restart_info, step=committed)
         return committed
@@ -207,12 +210,11 @@ class Steps:
 
     @contextmanager
     def setup(self) -> Iterator[None]:
-        """Calls made inside are those of ``init``, repeated for every member that takes another's place."""
+        """Calls made inside are those of ``init``. They, and those up to the first step, are repeated for every member
+        that takes another's place."""
         self.port.log.begin_setup()
-        try:
-            yield
-        finally:
-            self.port.log.end()
+        yield
+        self.port.log.end_init()
 
     def forget(self) -> None:
         """Let members forget the steps that an earlier trainer object has made."""

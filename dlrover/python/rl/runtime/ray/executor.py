@@ -207,8 +207,11 @@ class RayExecutor:
 
     def _succeed(self, unit: Unit) -> None:
         """Give a place to ``unit``. Whoever had it may only be believed dead: it is ended."""
-        former = self._units.take(unit.place)
+        self._dismiss(unit.place)
         self._units.put(unit)
+
+    def _dismiss(self, place: Seating) -> None:
+        former = self._units.take(place)
         if former is not None and former.handle is not None:
             self._detach(self._end(former))
 
@@ -263,7 +266,9 @@ class RayExecutor:
 
     async def _start_standby(self, command: StartStandby, emit: Emit) -> None:
         unit = Unit(Seating(command.role, command.number, standby=True), standby=command.number)
-        self._succeed(unit)
+        for lost in self._units.standbys(command.role, but=command.beside):
+            self._dismiss(lost)
+        self._units.put(unit)
         self._begin(self._prepare(unit, command.excluded, emit), emit, unit)
 
     async def _prepare(self, unit: Unit, excluded: tuple[str, ...], emit: Emit) -> None:
