@@ -1,11 +1,18 @@
 """``RLJobBuilder`` from Python, and jobs checked without being run."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+import toy_jobs
 from toy_jobs import toy_job
 
 from dlrover.python.rl.common.errors import CallError, InvalidJob, JobFailed
+from dlrover.python.rl.config.spec import CheckpointSpec
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import RLJobBuilder, check_job
+from dlrover.python.rl.master.local import run_local
+from dlrover.python.rl.runtime.state_store import MemoryStateStore
 
 
 def builder(trainer="Loop"):
@@ -70,3 +77,28 @@ def test_a_checked_job_knows_its_plan_and_its_methods(tmp_path):
     assert len(checked.placement.bundles) == 2
     assert "add" in checked.inspection.methods["REWARD"]
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_copy_of_other_members_is_not_gone_on_from_and_stays(tmp_path, local):
+    def job(steps, members):
+        made = toy_job(tmp_path / "out", members=members, steps=steps)
+        return replace(
+            made, checkpoint=CheckpointSpec(resume="latest"), search_path=(str(Path(toy_jobs.__file__).parent),)
+        )
+
+    def run(checked):
+        reports = []
+        status = run_local(checked.job, checked.placement, reports.append, MemoryStateStore())
+        assert status.phase is Phase.FINISHED
+        return [report.step for report in reports]
+
+    assert run(check_job(job(2, 2), local=True)) == [1, 2]
+    copies = sorted((tmp_path / "out" / "checkpoints").glob("*/step-*"))
+    assert copies
+    with pytest.raises(
+        InvalidJob, match=r"checkpoint.resume: .*step-00000002.e1 holds the state of ACTOR x2, REWARD x2"
+    ):
+        check_job(job(3, 1), local)
+    assert sorted((tmp_path / "out" / "checkpoints").glob("*/step-*")) == copies
+    assert run(check_job(job(3, 2), local)) == [3]

@@ -8,6 +8,7 @@ stay.
     a later COMMIT --> all copies there? --> the trainer's file --> manifest: there for good
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -75,6 +76,17 @@ def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "Store
         before = CheckpointStore(folder / resumed[0], resumed[0], durable=True)
         _LOG.info("going on from step %d of run %s", resumed[1].step, resumed[0])
     return StoreCheckpoints(roots, job.checkpoint.every, job.checkpoint.keep, before)
+
+
+def resumed_layout(job: JobSpec) -> tuple[str, dict[str, int]] | None:
+    """The copy that ``job`` would go on from, and how many members of each role are in it; None for a fresh start."""
+    folder = job.job_dir.absolute() / _FOLDER
+    found = newest_of_any_run(folder) if job.checkpoint.resume == "latest" else None
+    if found is None:
+        return None
+    run, manifest = found
+    members = Counter(name.rpartition("-")[0] for name in manifest.files if name != _TRAINER)
+    return str(folder / run / manifest.folder), dict(members)
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import RecoveryScope
+from dlrover.python.rl.runtime.durability import resumed_layout
 from dlrover.python.rl.runtime.loading import load_class
 from dlrover.python.rl.trainer.role_group import public_methods
 from dlrover.python.rl.trainer.trainer import BaseTrainer
-from dlrover.python.rl.trainer.workload import BaseWorkload
+from dlrover.python.rl.trainer.workload import BaseWorkload, is_stateful
 
 DEADLINE_S = 180.0
 """How long importing and asking all classes may take."""
@@ -56,6 +57,7 @@ def inspect_job(job: JobSpec) -> Inspection:
     refusals: list[Problem] = []
     methods: dict[str, tuple[str, ...]] = {}
     collectives: list[str] = []
+    stateful: dict[str, int] = {}
     roles = {role: spec.num for role, spec in job.workloads.items()}
     trainer = _load(problems, "trainer", job.trainer.module, job.trainer.class_, BaseTrainer, job)
     if trainer is not None:
@@ -69,6 +71,7 @@ def inspect_job(job: JobSpec) -> Inspection:
         if workload is None:
             continue
         methods[role] = tuple(public_methods(workload))
+        stateful |= {str(role): spec.num} if is_stateful(workload) else {}
         problems += [item for item in _ask(where, _question(workload, job)) if item not in problems]
         if not workload.needs_own_process:
             continue
@@ -76,7 +79,22 @@ def inspect_job(job: JobSpec) -> Inspection:
         if spec.num > 1:
             what = f"{spec.num} members of {spec.class_} meet in collectives, which one process cannot hold; use num=1"
             refusals.append(Problem(f"{where}.num", what))
+    problems += _resume_problems(job, stateful) if len(methods) == len(roles) else []
     return Inspection(tuple(problems), methods, tuple(refusals), tuple(collectives))
+
+
+def _resume_problems(job: JobSpec, stateful: Mapping[str, int]) -> list[Problem]:
+    """A copy of other members cannot be gone on from, and is left as it is."""
+    resumed = resumed_layout(job)
+    if resumed is None or resumed[1] == stateful:
+        return []
+    folder, saved = resumed
+    what = f"{folder} holds the state of {_counted(saved)}, and this job's members with state are {_counted(stateful)}"
+    return [Problem("checkpoint.resume", f"{what}: make them the same, or choose another job_dir or 'never'")]
+
+
+def _counted(members: Mapping[str, int]) -> str:
+    return ", ".join(f"{role} x{number}" for role, number in sorted(members.items())) or "none"
 
 
 def _question(workload: Any, job: JobSpec) -> Callable[[], Iterable[Problem]]:
