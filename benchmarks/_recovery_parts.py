@@ -70,10 +70,9 @@ def per_fault(work: Path, cluster: TwoNodes, sizes: Sizes) -> dict[str, Any]:
             _say(f"round {number + 1}: R {found['R'][-1]:.2f} s")
             for name, fault in faults.items():
                 _note(found, name, fault())
-    with Live(bench_job("bench-nodes", work / "nodes", nodes=2, rollouts=2)) as spread:
-        for _ in range(sizes.node_rounds):
-            _note(found, "node loses power", _strike_node(spread, cluster))
-            cluster.add_node()
+    for _ in range(sizes.node_rounds):
+        _note(found, "node loses power", _strike_node(work, cluster, cluster.kill_node))
+        _note(found, "node is cut off", _strike_node(work, cluster, cluster.stop_raylet))
     return found
 
 
@@ -106,16 +105,24 @@ def _strike_plain(plain: Live) -> Healed:
     return Healed(loss.at_s - at_s, first["at_s"] - at_s, 2 * step, loss.cause.kind.value)
 
 
-def _strike_node(spread: Live, cluster: TwoNodes) -> Healed:
-    """Take the power from the node that is not the head; what was on it starts on the head."""
-    spread.until_well()
+def _strike_node(work: Path, cluster: TwoNodes, strike: Callable[[int], object]) -> Healed:
+    """Take away the node that is not the head; what was on it starts on the head. Another one joins then."""
     index = len(cluster.nodes) - 1
-    node = cluster.node_id(index)
+    with Live(bench_job("bench-nodes", work / "nodes", nodes=2, rollouts=2)) as spread:
+        spread.until_well()
+        healed = _lose(spread, cluster.node_id(index), lambda: strike(index))
+    cluster.add_node()
+    if index in cluster.stopped:
+        cluster.continue_raylet(index)
+    return healed
+
+
+def _lose(spread: Live, node: str, strike: Callable[[], object]) -> Healed:
     lost = [up for up in spread.ledger.up.values() if up.node == node and "[" in up.who]
-    at_s, old = time.time(), spread.ledger.pids()
-    cluster.kill_node(index)
     if not lost:
         raise RuntimeError(f"no member runs on the node {node}")
+    at_s, old = time.time(), spread.ledger.pids()
+    strike()
     loss = spread.until(
         lambda: next((one for one in spread.ledger.losses if one.at_s > at_s and one.node == node), None), "node's loss"
     )

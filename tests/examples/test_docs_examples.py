@@ -260,6 +260,7 @@ def test_the_lines_about_pending_results_run(desk):
         class Shown(BanditTrainer):
             def fit(self):
                 step = 1
+                (policy,) = self.RG_ACTOR.policy()
                 {textwrap.indent(block.text, " " * 16).strip()}
                 (self.job_dir / "shown.json").write_text(json.dumps([reward, [len(part) for part in parts]]))
     """

@@ -10,6 +10,7 @@ from sim_world import World
 
 from dlrover.python.rl.control.commands import (
     KillMember,
+    KillStandby,
     KillTrainer,
     Place,
     Release,
@@ -87,13 +88,18 @@ class SimExecutor:
             self._later(0.0, 0.1, self._start_standby, command)
         elif isinstance(command, StartTrainer):
             self._later(0.0, 0.1, self._start_trainer, command)
-        elif isinstance(command, KillMember):
-            self._kill_member(command)
-        elif isinstance(command, KillTrainer):
-            if self.trainer is not None and self.trainer.name[2] == command.epoch:
-                self.cluster.end(self.trainer)
+        elif isinstance(command, KillMember | KillStandby | KillTrainer):
+            self._kill(command)
         elif isinstance(command, Wait):
             self._later(command.delay_s, command.delay_s + 0.01, self.emit, WaitOver(command.timer))
+
+    def _kill(self, command: KillMember | KillStandby | KillTrainer) -> None:
+        if isinstance(command, KillMember):
+            self._kill_member(command)
+        elif isinstance(command, KillStandby):
+            self._kill_standby(command)
+        elif self.trainer is not None and self.trainer.name[2] == command.epoch:
+            self.cluster.end(self.trainer)
 
     # -- placing and releasing ----------------------------------------------------------------------------------------
 
@@ -180,6 +186,12 @@ class SimExecutor:
         proc = self.cluster.start(("standby", command.role, command.number), node, None, 0)
         self._watch_standby(command.role, command.number, proc)
         self._later(0.3, 3.0, self._standby_up, command.role, command.number, proc)
+
+    def _kill_standby(self, command: KillStandby) -> None:
+        proc = self.standbys.pop((command.role, command.number), None)
+        if proc is not None:
+            proc.watchers = []
+            self.cluster.end(proc)
 
     def _standby_up(self, role: str, number: int, proc: Proc) -> None:
         if self._hears(proc):

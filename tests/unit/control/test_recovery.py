@@ -22,6 +22,7 @@ from runs import (
 from dlrover.python.rl.control.budgets import KEPT_CAUSES
 from dlrover.python.rl.control.commands import (
     KillMember,
+    KillStandby,
     KillTrainer,
     Release,
     StartMembers,
@@ -205,7 +206,7 @@ def test_a_lost_node_takes_the_trainer_too():
 
 def test_a_lost_node_takes_the_standbys_too():
     run = Run(*OPEN, node_lost("d"))
-    assert run.commands == (StartStandby("ROLLOUT", 1, ("d",)),)
+    assert run.commands == (KillStandby("ROLLOUT", 0), StartStandby("ROLLOUT", 1, ("d",)))
     assert run.state.recoveries == {}
 
 
@@ -264,7 +265,7 @@ def test_the_only_node_in_use_is_not_excluded():
 
 def test_a_lost_standby_is_replaced_and_the_job_does_not_notice():
     run = Run(*OPEN, standby_lost(0))
-    assert run.commands == (StartStandby("ROLLOUT", 1),)
+    assert run.commands == (KillStandby("ROLLOUT", 0), StartStandby("ROLLOUT", 1))
     assert run.ignores(standby_lost(0))
     assert (run.state.recoveries, run.state.causes) == ({}, ())
 
@@ -275,14 +276,18 @@ def test_standbys_that_keep_dying_are_given_up():
         run(standby_lost(number), WaitOver(f"ROLLOUT standby#{number + 1}"))
         assert run.state.standbys["ROLLOUT"].keys() == {number + 1}
     run(standby_lost(STANDBY_TRIES - 1))
-    assert (run.commands, run.state.standbys["ROLLOUT"], run.state.phase) == ((), {}, Phase.RUNNING)
+    assert (run.commands, run.state.standbys["ROLLOUT"], run.state.phase) == (
+        (KillStandby("ROLLOUT", STANDBY_TRIES - 1),),
+        {},
+        Phase.RUNNING,
+    )
     run(lost("ROLLOUT", 0), started("ROLLOUT", 0, 2), Progressed(1, 5))
     assert (run.commands, run.state.standbys["ROLLOUT"]) == ((), {})
 
 
 def test_the_second_lost_standby_waits():
     run = Run(*OPEN, standby_lost(0), standby_lost(1))
-    assert run.commands == (Wait("ROLLOUT standby#2", 1.0),)
+    assert run.commands == (KillStandby("ROLLOUT", 1), Wait("ROLLOUT standby#2", 1.0))
     assert run.ignores(standby_lost(2))
     assert run(WaitOver("ROLLOUT standby#2")).commands == (StartStandby("ROLLOUT", 2),)
 

@@ -10,7 +10,7 @@ import toy_jobs
 from toy_jobs import toy_job
 
 from dlrover.python.rl.config.spec import RestartSpec
-from dlrover.python.rl.control.commands import StartMembers
+from dlrover.python.rl.control.commands import Release, StartMembers
 from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.placement import plan
@@ -171,3 +171,4 @@ def test_each_role_gets_its_own_preferred_port(tmp_path):
     assert [(event.role, event.rank) for event in started] == list(job.members())
     ports = [{member.host.workload.torch_master_port for member in group} for group in executor._members.values()]
     assert ports == [{wanted[0]}, {wanted[1]}]
+    executor.execute(Release(1, final=True), started.append)

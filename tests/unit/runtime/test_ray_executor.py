@@ -3,7 +3,7 @@
 import asyncio
 
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.control.commands import StartMembers, StartStandby
+from dlrover.python.rl.control.commands import KillStandby, StartMembers, StartStandby
 from dlrover.python.rl.control.events import Process
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
@@ -70,7 +70,8 @@ def test_the_place_of_a_lost_standby_is_free_for_the_next(monkeypatch):
     slots = stage.run(
         member(1),
         StartStandby("ACTOR", 0),
-        StartStandby("ACTOR", 1),  # the first is lost
+        KillStandby("ACTOR", 0),
+        StartStandby("ACTOR", 1),
         member(2, standby=1),
         StartStandby("ACTOR", 2),
         member(3),  # the second one died before that was ready
@@ -87,6 +88,6 @@ def test_the_place_of_a_lost_standby_is_free_for_the_next(monkeypatch):
 
 def test_two_standbys_stand_beside_each_other(monkeypatch):
     stage = Stage(monkeypatch, standby=2)
-    slots = stage.run(member(1), StartStandby("ACTOR", 0), StartStandby("ACTOR", 1, beside=(0,)))
+    slots = stage.run(member(1), StartStandby("ACTOR", 0), StartStandby("ACTOR", 1))
     assert [slot for _, _, slot in slots] == [0, 1, 2]
     assert stage.ended == []

@@ -42,19 +42,19 @@ class KillMember:
 
 @dataclass(frozen=True)
 class StartStandby:
-    """Start a standby; answer ``StandbyReady`` or ``StandbyLost``.
-
-    Attributes:
-        role: its role.
-        number: its number.
-        excluded: ids of nodes not to use.
-        beside: the other standbys that the role has. Whoever else is one is lost, and its place is free.
-    """
+    """Start a standby; answer ``StandbyReady`` or ``StandbyLost``."""
 
     role: str
     number: int
     excluded: tuple[str, ...] = ()
-    beside: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class KillStandby:
+    """Make sure that a standby is gone, and its place free. No answer."""
+
+    role: str
+    number: int
 
 
 @dataclass(frozen=True)
@@ -100,4 +100,6 @@ class Wait:
     delay_s: float
 
 
-Command: TypeAlias = Place | StartMembers | KillMember | StartStandby | StartTrainer | KillTrainer | Release | Wait
+Command: TypeAlias = (
+    Place | StartMembers | KillMember | StartStandby | KillStandby | StartTrainer | KillTrainer | Release | Wait
+)

@@ -1,7 +1,7 @@
 """Taking losses in: which events concern something that is there, and what all they take away."""
 
 from dlrover.python.rl.control.budgets import backoff_s, blame, exclude, lengthen
-from dlrover.python.rl.control.commands import Command
+from dlrover.python.rl.control.commands import Command, KillStandby
 from dlrover.python.rl.control.events import Failed, MemberLost, NodeLost, Process, StandbyLost, Submitted, TrainerLost
 from dlrover.python.rl.control.recovery import Loss, lose
 from dlrover.python.rl.control.starting import (
@@ -111,6 +111,8 @@ def _replace_standby(state: JobState, terms: Submitted, role: str, number: int, 
     """Another standby after a back-off, unless too many were lost: the job does without them then."""
     subject = standby_subject(role)
     state = lengthen(drop_standby(state, role, number), terms, subject, at_s)
+    gone = KillStandby(role, number)
     if given_up(state, role):
-        return state, ()
-    return add_standby(state, role, backoff_s(state, terms, subject))
+        return state, (gone,)
+    state, commands = add_standby(state, role, backoff_s(state, terms, subject))
+    return state, (gone, *commands)

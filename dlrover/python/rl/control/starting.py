@@ -100,18 +100,13 @@ def add_standby(state: JobState, role: str, delay_s: float = 0.0) -> Result:
     )
     if delay_s:
         return wait(state, f"{standby_subject(role)}#{number}", delay_s)
-    return state, (_standby_command(state, role, number),)
+    return state, (StartStandby(role, number, state.excluded),)
 
 
 def start_standby(state: JobState, role: str, number: int) -> Result:
     """Start a standby whose back-off is over."""
     pool = {**state.standbys[role], number: Standby(StandbyPhase.STARTING)}
-    state = replace(state, standbys={**state.standbys, role: pool})
-    return state, (_standby_command(state, role, number),)
-
-
-def _standby_command(state: JobState, role: str, number: int) -> StartStandby:
-    return StartStandby(role, number, state.excluded, tuple(other for other in state.standbys[role] if other != number))
+    return replace(state, standbys={**state.standbys, role: pool}), (StartStandby(role, number, state.excluded),)
 
 
 def fill_standbys(state: JobState, role: str) -> Result:
@@ -157,7 +152,7 @@ def under_way(state: JobState) -> tuple[Command, ...]:
     if state.trainer.phase is MemberPhase.STARTING:
         commands.append(_trainer_command(state))
     commands += [
-        _standby_command(state, role, number)
+        StartStandby(role, number, state.excluded)
         for role, pool in state.standbys.items()
         for number, standby in pool.items()
         if standby.phase is StandbyPhase.STARTING

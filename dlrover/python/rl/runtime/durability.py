@@ -30,8 +30,7 @@ from dlrover.python.rl.runtime.member_state import (
 )
 from dlrover.python.rl.runtime.room import PATIENT, Patience, with_room
 from dlrover.python.rl.runtime.state_file import StateFile, check_size, copy_file, write_state
-from dlrover.python.rl.trainer.recovery import MemberId
-from dlrover.python.rl.trainer.steps import LastCommit
+from dlrover.python.rl.trainer.recovery import LastCommit, MemberId
 
 _LOG = get_logger(__name__)
 

@@ -98,6 +98,19 @@ class Recovery(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LastCommit:
+    """The last commit that is known of, whether it is still there or not.
+
+    Attributes:
+        step: its step.
+        incarnations: of each stateful member, the latest whose state was ever committed.
+    """
+
+    step: int
+    incarnations: Mapping[MemberId, int]
+
+
 class Checkpoints(Protocol):
     """Where commits are kept. What members are asked to do is a request that the trainer carries there unread."""
 
@@ -108,6 +121,11 @@ class Checkpoints(Protocol):
         Raises:
             CheckpointMissing: there were generations, and none is left.
         """
+        ...
+
+    def last_known(self) -> LastCommit | None:
+        """The last commit that is known of, None for none: tells members that hold a state from those that replaced
+        them, also when all commits are gone."""
         ...
 
     def load(self, step: int) -> Mapping[str, Any]:

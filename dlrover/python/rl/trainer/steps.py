@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from dlrover.python.rl.common.errors import (
     CallError,
@@ -43,28 +43,6 @@ class Attempt:
     number: int = 0
     opened: bool = False
     reason: str = ""
-
-
-@dataclass(frozen=True)
-class LastCommit:
-    """The last commit that is known of, whether it is still there or not.
-
-    Attributes:
-        step: its step.
-        incarnations: of each stateful member, the latest whose state was ever committed.
-    """
-
-    step: int
-    incarnations: Mapping[MemberId, int]
-
-
-@runtime_checkable
-class Remembering(Protocol):
-    """Commits that are remembered when they are gone: tells members that hold a state from those that replaced them."""
-
-    def last_known(self) -> LastCommit | None:
-        """The last commit that is known of, None for none."""
-        ...
 
 
 class NoRecovery:
@@ -288,7 +266,7 @@ class Steps:
         """
         standings = self.port.ask(self.port.members(stateful_only=True), WHERE)
         moved = [member for member, standing in standings.items() if not self._is_new(member, standing)]
-        known = self._checkpoints.last_known() if isinstance(self._checkpoints, Remembering) else None
+        known = self._checkpoints.last_known() if self._checkpoints is not None else None
         last = max([standing.touched for standing in standings.values()] + [known.step if known else 0])
         what = f"{lost or 'no commit is left to go back to'}; the steps up to {last} are lost"
         current = self._recovery.incarnations()

@@ -37,7 +37,7 @@ from dlrover.python.rl.runtime.host import MemberHost
 from dlrover.python.rl.runtime.loading import load_class
 from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort, process_environment
 from dlrover.python.rl.runtime.local.recovery import LocalRecovery
-from dlrover.python.rl.runtime.ports import free_port
+from dlrover.python.rl.runtime.ports import HeldPort
 from dlrover.python.rl.trainer.recovery import RestartInfo
 from dlrover.python.rl.trainer.runner import run_trainer
 from dlrover.python.rl.trainer.trainer import BaseTrainer, Reporter, TrainerLink
@@ -64,7 +64,7 @@ class LocalExecutor:
     enforce_deadlines: bool = False
     run: str = field(default_factory=lambda: uuid4().hex[:8])
     _members: dict[RLRoleType, list[LocalMember]] = field(default_factory=dict)
-    _ports: dict[RLRoleType, int] = field(default_factory=dict)
+    _ports: dict[RLRoleType, HeldPort] = field(default_factory=dict)
 
     def execute(self, command: Command, emit: Emit) -> None:
         if isinstance(command, Place):
@@ -87,7 +87,7 @@ class LocalExecutor:
     def _start_members(self, command: StartMembers, emit: Emit) -> None:
         role = RLRoleType(command.role)
         members = self._members.setdefault(role, [])
-        self._ports[role] = free_port(self.job.preferred_ports(role))
+        self._ports.setdefault(role, HeldPort()).take(self.job.preferred_ports(role), "127.0.0.1")
         for rank, incarnation in command.members:
             try:
                 members[rank : rank + 1] = [self._make(role, rank, incarnation)]
@@ -117,7 +117,7 @@ class LocalExecutor:
             local_rank=rank,
             local_world_size=self.job.workloads[role].num,
             master_addr="127.0.0.1",
-            master_port=self._ports[role],
+            master_port=self._ports[role].number,
             collocation=",".join(self.job.collocation_of(role)),
             restart=RestartInfo(incarnation - 1, why),
         )
@@ -184,6 +184,8 @@ class LocalExecutor:
 
     def _release(self, final: bool) -> None:
         members, self._members = self._members, {}
+        for port in self._ports.values():
+            port.give_back()
         for member in (member for group in members.values() for member in group if member.alive):
             try:
                 with process_environment(member.env):

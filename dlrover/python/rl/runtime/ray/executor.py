@@ -19,6 +19,7 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.commands import (
     Command,
     KillMember,
+    KillStandby,
     KillTrainer,
     Place,
     Release,
@@ -109,6 +110,9 @@ class RayExecutor:
             work = self._start_trainer(command, emit)
         elif isinstance(command, KillMember):
             work = self._kill(Seating(command.role, command.rank), command.incarnation)
+        elif isinstance(command, KillStandby):
+            self._dismiss(Seating(command.role, command.number, standby=True))
+            return
         elif isinstance(command, KillTrainer):
             work = self._kill(Seating(TRAINER), command.epoch)
         elif isinstance(command, Release):
@@ -266,9 +270,7 @@ class RayExecutor:
 
     async def _start_standby(self, command: StartStandby, emit: Emit) -> None:
         unit = Unit(Seating(command.role, command.number, standby=True), standby=command.number)
-        for lost in self._units.standbys(command.role, but=command.beside):
-            self._dismiss(lost)
-        self._units.put(unit)
+        self._succeed(unit)
         self._begin(self._prepare(unit, command.excluded, emit), emit, unit)
 
     async def _prepare(self, unit: Unit, excluded: tuple[str, ...], emit: Emit) -> None:

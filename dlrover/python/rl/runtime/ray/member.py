@@ -13,7 +13,7 @@ process that runs it. For each public method of the workload the actor has one o
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -27,7 +27,7 @@ from dlrover.python.rl.runtime.beats import Beat, Beater, BeatTerms
 from dlrover.python.rl.runtime.executor import starting
 from dlrover.python.rl.runtime.host import CallHeader, MemberHost
 from dlrover.python.rl.runtime.loading import enter_folder, load_class
-from dlrover.python.rl.runtime.ports import free_port
+from dlrover.python.rl.runtime.ports import HeldPort
 from dlrover.python.rl.runtime.ray.wire import decode
 from dlrover.python.rl.trainer.shard import row_count
 from dlrover.python.rl.trainer.workload import MemberContext
@@ -51,15 +51,13 @@ class MemberStart:
     incarnation: int
 
 
-def locate(preferred_ports: Sequence[int] = ()) -> Process:
-    """Where this process is, and a TCP port that is free there now."""
-    address = ray.util.get_node_ip_address()
+def locate() -> Process:
+    """Where this process is."""
     return Process(
         node=ray.get_runtime_context().get_node_id(),
         pid=os.getpid(),
         host=socket.gethostname(),
-        address=address,
-        port=free_port(preferred_ports, address),
+        address=ray.util.get_node_ip_address(),
     )
 
 
@@ -102,11 +100,13 @@ class MemberActor:
         self._role, self._master = RLRoleType(seated.role), master
         self._is = seated.who, seated.number  # one value: the beats read it from their own thread
         self._host: MemberHost | None = None
+        self._port = HeldPort()
         Beater(self._beat, send_to(master), beats).start()
 
     def dlrover_locate(self, preferred_ports: Sequence[int]) -> Process:
-        """Where this process is."""
-        return locate(preferred_ports)
+        """Where this process is, and a TCP port that is kept free for it there."""
+        here = locate()
+        return replace(here, port=self._port.take(preferred_ports, here.address))
 
     def dlrover_prepare(self, job: JobSpec) -> None:
         """Import what the role's workload needs, so that starting it later takes a moment.

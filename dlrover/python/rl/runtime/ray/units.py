@@ -1,7 +1,7 @@
 """What the executor remembers of the processes it has begun."""
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,11 +117,6 @@ class Units:
         """Forget all."""
         for place in list(self._units):
             self.take(place)
-
-    def standbys(self, role: str, but: Iterable[int] = ()) -> list[Place]:
-        """The places of a role's standbys, those of the numbers ``but`` left out."""
-        places = [place for place in self._units if place.role == role and place.standby]
-        return [place for place in places if place.at not in but]
 
     def free_slot(self, role: str, preferred: int) -> int:
         """Which of its role's places a new process takes: the preferred one, or a free one when a standby has taken
