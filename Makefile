@@ -33,7 +33,8 @@ demo: $(VENV)/core ## Train a small model with GRPO on Ray, to a curve and a tab
 	$(BIN)/python examples/arithmetic/demo.py --seed $(SEED) $(ARGS)
 
 test: $(VENV)/dev ## Run all tests but the slow ones
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray'
+	$(BIN)/python -m pytest -m 'ray and not slow'
 
 test-slow: $(VENV)/dev ## Run the slow tests (the demo on three seeds)
 	$(BIN)/python -m pytest -m slow
@@ -45,7 +46,7 @@ bench-recovery: $(VENV)/dev ## Measure detection, recovery and their cost (ARGS=
 	$(BIN)/python -m benchmarks.recovery $(ARGS)
 
 check: $(VENV)/dev lint types ## Lint, types, layers and the fast tests
-	$(BIN)/python -m pytest -m 'not slow and not ray' tests/test_architecture.py tests/unit/common tests/unit/config \
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not ray' tests/test_architecture.py tests/unit/common tests/unit/config \
 		tests/unit/control tests/unit/trainer tests/contract
 
 lint: $(VENV)/dev ## Ruff: rules and format

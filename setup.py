@@ -27,6 +27,7 @@ DEV = [
     "mypy>=1.13",
     "pytest>=8",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     "ruff>=0.8",
     "tensorboard>=2.16",
     "types-PyYAML>=6",
