@@ -87,9 +87,9 @@ EXPECTED = {
     ),
     Kind.FULL_DISK: Expected(
         "`job_dir` full for seconds",
-        "steps go on; decisions wait",
+        "commits and decisions wait",
         "the failed write",
-        "the journal is written when there is room; a copy that failed is made with a later step",
+        "commit and journal are written when there is room; a copy that failed is made with a later step",
     ),
     Kind.KILL_GCS: Expected(
         "SIGKILL", "calls go on; starts wait", "its keeper", "it is started again with its tables from disk"

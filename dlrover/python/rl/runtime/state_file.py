@@ -18,6 +18,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ _MAGIC = b"DLRLstat"
 _PREFIX = struct.Struct("<8sIIQQQ")
 _CRC = struct.Struct("<I")
 _ALIGN = 64
-_CHUNK = 1 << 20  # small enough that the bytes are still in the processor's cache when they are written
+_CHUNK = 1 << 20  # small enough that the bytes are still in the processor's cache when they are copied
 _RESIDUE = 0x2144DF1C  # crc32 of anything that ends with its own crc32
 
 Header = Mapping[str, str | int]
@@ -77,11 +78,11 @@ def write_state(path: Path, header: Header, tree: Any, durable: bool) -> StateFi
     state = dump(tree)
     parts, total = _layout(header, state.skeleton, state.buffers)
     _check_space(path.parent, total)
-    checksum = 0
-    with new_file(path, durable, total) as file:
-        for chunk in _chunks(parts):
-            checksum = zlib.crc32(chunk, checksum)
-            file.write(chunk)
+    with new_file(path, durable, total) as file, ThreadPoolExecutor(1) as beside:
+        summed = beside.submit(_checksum, parts)  # takes as long as the writing, and neither needs the interpreter
+        for part in parts:
+            file.write(part)
+        checksum = summed.result()  # waits: for one pass over bytes that are in memory
         file.write(_CRC.pack(checksum))
     return StateFile(path.name, total, checksum)
 
@@ -191,9 +192,11 @@ def _layout(header: Header, skeleton: bytes, buffers: list[memoryview]) -> tuple
     return [memoryview(prefix), memoryview(table), memoryview(skeleton), *body], total
 
 
-def _chunks(parts: Iterable[memoryview]) -> Iterator[memoryview]:
+def _checksum(parts: Iterable[memoryview]) -> int:
+    checksum = 0
     for part in parts:
-        yield from (part[start : start + _CHUNK] for start in range(0, len(part), _CHUNK))
+        checksum = zlib.crc32(part, checksum)
+    return checksum
 
 
 def _check_space(folder: Path, nbytes: int) -> None:

@@ -10,6 +10,7 @@ import ray
 from ray._raylet import PlacementGroupID
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dlrover.python.rl.common.errors import DLRoverRLError, JobConflict, MasterLost
 from dlrover.python.rl.common.names import NAMESPACE
@@ -18,6 +19,7 @@ from dlrover.python.rl.runtime.checkpoints import forget_memory
 _MEGABYTE = 1024 * 1024
 _AGAIN_S = 0.1
 _GONE_S = 10.0
+_HEAD = "node:__internal_head__"
 
 
 def current_actor() -> Any:
@@ -38,7 +40,8 @@ def was_restarted() -> bool:
 
 
 def launch(cls: type, name: str, args: tuple[Any, ...], resources: Mapping[str, float], max_restarts: int = 0) -> Any:
-    """Start a detached actor and return its handle.
+    """Start a detached actor and return its handle. It runs beside Ray's own head where it can, so that a lost worker
+    node does not take it along.
 
     Args:
         cls: its class.
@@ -59,6 +62,7 @@ def launch(cls: type, name: str, args: tuple[Any, ...], resources: Mapping[str, 
         "max_task_retries": -1 if max_restarts else 0,
         "num_cpus": resources.get("cpu", 0),
         "memory": int(resources.get("memory", 0) * _MEGABYTE) or None,
+        "scheduling_strategy": _at_the_head(),
     }
     try:
         return ray.remote(cls).options(**options).remote(*args)
@@ -66,6 +70,11 @@ def launch(cls: type, name: str, args: tuple[Any, ...], resources: Mapping[str, 
         raise JobConflict(
             f"'{name}' is already running on this cluster: stop it first or choose another name"
         ) from error
+
+
+def _at_the_head() -> Any:
+    heads = [node["NodeID"] for node in ray.nodes() if node["Alive"] and _HEAD in node["Resources"]]
+    return NodeAffinitySchedulingStrategy(heads[0], soft=True) if heads else "DEFAULT"
 
 
 def find(name: str) -> Any:
