@@ -39,10 +39,13 @@ def summary(results: dict[str, Any]) -> str:
         rows = [[name, *figures.values()] for name, figures in results["effective"].items()]
         parts.append(markdown(["one fault per 10 steps", "step s", "steps", "faults", "s", "effective, %"], rows))
     if "cost" in results:
-        cost = results["cost"]
-        head = ["1 s steps", "median step, s", "steps"]
-        rows = [[name, f"{cost[name]['step_s']:.4f}", cost[name]["steps"]] for name in ("durable", "plain")]
-        parts.append(markdown(head, rows) + f"\n\ncost: {cost['percent']:.2f} % of a step")
+        head = ["state of the role", "durable step, s", "plain step, s", "steps of each", "cost, %"]
+        rows = [
+            [size, *(f"{cost[name]['step_s']:.4f}" for name in ("durable", "plain")), cost["plain"]["steps"]]
+            + [cost["percent"]]
+            for size, cost in results["cost"].items()
+        ]
+        parts.append(markdown(head, rows))
     if "alarms" in results:
         alarms = results["alarms"]
         parts.append(f"{alarms['steps']} healthy steps, both cores busy: {alarms['losses']} false alarms")
