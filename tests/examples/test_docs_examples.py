@@ -130,6 +130,7 @@ def test_its_result_does_not_depend_on_the_number_of_rollouts(desk):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_it_learns_the_same_on_ray_digit_for_digit(desk):
     for where, option in (("ray", ""), ("here", "--local")):
         line = f"dlrover-rl run examples/first_trainer/job.yaml {option} job_dir=runs/{where}"

@@ -106,7 +106,9 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", [pytest.param(name, marks=pytest.mark.slow) if name == "placed" else name for name in MOMENTS]
+)
 def test_ctrl_c_stops_cleanly_at_any_moment_and_leaves_no_process(tmp_path, moment):
     with Command(tmp_path, "run", str(job_file(tmp_path, "endless"))) as command:
         wait_for(lambda: MOMENTS[moment](command), 120)
@@ -133,6 +135,7 @@ def actors_of(job):
     ]
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_stops_waiting_while_the_master_goes_on_stopping(tmp_path, ray_session):
     address = ray.get_runtime_context().gcs_address
     file = job_file(tmp_path, "busy")
