@@ -9,6 +9,7 @@ CORE = [
     "click>=8.1",
     "cloudpickle>=3",
     "grpcio>=1.60",
+    "isal>=1.7",
     "matplotlib>=3.8",
     "numpy>=1.26",
     "omegaconf>=2.3",

@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import disks
 import numpy as np
@@ -15,9 +16,10 @@ import pytest
 from disks import system_calls
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
-from dlrover.python.rl.runtime.checkpoints import CheckpointStore, memory_root, newest_of_any_run
+from dlrover.python.rl.runtime.checkpoints import CheckpointStore, newest_of_any_run
 from dlrover.python.rl.runtime.manifest import MANIFEST, Manifest, decode, encode, read_manifest
-from dlrover.python.rl.runtime.state_file import StateFile, check_size, copy_file, write_state
+from dlrover.python.rl.runtime.node_memory import memory_root
+from dlrover.python.rl.runtime.state_file import StateFile, check_size, copy_file, read_state, write_state
 
 MEMBERS = ("ACTOR-0", "ACTOR-1", "trainer")
 MUTATIONS = 1000
@@ -28,11 +30,8 @@ def state_of(name, step, size=600):
 
 
 def commit(store, step, epoch=1, size=600):
-    folder = store.folder(step, epoch)
     files = {
-        name: write_state(
-            folder / f"{name}.{epoch}.state", {"who": name, "step": step}, state_of(name, step, size), store.durable
-        )
+        name: store.write(step, epoch, f"{name}.{epoch}.state", {"who": name, "step": step}, state_of(name, step, size))
         for name in MEMBERS
     }
     return store.commit(step, epoch, files, {"note": step})
@@ -89,10 +88,43 @@ def test_the_newest_two_are_kept_and_leftovers_go(store):
     (store.root / ".EPOCH.0.tmp").touch()
     manifest = commit(store, 5)
     assert generations(store) == ["step-00000003.e1", "step-00000005.e1", "step-00000006.e1"]
-    assert sorted(os.listdir(store.root)) == ["EPOCH", "LOCK", *generations(store)]
+    spare = [] if store.durable else ["spare"]
+    assert sorted(os.listdir(store.root)) == ["EPOCH", "LOCK", *spare, *generations(store)]
     assert sorted(os.listdir(store.root / manifest.folder)) == sorted(
         [MANIFEST, *(file.name for file in manifest.files.values())]
     )
+
+
+def test_in_memory_the_pages_of_the_generation_removed_last_are_used_again(tmp_path):
+    store = CheckpointStore(tmp_path / "run1", "run1", durable=False)
+    store.claim(1)
+    sizes = {1: 600, 2: 500, 3: 400, 4: 300, 5: 700, 6: 700}
+    inodes = {}
+    for step, size in sizes.items():
+        manifest = commit(store, step, size=size)
+        inodes[step] = {path.stat().st_ino for path in store.root.glob(f"{manifest.folder}/*.state")}
+        assert is_whole(store, store.newest_valid(), size)
+    assert inodes[4] == inodes[1]
+    assert inodes[6] == inodes[3]
+    assert store.make_room(5, pinned=False)
+    assert sorted(os.listdir(store.root)) == ["EPOCH", "LOCK", "step-00000005.e1", "step-00000006.e1"]
+    assert is_whole(store, commit(store, 7))
+
+
+def test_what_is_being_read_while_it_is_written_over_is_never_taken_for_good(tmp_path):
+    """As by a process that has looked up the newest generation and is stopped for three steps."""
+    store = CheckpointStore(tmp_path / "run1", "run1", durable=False)
+    store.claim(1)
+    old = commit(store, 1)
+    for step in (2, 3):
+        commit(store, step)
+    with open(store.root / "spare" / "ACTOR-0.1.state", "rb", buffering=0) as late:
+        commit(store, 4)
+        (tmp_path / "seen").write_bytes(late.read())
+    with pytest.raises(CheckpointCorrupt):
+        read_state(tmp_path / "seen", replace(old.files["ACTOR-0"], name="seen"))
+    assert not store.valid(old)
+    assert generations(store) == ["step-00000003.e1", "step-00000004.e1"]
 
 
 def test_a_pinned_generation_is_kept_until_it_is_copied(store, tmp_path):

@@ -1,7 +1,6 @@
 """Weights on their way from a train engine to a rollout engine: versioned, fingerprinted, verified."""
 
 import math
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from isal.isal_zlib import crc32
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.common.nearest import hint
@@ -82,7 +82,7 @@ def take_snapshot(named: Iterable[tuple[str, Any]], version: int) -> WeightSnaps
         shapes[name] = tuple(host.shape)
         dtypes[name] = str(host.dtype).removeprefix("torch.")
         buffers[name] = host.reshape(-1).view(torch.uint8).numpy()
-    fingerprints = {name: zlib.crc32(buffer.data) for name, buffer in buffers.items()}
+    fingerprints = {name: crc32(buffer.data) for name, buffer in buffers.items()}
     return WeightSnapshot(version, buffers, shapes, dtypes, fingerprints)
 
 
@@ -112,7 +112,7 @@ def _damage(snapshot: WeightSnapshot, name: str) -> str:
     buffer, claimed = snapshot.buffers[name], _nbytes(snapshot.shapes[name], snapshot.dtypes[name])
     if buffer.nbytes != claimed:
         return f"'{name}' has {buffer.nbytes} bytes, not the {snapshot.dtypes[name]} it claims"
-    if zlib.crc32(buffer.data) != snapshot.fingerprints[name]:
+    if crc32(buffer.data) != snapshot.fingerprints[name]:
         return f"'{name}' does not match its fingerprint"
     return ""
 

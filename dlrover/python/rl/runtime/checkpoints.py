@@ -12,6 +12,7 @@
       step-00000008.e1/           no manifest: being written, or left over from a crash
       step-00000006.e1.bad.1/     damaged: set aside, never loaded
       step-00000005.e1.gone/      being removed
+      spare/                      the generation removed last, in memory: its files are written over
 
 A generation is changed as a whole, by renaming its folder: who reads it meanwhile finds it or does not.
 """
@@ -19,7 +20,6 @@ A generation is changed as a whole, by renaming its folder: who reads it meanwhi
 import errno
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -38,15 +38,20 @@ from dlrover.python.rl.runtime.manifest import (
     step_and_epoch,
     write_manifest,
 )
-from dlrover.python.rl.runtime.state_file import StateFile, check_file, check_size, read_state, sync_folder
+from dlrover.python.rl.runtime.state_file import (
+    Header,
+    StateFile,
+    check_file,
+    check_size,
+    read_state,
+    sync_folder,
+    write_state,
+)
 
 _LOG = get_logger(__name__)
 
-_BAD, _GONE = ".bad", ".gone"
+_BAD, _GONE, _SPARE = ".bad", ".gone", "spare"
 _KEPT_BAD = 2
-_SHARED_MEMORY = Path("/dev/shm")
-_MEMORY_VARIABLE = "DLROVER_RL_MEMORY"
-_LEAST_SHARED_MEMORY = 1 << 28  # containers often come with 64 MB, which is no place for a model
 
 
 class CheckpointStore:
@@ -102,6 +107,18 @@ class CheckpointStore:
             raise CheckpointMissing(f"{self.root} is not there") from None
         return folder
 
+    def write(self, step: int, epoch: int, name: str, header: Header, tree: Any) -> StateFile:
+        """Write file ``name`` of generation ``step``. In memory it takes the place of an old one that is not needed any
+        more, where there is one: pages that are new cost three times as long.
+
+        Raises:
+            StaleEpoch, CheckpointMissing: as :meth:`folder`.
+            DataError, OSError: as :func:`~dlrover.python.rl.runtime.state_file.write_state`.
+        """
+        path = self.folder(step, epoch) / name
+        spares = (self.root / _SPARE).glob(f"{name.partition('.')[0]}.*")
+        return write_state(path, header, tree, self.durable, over=next(spares, None))
+
     def commit(
         self, step: int, epoch: int, files: Mapping[str, StateFile], extra: Mapping[str, Any] | None = None
     ) -> Manifest:
@@ -137,7 +154,7 @@ class CheckpointStore:
         no manifest is ever committed."""
         for folder in self._folders():
             if folder[0] < step and folder[0] not in self.pinned:
-                self._remove(self.root / folder_name(*folder))
+                self._retire(self.root / folder_name(*folder))
 
     def make_room(self, step: int, pinned: bool) -> bool:
         """Remove what can be spared for another generation: the folders of the steps before ``step``, and damaged ones.
@@ -152,11 +169,12 @@ class CheckpointStore:
         kept = set() if pinned else self.pinned
         spared = [folder_name(*found) for found in self._folders() if found[0] < step and found[0] not in kept]
         damaged = [folder.name for folder in self.root.glob(f"*{_BAD}*") if folder.suffix != _GONE]
-        for name in (*spared, *damaged):
+        names = sorted((*spared, *damaged, *(path.name for path in self.root.glob(_SPARE))))
+        for name in names:
             self._remove(self.root / name)
-        if spared or damaged:
-            _LOG.warning("no room in %s: %s removed", self.root, ", ".join(sorted((*spared, *damaged))))
-        return bool(spared or damaged)
+        if names:
+            _LOG.warning("no room in %s: %s removed", self.root, ", ".join(names))
+        return bool(names)
 
     def remove(self) -> None:
         """Remove the root with everything in it."""
@@ -258,7 +276,7 @@ class CheckpointStore:
             name = folder_name(step, epoch)
             old = name in committed or (step <= newest.step and epoch <= newest.epoch)
             if old and name not in kept and step not in self.pinned:
-                self._remove(self.root / name)
+                self._retire(self.root / name)
         self._sweep(self.root / newest.folder)
 
     def _sweep(self, newest: Path) -> None:
@@ -284,6 +302,17 @@ class CheckpointStore:
             return
         _LOG.warning("%s is not used: %s; it is now %s", folder, why, target.name)
 
+    def _retire(self, folder: Path) -> None:
+        """Remove a generation; in memory, its files are kept until they are written over or the next one goes."""
+        if self.durable:
+            return self._remove(folder)
+        spare = self.root / _SPARE
+        shutil.rmtree(spare, ignore_errors=True)
+        try:
+            folder.rename(spare)
+        except OSError:  # another process has removed it, or puts its own there
+            self._remove(folder)
+
     def _remove(self, folder: Path) -> None:
         gone = folder.with_name(folder.name + _GONE)
         try:
@@ -301,51 +330,6 @@ def _changed_at(path: Path) -> float:
         return path.stat().st_ctime
     except OSError:
         return 0.0
-
-
-def memory_root(job: str, run: str) -> Path:
-    """The folder of a run's memory-backed generations on this node, created, for this user only.
-
-    It is in the folder that the environment variable ``DLROVER_RL_MEMORY`` names, else in ``/dev/shm``, or in the
-    temporary folder where that is missing or too small to hold a model.
-    """
-    shared = _memory_folder()
-    root = shared / f"{job}-{run}"
-    for _ in range(100):
-        with suppress(FileExistsError):
-            shared.mkdir(parents=True)
-            shared.chmod(0o1777)  # other users have their own jobs in it
-        with suppress(FileNotFoundError):  # the last job that was in it has just removed it
-            root.mkdir(mode=0o700, exist_ok=True)
-            break
-    if root.is_symlink() or root.stat().st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, "belongs to another user", str(root))
-    return root
-
-
-def forget_memory(job: str, run: str | None = None) -> None:
-    """Remove what a run of a job, or all of its runs, have left in this node's memory."""
-    shared = _memory_folder()
-    for root in shared.glob(f"{job}-*") if shared.is_dir() else ():
-        of_job, _, of_run = root.name.rpartition("-")
-        if of_job == job and run in (None, of_run):
-            shutil.rmtree(root, ignore_errors=True)
-    with suppress(OSError):
-        shared.rmdir()  # only when it was the last one there
-
-
-def _memory_folder() -> Path:
-    if named := os.environ.get(_MEMORY_VARIABLE):
-        return Path(named) / "dlrover-rl"
-    memory = _SHARED_MEMORY if _is_usable(_SHARED_MEMORY) else Path(tempfile.gettempdir())
-    return memory / "dlrover-rl"
-
-
-def _is_usable(folder: Path) -> bool:
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return False
-    disk = os.statvfs(folder)
-    return disk.f_blocks * disk.f_frsize >= _LEAST_SHARED_MEMORY
 
 
 def newest_of_any_run(checkpoints_dir: Path) -> tuple[str, Manifest] | None:

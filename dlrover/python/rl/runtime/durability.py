@@ -29,7 +29,7 @@ from dlrover.python.rl.runtime.member_state import (
     incarnation_of,
 )
 from dlrover.python.rl.runtime.room import PATIENT, Patience, with_room
-from dlrover.python.rl.runtime.state_file import StateFile, check_size, copy_file, write_state
+from dlrover.python.rl.runtime.state_file import Header, StateFile, check_size, copy_file
 from dlrover.python.rl.trainer.recovery import LastCommit, MemberId
 
 _LOG = get_logger(__name__)
@@ -228,8 +228,8 @@ class StoreCheckpoints:
 
     def _write(self, step: int, files: Mapping[str, StateFile], state: Mapping[str, Any]) -> Manifest:
         """The trainer's file, and the manifest that makes a generation of it and of the members' files."""
-        path = self._commits.folder(step, self.roots.epoch) / f"{_TRAINER}.state"
-        own = write_state(path, {"role": _TRAINER, "step": step}, state, durable=self.roots.shared)
+        header: Header = {"role": _TRAINER, "step": step}
+        own = self._commits.write(step, self.roots.epoch, f"{_TRAINER}.state", header, state)
         own = replace(own, node=self.roots.owner(self.roots.node))
         return self._commits.commit(step, self.roots.epoch, {**files, _TRAINER: own})
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.runtime.checkpoints import CheckpointStore, memory_root
+from dlrover.python.rl.runtime.checkpoints import CheckpointStore
+from dlrover.python.rl.runtime.node_memory import memory_root
 from dlrover.python.rl.runtime.room import PATIENT, Patience, with_room
-from dlrover.python.rl.runtime.state_file import StateFile, copy_file, read_state, write_state
+from dlrover.python.rl.runtime.state_file import StateFile, copy_file, read_state
 
 _LOG = get_logger(__name__)
 
@@ -163,8 +164,7 @@ class MemberState:
         state = workload.state_dict()  # once: ranks may meet in it
 
         def write() -> StateFile:
-            path = store.folder(request.step, roots.epoch) / f"{self.key}.{self._incarnation}.state"
-            return write_state(path, header, state, durable=roots.shared)
+            return store.write(request.step, roots.epoch, f"{self.key}.{self._incarnation}.state", header, state)
 
         file = with_room(write, partial(store.make_room, request.step - 1), self._patience)
         if not roots.shared and self._node != roots.node:

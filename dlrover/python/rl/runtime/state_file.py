@@ -16,9 +16,7 @@ import errno
 import json
 import os
 import struct
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 from uuid import uuid4
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, DataError
 from dlrover.python.rl.data.state_tree import dump, load
@@ -38,7 +37,8 @@ _MAGIC = b"DLRLstat"
 _PREFIX = struct.Struct("<8sIIQQQ")
 _CRC = struct.Struct("<I")
 _ALIGN = 64
-_CHUNK = 1 << 20  # small enough that the bytes are still in the processor's cache when they are copied
+_BUFFER = 1 << 16
+_CHUNK = 1 << 20
 _RESIDUE = 0x2144DF1C  # crc32 of anything that ends with its own crc32
 
 Header = Mapping[str, str | int]
@@ -61,7 +61,7 @@ class StateFile:
     node: str = ""
 
 
-def write_state(path: Path, header: Header, tree: Any, durable: bool) -> StateFile:
+def write_state(path: Path, header: Header, tree: Any, durable: bool, over: Path | None = None) -> StateFile:
     """Write ``tree`` to ``path``, whole or not at all. Nothing may change in ``tree`` meanwhile.
 
     Args:
@@ -69,6 +69,7 @@ def write_state(path: Path, header: Header, tree: Any, durable: bool) -> StateFi
         header: says whose state this is (role, rank, step, ...), to tell files apart that were mixed up.
         tree: see data/state_tree.py.
         durable: sync file and folder to disk before returning.
+        over: a file on the same disk that nobody needs: it is written over, and gone.
 
     Raises:
         DataError: ``tree`` cannot be saved.
@@ -77,12 +78,11 @@ def write_state(path: Path, header: Header, tree: Any, durable: bool) -> StateFi
     """
     state = dump(tree)
     parts, total = _layout(header, state.skeleton, state.buffers)
-    _check_space(path.parent, total)
-    with new_file(path, durable, total) as file, ThreadPoolExecutor(1) as beside:
-        summed = beside.submit(_checksum, parts)  # takes as long as the writing, and neither needs the interpreter
-        for part in parts:
-            file.write(part)
-        checksum = summed.result()  # waits: for one pass over bytes that are in memory
+    checksum = 0
+    with new_file(path, durable, total, over) as file:
+        for chunk in _chunks(parts):
+            checksum = crc32(chunk, checksum)
+            file.write(chunk)
         file.write(_CRC.pack(checksum))
     return StateFile(path.name, total, checksum)
 
@@ -104,7 +104,7 @@ def read_state(path: Path, expected: StateFile | None = None, header: Header | N
     """
     with _opened(path) as file:
         content = _read(file, expected)
-    _check(path, len(content), zlib.crc32(content), _ending(content), expected)
+    _check(path, len(content), crc32(content), _ending(content), expected)
     return _decode(path, content, header or {})
 
 
@@ -138,20 +138,27 @@ def copy_file(source: Path, target: Path, file: StateFile, durable: bool) -> Sta
         CheckpointMissing, CheckpointCorrupt: the source is not what it must be; the target stays as it was.
         OSError: as :func:`write_state`.
     """
-    _check_space(target, file.nbytes)
     with new_file(target / file.name, durable, file.nbytes) as copy:
         _pass_through(source, file, copy.write)
     return StateFile(file.name, file.nbytes, file.checksum)
 
 
 @contextmanager
-def new_file(path: Path, durable: bool, nbytes: int = 0) -> Iterator[BinaryIO]:
-    """A file to write that gets its name when the block ends well, and leaves nothing when it does not. An error of
-    too little room names the ``nbytes`` that were to be written."""
+def new_file(path: Path, durable: bool, nbytes: int = 0, over: Path | None = None) -> Iterator[BinaryIO]:
+    """A file to write that gets its name when the block ends well, and leaves nothing when it does not.
+
+    Args:
+        path: its name.
+        durable: sync file and folder to disk.
+        nbytes: how long it will be, 0: unknown. Where the disk has too little room for that, not a byte is written.
+        over: a file that it may take the place of.
+    """
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    _check_space(path.parent, nbytes, over)
     try:
-        with open(temporary, "xb", buffering=1 << 16) as file:
+        with _opened_over(over, temporary) if over is not None else open(temporary, "xb", buffering=_BUFFER) as file:
             yield file
+            file.truncate()
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
@@ -192,17 +199,26 @@ def _layout(header: Header, skeleton: bytes, buffers: list[memoryview]) -> tuple
     return [memoryview(prefix), memoryview(table), memoryview(skeleton), *body], total
 
 
-def _checksum(parts: Iterable[memoryview]) -> int:
-    checksum = 0
+def _chunks(parts: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The same bytes, in pieces that stay in the processor's cache between summing and writing."""
     for part in parts:
-        checksum = zlib.crc32(part, checksum)
-    return checksum
+        for start in range(0, len(part), _CHUNK):
+            yield part[start : start + _CHUNK]
 
 
-def _check_space(folder: Path, nbytes: int) -> None:
-    """Raise before a byte is written where the disk is too full for all of them."""
+def _opened_over(over: Path, path: Path) -> BinaryIO:
+    """Open ``over`` as ``path``, to write it from its start; a new file where it is gone."""
+    with suppress(OSError):
+        over.rename(path)
+    return open(path, "r+b" if path.exists() else "xb", buffering=_BUFFER)
+
+
+def _check_space(folder: Path, nbytes: int, over: Path | None) -> None:
     disk = os.statvfs(folder)
-    if disk.f_bavail * disk.f_frsize < nbytes:
+    free = disk.f_bavail * disk.f_frsize
+    with suppress(OSError):
+        free += over.stat().st_size if over is not None else 0
+    if free < nbytes:
         raise no_room(errno.ENOSPC, folder, nbytes)
 
 
@@ -242,7 +258,7 @@ def _pass_through(folder: Path, expected: StateFile, take: Callable[[memoryview]
     with _opened(path) as file:
         while nbytes <= expected.nbytes and (count := file.readinto(room)):  # type: ignore[attr-defined]
             chunk = room[:count]
-            nbytes, checksum = nbytes + count, zlib.crc32(chunk, checksum)
+            nbytes, checksum = nbytes + count, crc32(chunk, checksum)
             ending = (ending + bytes(chunk[-_CRC.size :]))[-_CRC.size :]
             take(chunk)
     _check(path, nbytes, checksum, ending, expected)

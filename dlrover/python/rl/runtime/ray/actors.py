@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dlrover.python.rl.common.errors import DLRoverRLError, JobConflict, MasterLost
 from dlrover.python.rl.common.names import NAMESPACE
-from dlrover.python.rl.runtime.checkpoints import forget_memory
+from dlrover.python.rl.runtime.node_memory import forget_memory
 
 _MEGABYTE = 1024 * 1024
 _AGAIN_S = 0.1

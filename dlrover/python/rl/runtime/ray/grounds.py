@@ -11,8 +11,8 @@ from dlrover.python.rl.common.errors import PlacementTimeout
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.placement import Placement
-from dlrover.python.rl.runtime.checkpoints import forget_memory
 from dlrover.python.rl.runtime.durability import forget_commits
+from dlrover.python.rl.runtime.node_memory import forget_memory
 from dlrover.python.rl.runtime.ray.fleet import on_node
 from dlrover.python.rl.runtime.ray.options import keep_off
 from dlrover.python.rl.runtime.ray.placing import (
