@@ -35,7 +35,7 @@ class Expected(NamedTuple):
 
 
 _PING = "the trainer's failed call, or the master's pending ping"
-_BEATS = "beats: none, or the same call, for `hang_after_s`"
+_BEATS = "beats: none (for `lease_s` at most), or the same call, for `hang_after_s`"
 _RANKS = "all ranks of the role restart and load the last commit; the step goes on"
 _SHARE = "a standby or a new process takes the rank; its share of the step is done again"
 _TRAINER = "a new trainer; calls that were answered are not made again"

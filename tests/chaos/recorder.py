@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.durability import roots_of
+from dlrover.python.rl.runtime.node_memory import memory_path
 from tests.chaos.ledger import Generation, Ledger, generations, read_ledger
 
 _LOOK_S = 0.01
@@ -55,7 +56,10 @@ class Recorder:
     def root(self) -> Path | None:
         """Where the run's commits are; None before it is known."""
         submitted = self.ledger.submitted
-        return roots_of(self._job, submitted.run, epoch=0).commits if submitted else None
+        if submitted is None:
+            return None
+        # Looked at only: who watches neither makes the folder nor holds it.
+        return roots_of(self._job, submitted.run, epoch=0).commits or memory_path(self._job.name, submitted.run)
 
     @property
     def step(self) -> int:

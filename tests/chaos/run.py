@@ -5,10 +5,11 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dlrover.python.rl.config.spec import JobSpec
-from tests.chaos.faults import Kind, schedule
+from tests.chaos.faults import NODE_LOSSES, Kind, schedule
 from tests.chaos.harness import HANG_S, REPOSITORY, Outcome, as_json, chaos_job, judge, report, run_job, save
 from tests.ray.two_nodes import TwoNodes, two_nodes
 
@@ -26,9 +27,12 @@ def chaos(
 ) -> tuple[Outcome, list[str]]:
     """The undisturbed run, the disturbed one, and what is wrong with that."""
     steps, seed = options.steps, options.seed
+    # Memory is lost with its node, and both nodes are one machine: where nodes are lost, it must not be in the way.
+    commit_to = "job_dir" if NODE_LOSSES & set(options.kinds) else "memory"
 
     def job(run: str) -> JobSpec:
-        return chaos_job(folder / "inputs", folder / run, f"{run}-{seed}", steps, seed, options.hang_after)
+        job = chaos_job(folder / "inputs", folder / run, f"{run}-{seed}", steps, seed, options.hang_after)
+        return replace(job, checkpoint=replace(job.checkpoint, commit_to=commit_to))
 
     plan = schedule(seed, options.faults, steps, options.kinds)
     oracle = run_job(job("oracle"), cluster, (), log)

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from toy_jobs import toy_job
@@ -20,6 +21,7 @@ from dlrover.python.rl.control.events import (
     TrainerLost,
     TrainerStarted,
 )
+from dlrover.python.rl.master import pulse as pulse_module
 from dlrover.python.rl.master.brain import Brain, submission
 from dlrover.python.rl.master.pulse import Pulse
 from dlrover.python.rl.runtime.beats import Beat, BeatTerms
@@ -116,6 +118,31 @@ def test_what_a_replaced_process_last_said_is_not_held_against_the_new_one(job):
     dead = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")
     renewed = running(job, MemberLost("ACTOR", 0, 1, dead), MemberStarted("ACTOR", 0, 2, Process("node-0", 10)))
     assert hangs(pulse, renewed) == []
+
+
+def test_taking_stacks_is_not_taken_for_having_been_stopped(job, monkeypatch):
+    """Who has been silent meanwhile is found as soon as without."""
+    clock = [1000.0]
+
+    async def slow(process):
+        clock[0] += 5.0
+        return "stacks"
+
+    monkeypatch.setattr(pulse_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(pulse_module, "stacks_there", slow)
+    state, pulse = running(job), Pulse(job, BEATS, lambda who: Process("node-0", 7))
+    lost = {}
+    for beat in range(200):
+        clock[0] += BEATS.beat_s
+        for who in ("ACTOR[1]", "REWARD[1]", "trainer"):
+            pulse.take(Beat(who, 1), state)
+        if beat == 60:
+            pulse.take(Beat("ACTOR[0]", 1, "update", LIMIT_S + 1.0, 3), state)
+        elif beat < 60:
+            pulse.take(Beat("ACTOR[0]", 1), state)
+        lost |= {event.cause.who: clock[0] for event in hangs(pulse, state) if event.cause.who not in lost}
+    assert list(lost) == ["ACTOR[0]", "REWARD[0]"]
+    assert lost["REWARD[0]"] <= 1000.0 + LIMIT_S + 2 * 5.0 + 3 * BEATS.beat_s
 
 
 def test_of_ranks_that_wait_for_each_other_the_one_that_is_waited_for_is_lost(job):

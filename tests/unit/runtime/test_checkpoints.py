@@ -18,7 +18,6 @@ from disks import system_calls
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
 from dlrover.python.rl.runtime.checkpoints import CheckpointStore, newest_of_any_run
 from dlrover.python.rl.runtime.manifest import MANIFEST, Manifest, decode, encode, read_manifest
-from dlrover.python.rl.runtime.node_memory import memory_root
 from dlrover.python.rl.runtime.state_file import StateFile, check_size, copy_file, read_state, write_state
 
 MEMBERS = ("ACTOR-0", "ACTOR-1", "trainer")
@@ -561,18 +560,6 @@ def test_the_newest_is_found_though_all_that_were_listed_are_removed_meanwhile(s
 
 
 # -- folders ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_memory_folder_is_the_runs_own(tmp_path):
-    root = memory_root("checkpoints-test", f"{os.getpid():x}")
-    try:
-        assert root == memory_root("checkpoints-test", f"{os.getpid():x}")
-        assert root.name == f"checkpoints-test-{os.getpid():x}"
-        assert root.stat().st_mode & 0o7777 == 0o700
-        assert root.parent.stat().st_mode & 0o7777 == 0o1777
-    finally:
-        CheckpointStore(root, "x", durable=False).remove()
-    assert not root.exists()
 
 
 def test_the_newest_of_any_run_is_the_one_that_was_committed_last(tmp_path):

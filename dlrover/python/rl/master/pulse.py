@@ -72,8 +72,10 @@ class Pulse:
         self._looked_s = now_s
         up = self._signs_of(state, now_s)
         listening = Listening(self._beats.beat_s, self._listening_since_s, self._beats.lease_s)
-        found = hangs(up, self._limits_s, listening, now_s)
-        return [await self._condemn(hang, up, listening, now_s) for hang in _culprits(found, state, listening, now_s)]
+        culprits = _culprits(hangs(up, self._limits_s, listening, now_s), state, listening, now_s)
+        condemned = await asyncio.gather(*(self._condemn(hang, up, listening, now_s) for hang in culprits))
+        self._looked_s = time.monotonic()  # taking stacks is no sign of having been stopped: beats came in meanwhile
+        return condemned
 
     def _signs_of(self, state: JobState, now_s: float) -> list[Sign]:
         """The newest sign of each process that is up. One that has not been heard yet, because it or this master has

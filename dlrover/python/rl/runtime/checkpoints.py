@@ -116,8 +116,7 @@ class CheckpointStore:
             DataError, OSError: as :func:`~dlrover.python.rl.runtime.state_file.write_state`.
         """
         path = self.folder(step, epoch) / name
-        spares = (self.root / _SPARE).glob(f"{name.partition('.')[0]}.*")
-        return write_state(path, header, tree, self.durable, over=next(spares, None))
+        return write_state(path, header, tree, self.durable, self._spare(name.partition(".")[0]))
 
     def commit(
         self, step: int, epoch: int, files: Mapping[str, StateFile], extra: Mapping[str, Any] | None = None
@@ -313,6 +312,11 @@ class CheckpointStore:
         except OSError:  # another process has removed it, or puts its own there
             self._remove(folder)
 
+    def _spare(self, who: str) -> Path | None:
+        with suppress(OSError):  # another process puts a newer generation in its place
+            return next((self.root / _SPARE).glob(f"{who}.*"), None)
+        return None
+
     def _remove(self, folder: Path) -> None:
         gone = folder.with_name(folder.name + _GONE)
         try:
@@ -342,6 +346,6 @@ def newest_of_any_run(checkpoints_dir: Path) -> tuple[str, Manifest] | None:
     stores = [CheckpointStore(folder, folder.name, durable=True) for folder in folders]
     found = [(store, manifest) for store in stores for manifest in store.manifests()]
     for store, manifest in sorted(found, key=lambda item: (item[1].committed_at, item[1].step), reverse=True):
-        if store.valid(manifest):
+        if store.valid(manifest, check_size):
             return store.run, manifest
     return None

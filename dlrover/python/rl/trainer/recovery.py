@@ -94,7 +94,7 @@ class Recovery(Protocol):
         ...
 
     def progressed(self, step: int) -> None:
-        """``step`` is committed: told for the first commit after a start or a recovery. Returns at once."""
+        """``step`` is committed. Returns at once."""
         ...
 
 

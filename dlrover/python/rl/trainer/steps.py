@@ -107,7 +107,6 @@ class Steps:
         self._as_new = set(self.port.members()) if self._recovery.fresh and not attempt.number else set()
         self._loaded = False
         self._begun = False
-        self._recoveries_told = -1
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -166,8 +165,7 @@ class Steps:
             self._publish(self._checkpoints, step, answers)
         self.port.commit(step)
         self.commits += step > 0
-        if step > 0 and recoveries != self._recoveries_told:
-            self._recoveries_told = recoveries
+        if step > 0:
             self._recovery.progressed(step)
 
     def finish(self) -> None:

@@ -37,6 +37,7 @@ from dlrover.python.rl.runtime.host import MemberHost
 from dlrover.python.rl.runtime.loading import load_class
 from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort, process_environment
 from dlrover.python.rl.runtime.local.recovery import LocalRecovery
+from dlrover.python.rl.runtime.node_memory import forget_memory
 from dlrover.python.rl.runtime.ports import HeldPort
 from dlrover.python.rl.trainer.recovery import RestartInfo
 from dlrover.python.rl.trainer.runner import run_trainer
@@ -68,6 +69,7 @@ class LocalExecutor:
 
     def execute(self, command: Command, emit: Emit) -> None:
         if isinstance(command, Place):
+            forget_memory(self.job.name)
             emit(Placed(command.incarnation))
         elif isinstance(command, StartMembers):
             self._start_members(command, emit)

@@ -74,7 +74,7 @@ def launch(cls: type, name: str, args: tuple[Any, ...], resources: Mapping[str, 
 
 def _at_the_head() -> Any:
     heads = [node["NodeID"] for node in ray.nodes() if node["Alive"] and _HEAD in node["Resources"]]
-    return NodeAffinitySchedulingStrategy(heads[0], soft=True) if heads else "DEFAULT"
+    return NodeAffinitySchedulingStrategy(heads[0], soft=True, _spill_on_unavailable=True) if heads else "DEFAULT"
 
 
 def find(name: str) -> Any:

@@ -5,7 +5,7 @@ executor remembers can be found again by name (:meth:`RayExecutor.adopt`), so a 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -48,6 +48,7 @@ from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.runtime.beats import BeatTerms
 from dlrover.python.rl.runtime.executor import Emit
 from dlrover.python.rl.runtime.ray.actors import find
+from dlrover.python.rl.runtime.ray.detached import Detached
 from dlrover.python.rl.runtime.ray.fleet import Fleet, kill_process
 from dlrover.python.rl.runtime.ray.grounds import Grounds
 from dlrover.python.rl.runtime.ray.member import MemberStart
@@ -64,8 +65,9 @@ _LOG = get_logger(__name__)
 _BEATS_A_SECOND = 1000.0
 """What one master takes in: with more processes each beats less often."""
 
-_RELEASE_TRIES = 3
-_RELEASE_PAUSE_S = 2.0
+
+_STANDBY_BEATS = 20
+"""How long, in beats, a standby that was ready may take to answer when it is needed."""
 
 
 class RayExecutor:
@@ -96,7 +98,7 @@ class RayExecutor:
         self._losses: dict[Seating, str] = {}
         self.open_step = 0
         self._under_way: set[asyncio.Task[None]] = set()
-        self._detached: set[asyncio.Task[None]] = set()
+        self._detached = Detached(job.name)
 
     def execute(self, command: Command, emit: Emit) -> None:
         """Begin a command. One that was begun before, by this master or an earlier one, finds what that has left."""
@@ -109,12 +111,14 @@ class RayExecutor:
         elif isinstance(command, StartTrainer):
             work = self._start_trainer(command, emit)
         elif isinstance(command, KillMember):
-            work = self._kill(Seating(command.role, command.rank), command.incarnation)
+            self._kill(Seating(command.role, command.rank), command.incarnation)
+            return
         elif isinstance(command, KillStandby):
             self._dismiss(Seating(command.role, command.number, standby=True))
             return
         elif isinstance(command, KillTrainer):
-            work = self._kill(Seating(TRAINER), command.epoch)
+            self._kill(Seating(TRAINER), command.epoch)
+            return
         elif isinstance(command, Release):
             self._stop_starting()
             work = self._release(command, emit)
@@ -217,7 +221,7 @@ class RayExecutor:
     def _dismiss(self, place: Seating) -> None:
         former = self._units.take(place)
         if former is not None and former.handle is not None:
-            self._detach(self._end(former))
+            self._detached.run(self._end(former))
 
     async def _make(self, unit: Unit, excluded: tuple[str, ...]) -> None:
         """Start the process of a member or a standby."""
@@ -228,7 +232,7 @@ class RayExecutor:
         try:
             unit.handle = await self._fleet.make_member(unit, placed)
         except asyncio.CancelledError:
-            self._detach(self._fleet.end_once_made(self._fleet.name_of(unit)))
+            self._detached.run(self._fleet.end_once_made(self._fleet.name_of(unit)))
             raise
 
     async def _start_member(
@@ -256,10 +260,12 @@ class RayExecutor:
         ref = unit.handle.dlrover_locate.remote(self._job.preferred_ports(RLRoleType(unit.place.role)))
         reserved = self._grounds.reserved
         timeout_s = self._job.liveness.start_timeout_s if reserved else self._job.placement_timeout_s
+        if unit.standby >= 0 and not unit.place.standby:
+            timeout_s = min(timeout_s, _STANDBY_BEATS * self.beats.beat_s)  # it was ready
         try:
             found = await answer_of(str(unit.place), ref, timeout_s)
         except TimeoutError:
-            if reserved:
+            if reserved or unit.standby >= 0:
                 raise
             raise await self._grounds.lacking() from None  # without reserved groups there may never be a place for it
         process: Process = replace(found, slot=unit.slot)
@@ -316,13 +322,19 @@ class RayExecutor:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    async def _kill(self, place: Seating, number: int) -> None:
+    def _kill(self, place: Seating, number: int) -> None:
         unit = self._units.find(place)
-        if unit is None or unit.number != number:
+        if unit is not None and unit.number == number:
+            unit.forget()
+        else:
             unit = Unit(place, number)
-            unit.handle = await asyncio.to_thread(find, self._fleet.name_of(unit))
-        unit.forget()
-        await self._end(unit)
+
+        async def kill() -> None:
+            if unit.handle is None:
+                unit.handle = await asyncio.to_thread(find, self._fleet.name_of(unit))
+            await self._end(unit)
+
+        self._detached.run(self._detached.insist(kill))
 
     async def _end(self, unit: Unit) -> None:
         if unit.handle is not None:
@@ -330,34 +342,11 @@ class RayExecutor:
         if unit.process is not None:
             await kill_process(unit.process)
 
-    def _detach(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work`` whatever becomes of the job; a failure is logged."""
-
-        async def guarded() -> None:
-            try:
-                await work
-            except Exception:  # noqa: BLE001 -- nobody waits for it
-                _LOG.exception("%s: a process could not be ended", self._job.name)
-
-        task = asyncio.get_running_loop().create_task(guarded())
-        self._detached.add(task)
-        task.add_done_callback(self._detached.discard)
-
     async def _release(self, command: Release, emit: Emit) -> None:
         """End everything of the run. Whatever goes wrong is logged, and the rest goes on."""
         for what in (self._fleet.end_all, self._grounds.release, *([self._grounds.forget_commits] * command.final)):
-            await self._insist(what)
+            await self._detached.insist(what)
         emit(Released(command.incarnation))
-
-    async def _insist(self, release: Callable[[], Awaitable[None]]) -> None:
-        """Release something, again if need be: Ray's head may be away for a while."""
-        for attempt in range(1, _RELEASE_TRIES + 1):
-            try:
-                await release()
-                return
-            except Exception:  # noqa: BLE001 -- the rest is released all the same
-                _LOG.exception("%s: not everything could be released (attempt %d)", self._job.name, attempt)
-                await asyncio.sleep(_RELEASE_PAUSE_S)
 
     # -- after the master's own restart -------------------------------------------------------------------------------
 

@@ -4,10 +4,11 @@ import asyncio
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dlrover.python.rl.common.errors import PlacementTimeout
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.placement import Placement
@@ -26,6 +27,8 @@ from dlrover.python.rl.runtime.ray.placing import (
 )
 from dlrover.python.rl.runtime.ray.threads import Threads
 
+_LOG = get_logger(__name__)
+
 _SETTLE_S = 20.0
 
 
@@ -43,6 +46,7 @@ class Grounds:
         self._prefix = f"{job.name}/{run}"
         self._groups: list[PlacementGroup] = []
         self._nodes: set[str] = set()
+        self._pardoned: set[str] = set()
         self._lock = asyncio.Lock()
         self._threads = Threads()
 
@@ -67,7 +71,15 @@ class Grounds:
         """
         if not self.reserved:
             return
-        prefix = f"{self._prefix}/{incarnation}"
+        prefix, kept_off = f"{self._prefix}/{incarnation}", self._kept_off(excluded)
+        try:
+            await self._reserve(prefix, kept_off)
+        except PlacementTimeout as error:
+            self._pardon(kept_off, error)
+            await asyncio.to_thread(release_groups, prefix)
+            await self._reserve(prefix)
+
+    async def _reserve(self, prefix: str, excluded: tuple[str, ...] = ()) -> None:
         self._groups = await self._threads.run(reserve, self._placement, prefix, excluded)
         await until_reserved(self._groups, self._placement, self._job.placement_timeout_s)
 
@@ -104,11 +116,31 @@ class Grounds:
     async def _hold(self, node: int, excluded: tuple[str, ...]) -> None:
         """Make sure that the resources of one node of the plan are reserved."""
         async with self._lock:
-            if not await asyncio.to_thread(is_usable, self._groups[node], excluded):
-                self._groups[node] = await self._threads.run(
-                    reserve_node, self._placement, node, self._groups[node], excluded
-                )
-                await until_reserved([self._groups[node]], self._placement, self._job.placement_timeout_s)
+            before, kept_off = self._groups[node], self._kept_off(excluded)
+            if await asyncio.to_thread(is_usable, before, kept_off):
+                return
+            try:
+                await self._hold_anew(node, kept_off)
+            except PlacementTimeout as error:
+                self._pardon(kept_off, error)
+                await asyncio.to_thread(remove_placement_group, self._groups[node])
+                self._groups[node] = before
+                if not await asyncio.to_thread(is_usable, before):
+                    await self._hold_anew(node)
+
+    async def _hold_anew(self, node: int, excluded: tuple[str, ...] = ()) -> None:
+        self._groups[node] = await self._threads.run(reserve_node, self._placement, node, self._groups[node], excluded)
+        await until_reserved([self._groups[node]], self._placement, self._job.placement_timeout_s)
+
+    def _kept_off(self, excluded: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(node for node in excluded if node not in self._pardoned)
+
+    def _pardon(self, excluded: tuple[str, ...], error: PlacementTimeout) -> None:
+        """Use excluded nodes again: one that has lost some processes is better than none. Without any, raise."""
+        if not excluded:
+            raise error
+        self._pardoned.update(excluded)
+        _LOG.warning("%s: nodes that were excluded are used again: %s", self._job.name, error)
 
     async def lacking(self) -> PlacementTimeout:
         """The error of a cluster that does not have the resources."""

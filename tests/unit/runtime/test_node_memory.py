@@ -1,0 +1,65 @@
+"""A run's folder in the node's memory: its own, and nobody's once its process is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from dlrover.python.rl.runtime.checkpoints import CheckpointStore
+from dlrover.python.rl.runtime.node_memory import forget_memory, memory_root
+
+HOLDER = "import sys, time; from dlrover.python.rl.runtime.node_memory import memory_root; "
+HOLDER += "memory_root(*sys.argv[1:]); print('held', flush=True); time.sleep(600)"
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
+    return tmp_path / "dlrover-rl"
+
+
+def runs(memory):
+    return sorted(os.listdir(memory)) if memory.exists() else []
+
+
+def test_the_memory_folder_is_the_runs_own(tmp_path):
+    root = memory_root("checkpoints-test", f"{os.getpid():x}")
+    try:
+        assert root == memory_root("checkpoints-test", f"{os.getpid():x}")
+        assert root.name == f"checkpoints-test-{os.getpid():x}"
+        assert root.stat().st_mode & 0o7777 == 0o700
+        assert root.parent.stat().st_mode & 0o7777 == 0o1777
+    finally:
+        CheckpointStore(root, "x", durable=False).remove()
+    assert not root.exists()
+
+
+def test_runs_of_a_job_that_live_keep_what_they_have_and_killed_ones_do_not(memory):
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, "job", "1"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        (memory / "job-2").mkdir()
+        (memory / "job-other-3").mkdir()
+        forget_memory("job")
+        assert runs(memory) == ["job-1", "job-other-3"]
+        holder.send_signal(signal.SIGKILL)
+        holder.wait(10)
+        assert runs(memory) == ["job-1", "job-other-3"]
+        forget_memory("job")
+        assert runs(memory) == ["job-other-3"]
+    finally:
+        holder.kill()
+        holder.communicate()
+    forget_memory("job-other", "3")
+    assert not memory.exists()
+
+
+def test_a_run_that_has_ended_may_be_removed_by_who_has_held_it(memory):
+    for _ in range(2):
+        root = memory_root("job", "1")
+        forget_memory("job")
+        assert root.exists()
+        forget_memory("job", "1")
+        assert not root.exists()
