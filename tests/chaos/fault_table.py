@@ -39,7 +39,7 @@ _BEATS = "beats: none (for `lease_s` at most), or the same call, for `hang_after
 _RANKS = "all ranks of the role restart and load the last commit; the step goes on"
 _SHARE = "a standby or a new process takes the rank; its share of the step is done again"
 _TRAINER = "a new trainer; calls that were answered are not made again"
-_NODE = "its processes are replaced on other nodes, as one loss; the node is not used again"
+_NODE = "its processes are replaced on other nodes, and it is not used again"
 _SET_ASIDE = "the commit is set aside; the one before is loaded"
 
 EXPECTED = {

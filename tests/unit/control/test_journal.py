@@ -11,6 +11,7 @@ from dlrover.python.rl.common.errors import JournalCorrupt
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.control.events import (
     EVENT_TYPES,
+    MOST_DETAIL,
     Cause,
     CauseKind,
     Failed,
@@ -91,6 +92,14 @@ def test_any_words_survive(who, message, detail, number, kind, at_s):
     line = encode(at_s, event)
     assert line.splitlines() == [line]
     assert decode([line]) == [(at_s, event)]
+
+
+def test_of_long_details_the_beginning_and_the_end_are_kept():
+    cause = Cause(CauseKind.HUNG, "ACTOR[0]", "hangs", "first" + "x" * 5 * MOST_DETAIL + "last")
+    assert len(cause.detail) <= MOST_DETAIL
+    assert (cause.detail[:5], cause.detail[-4:]) == ("first", "last")
+    assert "[...]" in cause.detail
+    assert decode([encode(1.0, Failed(1, cause))]) == [(1.0, Failed(1, cause))]
 
 
 def test_a_time_that_is_no_number_is_not_written():

@@ -236,8 +236,8 @@ def test_failed_samples_have_a_reason_and_no_reward_and_the_others_are_untouched
 
 
 def threads_and_children():
-    tasks = [Path("/proc/self/task", task, "children") for task in os.listdir("/proc/self/task")]
-    return threading.active_count(), "".join(file.read_text() for file in tasks if file.exists())
+    files = [Path("/proc/self/task", task, "children") for task in os.listdir("/proc/self/task")]
+    return set(threading.enumerate()), {pid for file in files if file.exists() for pid in file.read_text().split()}
 
 
 @pytest.mark.parametrize("workload", [ActorWorkload, ReferenceWorkload, RolloutWorkload, RewardWorkload])
@@ -246,15 +246,17 @@ def test_warming_up_leaves_nothing_behind(workload, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    before = state_of_process()
+    before, running = state_of_process(), threads_and_children()
     workload.warm_up()
     assert state_of_process() == before
+    for after, those_before in zip(threads_and_children(), running, strict=True):
+        assert after <= those_before  # what earlier tests have left may end at any time
     assert os.listdir(tmp_path) == []
 
 
 def state_of_process():
     skeleton, buffers = state_tree.dump(random_state())
-    return skeleton, [bytes(buffer) for buffer in buffers], threads_and_children(), torch.get_num_threads()
+    return skeleton, [bytes(buffer) for buffer in buffers], torch.get_num_threads()
 
 
 LATE = """

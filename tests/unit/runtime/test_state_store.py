@@ -73,6 +73,11 @@ def test_lines_are_there_when_the_file_is_opened_again(path):
     assert os.listdir(path.parent) == [path.name]
 
 
+def test_nobody_else_can_read_it(path):
+    written(path, some_lines(1))
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 def test_a_line_is_on_disk_before_append_returns(path):
     with system_calls("fsync", "link") as called, opened(path) as store:
         del called[:]

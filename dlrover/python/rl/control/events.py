@@ -60,6 +60,11 @@ RETRYABLE = frozenset(
     }
 )
 
+MOST_DETAIL = 1 << 16
+"""Characters that the journal keeps of one cause's detail."""
+
+_CUT = "\n[...]\n"
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -69,13 +74,18 @@ class Cause:
         kind: from the closed list.
         who: ``"trainer"``, ``"ROLLOUT[1]"`` or ``"job"``.
         message: one line.
-        detail: the remote traceback, stacks or log lines, ``""`` for none.
+        detail: the remote traceback, stacks or log lines, ``""`` for none; of a long text its beginning and its end.
     """
 
     kind: CauseKind
     who: str
     message: str
     detail: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.detail) > MOST_DETAIL:
+            half = MOST_DETAIL // 2 - len(_CUT)
+            object.__setattr__(self, "detail", self.detail[:half] + _CUT + self.detail[-half:])
 
     @property
     def retryable(self) -> bool:

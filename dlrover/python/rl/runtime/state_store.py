@@ -260,6 +260,7 @@ def _create(path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
         with open(temporary, "xb") as file:
+            os.fchmod(file.fileno(), 0o600)  # the last log lines of a process may hold anything
             file.write(_header(0, 0))
             file.flush()
             os.fsync(file.fileno())

@@ -99,7 +99,7 @@ class NodeWatch:
         self._held: dict[str, asyncio.Task[None]] = {}
         self._lost: set[str] = set()
 
-    async def watch(self, lost: Callable[[str, str], None], interval_s: float = 0.5) -> None:
+    async def watch(self, lost: Callable[[str, str], None], interval_s: float = 0.25) -> None:
         """Watch until cancelled.
 
         Args:
