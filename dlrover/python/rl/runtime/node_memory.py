@@ -68,7 +68,7 @@ def _hold(root: Path) -> None:
         os.close(_locks.pop(root))
     with suppress(FileNotFoundError):  # the run has ended
         _locks[root] = os.open(path, os.O_CREAT | os.O_RDONLY, 0o600)
-        fcntl.flock(_locks[root], fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(_locks[root], fcntl.LOCK_SH)  # waits: while another process looks whether anybody holds it
 
 
 def _is_held(root: Path) -> bool:
