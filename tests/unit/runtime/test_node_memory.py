@@ -45,9 +45,7 @@ def test_runs_of_a_job_that_live_keep_what_they_have_and_killed_ones_do_not(memo
         forget_memory("job")
         assert runs(memory) == ["job-1", "job-other-3"]
         holder.send_signal(signal.SIGKILL)
-        holder.wait(10)
-        assert runs(memory) == ["job-1", "job-other-3"]
-        forget_memory("job")
+        forget_memory("job", patience_s=10.0)
         assert runs(memory) == ["job-other-3"]
     finally:
         holder.kill()

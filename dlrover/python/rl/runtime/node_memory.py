@@ -5,10 +5,12 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
 _HELD = "held"
+_PAUSE_S = 0.05
 _SHARED_MEMORY = Path("/dev/shm")
 _MEMORY_VARIABLE = "DLROVER_RL_MEMORY"
 _LEAST_SHARED_MEMORY = 1 << 28  # containers often come with 64 MB, which is no place for a model
@@ -41,10 +43,14 @@ def memory_root(job: str, run: str) -> Path:
     return root
 
 
-def forget_memory(job: str, run: str | None = None) -> None:
+def forget_memory(job: str, run: str | None = None, patience_s: float = 0.0) -> None:
     """Remove what a run of a job has left in this node's memory; or what all of its runs have whose processes are gone:
-    one of the same name may be running in another directory, or on another cluster."""
+    one of the same name may be running in another directory, or on another cluster. Those that were just killed get
+    ``patience_s`` seconds to be gone."""
+    deadline_s = time.monotonic() + patience_s
     for root in _roots(job):
+        while run is None and _is_held(root) and time.monotonic() < deadline_s:
+            time.sleep(_PAUSE_S)
         if root.name.rpartition("-")[2] == run or (run is None and not _is_held(root)):
             shutil.rmtree(root, ignore_errors=True)
     with suppress(OSError):

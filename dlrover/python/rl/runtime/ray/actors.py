@@ -142,7 +142,7 @@ def sweep(job: str) -> list[str]:
     for name in found:
         with suppress(TimeoutError):  # what it writes from now on is its own
             wait_gone(name, _GONE_S)
-    forget_memory(job)
+    forget_memory(job, patience_s=_GONE_S if found else 0.0)
     return found
 
 
