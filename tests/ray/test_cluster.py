@@ -27,6 +27,32 @@ def in_own_process(code, timeout_s=120):
     return done.stdout.split("\n")
 
 
+@pytest.mark.slow
+def test_who_must_outlive_the_nodes_is_beside_the_head_each_time_it_starts():
+    """Masters that took any node would be there four times in a row once in eighty-one."""
+    code = """
+    import os, signal, sys, time
+    sys.path.insert(0, "tests/ray")
+    import ray
+    from two_nodes import two_nodes
+    from dlrover.python.rl.runtime.ray.actors import launch
+
+    class Master:
+        def where(self):
+            return os.getpid(), ray.get_runtime_context().get_node_id()
+
+    with two_nodes(workers=2, cpus=1) as nodes:
+        master = launch(Master, "job/master", (), {}, max_restarts=-1)
+        for _ in range(4):
+            pid, node = ray.get(master.where.remote(), timeout=60)
+            print("node", [nodes.node_id(index) for index in range(3)].index(node))
+            os.kill(pid, signal.SIGKILL)
+            while os.path.exists(f"/proc/{pid}"):
+                time.sleep(0.01)
+    """
+    assert [line for line in in_own_process(code) if line.startswith("node")] == ["node 0"] * 4
+
+
 @pytest.mark.skipif(not has_durable_gcs(), reason="this Ray's GCS keeps its tables in memory only")
 def test_a_cluster_of_our_own_survives_the_death_of_its_gcs_and_leaves_nothing():
     code = """

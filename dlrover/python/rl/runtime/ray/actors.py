@@ -10,7 +10,6 @@ import ray
 from ray._raylet import PlacementGroupID
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dlrover.python.rl.common.errors import DLRoverRLError, JobConflict, MasterLost
 from dlrover.python.rl.common.names import NAMESPACE
@@ -19,7 +18,7 @@ from dlrover.python.rl.runtime.node_memory import forget_memory
 _MEGABYTE = 1024 * 1024
 _AGAIN_S = 0.1
 _GONE_S = 10.0
-_HEAD = "node:__internal_head__"
+_HEAD, _HEAD_SHARE = "node:__internal_head__", 0.0001
 
 
 def current_actor() -> Any:
@@ -62,8 +61,9 @@ def launch(cls: type, name: str, args: tuple[Any, ...], resources: Mapping[str, 
         "max_task_retries": -1 if max_restarts else 0,
         "num_cpus": resources.get("cpu", 0),
         "memory": int(resources.get("memory", 0) * _MEGABYTE) or None,
-        "scheduling_strategy": _at_the_head(),
     }
+    if _fits_the_head(options["num_cpus"], options["memory"] or 0):
+        options["resources"] = {_HEAD: _HEAD_SHARE}
     try:
         return ray.remote(cls).options(**options).remote(*args)
     except ValueError as error:
@@ -72,9 +72,10 @@ def launch(cls: type, name: str, args: tuple[Any, ...], resources: Mapping[str, 
         ) from error
 
 
-def _at_the_head() -> Any:
-    heads = [node["NodeID"] for node in ray.nodes() if node["Alive"] and _HEAD in node["Resources"]]
-    return NodeAffinitySchedulingStrategy(heads[0], soft=True, _spill_on_unavailable=True) if heads else "DEFAULT"
+def _fits_the_head(cpus: float, memory: int) -> bool:
+    """Whether the node of Ray's head can ever have so much: it is often kept free of work."""
+    heads = [node["Resources"] for node in ray.nodes() if node["Alive"] and _HEAD in node["Resources"]]
+    return any(head.get("CPU", 0) >= cpus and head.get("memory", 0) >= memory for head in heads)
 
 
 def find(name: str) -> Any:
