@@ -70,6 +70,8 @@ def per_fault(work: Path, cluster: TwoNodes, sizes: Sizes) -> dict[str, Any]:
             found["R"].append(raw.measure())
             _say(f"round {number + 1}: R {found['R'][-1]:.2f} s")
             for name, fault in faults.items():
+                for live in (warm, cold, plain):
+                    live.until_well()  # or a standby that starts in one would slow the other
                 _note(found, name, fault())
     for _ in range(sizes.node_rounds):
         _note(found, "node loses power", _strike_node(work, cluster, cluster.kill_node))
