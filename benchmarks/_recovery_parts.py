@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,7 +49,7 @@ def per_fault(work: Path, cluster: TwoNodes, sizes: Sizes) -> dict[str, Any]:
     """R and each fault, once a round. Seconds."""
     found: dict[str, Any] = {"R": []}
     with ExitStack() as stack:
-        warm, cold, plain = (
+        warm, cold, plain = lives = tuple(
             _begun(stack, bench_job(f"bench-{name}", work / name, **more))
             for name, more in (("warm", {"standby": 1}), ("cold", {}), ("plain", {"trainer": "PlainLoop"}))
         )
@@ -70,8 +70,7 @@ def per_fault(work: Path, cluster: TwoNodes, sizes: Sizes) -> dict[str, Any]:
             found["R"].append(raw.measure())
             _say(f"round {number + 1}: R {found['R'][-1]:.2f} s")
             for name, fault in faults.items():
-                for live in (warm, cold, plain):
-                    live.until_well()  # or a standby that starts in one would slow the other
+                _until_all_well(lives)
                 _note(found, name, fault())
     for _ in range(sizes.node_rounds):
         _note(found, "node loses power", _strike_node(work, cluster, cluster.kill_node))
@@ -83,6 +82,12 @@ def _begun(stack: ExitStack, job: JobSpec) -> Live:
     live = stack.enter_context(Live(job))
     live.until_well()
     return live
+
+
+def _until_all_well(lives: Iterable[Live]) -> None:
+    """A standby that is started for one would slow the recovery of another."""
+    for live in lives:
+        live.until_well()
 
 
 def _note(found: dict[str, Any], name: str, healed: Healed) -> None:

@@ -18,7 +18,7 @@ from benchmarks._recovery_plot import draw
 from tests.chaos.tables import markdown
 from tests.ray.two_nodes import two_nodes
 
-_FULL = Sizes(rounds=7, node_rounds=2, effective_steps=40, cost_rounds=4, cost_steps=12, healthy_steps=10_000)
+_FULL = Sizes(rounds=7, node_rounds=2, effective_steps=80, cost_rounds=4, cost_steps=12, healthy_steps=10_000)
 _QUICK = Sizes(rounds=1, node_rounds=1, effective_steps=10, cost_rounds=1, cost_steps=4, healthy_steps=200)
 PARTS = ("faults", "effective", "cost", "alarms")
 
