@@ -85,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             results["alarms"] = false_alarms(options.work, sizes)
     file.write_text(json.dumps(results, indent=1), encoding="utf-8")
     draw(results, file.with_suffix(".png"))
-    print(summary(results))
+    text = summary(results)
+    file.with_suffix(".md").write_text(f"{text}\n", encoding="utf-8")
+    print(text)
     print(f"\nkept in {file}")
     return 0
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.chaos.fault_table import BEGIN, END, EXPECTED, PAGE, RESULTS, load_runs, main, render, with_table
+from benchmarks.recovery import summary
+from tests.chaos.fault_table import BEGIN, END, EXPECTED, PAGE, REPOSITORY, RESULTS, load_runs, main, render, with_table
 from tests.chaos.faults import Kind
 
 PAGE_WITHOUT_TABLE = f"# Faults\n\n{BEGIN}\nold\n{END}\nafter\n"
@@ -37,6 +38,12 @@ def row_of(table, kind):
 
 def test_the_page_is_what_the_results_render_to():
     assert main(["--check"]) == 0, "python -m tests.chaos.fault_table"
+
+
+def test_the_tables_of_the_benchmark_are_what_its_results_render_to():
+    results = REPOSITORY / "benchmarks" / "results" / "recovery.json"
+    rendered = summary(json.loads(results.read_text(encoding="utf-8")))
+    assert results.with_suffix(".md").read_text(encoding="utf-8") == f"{rendered}\n"
 
 
 def test_every_kind_of_fault_has_its_expectation():
