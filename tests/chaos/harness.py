@@ -1,11 +1,13 @@
 """A chaos run from its beginning to its verdict."""
 
 import json
+import os
 import queue
 import shutil
+import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -24,11 +26,12 @@ from dlrover.python.rl.master.job import check_job, run_on_ray, stop_master
 from dlrover.python.rl.master.status import JobStatus
 from dlrover.python.rl.runtime.ray.actors import find, sweep
 from tests.chaos.damage import small_disk
-from tests.chaos.faults import CORRUPTING, Burst
+from tests.chaos.faults import CORRUPTING, NODE_LOSSES, Burst
 from tests.chaos.findings import Finding, false_alarms, findings_of, lost_commits
 from tests.chaos.gates import FOLDER, Gates
 from tests.chaos.injector import Injected, Injector, Target
 from tests.chaos.job import tiny_job
+from tests.chaos.ledger import is_stopped
 from tests.chaos.recorder import Recorder
 from tests.chaos.tables import confusion_table, fault_table
 from tests.chaos.verdict import differences, leftovers, read_rows, redone_steps
@@ -137,8 +140,17 @@ def run_job(job: JobSpec, cluster: TwoNodes, plan: tuple[Burst, ...], log: Calla
     outcome.problems += _end_problems(outcome, injector, sum(len(burst.faults) for burst in plan))
     ledger = recorder.ledger
     run = ledger.submitted.run if ledger.submitted else ""
+    _wake_the_unreachable(outcome.faults)
     outcome.problems += [f"left over: {left}" for left in leftovers(job.name, run, shared, ledger.pids())]
     return outcome
+
+
+def _wake_the_unreachable(faults: Sequence[Injected]) -> None:
+    """Nobody can end a process that was stopped on a node without a raylet. It has to end itself as soon as it runs."""
+    lost = {fault.node for fault in faults if fault.kind in NODE_LOSSES}
+    for fault in faults:
+        if fault.kind not in NODE_LOSSES and fault.node in lost and is_stopped(fault.pid):
+            os.kill(fault.pid, signal.SIGCONT)
 
 
 def _follow_to_end(

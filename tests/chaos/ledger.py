@@ -164,11 +164,20 @@ def ledger_of(events: Iterable[tuple[float, Event]]) -> Ledger:
 
 def is_alive(pid: int) -> bool:
     """Whether a Ray worker of this pid runs (a zombie does not)."""
+    return _state_of(pid) not in "ZX"
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is there, and does not run because a signal has stopped it."""
+    return _state_of(pid) == "T"
+
+
+def _state_of(pid: int) -> str:
+    """The letter that Linux has for it; that of a dead one where there is none."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "X"
 
 
 # -- commits ----------------------------------------------------------------------------------------------------------
