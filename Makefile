@@ -36,7 +36,7 @@ test: $(VENV)/dev ## Run all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray'
 	$(BIN)/python -m pytest -m 'ray and not slow'
 
-test-slow: $(VENV)/dev ## Run the slow tests (the demo on three seeds)
+test-slow: $(VENV)/dev ## Run the slow tests (every kind of fault, the demo on three seeds)
 	$(BIN)/python -m pytest -m slow
 
 chaos: $(VENV)/dev ## Kill, stop and spoil everything under a GRPO job on Ray (FAULTS=100 STEPS=400 SEED=0 KINDS=)
