@@ -1,6 +1,7 @@
 """The chaos harness itself: its plan, what it reads from a run's files, and that its verdict can fail."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -24,8 +25,9 @@ from tests.chaos.damage import flip_bit, tear
 from tests.chaos.faults import QUICK, Kind, schedule
 from tests.chaos.findings import NOTHING, confusion, false_alarms, findings_of, lost_commits
 from tests.chaos.gates import Gates
+from tests.chaos.harness import _wake_the_unreachable
 from tests.chaos.injector import _METHODS, Injected
-from tests.chaos.ledger import is_alive, ledger_of
+from tests.chaos.ledger import is_alive, is_stopped, ledger_of
 from tests.chaos.recorder import Commit
 from tests.chaos.tables import percentile
 from tests.chaos.verdict import differences, redone_steps, repeated_calls
@@ -214,3 +216,22 @@ def test_a_killed_process_is_not_alive_even_before_it_is_waited_for():
         while is_alive(child.pid):
             pass
         assert child.wait() == -signal.SIGKILL
+
+
+def test_of_the_stopped_processes_only_those_on_a_lost_node_are_woken():
+    children = {
+        node: subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for node in ("far", "head")
+    }
+    faults = [Injected(Kind.HANG_ROLLOUT, 1.0, 1, "ROLLOUT[0]", child.pid, node) for node, child in children.items()]
+    try:
+        for child in children.values():
+            child.send_signal(signal.SIGSTOP)
+            os.waitpid(child.pid, os.WUNTRACED)
+        _wake_the_unreachable(faults)
+        assert [is_stopped(child.pid) for child in children.values()] == [True, True]
+        _wake_the_unreachable([Injected(Kind.KILL_RAYLET, 0.5, 1, "raylet", 1, "far"), *faults])
+        assert [is_stopped(child.pid) for child in children.values()] == [False, True]
+    finally:
+        for child in children.values():
+            child.kill()
+            child.communicate()
