@@ -42,6 +42,16 @@ _TRAINER = "a new trainer; calls that were answered are not made again"
 _NODE = "its processes are replaced on other nodes, and it is not used again"
 _SET_ASIDE = "the commit is set aside; the one before is loaded"
 
+CRASHES = frozenset(
+    {
+        *(Kind.KILL_ACTOR, Kind.KILL_ROLLOUT, Kind.KILL_REWARD, Kind.KILL_TRAINER, Kind.KILL_STANDBY),
+        *(Kind.CUT_RECEIVE, Kind.CUT_PUBLISH),
+    }
+)
+"""Processes of the job that are killed and nothing else."""
+
+MASTERLESS = frozenset({Kind.KILL_MASTER, Kind.TEAR_JOURNAL})
+
 EXPECTED = {
     Kind.KILL_ACTOR: Expected("SIGKILL", "the step goes on", _PING, _RANKS),
     Kind.KILL_ROLLOUT: Expected("SIGKILL", "the step goes on", _PING, _SHARE),
@@ -137,12 +147,32 @@ def _summary(runs: Sequence[Run]) -> str:
     return (
         f"{_count(len(runs), 'run')} of {_count(steps, 'step')} in all, {_count(len(findings), 'fault')} of "
         f"{_count(kinds, 'kind')}, {overlapping} of them overlapping another recovery; {_count(redone, 'step')} done "
-        f"again, {_count(violations, 'violation')} of what must hold. Seconds, from the fault on:"
+        f"again, {_count(violations, 'violation')} of what must hold. {_crashes(findings)} Seconds, from the fault on:"
     )
 
 
+def _crashes(findings: Sequence[Mapping[str, Any]]) -> str:
+    """How soon processes that died were noticed, apart from those that died while nobody was there to notice."""
+    dead = [
+        (finding["fault"]["at_s"], finding["fault"]["at_s"] + finding["back_s"])
+        for finding in findings
+        if finding["fault"]["kind"] in MASTERLESS and finding["back_s"]
+    ]
+    alone, together = [], []
+    for finding in findings:
+        if finding["fault"]["kind"] in CRASHES and finding["noticed_s"] is not None:
+            struck_s = finding["fault"]["at_s"]
+            overlap = any(begin < struck_s + finding["noticed_s"] and struck_s < end for begin, end in dead)
+            (together if overlap else alone).append(finding["noticed_s"])
+    told = f"Of {_count(len(alone), 'crash')} the master had noted 99 % within {percentile(alone, 0.99) or 0:.2f} s"
+    if together:
+        worst = f"{max(together):.2f} s, most of it until the master was back"
+        told += f"; of {len(together)} more, which struck while it was dead itself, all within {worst}"
+    return f"{told}."
+
+
 def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}{'es' if what.endswith('sh') else 's'}"
 
 
 def _measured(runs: Sequence[Run]) -> str:

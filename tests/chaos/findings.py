@@ -49,7 +49,7 @@ def findings_of(faults: Sequence[Injected], ledger: Ledger, commits: Sequence[Co
         loss, back = _loss_and_return(fault, ledger)
         before = found[-1] if found else None
         overlaps = before is not None and fault.at_s < min(before.fault.at_s + 1.0, before.healed_at_s)
-        returned_s = back.at_s if back else fault.back_s
+        returned_s = fault.back_s or (back.at_s if back else 0.0)
         found.append(
             Finding(
                 fault,

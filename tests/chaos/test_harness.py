@@ -112,6 +112,12 @@ def test_a_fault_that_strikes_before_the_one_before_it_has_healed_overlaps():
         assert (found[1].overlaps, found[1].cause) == (overlaps, NOTHING)
 
 
+def test_a_master_that_was_paused_is_back_when_it_runs_again_and_not_with_the_next_master():
+    fault = Injected(Kind.PAUSE_MASTER, 10.4, 7, "master", 10, back_s=11.9)
+    (finding,) = findings_of([fault], ledger_of([*journal(), (60.0, MasterStarted("head", 15))]), [])
+    assert finding.back_s == pytest.approx(1.5)
+
+
 def test_a_loss_that_no_fault_explains_is_a_false_alarm():
     ledger = ledger_of(journal())
     assert [loss.who for loss in false_alarms([], ledger)] == ["ROLLOUT[0]"]

@@ -67,6 +67,16 @@ def test_figures_are_those_of_the_findings():
     assert "1 step done again, 0 violations" in table
 
 
+def test_crashes_are_told_apart_by_whether_the_master_was_there_to_notice():
+    assert "Of 2 crashes the master had noted 99 % within 0.04 s. " in render([SAMPLE])
+    dead = finding(Kind.KILL_MASTER, None, 0.8, 1.0, "(nothing)")
+    dead["fault"]["at_s"] = 1001.0
+    crash = finding(Kind.KILL_REWARD, 1.9, 3.0, 3.0, "process_died")
+    run = SAMPLE | {"findings": [*SAMPLE["findings"], dead, crash]}
+    assert "Of 2 crashes the master had noted 99 % within 0.04 s; of 1 more, " in render([run])
+    assert "all within 1.90 s" in render([run])
+
+
 def test_several_runs_are_taken_together():
     assert row_of(render([SAMPLE, SAMPLE]), Kind.KILL_ROLLOUT)[2] == "4"
 
