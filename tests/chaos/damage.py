@@ -1,6 +1,7 @@
 """Spoiling files and disks."""
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -59,4 +60,17 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[bool]:
         yield not mounted.returncode
     finally:
         if not mounted.returncode:
-            subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=True, timeout=30)
+            _unmount(folder)
+
+
+def clear(folder: Path) -> None:
+    """Make ``folder`` an empty one, also where a run that was killed has left a small disk below it."""
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        if Path(line.split()[1]).is_relative_to(folder):
+            _unmount(Path(line.split()[1]))
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _unmount(folder: Path) -> None:
+    subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=True, timeout=30)

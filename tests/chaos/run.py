@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dlrover.python.rl.config.spec import JobSpec
+from tests.chaos.damage import clear
 from tests.chaos.faults import NODE_LOSSES, Kind, schedule
 from tests.chaos.harness import HANG_S, REPOSITORY, Outcome, as_json, chaos_job, judge, report, run_job, save
 from tests.ray.two_nodes import TwoNodes, two_nodes
@@ -72,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     folder = (options.out / str(options.seed)).resolve()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    clear(folder)
     with two_nodes(cpus=_NODE_CPUS, head_cpus=_NODE_CPUS) as cluster:
         outcome, problems = chaos(folder, options, cluster, say)
         if problems:

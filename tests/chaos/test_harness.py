@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,11 +22,11 @@ from dlrover.python.rl.control.events import (
     Submitted,
     TrainerStarted,
 )
-from tests.chaos.damage import flip_bit, tear
+from tests.chaos.damage import clear, flip_bit, tear
 from tests.chaos.faults import QUICK, Kind, schedule
 from tests.chaos.findings import NOTHING, confusion, false_alarms, findings_of, lost_commits
 from tests.chaos.gates import Gates
-from tests.chaos.harness import _wake_the_unreachable
+from tests.chaos.harness import REPOSITORY, _wake_the_unreachable
 from tests.chaos.injector import _METHODS, Injected
 from tests.chaos.ledger import is_alive, is_stopped, ledger_of
 from tests.chaos.recorder import Commit
@@ -241,3 +242,26 @@ def test_of_the_stopped_processes_only_those_on_a_lost_node_are_woken():
         for child in children.values():
             child.kill()
             child.communicate()
+
+
+KILLED = """
+import os, pathlib, sys
+from tests.chaos.damage import small_disk
+folder = pathlib.Path(sys.argv[1])
+with small_disk(folder, 1) as mounted:
+    (folder / "left").touch()
+    os._exit(0 if mounted else 3)
+"""
+
+
+def test_what_a_killed_run_has_left_is_cleared_away_with_its_small_disk(tmp_path):
+    folder = tmp_path / "run"
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, folder / "chaos" / "out"], cwd=REPOSITORY, check=False, timeout=60
+    )
+    if killed.returncode == 3:
+        pytest.skip("mounting is not allowed here")
+    assert killed.returncode == 0
+    clear(folder)
+    assert list(folder.iterdir()) == []
+    assert str(folder) not in Path("/proc/self/mounts").read_text()

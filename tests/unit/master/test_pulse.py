@@ -24,7 +24,7 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.master import pulse as pulse_module
 from dlrover.python.rl.master.brain import Brain, submission
 from dlrover.python.rl.master.pulse import Pulse
-from dlrover.python.rl.runtime.beats import Beat, BeatTerms
+from dlrover.python.rl.runtime.beats import CONSTRUCTING, Beat, BeatTerms
 from dlrover.python.rl.runtime.inspection import Inspection
 from dlrover.python.rl.runtime.state_store import MemoryStateStore
 
@@ -100,9 +100,15 @@ def test_nobody_hangs_who_has_just_come(job):
 def test_what_a_process_does_before_it_is_up_has_a_limit_of_its_own(job):
     dead = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")
     starting, pulse = running(job, MemberLost("ACTOR", 0, 1, dead)), Pulse(job, BEATS, nowhere)
-    assert pulse.take(Beat("ACTOR[0]", 2, "__init__", LIMIT_S + 1.0), starting)
+    assert pulse.take(Beat("ACTOR[0]", 2, CONSTRUCTING, LIMIT_S + 1.0), starting)
     up = running(job, MemberLost("ACTOR", 0, 1, dead), MemberStarted("ACTOR", 0, 2, Process("node-0", 10)))
     assert hangs(pulse, up) == []
+
+
+def test_a_beat_of_the_start_that_comes_after_the_news_of_its_end_is_no_hang(job):
+    state, pulse = running(job), Pulse(job, BEATS, nowhere)
+    assert pulse.take(Beat("ACTOR[0]", 1, CONSTRUCTING, LIMIT_S + 1.0), state)
+    assert hangs(pulse, state) == []
 
 
 def test_a_standby_that_hangs_is_lost_too(job):

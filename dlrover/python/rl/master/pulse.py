@@ -19,7 +19,7 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.control.liveness import Hang, Listening, Sign, hangs, odd_one_out
 from dlrover.python.rl.control.state import JobState, MemberPhase, StandbyPhase
-from dlrover.python.rl.runtime.beats import Beat, BeatTerms
+from dlrover.python.rl.runtime.beats import CONSTRUCTING, Beat, BeatTerms
 from dlrover.python.rl.runtime.ray.fleet import stacks_there
 
 _LOG = get_logger(__name__)
@@ -57,8 +57,8 @@ class Pulse:
         """Take a beat in; False when the state knows a later process in its place."""
         if not _current(beat, state):
             return False
-        if beat.who not in _numbers_up(state):
-            return True  # what it does before it is up has a limit of its own
+        if beat.who not in _numbers_up(state) or beat.method == CONSTRUCTING:
+            return True  # starting has a limit of its own, also where the news that it is over has come first
         now_s = time.monotonic()
         since_s = now_s - beat.age_s
         self._signs[beat.who] = Sign(beat.who, beat.number, beat.method, since_s, beat.step, now_s)

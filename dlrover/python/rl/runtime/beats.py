@@ -23,6 +23,10 @@ LEASE_OVER = 75
 """Exit code of a process whose lease ran out, or that learned of its replacement (EX_TEMPFAIL)."""
 
 
+CONSTRUCTING = "__init__"
+"""What a process is in while it is being started: no call, and not yet subject to the limit of a call."""
+
+
 @dataclass(frozen=True)
 class Beat:
     """What a process does.

@@ -25,6 +25,7 @@ import cloudpickle
 
 from dlrover.python.rl.common.clock import Clock, SystemClock
 from dlrover.python.rl.common.errors import CallSkipped, InvocationError, ReplayDiverged, StaleCall
+from dlrover.python.rl.runtime.beats import CONSTRUCTING
 from dlrover.python.rl.runtime.member_state import (
     CommitAnswer,
     CommitRequest,
@@ -139,7 +140,7 @@ class MemberHost:
         """Construct the workload; what its constructor raises is raised."""
         self._context = context
         self._state = MemberState(context.role, context.rank, self._incarnation, self._node)
-        with member_context(context), self._in("__init__", _NEVER):
+        with member_context(context), self._in(CONSTRUCTING, _NEVER):
             self.workload = workload_class(master_handle, config)
 
     def doing(self) -> Doing | None:
