@@ -26,6 +26,9 @@ from dlrover.python.rl.environment.child import request_bytes, serve
 
 _ORPHAN_GRACE_S = 5.0
 _EXIT_S = 1.0
+_CRASH_S = 10.0
+"""How long to wait for the exit code of a process whose connection is closed: what is told of a sample shall not depend
+on how busy the machine is."""
 _LONGEST_REPLY = 1 << 20
 
 
@@ -145,7 +148,7 @@ class DeadlineVerifier:
 
     def _replace_crashed(self) -> NoReturn:
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_S)
+            self._process.wait(_CRASH_S)
         code = self._process.returncode
         self._restart()
         raise VerifierCrashed(f"the process of {self._name} ended: {_describe_exit(code)}")
