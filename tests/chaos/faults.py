@@ -94,8 +94,8 @@ class Burst:
 
 
 def schedule(seed: int, faults: int, steps: int, kinds: Sequence[Kind] = tuple(Kind)) -> tuple[Burst, ...]:
-    """The plan of a run: each kind at least once where there are faults enough, a third of them overlapping, the bursts
-    spread evenly over the steps.
+    """The plan of a run: a third overlapping, the others of each kind at least once where they are enough for that, the
+    bursts spread evenly over the steps.
 
     Raises:
         ValueError: there are too few steps for so many faults.

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.chaos.faults import NODE_LOSSES, Kind
+from tests.chaos.faults import NODE_LOSSES, Kind, schedule
 from tests.chaos.harness import REPOSITORY
 
 pytestmark = pytest.mark.ray
@@ -42,9 +42,22 @@ def test_nine_faults_in_thirty_steps(tmp_path):
     assert any(finding["overlaps"] for finding in report["findings"])
 
 
+def kinds_of(plan):
+    return {fault.kind for burst in plan for fault in burst.faults}
+
+
+EVERY_KIND = (44, 176)
+"""Faults and steps: besides those that overlap, one of each kind."""
+
+
+@pytest.mark.parametrize("seed", [11, 12])
+def test_the_plan_of_every_kind(seed):
+    assert kinds_of(schedule(seed, *EVERY_KIND)) == set(Kind)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [11, 12])
 def test_every_kind_of_fault(tmp_path, seed):
-    report = run_chaos(tmp_path, 40, 160, seed, tuple(Kind), 1700)
+    report = run_chaos(tmp_path, *EVERY_KIND, seed, tuple(Kind), 1700)
     assert {finding["fault"]["kind"] for finding in report["findings"]} == {kind.value for kind in Kind}
