@@ -8,6 +8,7 @@
     ├── MissingExtra                 an optional engine is not installed; names the extra
     ├── DataError                    a data file or column is wrong; names file and line
     ├── EngineError                  an engine was asked for what it cannot do
+    │   ├── OutOfDeviceMemory        tensors do not fit the device; names who holds what
     │   ├── WeightSyncError          received weights are not the ones that were sent
     │   └── NonFiniteUpdate          an update had a loss or gradient that is no number; nothing was changed
     ├── CallError                    a role-group call that was refused before anything was sent
@@ -124,6 +125,10 @@ class DataError(DLRoverRLError):
 
 class EngineError(DLRoverRLError):
     """An engine was asked for something it cannot do; the message says what it can."""
+
+
+class OutOfDeviceMemory(EngineError):
+    """Tensors do not fit the device; the message names who holds how much of it."""
 
 
 class WeightSyncError(EngineError):

@@ -1,0 +1,106 @@
+"""Who holds how much of a device: the accounting that offload, leases and out-of-memory messages rest on.
+
+On a machine without an accelerator the host stands in for one: what is brought "to the device" is copied to storage
+of its own and accounted for, so that offload can be tested, with a capacity, anywhere.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dlrover.python.rl.common.errors import OutOfDeviceMemory
+
+Kind: TypeAlias = Literal["weights", "gradients", "optimizer", "kv_cache", "buffer"]
+
+
+@dataclass
+class DeviceMemory:
+    """The tensors that engines of this process have on one device.
+
+    A tensor counts with its whole storage, once, from when it is brought or told until nothing refers to it any more.
+
+    Attributes:
+        device: a torch device; ``"cpu"`` stands in for one.
+        capacity: bytes, or None for the device's own limit.
+        peak: most bytes that were held at a time, as seen whenever something was brought, told or asked.
+    """
+
+    device: str = "cpu"
+    capacity: int | None = None
+    peak: int = 0
+    _held: dict[int, "_Holding"] = field(default_factory=dict, repr=False)
+
+    def bring(self, owner: str, kind: Kind, tensor: Any) -> Any:
+        """A copy of ``tensor`` on the device, accounted to ``owner``.
+
+        Raises:
+            OutOfDeviceMemory: there is no room; names who holds what.
+        """
+        wanted = tensor.numel() * tensor.element_size()
+        self._check(owner, kind, wanted)
+        try:
+            there = tensor.detach().to(self.device, copy=True)
+        except torch.OutOfMemoryError as error:
+            raise self._refusal(owner, kind, wanted) from error
+        self.hold(owner, kind, [there])
+        return there
+
+    def hold(self, owner: str, kind: Kind, tensors: Iterable[Any]) -> None:
+        """Account for tensors that are on the device already.
+
+        Raises:
+            OutOfDeviceMemory: they go beyond ``capacity``.
+        """
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._live():
+                self._check(owner, kind, storage.nbytes())
+                self._held[storage._cdata] = _Holding(StorageWeakRef(storage), owner, kind, storage.nbytes())
+        self.peak = max(self.peak, self.total())
+
+    def total(self) -> int:
+        """Bytes that are held."""
+        return sum(holding.nbytes for holding in self._live().values())
+
+    def held(self, owner: str) -> dict[str, int]:
+        """Bytes of ``owner`` by kind."""
+        return self.by_owner().get(owner, {})
+
+    def by_owner(self) -> dict[str, dict[str, int]]:
+        """Bytes by owner and kind."""
+        totals: dict[str, dict[str, int]] = {}
+        for holding in self._live().values():
+            kinds = totals.setdefault(holding.owner, {})
+            kinds[holding.kind] = kinds.get(holding.kind, 0) + holding.nbytes
+        return totals
+
+    def _live(self) -> dict[int, "_Holding"]:
+        for key in [key for key, holding in self._held.items() if holding.storage.expired()]:
+            del self._held[key]
+        return self._held
+
+    def _check(self, owner: str, kind: Kind, wanted: int) -> None:
+        if self.capacity is not None and self.total() + wanted > self.capacity:
+            raise self._refusal(owner, kind, wanted)
+
+    def _refusal(self, owner: str, kind: Kind, wanted: int) -> OutOfDeviceMemory:
+        holders = ", ".join(
+            f"{name}: " + " + ".join(f"{size:,} of {what}" for what, size in kinds.items())
+            for name, kinds in self.by_owner().items()
+        )
+        room = "" if self.capacity is None else f" of {self.capacity:,}"
+        return OutOfDeviceMemory(
+            f"{owner} asks for {wanted:,} bytes of {kind} on {self.device}, and {self.total():,}{room} are held"
+            f" ({holders or 'by nobody here'})"
+        )
+
+
+@dataclass(frozen=True)
+class _Holding:
+    storage: StorageWeakRef
+    owner: str
+    kind: Kind
+    nbytes: int

@@ -1,0 +1,38 @@
+"""Accounting for a device's memory, the host standing in for it."""
+
+import pytest
+import torch
+
+from dlrover.python.rl.common.errors import OutOfDeviceMemory
+from dlrover.python.rl.engine.memory import DeviceMemory
+
+
+def test_a_tensor_counts_until_nothing_refers_to_it():
+    memory = DeviceMemory()
+    there = memory.bring("actor", "weights", torch.zeros(10))
+    view = there[2:]
+    assert memory.held("actor") == {"weights": 40}
+    del there
+    assert memory.total() == 40
+    del view
+    assert (memory.total(), memory.held("actor"), memory.peak) == (0, {}, 40)
+
+
+def test_a_storage_counts_once():
+    memory = DeviceMemory()
+    whole = torch.zeros(10)
+    memory.hold("actor", "weights", [whole, whole[:5], whole])
+    memory.hold("rollout", "weights", [whole])
+    assert memory.by_owner() == {"actor": {"weights": 40}}
+
+
+def test_what_does_not_fit_is_refused_with_who_holds_what():
+    memory = DeviceMemory(capacity=100)
+    kept = [memory.bring("actor", "weights", torch.zeros(10)), memory.bring("actor", "optimizer", torch.zeros(10))]
+    with pytest.raises(OutOfDeviceMemory) as caught:
+        memory.bring("rollout", "kv_cache", torch.zeros(10))
+    assert str(caught.value) == (
+        "rollout asks for 40 bytes of kv_cache on cpu, and 80 of 100 are held (actor: 40 of weights + 40 of optimizer)"
+    )
+    kept.pop()
+    assert memory.bring("rollout", "kv_cache", torch.zeros(10)).shape == (10,)
