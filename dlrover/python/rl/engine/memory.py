@@ -20,7 +20,8 @@ Kind: TypeAlias = Literal["weights", "gradients", "optimizer", "kv_cache", "buff
 class DeviceMemory:
     """The tensors that engines of this process have on one device.
 
-    A tensor counts with its whole storage, once, from when it is brought or told until nothing refers to it any more.
+    A tensor counts with its whole storage, once, from when it is brought or told until nothing refers to it any more
+    or its storage is emptied (``resize_(0)``).
 
     Attributes:
         device: a torch device; ``"cpu"`` stands in for one.
@@ -40,7 +41,7 @@ class DeviceMemory:
             OutOfDeviceMemory: there is no room; names who holds what.
         """
         wanted = tensor.numel() * tensor.element_size()
-        self._check(owner, kind, wanted)
+        self.require(owner, kind, wanted)
         try:
             there = tensor.detach().to(self.device, copy=True)
         except torch.OutOfMemoryError as error:
@@ -57,8 +58,8 @@ class DeviceMemory:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._live():
-                self._check(owner, kind, storage.nbytes())
-                self._held[storage._cdata] = _Holding(StorageWeakRef(storage), owner, kind, storage.nbytes())
+                self.require(owner, kind, storage.nbytes())
+                self._held[storage._cdata] = _Holding(StorageWeakRef(storage), owner, kind)
         self.peak = max(self.peak, self.total())
 
     def total(self) -> int:
@@ -78,11 +79,15 @@ class DeviceMemory:
         return totals
 
     def _live(self) -> dict[int, "_Holding"]:
-        for key in [key for key, holding in self._held.items() if holding.storage.expired()]:
-            del self._held[key]
+        self._held = {key: holding for key, holding in self._held.items() if holding.nbytes}
         return self._held
 
-    def _check(self, owner: str, kind: Kind, wanted: int) -> None:
+    def require(self, owner: str, kind: Kind, wanted: int) -> None:
+        """Refuse what does not fit.
+
+        Raises:
+            OutOfDeviceMemory: there is no room for ``wanted`` bytes; names who holds what.
+        """
         if self.capacity is not None and self.total() + wanted > self.capacity:
             raise self._refusal(owner, kind, wanted)
 
@@ -103,4 +108,9 @@ class _Holding:
     storage: StorageWeakRef
     owner: str
     kind: Kind
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """0 when nothing refers to it any more."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        return 0 if storage is None else int(storage.nbytes())

@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ def load_causal_lm(source: str | Path, device: str = "cpu") -> CausalLM:
 
 def as_causal_lm(model: Any, tokenizer: Any, device: str = "cpu") -> CausalLM:
     """A float32 Hugging Face model and its tokenizer, as engines need them; dropout is switched off."""
-    _disable_dropout(model)
+    disable_dropout(model)
     model.eval().to(device)
     ends = _as_ids(tokenizer.eos_token_id) + _as_ids(getattr(model.generation_config, "eos_token_id", None))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0)
@@ -123,9 +123,14 @@ def as_causal_lm(model: Any, tokenizer: Any, device: str = "cpu") -> CausalLM:
     )
 
 
+def is_hub_name(text: str) -> bool:
+    """Whether it could be the name of a model on the hub."""
+    return _HUB_NAME.fullmatch(text) is not None
+
+
 def _resolve(source: str | Path) -> str:
     text = str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
-    if not Path(text).is_dir() and (isinstance(source, Path) or not _HUB_NAME.fullmatch(text)):
+    if not Path(text).is_dir() and (isinstance(source, Path) or not is_hub_name(text)):
         raise EngineError(f"no model at '{text}': it is neither a folder nor reachable on the hub")
     return text
 
@@ -142,7 +147,8 @@ def _as_ids(value: int | list[int] | None) -> list[int]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _disable_dropout(model: Any) -> None:
+def disable_dropout(model: Any) -> None:
+    """A policy's log-probs in training must be those it sampled with."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -150,15 +156,16 @@ def _disable_dropout(model: Any) -> None:
             module.attention_dropout = 0.0
 
 
-def write_atomically(path: Path, model: Any, tokenizer: Any) -> Path:
+def write_atomically(path: Path, model: Any, tokenizer: Any, tensors: Mapping[str, Any] | None = None) -> Path:
     """Write model and tokenizer to the folder ``path``; a reader sees the old folder or the new one, never a part.
 
-    Between the two there is an instant with neither: a folder that is not empty cannot be replaced in one step.
+    The weights are ``tensors``, by name, or the model's own. Between the two folders there is an instant with neither:
+    one that is not empty cannot be replaced in one step.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = (path.with_name(f".{path.name}.{kind}-{uuid.uuid4().hex}") for kind in ("new", "old"))
     try:
-        model.save_pretrained(fresh)
+        model.save_pretrained(fresh, state_dict=tensors)
         tokenizer.save_pretrained(fresh)
         for file in fresh.iterdir():
             _flush(file)

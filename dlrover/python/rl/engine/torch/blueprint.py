@@ -1,0 +1,153 @@
+"""A Hugging Face model described, not built: its module without weights, its tokenizer, and where its weights are."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
+from transformers.utils import logging as hf_logging
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.torch import attention
+from dlrover.python.rl.engine.torch.loading import disable_dropout, is_hub_name, write_atomically
+from dlrover.python.rl.engine.torch.packing import Head
+from dlrover.python.rl.engine.torch.sources import SafetensorsSource, Source, TensorSource
+
+_CLASSES = {"causal": AutoModelForCausalLM, "token": AutoModelForTokenClassification}
+_WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+
+
+@contextmanager
+def empty_weights() -> Iterator[None]:
+    """Modules built inside have their parameters on the meta device, whatever their size; their buffers, which are
+    small and often computed by the constructor (rotary frequencies), are real."""
+    plain = torch.nn.Module.register_parameter
+
+    def register(module: Any, name: str, parameter: Any) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        plain(module, name, parameter)
+
+    torch.nn.Module.register_parameter = register
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = plain
+
+
+@dataclass(frozen=True, eq=False)
+class Blueprint:
+    """What is needed to build, load and write a model. Made by :meth:`of`.
+
+    Attributes:
+        name: folder or hub name, for messages.
+        folder: where the files are; None when ``source`` has been given in place of files.
+        config: the model's configuration.
+        tokenizer: its tokenizer.
+        head: what its outputs are.
+        weights: in place of files.
+    """
+
+    name: str
+    folder: Path | None
+    config: Any
+    tokenizer: Any
+    head: Head = "causal"
+    weights: Source | None = None
+
+    @classmethod
+    def of(cls, model: str | Path, head: Head = "causal") -> "Blueprint":
+        """Read configuration and tokenizer of a folder or hub name.
+
+        Raises:
+            EngineError: there is no such model.
+        """
+        hf_logging.disable_progress_bar()  # one bar per process and file drowns the run's own
+        folder = _folder(model)
+        try:
+            config = AutoConfig.from_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            why = "the folder does not hold a causal language model with its tokenizer"
+            raise EngineError(f"no model can be loaded from '{model}': {why}") from error
+        if head == "token":
+            config.num_labels = 1
+        return cls(str(model), folder, config, tokenizer, head)
+
+    def empty(self) -> Any:
+        """A new module in evaluation mode: parameters on the meta device in float32, real buffers, no dropout.
+
+        Its attention keeps packed documents apart where it can (:func:`attention.can_pack`).
+
+        Raises:
+            EngineError: the configuration is of no model with this head.
+        """
+        try:
+            with empty_weights():
+                module = _CLASSES[self.head].from_config(self.config, dtype=torch.float32)
+        except ValueError as error:
+            raise EngineError(f"'{self.name}' is no model with a head of kind '{self.head}': {error}") from error
+        if attention.can_pack(module):
+            module.set_attn_implementation(attention.NAME)
+        disable_dropout(module)
+        return module.eval()
+
+    @property
+    def source(self) -> Source:
+        """The model's weights, read tensor by tensor."""
+        if self.weights is not None:
+            return self.weights
+        assert self.folder is not None
+        if not list(self.folder.glob("*.safetensors")):
+            return self.library_source()
+        return SafetensorsSource(self.folder)
+
+    def library_source(self) -> Source:
+        """The weights as the library loads them, in host memory: for files of older formats and other names.
+
+        Raises:
+            EngineError: they cannot be loaded, or some are not there.
+        """
+        where = self.folder if Path(self.name).is_dir() else self.name
+        try:
+            module, report = _CLASSES[self.head].from_pretrained(
+                where, config=self.config, dtype=torch.float32, output_loading_info=True
+            )
+        except (OSError, ValueError) as error:
+            raise EngineError(f"no model can be loaded from '{self.name}': {error}") from error
+        # The library fills these with random numbers and goes on.
+        absent = {*report["missing_keys"], *map(str, report["mismatched_keys"])}
+        if needed := sorted(name for name in absent if self.head == "causal" or not name.startswith("score.")):
+            raise EngineError(f"the checkpoint '{self.name}' lacks {', '.join(needed)}")
+        return TensorSource({name: tensor for name, tensor in module.state_dict().items() if name not in absent})
+
+    def save(self, path: Path, tensors: dict[str, Any]) -> None:
+        """Write the model with these weights, and the tokenizer, in Hugging Face format, whole or not at all."""
+        module = self.empty()
+        if self.folder is not None and (self.folder / "generation_config.json").is_file() and module.can_generate():
+            module.generation_config = GenerationConfig.from_pretrained(self.folder)
+        write_atomically(path, module, self.tokenizer, tensors)
+
+
+def _folder(model: str | Path) -> Path:
+    text = str(Path(model).expanduser()) if str(model).startswith("~") else str(model)
+    if Path(text).is_dir():
+        return Path(text)
+    nowhere = f"no model at '{text}': it is neither a folder nor reachable on the hub"
+    if isinstance(model, Path) or not is_hub_name(text):
+        raise EngineError(nowhere)
+    try:
+        return Path(snapshot_download(text, allow_patterns=list(_WANTED)))
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise EngineError(nowhere) from error

@@ -1,0 +1,219 @@
+"""What a model says about the action tokens: log-probs and entropy, or scores."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dlrover.python.rl.engine.torch.attention import Documents
+from dlrover.python.rl.engine.torch.packing import Head, MicroBatch
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits that are in float32 at a time: the rest stays in the model's precision."""
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularyShard:
+    """This rank's part of the vocabulary, where ranks divide it (tensor parallel).
+
+    Attributes:
+        start: the first id of the part.
+        group: the ranks that together have all of it.
+    """
+
+    start: int
+    group: Any
+
+
+def token_logprobs(
+    logits: Any,
+    targets: Any,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    shard: VocabularyShard | None = None,
+) -> tuple[Any, Any]:
+    """Log-probs of tokens under ``softmax(logits / temperature)``, and that distribution's entropy.
+
+    Computed in float32 (float64 for float64 logits), a part at a time; both have exact gradients. Temperature 0 stands
+    for greedy decoding, whose log-probs are those at temperature 1.
+
+    Args:
+        logits: ``[tokens, vocab]``, or this rank's columns of it.
+        targets: int64 ``[tokens]``: ids in the whole vocabulary.
+        temperature: divides the logits.
+        entropy: whether it is wanted.
+        shard: which columns these are; the ranks that have the others have to call too.
+
+    Returns:
+        Log-probs ``[tokens]``, and entropies ``[tokens]`` in nats, or None.
+    """
+    logprobs, entropies = _TokenLogprobs.apply(logits, targets, temperature or 1.0, entropy, shard)
+    return logprobs, entropies if entropy else None
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """With ``c = (l - max l) / T``, ``Z = sum exp c`` and ``p = exp(c) / Z``: ``log p_t = c_t - log Z`` and
+    ``H = log Z - sum p c``. Then ``T d(log p_t) / dl = 1_t - p`` and ``T dH / dl = -p (c - log Z + H)``."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913 - autograd takes no keywords
+        ctx: Any, logits: Any, targets: Any, temperature: float, entropy: bool, shard: VocabularyShard | None
+    ) -> tuple[Any, Any]:
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        places = targets - (shard.start if shard else 0)
+        mine = (places >= 0) & (places < logits.shape[1])
+        places = places.clamp(0, logits.shape[1] - 1)
+        most = logits.amax(dim=1).to(wide)
+        if shard is not None:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=shard.group)
+        # Sums over the vocabulary: of exp(c), of c at the target, of exp(c) c.
+        sums = logits.new_zeros((3, len(logits)), dtype=wide)
+        for rows in _chunks(logits):
+            centred = (logits[rows].to(wide) - most[rows, None]) / temperature
+            weights = centred.exp()
+            sums[0, rows] = weights.sum(dim=1)
+            sums[1, rows] = torch.where(mine[rows], centred.gather(1, places[rows, None]).squeeze(1), 0.0)
+            if entropy:  # A logit of minus infinity has weight 0, and 0 times infinity is no number.
+                sums[2, rows] = (weights * centred.clamp(min=-1e4)).sum(dim=1)
+        if shard is not None:
+            dist.all_reduce(sums, group=shard.group)
+        log_total = sums[0].log()
+        entropies = log_total - sums[2] / sums[0]
+        ctx.save_for_backward(logits, places, mine, most, log_total, entropies)
+        ctx.temperature, ctx.entropy = temperature, entropy
+        return sums[1] - log_total, entropies
+
+    @staticmethod
+    def backward(ctx: Any, by_logprob: Any, by_entropy: Any) -> tuple[Any, ...]:
+        logits, places, mine, most, log_total, entropies = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        by_target = torch.where(mine, by_logprob, 0.0)
+        for rows in _chunks(logits):
+            logprobs = (logits[rows].to(most.dtype) - most[rows, None]) / ctx.temperature - log_total[rows, None]
+            part = logprobs.exp()
+            if ctx.entropy:
+                slope = (logprobs.clamp(min=-1e4) + entropies[rows, None]) * by_entropy[rows, None]
+                part = part * -(slope + by_logprob[rows, None])
+            else:
+                part = part * -by_logprob[rows, None]
+            part.scatter_add_(1, places[rows, None], by_target[rows, None])
+            gradient[rows] = (part / ctx.temperature).to(logits.dtype)
+        return gradient, None, None, None, None
+
+
+def _chunks(logits: Any) -> list[slice]:
+    rows, width = logits.shape
+    size = max(1, CHUNK_ELEMENTS // max(1, width))
+    return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+# -- reading a model --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """How the outputs at the action tokens are got from a model.
+
+    Attributes:
+        head: what the model's outputs are.
+        device: where it is.
+        packs: whether it keeps packed documents apart; else each document is a row, filled up with ``fill``.
+        fill: a token id.
+        context: the process group that divides the tokens (context parallel), or None.
+        shard: this rank's part of the vocabulary, or None.
+    """
+
+    head: Head = "causal"
+    device: str = "cpu"
+    packs: bool = True
+    fill: int = 0
+    context: Any = None
+    shard: VocabularyShard | None = None
+
+    def read(self, model: Any, micro: MicroBatch, temperature: float = 1.0, entropy: bool = False) -> tuple[Any, Any]:
+        """Log-probs or scores, float32 ``[actions]``, and the entropies or None.
+
+        The vocabulary projection runs only where the next token is an action. With context parallel every rank gets all
+        of the micro-batch's outputs; the gradient of each flows to the rank that made it.
+        """
+        part = self._part(micro)
+        logits = self._packed(model, part) if self.packs else self._padded(model, micro)
+        if self.head == "token":
+            outputs, entropies = logits.squeeze(-1).float(), None
+        else:
+            targets = torch.from_numpy(part.targets).to(self.device)
+            outputs, entropies = token_logprobs(logits, targets, temperature, entropy, self.shard)
+        if self.context is None:
+            return outputs, entropies
+        whole = _Join.apply(outputs, part.counts, self.context)
+        return whole, None if entropies is None else _Join.apply(entropies, part.counts, self.context)
+
+    def _packed(self, model: Any, part: "_Part") -> Any:
+        """Logits at the actions: ``[actions, vocab]``."""
+        keep = torch.from_numpy(part.reads).to(self.device)
+        arguments = {
+            "input_ids": torch.from_numpy(part.inputs).to(self.device)[None],
+            "position_ids": torch.from_numpy(part.positions).to(self.device)[None],
+            "documents": Documents(part.lengths, self.device, self.context),
+            "use_cache": False,
+        }
+        if self.head == "causal":
+            return model(**arguments, logits_to_keep=keep).logits[0]
+        return model(**arguments).logits[0, keep]
+
+    def _padded(self, model: Any, micro: MicroBatch) -> Any:
+        ids, reads = micro.padded(self.fill)
+        logits = model(input_ids=torch.from_numpy(ids).to(self.device), use_cache=False).logits
+        return logits.flatten(0, 1)[torch.from_numpy(reads).to(self.device)]
+
+    def _part(self, micro: MicroBatch) -> "_Part":
+        if self.context is None:
+            lengths = tuple(micro.lengths.tolist())
+            return _Part(micro.inputs, micro.positions, lengths, micro.reads, micro.targets, [len(micro.reads)])
+        rank, ranks = dist.get_rank(self.context), dist.get_world_size(self.context)
+        size = -(-len(micro.inputs) // ranks)
+        spare = size * ranks - len(micro.inputs)  # A document of its own at the end, which nobody reads.
+        mine = slice(rank * size, (rank + 1) * size)
+        counts = np.bincount(micro.reads // size, minlength=ranks).tolist()
+        chosen = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        return _Part(
+            np.pad(micro.inputs, (0, spare), constant_values=self.fill)[mine],
+            np.concatenate([micro.positions, np.arange(spare)])[mine],
+            (*micro.lengths.tolist(), *([spare] if spare else [])),
+            micro.reads[chosen] - rank * size,
+            micro.targets[chosen],
+            counts,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """What one rank reads of a micro-batch; ``counts``: actions that each of the ranks reads."""
+
+    inputs: Any
+    positions: Any
+    lengths: tuple[int, ...]
+    reads: Any
+    targets: Any
+    counts: list[int]
+
+
+class _Join(torch.autograd.Function):
+    """The outputs of all ranks, one rank's after the other's. Each rank goes on with all of them in the same way, so
+    what comes back for this rank's own is the whole gradient already."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Any, counts: list[int], group: Any) -> Any:
+        rank, most = dist.get_rank(group), max(counts)
+        ctx.mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        padded = outputs.new_zeros(most)
+        padded[: len(outputs)] = outputs
+        everyone = outputs.new_empty(most * len(counts))
+        dist.all_gather_into_tensor(everyone, padded, group=group)
+        return torch.cat([part[:count] for part, count in zip(everyone.split(most), counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, None, None]:
+        return gradient[ctx.mine], None, None

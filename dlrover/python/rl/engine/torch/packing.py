@@ -1,0 +1,173 @@
+"""From ragged rows to packed micro-batches without padding, and from their outputs back to the batch's tokens."""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.data.batch import Array, Batch, Column, Ragged
+
+Ids = npt.NDArray[np.int64]
+Head = Literal["causal", "token"]
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Rows of a batch one after the other in a single row: documents, none of which may see another.
+
+    A document goes no further than it is needed: to the token before its last action (``head: causal``), or to its last
+    action (``head: token``).
+
+    Attributes:
+        inputs: ``[tokens]``: what the model reads.
+        lengths: ``[documents]``: tokens of each document; longest first, so documents of equal length are neighbours.
+        reads: ``[actions]``: where in ``inputs`` the outputs of the action tokens are, rising.
+        targets: ``[actions]``: the action tokens.
+        flat: ``[actions]``: where the action tokens stand in the batch's flat token column.
+    """
+
+    inputs: Ids
+    lengths: Ids
+    reads: Ids
+    targets: Ids
+    flat: Ids
+
+    @cached_property
+    def positions(self) -> Ids:
+        """``[tokens]``: the position of each input in its document, from 0."""
+        starts = np.cumsum(self.lengths) - self.lengths
+        return np.arange(len(self.inputs)) - np.repeat(starts, self.lengths)
+
+    def padded(self, fill: int) -> tuple[Ids, Ids]:
+        """For models that cannot keep packed documents apart: a document a row, filled up on the right.
+
+        Under causal attention nothing on the left sees the filling, so no attention mask is needed.
+
+        Returns:
+            Ids ``[documents, longest]``, and ``[actions]``: :attr:`reads` as places in their flat form.
+        """
+        longest = int(self.lengths.max(initial=1))
+        document = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        ids = np.full((len(self.lengths), longest), fill, dtype=np.int64)
+        ids[document, self.positions] = self.inputs
+        return ids, document[self.reads] * longest + self.positions[self.reads]
+
+    def columns(self, batch: Batch, device: str) -> dict[str, Any]:
+        """The batch's numeric columns at the action tokens, each ``[actions]``.
+
+        Ragged columns aligned with the tokens are picked, dense ``[rows]`` columns are spread over their row's tokens,
+        float64 becomes float32. Others (objects, matrices, rows of other lengths) have no value per token and are left
+        out.
+        """
+        tokens = batch.ragged("tokens")
+        row_of = np.searchsorted(tokens.offsets, self.flat, side="right") - 1
+        picked = {name: _at(column, tokens, self.flat, row_of) for name, column in batch.columns.items()}
+        return {name: _to_torch(values, device) for name, values in picked.items() if values is not None}
+
+
+def _at(column: Column, tokens: Ragged, flat: Array, row_of: Array) -> Array | None:
+    if isinstance(column, list):
+        return None
+    if isinstance(column, Ragged):
+        aligned = column.values.ndim == 1 and np.array_equal(column.offsets, tokens.offsets)
+        return column.values[flat] if aligned else None
+    return column[row_of] if column.ndim == 1 and column.dtype.kind in "biuf" else None
+
+
+def _to_torch(values: Array, device: str) -> Any:
+    tensor = torch.from_numpy(values)
+    return tensor.to(device, torch.float32 if tensor.is_floating_point() else tensor.dtype)
+
+
+def check_actions(batch: Batch, head: Head = "causal") -> None:
+    """Refuse an action mask that is not the tokens', or, of a language model, set on a row's first token, which nothing
+    predicts.
+
+    Raises:
+        EngineError: it is so.
+    """
+    tokens, actions = batch.ragged("tokens"), batch.ragged("action_mask")
+    if not np.array_equal(tokens.offsets, actions.offsets):
+        raise EngineError("'action_mask' and 'tokens' have rows of different lengths")
+    firsts = tokens.offsets[:-1][tokens.lengths > 0]
+    if head == "causal" and len(firsts) and actions.values[firsts].any():
+        raise EngineError("'action_mask' is set on the first token of a row, which has no log-prob")
+
+
+def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int = 0) -> list[MicroBatch]:
+    """Divide a batch into micro-batches of about equally many tokens; rows without an action token are left out.
+
+    Args:
+        batch: columns ``tokens`` and ``action_mask``.
+        token_budget: most tokens of a micro-batch; a row that is longer comes alone.
+        head: of the model that will read them.
+        at_least: make so many, the last of them without rows if the others have taken all: ranks that work in step need
+            equally many.
+    """
+    tokens, actions = batch.ragged("tokens"), batch.ragged("action_mask")
+    spans = np.array([_needed(mask, head) for mask in actions], dtype=np.int64)
+    rows = np.flatnonzero(spans)
+    shares = balanced(spans[rows].tolist(), token_budget, at_least)
+    return [_join(tokens, actions, rows[share], spans) for share in shares]
+
+
+def _needed(mask: Array, head: Head) -> int:
+    """How many of a row's tokens the model has to read; 0 without an action."""
+    chosen = np.flatnonzero(mask)
+    return int(chosen[-1]) + (head == "token") if len(chosen) else 0
+
+
+def balanced(lengths: Sequence[int], budget: int, at_least: int = 0) -> list[list[int]]:
+    """Divide items into as few groups of at most ``budget`` as are easily found, of nearly equal sums.
+
+    The longest item goes first, each to the lightest group; where a group gets too heavy, one group more is tried.
+
+    Args:
+        lengths: of the items, each at least 1.
+        budget: most of a group; an item that is longer is a group of its own.
+        at_least: so many groups at least, empty ones if there are too few items.
+
+    Returns:
+        Indices of the items of each group, longest first.
+    """
+    order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
+    alone = [[item] for item in order if lengths[item] >= budget]
+    rest = order[len(alone) :]
+    count = max(-(-sum(lengths[item] for item in rest) // budget), at_least - len(alone))
+    groups = _spread(rest, lengths, count)
+    while any(sum(lengths[item] for item in group) > budget for group in groups):
+        count += 1
+        groups = _spread(rest, lengths, count)
+    return alone + groups
+
+
+def _spread(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
+    groups: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, group) for group in range(count)]
+    for item in order:
+        load, group = loads[0]
+        groups[group].append(item)
+        heapq.heapreplace(loads, (load + lengths[item], group))
+    return groups
+
+
+def _join(tokens: Ragged, actions: Ragged, rows: Array, spans: Ids) -> MicroBatch:
+    if not len(rows):
+        none = np.empty(0, dtype=np.int64)
+        return MicroBatch(np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64), none, none, none)
+    lengths, starts = spans[rows], tokens.offsets[:-1][rows]
+    inputs = [tokens.values[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    chosen = [np.flatnonzero(actions[row]) for row in rows]
+    flat = np.concatenate([start + at for start, at in zip(starts, chosen, strict=True)])
+    # The output of an action is read at the token before it, or at the action itself: the last one's is a document's
+    # last input in either case.
+    begins = np.cumsum(lengths) - lengths
+    shift = [begin + length - 1 - at[-1] for begin, length, at in zip(begins, lengths, chosen, strict=True)]
+    reads = np.concatenate([at + by for at, by in zip(chosen, shift, strict=True)])
+    return MicroBatch(np.concatenate(inputs), lengths, reads, tokens.values[flat], flat)

@@ -1,0 +1,117 @@
+"""The processes of one engine: meeting, small sums, leaving."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.base import Rendezvous
+
+BUCKET_ELEMENTS = 1 << 24
+"""Elements of one gradient all-reduce: large enough to hide latency, small enough not to double a model's memory."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of one engine. Made by :meth:`connect`, which every rank calls; ended by :meth:`close`.
+
+    A single rank needs no connection: its sums are the values themselves.
+
+    Attributes:
+        rank: this process, 0 to ``world_size - 1``.
+        world_size: processes in all.
+        owns_group: whether the process group was made here, and is ended here.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    owns_group: bool = False
+
+    @classmethod
+    def connect(cls, rendezvous: Rendezvous, device: str = "cpu") -> "Ranks":
+        """Meet the other ranks at rank 0's address, as this process's default process group.
+
+        A default group of the same shape that is there already (``torchrun``) is used, and not ended by :meth:`close`.
+
+        Args:
+            rendezvous: who and where.
+            device: what the tensors to be exchanged are on: gloo for the host, beside it nccl for CUDA.
+
+        Raises:
+            EngineError: the ranks did not meet in time, or this process belongs to a group of another shape.
+        """
+        rank, world_size = rendezvous.rank, rendezvous.world_size
+        if world_size == 1:
+            return cls()
+        if dist.is_initialized():
+            there = (dist.get_rank(), dist.get_world_size())
+            if there != (rank, world_size):
+                raise EngineError(f"this process is rank {there[0]} of {there[1]} already, not {rank} of {world_size}")
+            return cls(rank, world_size)
+        address = f"{rendezvous.master_addr}:{rendezvous.master_port}"
+        on_cuda = torch.device(device).type == "cuda"
+        if on_cuda:
+            torch.cuda.set_device(device)
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+                init_method=f"tcp://{address}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=rendezvous.timeout_s),
+            )
+        except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
+            raise EngineError(f"rank {rank} of {world_size} did not meet the others at {address}: {error}") from error
+        return cls(rank, world_size, owns_group=True)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, which has to be picklable, in the order of the ranks."""
+        if self.world_size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def sum_scalars(self, scalars: Mapping[str, float]) -> dict[str, float]:
+        """Sum by name over the ranks, in their order. A rank may lack a name: without action tokens it has no metrics,
+        and of the ranks of a model replica one speaks for all."""
+        totals: dict[str, float] = {}
+        for part in self.gather(dict(scalars)):
+            for name, value in part.items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
+
+    def close(self) -> None:
+        """Leave the group; the other ranks' later sums fail."""
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def sum_tensors(tensors: Iterable[Any], group: Any) -> None:
+    """Replace each tensor by its sum over the ranks of a process group, in place; all pass the same shapes in order.
+
+    Every rank gets the same bits.
+    """
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _buckets(tensors: Iterable[Any]) -> Iterator[list[Any]]:
+    bucket: list[Any] = []
+    elements = 0
+    for tensor in tensors:
+        if bucket and elements + tensor.numel() > BUCKET_ELEMENTS:
+            yield bucket
+            bucket, elements = [], 0
+        bucket.append(tensor)
+        elements += tensor.numel()
+    if bucket:
+        yield bucket

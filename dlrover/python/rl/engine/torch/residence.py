@@ -1,0 +1,102 @@
+"""Where an engine's tensors are: on its device, or in host memory. They move by their storages.
+
+A tensor that moves stays the same object, with its views, ties and wrappers: its storage is emptied on the device, and
+filled again when it comes back. So nothing that refers to it has to know.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dlrover.python.rl.common.errors import OutOfDeviceMemory
+from dlrover.python.rl.engine.memory import DeviceMemory, Kind
+
+
+@dataclass(eq=False)
+class Residence:
+    """The tensors of one engine that move together.
+
+    Attributes:
+        owner: who they are accounted to.
+        memory: the device's accounting.
+        on_device: where they are.
+    """
+
+    owner: str
+    memory: DeviceMemory
+    on_device: bool = True
+    _tensors: dict[int, "_Moving"] = field(default_factory=dict)
+
+    def hold(self, kind: Kind, tensors: Iterable[Any]) -> None:
+        """Account for tensors on the device, and take them along from now on.
+
+        Raises:
+            OutOfDeviceMemory: they go beyond the device's capacity.
+        """
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and storage._cdata not in self._tensors:
+                self.memory.hold(self.owner, kind, [tensor])
+                self._tensors[storage._cdata] = _Moving(storage, kind, storage.nbytes())
+
+    def to_host(self) -> None:
+        """Copy all to host memory and free the device's."""
+        for moving in self._tensors.values():
+            if moving.host is None:
+                moving.leave()
+        self.on_device = False
+        if self.memory.device != "cpu" and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def to_device(self) -> None:
+        """Bring all back.
+
+        Raises:
+            OutOfDeviceMemory: they do not fit; all of them are in host memory then.
+        """
+        try:
+            for moving in self._tensors.values():
+                if moving.host is not None:
+                    self.memory.require(self.owner, moving.kind, moving.nbytes)
+                    moving.enter()
+                    self.memory.hold(self.owner, moving.kind, [moving.bytes()])
+        except OutOfDeviceMemory:
+            self.to_host()
+            raise
+        self.on_device = True
+
+    def there(self, tensor: Any) -> Any:
+        """``tensor``, or a view of its copy in host memory while it is there."""
+        moving = self._tensors.get(tensor.untyped_storage()._cdata)
+        if moving is None or moving.host is None:
+            return tensor.detach()
+        whole = moving.host.view(tensor.dtype)
+        return torch.as_strided(whole, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@dataclass(eq=False)
+class _Moving:
+    """One storage; ``host``: its bytes in host memory, None while it is on the device."""
+
+    storage: Any
+    kind: Kind
+    nbytes: int
+    host: Any = None
+
+    def bytes(self) -> Any:
+        """The storage as bytes ``[nbytes]``."""
+        return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+
+    def leave(self) -> None:
+        """To the host."""
+        self.host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self.storage.device.type == "cuda")
+        self.host.copy_(self.bytes())
+        self.storage.resize_(0)
+
+    def enter(self) -> None:
+        """To the device."""
+        self.storage.resize_(self.nbytes)
+        self.bytes().copy_(self.host)
+        self.host = None

@@ -1,0 +1,68 @@
+"""A function on several processes of this machine, with a deadline; none of them outlives the call."""
+
+import multiprocessing
+import os
+import queue
+import socket
+import time
+import traceback
+
+import torch
+
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["torch", "transformers", "torch.distributed.tensor.parallel"])
+
+
+def run(world_size, function, *arguments, timeout_s=240.0):
+    """``function(rank, world_size, port, *arguments)`` on each rank; the results in the ranks' order.
+
+    Raises:
+        AssertionError: a rank raised (with its traceback), died, or took longer than ``timeout_s``.
+    """
+    port = free_port()
+    results = _SERVER.Queue()
+    ranks = [
+        _SERVER.Process(target=_one, args=(results, function, rank, world_size, port, arguments), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        return _collect(ranks, results, time.monotonic() + timeout_s)
+    finally:
+        for process in ranks:
+            process.join(timeout=10)
+            process.kill()
+            process.join()
+
+
+def _collect(ranks, results, deadline):
+    found = {}
+    while len(found) < len(ranks):
+        try:
+            rank, result, failure = results.get(timeout=1.0)
+        except queue.Empty:
+            dead = [rank for rank, process in enumerate(ranks) if rank not in found and process.exitcode]
+            assert not dead, f"ranks {dead} died"
+            assert time.monotonic() < deadline, f"no answer from ranks {sorted(set(range(len(ranks))) - set(found))}"
+            continue
+        assert not failure, f"rank {rank}:\n{failure}"
+        found[rank] = result
+    return [found[rank] for rank in range(len(ranks))]
+
+
+def _one(results, function, rank, world_size, port, arguments):
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    try:
+        result, failure = function(rank, world_size, port, *arguments), ""
+    except BaseException:  # noqa: BLE001 - the boundary of the process: it goes to the test
+        result, failure = None, traceback.format_exc()
+    results.put((rank, result, failure))
+
+
+def free_port():
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

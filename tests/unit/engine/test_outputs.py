@@ -1,0 +1,100 @@
+"""Log-probs and entropies of tokens: value and gradient against the plain formulas, whole and divided over ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run
+
+from dlrover.python.rl.engine.base import Rendezvous
+from dlrover.python.rl.engine.torch import outputs
+from dlrover.python.rl.engine.torch.outputs import VocabularyShard, token_logprobs
+from dlrover.python.rl.engine.torch.ranks import Ranks
+
+TOKENS, VOCAB = 7, 11
+
+
+def problem(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(TOKENS, VOCAB, generator=generator, dtype=dtype)
+    targets = torch.randint(VOCAB, (TOKENS,), generator=generator)
+    weights = torch.randn(2, TOKENS, generator=generator, dtype=dtype)
+    return logits.requires_grad_(), targets, weights
+
+
+def plain(temperature):
+    """Values and gradient by the formulas, differentiated by autograd."""
+    logits, targets, weights = problem()
+    table = torch.log_softmax(logits / temperature, dim=-1)
+    logprobs = table[torch.arange(TOKENS), targets]
+    entropies = -(table.exp() * table).sum(dim=-1)
+    (weights[0] @ logprobs + weights[1] @ entropies).backward()
+    return logprobs.detach(), entropies.detach(), logits.grad
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [1, 3 * VOCAB, 1 << 24])
+def test_values_and_gradients_are_those_of_the_formulas(temperature, chunk, monkeypatch):
+    monkeypatch.setattr(outputs, "CHUNK_ELEMENTS", chunk)
+    logits, targets, weights = problem()
+    logprobs, entropies = token_logprobs(logits, targets, temperature, entropy=True)
+    (weights[0] @ logprobs + weights[1] @ entropies).backward()
+    for found, expected in zip((logprobs, entropies, logits.grad), plain(temperature), strict=True):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def test_without_entropy_the_gradient_is_that_of_the_logprobs():
+    logits, targets, weights = problem()
+    logprobs, entropies = token_logprobs(logits, targets)
+    assert entropies is None
+    (weights[0] @ logprobs).backward()
+    other, _, _ = problem()
+    (weights[0] @ torch.log_softmax(other, -1)[torch.arange(TOKENS), targets]).backward()
+    assert torch.allclose(logits.grad, other.grad, rtol=0, atol=1e-12)
+
+
+def test_logits_of_low_precision_are_summed_in_float32():
+    logits, targets, _ = problem()
+    low = logits.detach().bfloat16().requires_grad_()
+    logprobs, _ = token_logprobs(low, targets)
+    assert logprobs.dtype == torch.float32
+    wanted = torch.log_softmax(low.detach().double(), -1)[torch.arange(TOKENS), targets]
+    assert torch.allclose(logprobs.double(), wanted, atol=1e-6)
+    logprobs.sum().backward()
+    assert low.grad.dtype == torch.bfloat16
+
+
+def test_impossible_tokens_do_not_spoil_the_entropy():
+    logits = torch.tensor([[0.0, 0.0, -torch.inf]], requires_grad=True)
+    logprobs, entropies = token_logprobs(logits, torch.tensor([1]), entropy=True)
+    (logprobs + entropies).sum().backward()
+    assert entropies.item() == pytest.approx(torch.log(torch.tensor(2.0)).item())
+    assert logits.grad.isfinite().all()
+
+
+def test_greedy_is_temperature_one():
+    logits, targets, _ = problem()
+    assert torch.equal(token_logprobs(logits, targets, 0.0)[0], token_logprobs(logits, targets, 1.0)[0])
+
+
+def divided(rank, world_size, port, temperature):
+    """This rank's columns, which are not equally many."""
+    ranks = Ranks.connect(Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=60))
+    logits, targets, weights = problem()
+    cut = 4
+    columns = slice(0, cut) if rank == 0 else slice(cut, VOCAB)
+    mine = logits.detach()[:, columns].clone().requires_grad_()
+    shard = VocabularyShard(columns.start, dist.group.WORLD)
+    logprobs, entropies = token_logprobs(mine, targets, temperature, entropy=True, shard=shard)
+    (weights[0] @ logprobs + weights[1] @ entropies).backward()
+    ranks.close()
+    return [tensor.detach().numpy() for tensor in (logprobs, entropies, mine.grad)]
+
+
+def test_row_048_row_049_divided_over_ranks_values_and_gradients_are_the_whole_ones():
+    logprobs, entropies, gradient = plain(0.7)
+    ranks = run(2, divided, 0.7)
+    for found in ranks:
+        assert abs(torch.from_numpy(found[0]) - logprobs).max() < 1e-10
+        assert abs(torch.from_numpy(found[1]) - entropies).max() < 1e-10
+    parts = torch.cat([torch.from_numpy(found[2]) for found in ranks], dim=1)
+    assert abs(parts - gradient).max() < 1e-10

@@ -1,0 +1,105 @@
+"""Packed micro-batches: every action once, within the budget, balanced, nothing read that is not needed."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.engine.torch.packing import balanced, check_actions, pack
+
+rows = st.lists(st.lists(st.booleans(), max_size=12), max_size=12)
+
+
+def make(masks, head):
+    """Tokens that name their place; the first of a language model's row is never an action."""
+    masks = [[mask and (head == "token" or at > 0) for at, mask in enumerate(row)] for row in masks]
+    total = sum(map(len, masks))
+    flat = Ragged.from_rows(masks, dtype=np.bool_)
+    return Batch({"tokens": flat.like(np.arange(100, 100 + total)), "action_mask": flat})
+
+
+@given(rows, st.integers(1, 30), st.sampled_from(["causal", "token"]), st.integers(0, 5))
+def test_every_action_is_read_once_at_the_right_place(masks, budget, head, at_least):
+    batch = make(masks, head)
+    parts = pack(batch, budget, head, at_least)
+    assert len(parts) >= at_least
+    assert (
+        sorted(np.concatenate([part.flat for part in parts]).tolist() if parts else [])
+        == np.flatnonzero(batch.ragged("action_mask").values).tolist()
+    )
+    for part in parts:
+        assert len(part.inputs) <= budget or len(part.lengths) == 1
+        assert part.inputs.dtype == part.reads.dtype == np.int64
+        assert (np.diff(part.reads) > 0).all()
+        assert sum(part.lengths) == len(part.inputs)
+        assert part.targets.tolist() == batch.ragged("tokens").values[part.flat].tolist()
+        # Tokens are consecutive numbers: what is read is the token itself, or the one before.
+        assert (part.inputs[part.reads] + (head == "causal")).tolist() == part.targets.tolist()
+
+
+def test_documents_end_where_nothing_more_is_needed_and_positions_restart():
+    batch = make([[False, True, True, False, False], [False, False, True]], "causal")
+    (part,) = pack(batch, 100)
+    assert part.inputs.tolist() == [100, 101, 105, 106]
+    assert part.positions.tolist() == [0, 1, 0, 1]
+    assert part.lengths.tolist() == [2, 2]
+    assert part.reads.tolist() == [0, 1, 3]
+
+
+def test_a_micro_batch_without_rows_has_one_token_and_no_action():
+    (part,) = pack(make([[False, False]], "causal"), 10, at_least=1)
+    assert (part.inputs.tolist(), part.lengths.tolist(), len(part.flat)) == ([0], [1], 0)
+
+
+def test_padded_rows_hold_the_same_documents():
+    batch = make([[False, True, True], [False, True, True, True]], "causal")
+    (part,) = pack(batch, 100)
+    ids, reads = part.padded(7)
+    assert ids.tolist() == [[103, 104, 105], [100, 101, 7]]
+    assert (ids.reshape(-1)[reads] + 1).tolist() == part.targets.tolist()
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60), st.integers(0, 6))
+def test_row_057_groups_keep_the_budget_and_hold_every_item_once(lengths, budget, at_least):
+    groups = balanced(lengths, budget, at_least)
+    assert len(groups) >= at_least
+    assert sorted(item for group in groups for item in group) == list(range(len(lengths)))
+    assert all(len(group) <= 1 or sum(lengths[item] for item in group) <= budget for group in groups)
+
+
+def test_row_057_groups_are_no_less_even_than_filling_one_after_the_other():
+    lengths = np.random.default_rng(0).integers(1, 100, 64).tolist()
+    loads = [sum(lengths[item] for item in group) for group in balanced(lengths, 400)]
+    greedy = [0]
+    for length in lengths:
+        if greedy[-1] + length > 400:
+            greedy.append(0)
+        greedy[-1] += length
+    assert len(loads) <= len(greedy)
+    assert max(loads) - min(loads) <= max(greedy) - min(greedy)
+    assert max(loads) - min(loads) < 20
+
+
+def test_columns_are_picked_or_spread_over_the_actions():
+    batch = make([[False, True, True], [False, True]], "causal")
+    batch = batch.with_columns(
+        ragged=batch.ragged("tokens").like(np.arange(5) / 2),
+        dense=np.array([3, 4]),
+        text=["a", "b"],
+        wide=np.zeros((2, 2)),
+    )
+    (part,) = pack(batch, 100)
+    columns = part.columns(batch, "cpu")
+    assert columns.keys() == {"tokens", "action_mask", "ragged", "dense"}
+    assert columns["ragged"].tolist() == [0.5, 1.0, 2.0]
+    assert str(columns["ragged"].dtype) == "torch.float32"
+    assert columns["dense"].tolist() == [3, 3, 4]
+
+
+def test_a_first_token_can_have_a_score_but_no_logprob():
+    batch = Batch({"tokens": Ragged.from_rows([[1, 2]]), "action_mask": Ragged.from_rows([[True, True]])})
+    check_actions(batch, "token")
+    with pytest.raises(EngineError, match="first token"):
+        check_actions(batch, "causal")
