@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.base import OptimizerConfig, SamplingParams
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
 from dlrover.python.rl.engine.torch.sampling import choose, uniforms
-from dlrover.python.rl.engine.torch.train import TorchTrainEngine
 from dlrover.python.rl.engine.weights import WeightSnapshot, take_snapshot
 from dlrover.python.rl.recipe.tiny import write_tiny_model
 
@@ -37,7 +37,7 @@ def engine(model_path):
 
 @pytest.fixture(scope="module")
 def trainer(model_path):
-    return TorchTrainEngine(model_path, None)
+    return Fsdp2TrainEngine(model_path, None)
 
 
 def prompts(texts=TEXTS, first_id=0) -> Batch:
@@ -149,7 +149,7 @@ def test_a_shorter_budget_gives_a_prefix(engine):
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_row_084_logprobs_equal_the_train_engines(engine, trainer, temperature):
     out = engine.generate(prompts(), sampling(temperature=temperature, samples_per_prompt=4), (2,))
-    again = trainer.logprobs(out, temperature).ragged("logprobs").values
+    again = trainer.evaluate(out, temperature).ragged("logprobs").values
     assert np.abs(again - out.ragged("logprobs").values).max() < 1e-4
 
 
@@ -167,7 +167,7 @@ def test_every_end_token_of_the_generation_config_ends(model_path, tmp_path):
     model.generation_config.eos_token_id = list(range(128))
     path = tmp_path / "many-ends"
     model.save_pretrained(path)
-    TorchTrainEngine(model_path, None).tokenizer.save_pretrained(path)
+    Fsdp2TrainEngine(model_path, None).tokenizer.save_pretrained(path)
     out = TorchRolloutEngine(path).generate(prompts(), sampling(samples_per_prompt=8), (0,))
     for done, tokens in zip(out["finished"], completions(out), strict=True):
         assert done == (tokens[-1] < 128 or tokens[-1] == EOS)
@@ -218,7 +218,7 @@ def test_unknown_token_ids_are_refused(engine):
 
 def test_broken_weights_are_an_error_not_a_sample(model_path):
     engine = TorchRolloutEngine(model_path)
-    sent = TorchTrainEngine(model_path, None).publish()
+    sent = Fsdp2TrainEngine(model_path, None).publish()
     nan = {name: torch.full_like(sent.tensor(name), torch.nan) for name in sent.buffers}
     engine.receive(take_snapshot(nan.items(), 0))
     with pytest.raises(EngineError, match="not numbers"):
@@ -228,8 +228,8 @@ def test_broken_weights_are_an_error_not_a_sample(model_path):
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-def trained(path) -> TorchTrainEngine:
-    trainer = TorchTrainEngine(path, OptimizerConfig(lr=1e-2))
+def trained(path) -> Fsdp2TrainEngine:
+    trainer = Fsdp2TrainEngine(path, OptimizerConfig(lr=1e-2))
     rows = [[*b"say ", *b"something", EOS]]
     mask = [[False] * 4 + [True] * 10]
     batch = Batch({"tokens": Ragged.from_rows(rows), "action_mask": Ragged.from_rows(mask)})
@@ -250,7 +250,7 @@ def test_row_100_after_a_sync_it_writes_what_a_fresh_engine_on_the_saved_weights
 
 def test_row_103_a_renamed_parameter_is_refused_and_the_old_weights_serve(model_path):
     trainer, engine = trained(model_path), TorchRolloutEngine(model_path)
-    engine.receive(TorchTrainEngine(model_path, None).publish())
+    engine.receive(Fsdp2TrainEngine(model_path, None).publish())
     before = engine.generate(prompts(), sampling(temperature=0.0), (0,))
     sent = trainer.publish()
     wrong = take_snapshot([(name.replace("embed_tokens", "embedding"), sent.tensor(name)) for name in sent.buffers], 1)
@@ -288,7 +288,7 @@ class Interrupted(WeightSnapshot):
 
 def test_a_sync_that_breaks_off_while_it_writes_leaves_nothing_that_is_served(model_path):
     trainer, engine = trained(model_path), TorchRolloutEngine(model_path)
-    engine.receive(TorchTrainEngine(model_path, None).publish())
+    engine.receive(Fsdp2TrainEngine(model_path, None).publish())
     sent = trainer.publish()
     fields = {field.name: getattr(sent, field.name) for field in dataclasses.fields(sent)}
     with pytest.raises(MemoryError):
@@ -301,7 +301,7 @@ def test_a_sync_that_breaks_off_while_it_writes_leaves_nothing_that_is_served(mo
 def test_older_weights_are_taken_over_only_when_the_run_has_gone_back(model_path):
     trainer, engine = trained(model_path), TorchRolloutEngine(model_path)
     engine.receive(trainer.publish())
-    older = TorchTrainEngine(model_path, None).publish()
+    older = Fsdp2TrainEngine(model_path, None).publish()
     with pytest.raises(WeightSyncError, match="version 0 is older than 1"):
         engine.receive(older)
     engine.receive(older, rewind=True)

@@ -22,7 +22,7 @@ class EngineConfig:
     """A torch device."""
 
     max_tokens_per_microbatch: Positive = 16384
-    """Most tokens, padding included, of one forward pass of a train engine."""
+    """Most tokens of one forward pass of a train engine; a longer row comes alone."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""

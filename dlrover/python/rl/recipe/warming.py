@@ -16,17 +16,19 @@ from dlrover.python.rl.algorithm.registry import make_algorithm
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.state_tree import dump, load
 from dlrover.python.rl.engine.base import OptimizerConfig, SamplingParams
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.torch.blueprint import Blueprint
 from dlrover.python.rl.engine.torch.loading import CausalLM, as_causal_lm
 from dlrover.python.rl.engine.torch.randomness import random_state, random_state_kept, seed_random, set_random_state
 from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
-from dlrover.python.rl.engine.torch.train import TorchTrainEngine
+from dlrover.python.rl.engine.torch.sources import TensorSource
 from dlrover.python.rl.recipe.tiny import byte_tokenizer
 
 
 def warm_actor() -> None:
     """An update, a commit, and going back to it."""
     with random_state_kept():
-        engine = TorchTrainEngine(_throwaway_lm(), OptimizerConfig(lr=1e-3))
+        engine = Fsdp2TrainEngine(_blueprint(), OptimizerConfig(lr=1e-3))
         engine.step(_drawn(), make_algorithm("grpo", {}).loss)
         engine.publish()
         state = dump({"engine": engine.state_dict(), "random": random_state()})
@@ -41,14 +43,14 @@ def warm_actor() -> None:
 def warm_reference() -> None:
     """Log-probs of a few tokens."""
     with random_state_kept():
-        TorchTrainEngine(_throwaway_lm(), None).logprobs(_drawn())
+        Fsdp2TrainEngine(_blueprint(), None).evaluate(_drawn())
     gc.collect()
 
 
 def warm_rollout() -> None:
     """Taking over weights, and two completions."""
     with random_state_kept():
-        weights = TorchTrainEngine(_throwaway_lm(), None).publish()
+        weights = Fsdp2TrainEngine(_blueprint(), None).publish()
         engine = TorchRolloutEngine(_throwaway_lm())
         engine.receive(weights)
         drawn = engine.generate(_prompts(engine.tokenizer), SamplingParams(3, 1.0, 2), (0,))
@@ -58,9 +60,26 @@ def warm_rollout() -> None:
 
 
 def _throwaway_lm() -> CausalLM:
-    """Goes the way of a model that is loaded, but for the files."""
+    """Goes the way of a model that is loaded for rollouts, but for the files."""
     tokenizer = byte_tokenizer()
-    config = Qwen2Config(
+    config = _config(tokenizer)
+    weights = Qwen2ForCausalLM(config).state_dict()
+    model: Any = Qwen2ForCausalLM.from_pretrained(
+        None, config=config, state_dict=weights, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    return as_causal_lm(model, tokenizer)
+
+
+def _blueprint() -> Blueprint:
+    """The same for training."""
+    tokenizer = byte_tokenizer()
+    config = _config(tokenizer)
+    weights = TensorSource(Qwen2ForCausalLM(config).state_dict())
+    return Blueprint("throwaway", None, config, tokenizer, weights=weights)
+
+
+def _config(tokenizer: Any) -> Qwen2Config:
+    return Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=8,
         intermediate_size=8,
@@ -73,11 +92,6 @@ def _throwaway_lm() -> CausalLM:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    weights = Qwen2ForCausalLM(config).state_dict()
-    model: Any = Qwen2ForCausalLM.from_pretrained(
-        None, config=config, state_dict=weights, dtype=torch.float32, attn_implementation="sdpa"
-    )
-    return as_causal_lm(model, tokenizer)
 
 
 def _prompts(tokenizer: Any) -> Batch:

@@ -17,11 +17,11 @@ from dlrover.python.rl.common.errors import DataError, EngineError, Problem, Ver
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import encode_prompt, load_sft
-from dlrover.python.rl.engine.base import OptimizerConfig, SamplingParams, StepResult
-from dlrover.python.rl.engine.torch.distributed import RankGroup
+from dlrover.python.rl.engine.base import OptimizerConfig, Rendezvous, SamplingParams, StepResult, TrainSettings
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.layout import ParallelSizes
 from dlrover.python.rl.engine.torch.randomness import random_state, seed_random, set_random_state
 from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
-from dlrover.python.rl.engine.torch.train import TorchTrainEngine
 from dlrover.python.rl.engine.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.environment.deadline import DeadlineVerifier
 from dlrover.python.rl.environment.pool import VerifierPool
@@ -55,16 +55,11 @@ class ActorWorkload(BaseWorkload):
     ) -> None:
         """Load the policy and meet the other ranks; the process's random generators then follow from ``seed``."""
         use_threads(engine.threads)
-        self._group = RankGroup.connect(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
         self._algorithm = algorithm
-        self._engine = TorchTrainEngine(
-            model,
-            optimizer,
-            device=engine.device,
-            max_tokens_per_microbatch=engine.max_tokens_per_microbatch,
-            gradient_checkpointing=engine.gradient_checkpointing,
-            group=self._group,
-        )
+        # Copies of the whole model: a rank comes back from its own file, and rank 0 publishes by itself.
+        copies = ParallelSizes(ddp_size=self.world_size)
+        meeting = Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
+        self._engine = Fsdp2TrainEngine(model, optimizer, train_settings(engine, copies), meeting)
         seed_random(seed, self.role, self.rank)
 
     def update(self, rollouts: Batch, reference: Batch | None, rows: Batch, temperature: float) -> StepResult:
@@ -118,8 +113,8 @@ class ActorWorkload(BaseWorkload):
 
     def close(self) -> None:
         """Leave the group of ranks."""
-        if hasattr(self, "_group"):
-            self._group.close()
+        if hasattr(self, "_engine"):
+            self._engine.close()
 
 
 class ReferenceWorkload(BaseWorkload):
@@ -133,14 +128,12 @@ class ReferenceWorkload(BaseWorkload):
     def init_model(self, model: str, engine: EngineConfig) -> None:
         """Load the frozen policy."""
         use_threads(engine.threads)
-        self._engine = TorchTrainEngine(
-            model, None, device=engine.device, max_tokens_per_microbatch=engine.max_tokens_per_microbatch
-        )
+        self._engine = Fsdp2TrainEngine(model, None, train_settings(engine, ParallelSizes()))
 
     @trainer_invocation(blocking=False)
     def logprobs(self, rollouts: Batch, temperature: float) -> Batch:
         """``logprobs`` of the completions, for the actor's update."""
-        logprobs: Batch = self._engine.logprobs(rollouts.select(*TRAINED), temperature)
+        logprobs: Batch = self._engine.evaluate(rollouts.select(*TRAINED), temperature)
         return logprobs
 
 
@@ -274,6 +267,16 @@ def _reason(error: VerifierError) -> str:
 def _warming() -> Any:
     """Not imported above: who does not wait for a death needs none of the classes it loads."""
     return importlib.import_module("dlrover.python.rl.recipe.warming")
+
+
+def train_settings(engine: EngineConfig, parallel: ParallelSizes) -> TrainSettings:
+    """How a train engine runs by a job's ``engine``."""
+    return TrainSettings(
+        engine.device,
+        max_tokens_per_microbatch=engine.max_tokens_per_microbatch,
+        gradient_checkpointing=engine.gradient_checkpointing,
+        parallel=parallel,
+    )
 
 
 def use_threads(count: int | None) -> None:

@@ -1,22 +1,21 @@
-"""The PyTorch train engine: its gradients against the slow plain way, its refusals, its checkpoints."""
+"""The fsdp2 engine in one process: its gradients against the slow plain way, its refusals, its weights."""
 
 import dataclasses
 import math
-import multiprocessing
-import socket
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from processes import free_port, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate, WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import OptimizerConfig
-from dlrover.python.rl.engine.torch.distributed import RankGroup
-from dlrover.python.rl.engine.torch.microbatch import micro_batches
-from dlrover.python.rl.engine.torch.train import TorchTrainEngine
+from dlrover.python.rl.engine.base import OptimizerConfig, Rendezvous, TrainSettings
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.layout import ParallelSizes
+from dlrover.python.rl.engine.torch.ranks import Ranks
 from dlrover.python.rl.engine.weights import take_snapshot
 from dlrover.python.rl.recipe.tiny import write_tiny_model
 
@@ -90,13 +89,13 @@ def plain_gradients(path, batch, temperature=1.0):
 
 
 def weights(engine) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in engine._lm.named_weights()}
+    return {name: tensor.detach().clone() for name, tensor in engine.named_weights()}
 
 
 def gradients(engine) -> dict[str, torch.Tensor]:
     """Those of an engine's first step: Adam's first moment is then the gradient times ``1 - beta``."""
-    state = engine._optimizer.state
-    return {name: state[tensor]["exp_avg"] / (1 - CONFIG.betas[0]) for name, tensor in engine._lm.named_weights()}
+    moments = engine.state_dict()["optimizer"]
+    return {name: kept["exp_avg"] / (1 - CONFIG.betas[0]) for name, kept in moments.items()}
 
 
 def assert_close(first, second, tolerance=1e-6):
@@ -112,7 +111,9 @@ def assert_close(first, second, tolerance=1e-6):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_row_123_logprobs_are_those_at_the_temperature_in_the_rows_order(model_path, budget, temperature):
     batch = make_batch()
-    found = TorchTrainEngine(model_path, None, max_tokens_per_microbatch=budget).logprobs(batch, temperature)
+    found = Fsdp2TrainEngine(model_path, None, TrainSettings(max_tokens_per_microbatch=budget)).evaluate(
+        batch, temperature
+    )
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     columns = (batch.ragged("tokens"), batch.ragged("action_mask"), found.ragged("logprobs"))
     for tokens, mask, logprobs in zip(*columns, strict=True):
@@ -126,18 +127,7 @@ def test_row_123_logprobs_are_those_at_the_temperature_in_the_rows_order(model_p
 
 def test_a_batch_without_action_tokens_has_zero_logprobs(model_path):
     batch = Batch({"tokens": Ragged.from_rows([[1], [2, 3]]), "action_mask": Ragged.from_rows([[False], [False] * 2])})
-    assert TorchTrainEngine(model_path, None).logprobs(batch).ragged("logprobs").values.tolist() == [0.0] * 3
-
-
-def test_micro_batches_keep_the_budget_and_hold_every_action_once():
-    batch = make_batch()
-    parts = list(micro_batches(batch, 40, pad_id=0, device="cpu"))
-    assert len(parts) > 2
-    assert all(part.tokens.numel() <= 40 for part in parts)
-    found = np.sort(np.concatenate([part.flat for part in parts]))
-    assert found.tolist() == np.flatnonzero(batch.ragged("action_mask").values).tolist()
-    for part in parts:
-        assert part.tokens[part.actions].tolist() == batch.ragged("tokens").values[part.flat].tolist()
+    assert Fsdp2TrainEngine(model_path, None).evaluate(batch).ragged("logprobs").values.tolist() == [0.0] * 3
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
@@ -145,7 +135,7 @@ def test_micro_batches_keep_the_budget_and_hold_every_action_once():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_step_equals_the_slow_plain_one(model_path, temperature):
-    engine = TorchTrainEngine(model_path, CONFIG)
+    engine = Fsdp2TrainEngine(model_path, CONFIG)
     result = engine.step(make_batch(), token_loss, temperature)
     loss, norm, expected = plain_gradients(model_path, make_batch(), temperature)
     assert result.loss == pytest.approx(loss, rel=1e-5)
@@ -157,8 +147,8 @@ def test_a_step_equals_the_slow_plain_one(model_path, temperature):
 
 @pytest.mark.parametrize("budget", [16384, 128, 64, 1])
 def test_row_122_the_gradient_does_not_depend_on_the_micro_batches(model_path, budget):
-    whole = TorchTrainEngine(model_path, CONFIG)
-    cut = TorchTrainEngine(model_path, CONFIG, max_tokens_per_microbatch=budget)
+    whole = Fsdp2TrainEngine(model_path, CONFIG)
+    cut = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(max_tokens_per_microbatch=budget))
     first, second = whole.step(make_batch(), token_loss), cut.step(make_batch(), token_loss)
     assert second.loss == pytest.approx(first.loss, rel=1e-6)
     assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-6)
@@ -167,19 +157,21 @@ def test_row_122_the_gradient_does_not_depend_on_the_micro_batches(model_path, b
 
 
 def test_gradient_checkpointing_changes_nothing(model_path):
-    plain, saving = (TorchTrainEngine(model_path, CONFIG, gradient_checkpointing=on) for on in (False, True))
+    plain, saving = (
+        Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(gradient_checkpointing=on)) for on in (False, True)
+    )
     assert plain.step(make_batch(), token_loss) == saving.step(make_batch(), token_loss)
     assert_close(weights(plain), weights(saving))
 
 
 def test_the_rate_warms_up_linearly(model_path):
-    engine = TorchTrainEngine(model_path, dataclasses.replace(CONFIG, lr=0.4, warmup_steps=4))
+    engine = Fsdp2TrainEngine(model_path, dataclasses.replace(CONFIG, lr=0.4, warmup_steps=4))
     engine.step = partial(engine.step, make_batch(), lambda logprobs, columns: (0.0 * logprobs.sum(), {}))
     assert [engine.step().lr for _ in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
 
 
 def test_only_matrices_decay(model_path):
-    engine = TorchTrainEngine(model_path, dataclasses.replace(CONFIG, weight_decay=0.1))
+    engine = Fsdp2TrainEngine(model_path, dataclasses.replace(CONFIG, weight_decay=0.1))
     before = weights(engine)
     engine.step(make_batch(), lambda logprobs, columns: (0.0 * logprobs.sum(), {}))
     for name, tensor in weights(engine).items():
@@ -188,8 +180,8 @@ def test_only_matrices_decay(model_path):
 
 
 def test_row_052_clipping_scales_by_the_global_norm_and_reports_it_unclipped(model_path):
-    free = TorchTrainEngine(model_path, CONFIG)
-    clipped = TorchTrainEngine(model_path, dataclasses.replace(CONFIG, max_grad_norm=0.01))
+    free = Fsdp2TrainEngine(model_path, CONFIG)
+    clipped = Fsdp2TrainEngine(model_path, dataclasses.replace(CONFIG, max_grad_norm=0.01))
     norms = [engine.step(make_batch(), token_loss).grad_norm for engine in (free, clipped)]
     assert norms[0] == pytest.approx(norms[1])
     assert norms[0] > 0.01
@@ -200,43 +192,27 @@ def test_row_052_clipping_scales_by_the_global_norm_and_reports_it_unclipped(mod
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def train_rank(rank, world_size, port, path, results):
+def train_rank(rank, world_size, port, path):
     """One data-parallel rank: three steps on its shard, then a non-finite one that every rank must refuse."""
-    torch.set_num_threads(1)
-    group = RankGroup.connect(rank, world_size, "127.0.0.1", port, timeout_s=60)
+    copies = TrainSettings(parallel=ParallelSizes(ddp_size=world_size))
+    engine = Fsdp2TrainEngine(path, GENTLE, copies, Rendezvous(rank, world_size, "127.0.0.1", port, 60))
+    steps = [engine.step(make_batch(seed).split(world_size)[rank], token_loss) for seed in range(3)]
+    refused = False
     try:
-        engine = TorchTrainEngine(path, GENTLE, group=group)
-        steps = [engine.step(make_batch(seed).split(world_size)[rank], token_loss) for seed in range(3)]
-        refused = False
-        try:
-            scale = float("nan") if rank == 1 else 1.0
-            engine.step(make_batch(), lambda logprobs, columns: (scale * logprobs.sum(), {}))
-        except NonFiniteUpdate as error:
-            refused = "first in" in str(error)
-        state = {name: tensor.numpy() for name, tensor in weights(engine).items()}
-        results.put((rank, [(step.loss, step.grad_norm, step.metrics) for step in steps], refused, state))
-    finally:
-        group.close()
+        scale = float("nan") if rank == 1 else 1.0
+        engine.step(make_batch(), lambda logprobs, columns: (scale * logprobs.sum(), {}))
+    except NonFiniteUpdate as error:
+        refused = "first in" in str(error)
+    state = {name: tensor.numpy() for name, tensor in weights(engine).items()}
+    engine.close()
+    return [(step.loss, step.grad_norm, step.metrics) for step in steps], refused, state
 
 
 def test_row_122_two_ranks_train_as_one_process_does(model_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    spawn = multiprocessing.get_context("spawn")
-    results = spawn.Queue()
-    ranks = [spawn.Process(target=train_rank, args=(rank, 2, port, model_path, results)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    try:
-        answers = sorted((results.get(timeout=100) for _ in ranks), key=lambda answer: answer[0])
-    finally:
-        for process in ranks:
-            process.join(timeout=20)
-            process.kill()
-    alone = TorchTrainEngine(model_path, GENTLE)
+    answers = run(2, train_rank, model_path)
+    alone = Fsdp2TrainEngine(model_path, GENTLE)
     steps = [alone.step(make_batch(seed), token_loss) for seed in range(3)]
-    for _, found, refused, state in answers:
+    for found, refused, state in answers:
         assert refused
         assert_close(weights(alone), {name: torch.from_numpy(array) for name, array in state.items()}, 1e-6)
         for step, (loss, norm, metrics) in zip(steps, found, strict=True):
@@ -246,9 +222,9 @@ def test_row_122_two_ranks_train_as_one_process_does(model_path):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_row_122_the_sum_over_shards_is_the_whole_batchs_gradient(model_path, ranks):
-    whole = TorchTrainEngine(model_path, CONFIG)
+    whole = Fsdp2TrainEngine(model_path, CONFIG)
     whole.step(make_batch(), token_loss)
-    shards = [TorchTrainEngine(model_path, CONFIG) for _ in range(ranks)]
+    shards = [Fsdp2TrainEngine(model_path, CONFIG) for _ in range(ranks)]
     for engine, part in zip(shards, make_batch().split(ranks, by="tokens"), strict=True):
         engine.step(part, token_loss)
     parts = [gradients(engine) for engine in shards]
@@ -256,11 +232,9 @@ def test_row_122_the_sum_over_shards_is_the_whole_batchs_gradient(model_path, ra
 
 
 def test_ranks_that_do_not_meet_are_an_error():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with pytest.raises(EngineError, match=f"rank 0 of 2 did not meet the others at 127.0.0.1:{port}"):
-        RankGroup.connect(0, 2, "127.0.0.1", port, timeout_s=1)
+        Ranks.connect(Rendezvous(0, 2, "127.0.0.1", port, timeout_s=1))
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -279,14 +253,14 @@ def test_ranks_that_do_not_meet_are_an_error():
     ],
 )
 def test_an_update_that_is_not_finite_is_refused(model_path, loss, message):
-    engine = TorchTrainEngine(model_path, CONFIG)
+    engine = Fsdp2TrainEngine(model_path, CONFIG)
     engine.step(make_batch(), token_loss)
     before = weights(engine)
     with pytest.raises(NonFiniteUpdate, match=message):
         engine.step(make_batch(), loss)
     assert engine.version == 1
     assert_close(weights(engine), before, 0.0)
-    again = TorchTrainEngine(model_path, CONFIG)
+    again = Fsdp2TrainEngine(model_path, CONFIG)
     again.step(make_batch(), token_loss)
     assert engine.step(make_batch(1), token_loss) == again.step(make_batch(1), token_loss)
 
@@ -295,12 +269,12 @@ def test_the_first_column_that_is_not_finite_is_named(model_path):
     batch = make_batch()
     batch.ragged("old").values[batch.ragged("action_mask").values.argmax() + 1] = math.nan
     with pytest.raises(NonFiniteUpdate, match=r"the loss is nan \(first in: old\)"):
-        TorchTrainEngine(model_path, CONFIG).step(batch, token_loss)
+        Fsdp2TrainEngine(model_path, CONFIG).step(batch, token_loss)
 
 
 def test_a_frozen_engine_refuses_to_step(model_path):
     with pytest.raises(EngineError, match="frozen"):
-        TorchTrainEngine(model_path, None).step(make_batch(), token_loss)
+        Fsdp2TrainEngine(model_path, None).step(make_batch(), token_loss)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +289,7 @@ def test_a_frozen_engine_refuses_to_step(model_path):
 )
 def test_batches_that_cannot_be_trained_on_are_refused(model_path, tokens, mask, message):
     batch = Batch({"tokens": Ragged.from_rows(tokens), "action_mask": Ragged.from_rows(mask)})
-    engine = TorchTrainEngine(model_path, CONFIG)
+    engine = Fsdp2TrainEngine(model_path, CONFIG)
     with pytest.raises(EngineError, match=message):
         engine.step(batch, lambda logprobs, columns: (logprobs.sum(), {}))
     assert engine.version == 0
@@ -323,12 +297,12 @@ def test_batches_that_cannot_be_trained_on_are_refused(model_path, tokens, mask,
 
 def test_a_missing_model_is_named(tmp_path):
     with pytest.raises(EngineError, match="no model at '.*nowhere': it is neither a folder nor reachable on the hub"):
-        TorchTrainEngine(tmp_path / "nowhere", None)
+        Fsdp2TrainEngine(tmp_path / "nowhere", None)
 
 
 def test_a_folder_without_a_model_is_named(tmp_path):
     with pytest.raises(EngineError, match="the folder does not hold a causal language model"):
-        TorchTrainEngine(tmp_path, None)
+        Fsdp2TrainEngine(tmp_path, None)
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(model_path, tmp_path):
@@ -337,7 +311,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(model_path, tmp_path):
     model.save_pretrained(tmp_path / "cut", state_dict=kept)
     AutoTokenizer.from_pretrained(model_path).save_pretrained(tmp_path / "cut")
     with pytest.raises(EngineError, match=r"lacks .*model\.norm\.weight"):
-        TorchTrainEngine(tmp_path / "cut", None)
+        Fsdp2TrainEngine(tmp_path / "cut", None)
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -346,7 +320,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(model_path, tmp_path):
 def test_row_053_a_bf16_checkpoint_loads_as_fp32_masters_that_small_steps_move(model_path, tmp_path):
     AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
     AutoTokenizer.from_pretrained(model_path).save_pretrained(tmp_path / "bf16")
-    engine = TorchTrainEngine(tmp_path / "bf16", dataclasses.replace(CONFIG, lr=1e-6))
+    engine = Fsdp2TrainEngine(tmp_path / "bf16", dataclasses.replace(CONFIG, lr=1e-6))
     before = weights(engine)
     assert {tensor.dtype for tensor in before.values()} == {torch.float32}
     engine.step(make_batch(), token_loss)
@@ -354,30 +328,31 @@ def test_row_053_a_bf16_checkpoint_loads_as_fp32_masters_that_small_steps_move(m
 
 
 def test_row_106_a_tied_model_saves_and_loads_with_equal_logits(model_path, tmp_path):
-    engine = TorchTrainEngine(model_path, CONFIG)
+    engine = Fsdp2TrainEngine(model_path, CONFIG)
     engine.step(make_batch(), token_loss)
     engine.save(tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    ids = torch.arange(40)[None]
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert torch.equal(loaded(ids).logits, engine._lm.model(ids).logits)
+    assert_close(weights(engine), dict(loaded.named_parameters()), 0.0)
+    again = Fsdp2TrainEngine(tmp_path / "saved", None).evaluate(make_batch()).ragged("logprobs").values
+    assert np.array_equal(again, engine.evaluate(make_batch()).ragged("logprobs").values)
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode("hi") == [104, 105]
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
 
 def test_row_107_a_reference_follows_its_actor(model_path):
-    actor, reference = TorchTrainEngine(model_path, CONFIG), TorchTrainEngine(model_path, None)
+    actor, reference = Fsdp2TrainEngine(model_path, CONFIG), Fsdp2TrainEngine(model_path, None)
     actor.step(make_batch(), token_loss)
     reference.receive(actor.publish())
     assert reference.version == 1
-    found, expected = (engine.logprobs(make_batch()).ragged("logprobs").values for engine in (reference, actor))
+    found, expected = (engine.evaluate(make_batch()).ragged("logprobs").values for engine in (reference, actor))
     assert np.array_equal(found, expected)
     with pytest.raises(EngineError, match="only a frozen one"):
         actor.receive(reference.publish())
 
 
 def test_row_104_a_snapshot_carries_the_version_it_was_taken_at(model_path):
-    engine = TorchTrainEngine(model_path, CONFIG)
+    engine = Fsdp2TrainEngine(model_path, CONFIG)
     first = engine.publish()
     engine.step(make_batch(), token_loss)
     assert (first.version, engine.publish().version) == (0, 1)
@@ -386,7 +361,7 @@ def test_row_104_a_snapshot_carries_the_version_it_was_taken_at(model_path):
 
 
 def test_a_snapshot_of_another_shape_is_refused_by_a_reference(model_path):
-    frozen = TorchTrainEngine(model_path, None)
+    frozen = Fsdp2TrainEngine(model_path, None)
     wider = take_snapshot([(name, torch.cat([tensor, tensor])) for name, tensor in weights(frozen).items()], 1)
     with pytest.raises(WeightSyncError, match="has shape"):
         frozen.receive(wider)

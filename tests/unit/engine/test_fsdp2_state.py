@@ -10,8 +10,8 @@ from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.base import OptimizerConfig
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.torch.randomness import random_state, set_random_state
-from dlrover.python.rl.engine.torch.train import TorchTrainEngine
 from dlrover.python.rl.recipe.tiny import write_tiny_model
 
 CONFIG = OptimizerConfig(lr=1e-3, warmup_steps=6, weight_decay=0.1, max_grad_norm=0.5)
@@ -49,11 +49,11 @@ def bits(engine):
 @pytest.mark.parametrize("before", [0, 1, 4])
 @pytest.mark.parametrize("used", [0, 2])
 def test_a_restored_engine_goes_on_bit_for_bit(model_path, before, used):
-    undisturbed = TorchTrainEngine(model_path, CONFIG)
+    undisturbed = Fsdp2TrainEngine(model_path, CONFIG)
     for seed in range(before):
         step(undisturbed, seed)
     state = saved(undisturbed.state_dict())
-    restored = TorchTrainEngine(model_path, CONFIG)
+    restored = Fsdp2TrainEngine(model_path, CONFIG)
     for seed in range(used):  # It may have gone on, and be taken back.
         step(restored, seed + 100)
     restored.load_state_dict(state)
@@ -65,7 +65,7 @@ def test_a_restored_engine_goes_on_bit_for_bit(model_path, before, used):
 
 
 def test_a_restored_engine_shares_no_memory_with_the_state(model_path):
-    engine = TorchTrainEngine(model_path, CONFIG)
+    engine = Fsdp2TrainEngine(model_path, CONFIG)
     step(engine, 0)
     state = saved(engine.state_dict())
     kept = bits(engine)
@@ -76,15 +76,15 @@ def test_a_restored_engine_shares_no_memory_with_the_state(model_path):
 
 
 def test_a_frozen_engine_has_a_state_too(model_path):
-    trained, frozen = TorchTrainEngine(model_path, CONFIG), TorchTrainEngine(model_path, None)
-    frozen.load_state_dict(saved(TorchTrainEngine(model_path, None).state_dict()))
+    trained, frozen = Fsdp2TrainEngine(model_path, CONFIG), Fsdp2TrainEngine(model_path, None)
+    frozen.load_state_dict(saved(Fsdp2TrainEngine(model_path, None).state_dict()))
     with pytest.raises(EngineError, match="does not fit a frozen one"):
         frozen.load_state_dict(trained.state_dict())
 
 
 def test_a_state_of_another_model_is_refused_and_changes_nothing(model_path, tmp_path):
-    wider = TorchTrainEngine(write_tiny_model(tmp_path / "wide", hidden=48, layers=1), CONFIG)
-    engine = TorchTrainEngine(model_path, CONFIG)
+    wider = Fsdp2TrainEngine(write_tiny_model(tmp_path / "wide", hidden=48, layers=1), CONFIG)
+    engine = Fsdp2TrainEngine(model_path, CONFIG)
     kept = bits(engine)
     with pytest.raises(WeightSyncError, match=r"another model: .*layers\.1.* is missing; .* has shape"):
         engine.load_state_dict(wider.state_dict())

@@ -1,0 +1,57 @@
+"""AdamW over this rank's masters: plain tensors, whatever the layout."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from dlrover.python.rl.engine.base import OptimizerConfig
+from dlrover.python.rl.engine.fsdp2.shards import ParameterShard, Shards
+from dlrover.python.rl.engine.torch.stepping import clip_factor, learning_rate
+
+
+class MasterAdamW:
+    """Steps the masters of the trained shards. Its state is there from the start: zeros.
+
+    Args:
+        config: rate, decay, clipping.
+        shards: of the module.
+    """
+
+    def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
+        self._config, self._shards = config, shards.trained
+        groups = [
+            {"params": [shard.master for shard in self._shards if shard.decays], "weight_decay": config.weight_decay},
+            {"params": [shard.master for shard in self._shards if not shard.decays], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, fused=True
+        )
+        for shard in self._shards:
+            self._adamw.state[shard.master] = {
+                "step": torch.zeros((), device=shard.master.device),
+                "exp_avg": torch.zeros_like(shard.master, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(shard.master, requires_grad=False),
+            }
+
+    def step(self, version: int, norm: float) -> float:
+        """Clip the masters' gradients, whose norm is ``norm``, and take the step after ``version``; return its rate."""
+        factor = clip_factor(norm, self._config.max_grad_norm)
+        if factor < 1.0:
+            torch._foreach_mul_([shard.master.grad for shard in self._shards], factor)
+        lr = learning_rate(self._config, version)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        with torch.no_grad():
+            for shard in self._shards:
+                shard.refresh()
+        return lr
+
+    def state(self) -> Iterator[tuple[ParameterShard, Mapping[str, Any]]]:
+        """``step``, ``exp_avg`` and ``exp_avg_sq`` of each trained shard: the live tensors."""
+        return ((shard, self._adamw.state[shard.master]) for shard in self._shards)
+
+    def tensors(self) -> list[Any]:
+        """All of them."""
+        return [tensor for _, state in self.state() for tensor in state.values()]

@@ -1,0 +1,56 @@
+"""The engines and layouts that the contract runs on. Another engine plugs in with a line of :data:`ENGINES`."""
+
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+from dlrover.python.rl.engine.layout import ParallelSizes
+
+HEADS, KV_HEADS = 4, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine in one layout."""
+
+    engine: str
+    world_size: int = 1
+    sizes: ParallelSizes = ParallelSizes()
+    backend: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self):
+        given = {"ddp": self.sizes.ddp_size, "tp": self.sizes.tensor_parallel_size}
+        given |= {"cp": self.sizes.context_parallel_size, "pp": self.sizes.pipeline_parallel_size}
+        options = [f"{key}{value}" for key, value in self.backend.items()]
+        told = [f"{key}{size}" for key, size in given.items() if size > 1] + options
+        return "-".join([self.engine, str(self.world_size), *told])
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine of the registry, what it needs, and where it can run."""
+
+    package: str
+    cases: list[Case]
+
+    @property
+    def missing(self):
+        return "" if find_spec(self.package) else f"{self.package} is not installed"
+
+
+def legal_sizes(world_size):
+    """Every way to divide the ranks that the model's heads allow; what is left over shards."""
+    numbers = range(1, world_size + 1)
+    for ddp, tensor, context in product(numbers, repeat=3):
+        fits = world_size % (ddp * tensor * context) == 0
+        if fits and KV_HEADS % tensor == 0 and (HEADS // tensor) % context == 0:
+            yield ParallelSizes(ddp, tensor, context)
+
+
+ENGINES = {
+    "fsdp2": Engine("torch", [Case("fsdp2", world, sizes) for world in (1, 2, 4) for sizes in legal_sizes(world)]),
+    "deepspeed": Engine("deepspeed", []),
+    "megatron": Engine("megatron.core" if find_spec("megatron") else "megatron", []),
+}

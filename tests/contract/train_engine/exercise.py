@@ -1,0 +1,88 @@
+"""What the processes of an engine do in the contract; they return what the tests look at."""
+
+import hashlib
+
+from plain import CONFIG, STEPS, TEMPERATURE, EntropyLoss, make_batch
+
+from dlrover.python.rl.data import state_tree
+from dlrover.python.rl.engine.base import Rendezvous, TrainSettings
+from dlrover.python.rl.engine.registry import TRAIN, engine_class
+
+SAVED_AFTER = 2
+BUDGET = 40
+"""Tokens of a micro-batch: some steps have several, and not every rank as many."""
+
+
+def make_engine(case, rank, port, path, frozen=False):
+    settings = TrainSettings(max_tokens_per_microbatch=BUDGET, parallel=case.sizes, backend=case.backend)
+    rendezvous = Rendezvous(rank, case.world_size, "127.0.0.1", port, timeout_s=60)
+    return engine_class(TRAIN, case.engine)(path, None if frozen else CONFIG, settings, rendezvous)
+
+
+def replica_of(engine, rank):
+    place = engine.layout.coordinates(rank)
+    return place.ddp * engine.layout.shard + place.shard
+
+
+def share(engine, rank, seed):
+    """The rows of this rank's replica."""
+    return make_batch(seed).split(engine.layout.data_parallel_size)[replica_of(engine, rank)]
+
+
+def train(engine, rank, steps):
+    return [engine.step(share(engine, rank, seed), EntropyLoss(), TEMPERATURE) for seed in steps]
+
+
+def digest(engine):
+    """Of every bit of this rank's state."""
+    whole = hashlib.blake2b()
+    for part in [*state_tree.dump(engine.state_dict())]:
+        for piece in [part] if isinstance(part, bytes) else part:
+            whole.update(bytes(piece))
+    return whole.hexdigest()
+
+
+def weights_of(engine):
+    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in engine.named_weights()}
+
+
+def five_steps(rank, world_size, port, case, path, checkpoint):
+    """Log-probs and entropies first, a checkpoint on the way, a trip to the host, and what came of it."""
+    engine = make_engine(case, rank, port, path)
+    found = engine.evaluate(share(engine, rank, 0), TEMPERATURE, entropy=True)
+    told = train(engine, rank, range(SAVED_AFTER))
+    engine.save_checkpoint(checkpoint)
+    told += train(engine, rank, [SAVED_AFTER])
+    before = engine.footprint()
+    engine.cpu()
+    places, empty = [engine.place()], engine.footprint()
+    engine.cuda()
+    places.append(engine.place())
+    after = engine.footprint()
+    told += train(engine, rank, range(SAVED_AFTER + 1, STEPS))
+    result = {
+        "replica": replica_of(engine, rank),
+        "logprobs": [row.copy() for row in found.ragged("logprobs")],
+        "entropy": [row.copy() for row in found.ragged("entropy")],
+        "told": told,
+        "footprints": (before, empty, after),
+        "places": places,
+        "digest": digest(engine),
+        "weights": weights_of(engine),
+        "snapshot": sorted(engine.publish().buffers),
+    }
+    engine.close()
+    return result
+
+
+def go_on(rank, world_size, port, case, path, checkpoint, other):
+    """From this layout's checkpoint, and from that of a single process."""
+    results = []
+    engine = make_engine(case, rank, port, path)
+    for folder in (checkpoint, other):
+        train(engine, rank, [77])  # It may have gone on, and is taken back.
+        engine.load_checkpoint(folder)
+        told = train(engine, rank, range(SAVED_AFTER, STEPS))
+        results.append({"told": told, "digest": digest(engine), "weights": weights_of(engine)})
+    engine.close()
+    return results

@@ -1,0 +1,153 @@
+"""What every train engine does, in every layout: five steps like a plain loop's, and all that must not change them."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from cases import ENGINES
+from exercise import SAVED_AFTER, five_steps, go_on
+from plain import (
+    CONFIG,
+    NO_GRADIENT,
+    STEPS,
+    make_batch,
+    plain_model,
+    plain_outputs,
+    plain_run,
+    write_model,
+)
+from processes import run
+
+from dlrover.python.rl.engine.layout import Layout
+
+
+def cases():
+    for engine in ENGINES.values():
+        for case in engine.cases:
+            marks = [pytest.mark.slow] if case.world_size > 2 else []
+            if engine.missing:
+                marks.append(pytest.mark.skip(reason=engine.missing))
+            yield pytest.param(case, id=case.name, marks=marks)
+
+
+# -- what is compared -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("contract") / "T")
+
+
+@pytest.fixture(scope="session")
+def expected(model_path):
+    torch.set_num_threads(1)
+    return plain_run(model_path)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="session")
+def found(model_path, checkpoints):
+    """By case: what each rank found in five steps. Each case runs once."""
+
+    @functools.cache
+    def of(name):
+        case = next(case for engine in ENGINES.values() for case in engine.cases if case.name == name)
+        return run(case.world_size, five_steps, case, model_path, checkpoints / name)
+
+    return of
+
+
+def differences(first, second):
+    assert first.keys() == second.keys()
+    return {name: float(np.abs(first[name] - second[name]).max()) for name in first}
+
+
+def assert_close(found, expected, tolerance=1e-5):
+    for name, difference in differences(found, expected).items():
+        allowed = 3 * STEPS * CONFIG.lr if name.endswith(NO_GRADIENT) else tolerance
+        assert difference < allowed, (name, difference)
+
+
+@pytest.mark.parametrize("case", cases())
+def test_five_steps_end_in_the_weights_of_the_plain_loop(case, found, expected):
+    told, weights = expected
+    for rank in found(case.name):
+        assert_close(rank["weights"], weights)
+        for step, plain in zip(rank["told"], told, strict=True):
+            reported = {
+                "loss": step.loss,
+                "grad_norm": step.grad_norm,
+                "lr": step.lr,
+                "entropy": step.metrics["entropy"],
+            }
+            assert reported == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("case", cases())
+def test_row_052_what_a_step_reports_is_the_same_on_all_ranks(case, found):
+    first, *others = (rank["told"] for rank in found(case.name))
+    assert all(told == first for told in others)
+
+
+@pytest.mark.parametrize("case", cases())
+def test_row_050_logprobs_and_entropies_are_the_dense_models(case, found, model_path):
+    model, batch = plain_model(model_path), make_batch(0)
+    ranks = found(case.name)
+    parts = [
+        next(rank for rank in ranks if rank["replica"] == at) for at in sorted({rank["replica"] for rank in ranks})
+    ]
+    for kind, index in (("logprobs", 0), ("entropy", 1)):
+        rows = [row for part in parts for row in part[kind]]
+        for row, tokens, mask in zip(rows, batch.ragged("tokens"), batch.ragged("action_mask"), strict=True):
+            with torch.no_grad():
+                wanted = plain_outputs(model, tokens, mask)[index].numpy()
+            assert np.allclose(row[mask], wanted, atol=1e-5)
+            assert not row[~mask].any()
+
+
+@pytest.mark.parametrize("case", cases())
+def test_row_017_in_host_memory_nothing_is_on_the_device(case, found):
+    for rank in found(case.name):
+        before, empty, after = rank["footprints"]
+        assert before == after
+        assert {"weights", "optimizer"} <= before.keys()
+        assert empty == {}
+        assert rank["places"] == ["cpu", "cuda"]
+
+
+@pytest.mark.parametrize("case", cases())
+def test_row_045_copies_of_a_part_are_equal_to_the_bit(case, found):
+    layout = Layout.of(case.world_size, case.sizes)
+    by_part = {}
+    for number, rank in enumerate(found(case.name)):
+        place = layout.coordinates(number)
+        by_part.setdefault((place.shard, place.pipeline, place.context, place.tensor), set()).add(rank["digest"])
+    assert all(len(digests) == 1 for digests in by_part.values())
+
+
+@pytest.mark.parametrize("case", cases())
+def test_rank_0_publishes_all_weights(case, found, expected):
+    ranks = found(case.name)
+    assert ranks[0]["snapshot"] == sorted(expected[1])
+
+
+@pytest.mark.parametrize("case", cases())
+def test_saved_loaded_and_continued_is_not_stopping_bit_for_bit(case, found, model_path, checkpoints):
+    undisturbed = found(case.name)
+    alone = f"{case.engine}-1"
+    if any(case.name == alone for engine in ENGINES.values() for case in engine.cases):
+        found(alone)
+    else:
+        alone = case.name
+    folders = (checkpoints / case.name, checkpoints / alone)
+    for rank, (same, resharded) in zip(
+        undisturbed, run(case.world_size, go_on, case, model_path, *folders), strict=True
+    ):
+        assert same["digest"] == rank["digest"]
+        assert same["told"] == rank["told"][SAVED_AFTER:]
+        assert_close(resharded["weights"], rank["weights"])

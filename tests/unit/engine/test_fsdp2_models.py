@@ -1,0 +1,219 @@
+"""Kinds of models and settings of the fsdp2 engine in one process: precision, heads, adapters, loading."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+)
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.engine.base import LoraSettings, OptimizerConfig, TrainSettings
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.torch.loading import write_atomically
+from dlrover.python.rl.recipe.tiny import byte_tokenizer, write_tiny_model
+
+CONFIG = OptimizerConfig(lr=1e-3, max_grad_norm=None)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    torch.set_num_threads(1)
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=64)
+
+
+def make_batch(seed=0):
+    generator = np.random.default_rng(seed)
+    tokens = [generator.integers(0, 256, length) for length in (9, 4, 17, 6)]
+    mask = [np.arange(len(row)) >= 2 for row in tokens]
+    return Batch({"tokens": Ragged.from_rows(tokens), "action_mask": Ragged.from_rows(mask)})
+
+
+def token_loss(outputs, columns):
+    return -outputs.sum() / 20, {}
+
+
+def weights(engine):
+    return {name: tensor.detach().clone() for name, tensor in engine.named_weights()}
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+def test_row_053_bf16_computes_low_and_trains_float32_masters(model_path):
+    low = Fsdp2TrainEngine(model_path, dataclasses.replace(CONFIG, lr=1e-6), TrainSettings(precision="bf16"))
+    full = Fsdp2TrainEngine(model_path, CONFIG)
+    found, expected = (engine.evaluate(make_batch()).ragged("logprobs").values for engine in (low, full))
+    assert 0 < np.abs(found - expected).max() < 0.1
+    before = weights(low)
+    assert {tensor.dtype for tensor in before.values()} == {torch.float32}
+    for _ in range(3):
+        low.step(make_batch(), token_loss)
+    moved = {name: (tensor - before[name]).abs().max().item() for name, tensor in weights(low).items()}
+    assert all(0 < distance < 4e-6 for distance in moved.values())
+
+
+def test_row_053_gradients_of_micro_batches_add_up_in_float32(model_path):
+    norms = [
+        Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(precision="bf16", max_tokens_per_microbatch=budget))
+        .step(make_batch(), token_loss)
+        .grad_norm
+        for budget in (1, 1000)
+    ]
+    full = Fsdp2TrainEngine(model_path, CONFIG).step(make_batch(), token_loss).grad_norm
+    assert norms == pytest.approx([full, full], rel=0.02)
+
+
+def test_row_041_four_micro_batches_are_one_big_step(model_path):
+    engines = [
+        Fsdp2TrainEngine(
+            model_path, dataclasses.replace(CONFIG, lr=1e-5), TrainSettings(max_tokens_per_microbatch=size)
+        )
+        for size in (1, 10**6)
+    ]
+    for engine in engines:
+        engine.step(make_batch(), token_loss)
+    first, second = map(weights, engines)
+    assert all(torch.allclose(first[name], second[name], atol=1e-6, rtol=0) for name in first)
+
+
+# -- heads ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_critic_scores_the_action_tokens_and_learns(model_path, tmp_path):
+    settings = TrainSettings(head="token")
+    critic = Fsdp2TrainEngine(model_path, CONFIG, settings)
+    batch = make_batch()
+    scores = critic.evaluate(batch).ragged("scores")
+    critic.save(tmp_path / "critic")
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
+    assert model.config.num_labels == 1
+    for tokens, mask, row in zip(batch.ragged("tokens"), batch.ragged("action_mask"), scores, strict=True):
+        with torch.no_grad():
+            expected = model(input_ids=torch.tensor(tokens)[None]).logits[0, :, 0].numpy()
+        assert np.allclose(row, np.where(mask, expected, 0.0), atol=1e-5)
+        assert np.abs(row[mask]).min() > 0
+    again = Fsdp2TrainEngine(model_path, None, settings)
+    assert np.array_equal(again.evaluate(batch).ragged("scores").values, scores.values)
+
+    def to_one(found, columns):
+        return (found - 1).square().sum() / 30, {}
+
+    losses = [critic.step(batch, to_one).loss for _ in range(15)]
+    assert losses[-1] < 0.2 * losses[0]
+    with pytest.raises(EngineError, match="scores have no entropy"):
+        critic.evaluate(batch, entropy=True)
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def test_row_038_adapters_are_trained_alone_and_leave_merged(model_path, tmp_path):
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    lora = LoraSettings(rank=4, alpha=8.0)
+    engine = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(lora=lora))
+    plain = Fsdp2TrainEngine(model_path, None)
+    before = weights(plain)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(engine).items())
+    for seed in range(3):
+        engine.step(make_batch(seed), token_loss)
+    state = engine.state_dict()["model"]
+    assert all(".lora_" in name for name in state)
+    after = weights(engine)
+    assert list(after) == list(before)
+    for name, tensor in after.items():
+        up, down = (state.get(name.replace(".weight", f".lora_{kind}.default.weight")) for kind in "BA")
+        expected = before[name] if up is None else before[name] + 2.0 * up @ down
+        assert torch.allclose(tensor, expected, atol=1e-6), name
+        assert (up is not None) == name.removesuffix(".weight").endswith("proj")
+    plain.receive(engine.publish())
+    found, expected = (one.evaluate(make_batch()).ragged("logprobs").values for one in (plain, engine))
+    assert np.allclose(found, expected, atol=1e-5)
+    engine.save(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert all(torch.equal(merged[name], tensor) for name, tensor in after.items())
+
+
+def test_adapters_come_back_after_meta(model_path):
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    engine = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(lora=LoraSettings(rank=2)))
+    engine.step(make_batch(), token_loss)
+    kept, state = weights(engine), engine.state_dict()
+    engine.meta()
+    engine.load_state_dict(state)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in weights(engine).items())
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def logprobs_of(model, batch):
+    rows = []
+    for tokens, mask in zip(batch.ragged("tokens"), batch.ragged("action_mask"), strict=True):
+        ids = torch.tensor(tokens)
+        with torch.no_grad():
+            table = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], dim=-1)
+        rows.append(np.where(mask[1:], table[torch.arange(len(ids) - 1), ids[1:]].numpy(), 0.0))
+    return rows
+
+
+OTHERS = {
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=259, n_positions=64, n_embd=16, n_layer=2, n_head=2)),
+    "mamba": lambda: MambaForCausalLM(
+        MambaConfig(vocab_size=259, hidden_size=16, state_size=4, num_hidden_layers=2, use_mambapy=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_models_built_otherwise_are_right_too(kind, tmp_path):
+    torch.manual_seed(0)
+    model = OTHERS[kind]()
+    path = write_atomically(tmp_path / kind, model, byte_tokenizer())
+    engine = Fsdp2TrainEngine(path, CONFIG)
+    found = engine.evaluate(make_batch()).ragged("logprobs")
+    for row, expected in zip(found, logprobs_of(model.eval(), make_batch()), strict=True):
+        assert np.allclose(row[1:], expected, atol=1e-4)
+    assert engine.step(make_batch(), token_loss).grad_norm > 0
+
+
+def test_row_035_rotary_frequencies_are_those_of_a_normal_load(model_path):
+    engine = Fsdp2TrainEngine(model_path, CONFIG)
+    engine.cpu()
+    engine.cuda()
+    found = dict(engine._model.module.named_buffers())
+    expected = dict(AutoModelForCausalLM.from_pretrained(model_path).named_buffers())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], buffer) for name, buffer in expected.items())
+
+
+def test_files_of_several_parts_are_read(model_path, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(model_path)
+    model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
+    byte_tokenizer().save_pretrained(tmp_path / "parts")
+    assert len(json.loads((tmp_path / "parts/model.safetensors.index.json").read_text())["weight_map"]) > 2
+    found, expected = (weights(Fsdp2TrainEngine(path, None)) for path in (tmp_path / "parts", model_path))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_checkpoint_of_the_bare_model_is_read(model_path, tmp_path):
+    write_tiny_model(tmp_path / "bare", hidden=32, layers=2, max_positions=64)
+    file = tmp_path / "bare/model.safetensors"
+    save_file({name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}, file)
+    found, expected = (weights(Fsdp2TrainEngine(path, None)) for path in (tmp_path / "bare", model_path))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_options_of_another_backend_are_refused(model_path):
+    with pytest.raises(EngineError, match="was given zero_stage"):
+        Fsdp2TrainEngine(model_path, None, TrainSettings(backend={"zero_stage": 2}))
