@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow chaos bench-recovery check lint types docs format clean
+.PHONY: help demo test test-slow chaos bench-recovery bench-rollout check lint types docs format clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ chaos: $(VENV)/dev ## Kill, stop and spoil everything under a GRPO job on Ray (F
 
 bench-recovery: $(VENV)/dev ## Measure detection, recovery and their cost (ARGS=--quick to try it)
 	$(BIN)/python -m benchmarks.recovery $(ARGS)
+
+bench-rollout: $(VENV)/dev ## Measure the torch rollout engine against transformers and vLLM (ARGS=--quick to try it)
+	$(BIN)/python -m benchmarks.rollout $(ARGS)
 
 check: $(VENV)/dev lint types ## Lint, types, layers and the fast tests
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not ray' tests/test_architecture.py tests/unit/common tests/unit/config \

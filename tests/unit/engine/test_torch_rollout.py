@@ -1,23 +1,29 @@
-"""The PyTorch rollout engine: what it samples, what it reports about it, which weights it serves."""
+"""The PyTorch rollout engine, beyond what every engine's contract asks: its models, its cache, its memory."""
 
 import dataclasses
+import gc
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch_models import EOS, FUSED, GENERIC, family_model, greedy, loaded, logprobs
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
-from dlrover.python.rl.common.errors import EngineError, WeightSyncError
+from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import OptimizerConfig, SamplingParams
-from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.base import Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.memory import DeviceMemory
+from dlrover.python.rl.engine.registry import ROLLOUT, engine_class
+from dlrover.python.rl.engine.torch.fused import FusedDecoder
+from dlrover.python.rl.engine.torch.generic import HuggingFaceDecoder
+from dlrover.python.rl.engine.torch.loading import as_causal_lm, load_causal_lm
 from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
-from dlrover.python.rl.engine.torch.sampling import choose, uniforms
 from dlrover.python.rl.engine.weights import WeightSnapshot, take_snapshot
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.recipe.tiny import byte_tokenizer, write_tiny_model
 
 TEXTS = ["a", "what is the answer to this?", "37+45=", "a longer prompt than all of the others, by far", "xyz"]
-EOS = 258
+BOTH = [{"forward": "fused"}, {"forward": "huggingface"}]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,136 +36,65 @@ def model_path(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=128)
 
 
-@pytest.fixture(scope="module")
-def engine(model_path):
-    return TorchRolloutEngine(model_path, max_batch=8)
+def made(model, memory=None, **settings):
+    return TorchRolloutEngine(model, RolloutSettings(**settings), memory)
 
 
-@pytest.fixture(scope="module")
-def trainer(model_path):
-    return Fsdp2TrainEngine(model_path, None)
-
-
-def prompts(texts=TEXTS, first_id=0) -> Batch:
+def prompts(texts=TEXTS):
     rows = [list(text.encode()) for text in texts]
-    return Batch({"prompt_id": np.arange(first_id, first_id + len(rows)), "tokens": Ragged.from_rows(rows)})
+    return Batch({"prompt_id": np.arange(len(rows)), "tokens": Ragged.from_rows(rows, dtype=np.int64)})
 
 
-def sampling(**changes) -> SamplingParams:
-    return dataclasses.replace(SamplingParams(max_new_tokens=24, temperature=1.0), **changes)
+def sampling(**changes):
+    return dataclasses.replace(SamplingParams(max_new_tokens=24), **changes)
 
 
-def completions(out: Batch) -> list[list[int]]:
+def completions(out):
     pairs = zip(out.ragged("tokens"), out.ragged("action_mask"), strict=True)
     return [tokens[mask].tolist() for tokens, mask in pairs]
 
 
-def reference_greedy(path, prompt: list[int], count: int) -> list[int]:
-    """Greedy decoding the slow way: the whole sequence through the model for every token."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    tokens = list(prompt)
-    for _ in range(count):
-        with torch.no_grad():
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        if tokens[-1] == EOS:
-            break
-    return tokens[len(prompt) :]
+def weights_of(path, version=0, scale=1.0):
+    named = load_causal_lm(path).named_weights()
+    return take_snapshot(((name, tensor * scale) for name, tensor in named), version)
 
 
-# -- what comes back --------------------------------------------------------------------------------------------------
+# -- models -----------------------------------------------------------------------------------------------------------
 
 
-def test_columns_of_the_output(engine):
-    out = engine.generate(prompts(), sampling(samples_per_prompt=3), (1,))
-    assert len(out) == 15
-    assert out["prompt_id"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
-    assert out["sample_index"].tolist() == [0, 1, 2] * 5
-    assert out["version"].tolist() == [-1] * 15
-    for name, dtype in (("tokens", "int64"), ("action_mask", "bool"), ("logprobs", "float32")):
-        assert out.ragged(name).values.dtype == dtype
-        assert np.array_equal(out.ragged(name).offsets, out.ragged("tokens").offsets)
-    assert (out.ragged("logprobs").values[~out.ragged("action_mask").values] == 0).all()
-    assert (out.ragged("logprobs").values[out.ragged("action_mask").values] < 0).all()
-
-
-def test_row_081_output_i_belongs_to_prompt_i(engine):
-    out = engine.generate(prompts(), sampling(samples_per_prompt=2), (1,))
-    for row in range(len(out)):
-        text = TEXTS[row // 2].encode()
-        assert out.ragged("tokens")[row][: len(text)].tolist() == list(text)
-        assert out.ragged("action_mask")[row].tolist().index(True) == len(text)
-
-
-def test_no_prompts_give_no_rows(engine):
-    out = engine.generate(prompts([]), sampling(), (1,))
-    assert len(out) == 0
-    assert set(out.columns) == {
-        *("prompt_id", "sample_index", "tokens", "action_mask", "logprobs", "finished", "version"),
-    }
-
-
-def test_greedy_equals_decoding_without_a_cache(engine, model_path):
+@pytest.mark.parametrize("label", [*FUSED, *GENERIC])
+def test_a_model_of_each_family_draws_what_the_library_draws(label):
+    model = family_model(label)
+    engine = made(loaded(model), max_batch=3)
+    assert type(engine._decoder) is (FusedDecoder if label in FUSED else HuggingFaceDecoder)
     out = engine.generate(prompts(), sampling(temperature=0.0), (0,))
-    assert completions(out) == [reference_greedy(model_path, list(text.encode()), 24) for text in TEXTS]
+    assert completions(out) == [greedy(model, text.encode(), 24) for text in TEXTS]
+    drawn = engine.generate(prompts(), sampling(temperature=0.7, samples_per_prompt=2), (3,))
+    for tokens, told, mask in zip(*(drawn.ragged(name) for name in ("tokens", "logprobs", "action_mask")), strict=True):
+        assert np.abs(logprobs(model, tokens, 0.7) - told[1:])[mask[1:]].max() < 1e-4
 
 
-# -- batch invariance -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("label", ["qwen2, tied", "qwen3", "llama, tied, with biases", "gpt2"])
+def test_weights_arrive_in_place_under_the_checkpoints_names(label):
+    model, other = family_model(label), family_model(label)
+    for parameter in other.parameters():
+        parameter.data.mul_(1.1)
+    engine = made(loaded(model))
+    engine.receive(take_snapshot(loaded(other).named_weights(), 4))
+    out = engine.generate(prompts(), sampling(temperature=0.0), (0,))
+    assert completions(out) == [greedy(other, text.encode(), 24) for text in TEXTS]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
-def test_row_082_a_prompt_alone_and_in_a_ragged_batch(model_path, temperature):
-    engine = TorchRolloutEngine(model_path, max_batch=64)
-    params = sampling(temperature=temperature, samples_per_prompt=4, max_new_tokens=60)
-    together = engine.generate(prompts(), params, (3, 5))
-    alone = Batch.concat([engine.generate(prompts().rows(row, row + 1), params, (3, 5)) for row in range(len(TEXTS))])
-    assert completions(together) == completions(alone)
-    assert np.allclose(together.ragged("logprobs").values, alone.ragged("logprobs").values, atol=1e-5)
+def test_a_model_without_keys_and_values_is_refused():
+    config = MambaConfig(vocab_size=259, hidden_size=16, num_hidden_layers=1, eos_token_id=EOS, pad_token_id=256)
+    with pytest.raises(EngineError, match="'mamba' keeps a state"):
+        made(as_causal_lm(MambaForCausalLM(config), byte_tokenizer()))
 
 
-def test_row_082_neither_order_nor_batch_size_matter(model_path):
-    params = sampling(samples_per_prompt=3)
-    backwards = prompts().take([4, 2, 0, 3, 1])
-    first = TorchRolloutEngine(model_path, max_batch=64).generate(prompts(), params, (9,))
-    second = TorchRolloutEngine(model_path, max_batch=2).generate(backwards, params, (9,))
-    where = {key: row for row, key in enumerate(zip(second["prompt_id"], second["sample_index"], strict=True))}
-    keys = zip(first["prompt_id"], first["sample_index"], strict=True)
-    assert completions(first) == completions(second.take([where[key] for key in keys]))
-
-
-def test_seed_prompt_id_and_sample_index_each_change_the_sample(engine):
-    def draw(first_id, seed):
-        return completions(engine.generate(prompts(["go"], first_id), sampling(samples_per_prompt=2), seed))
-
-    base = draw(0, (1, 2))
-    assert base == draw(0, (1, 2))
-    assert base[0] != base[1]
-    for other in (draw(1, (1, 2)), draw(0, (1, 3)), draw(0, (12,))):
-        assert base[0] != other[0]
-
-
-def test_a_shorter_budget_gives_a_prefix(engine):
-    long = completions(engine.generate(prompts(), sampling(max_new_tokens=20), (4,)))
-    short = completions(engine.generate(prompts(), sampling(max_new_tokens=5), (4,)))
-    assert short == [tokens[:5] for tokens in long]
-
-
-# -- log-probs and the end of a sequence ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_row_084_logprobs_equal_the_train_engines(engine, trainer, temperature):
-    out = engine.generate(prompts(), sampling(temperature=temperature, samples_per_prompt=4), (2,))
-    again = trainer.evaluate(out, temperature).ragged("logprobs").values
-    assert np.abs(again - out.ragged("logprobs").values).max() < 1e-4
-
-
-def test_row_085_end_of_sequence_is_trained_and_nothing_follows_it(engine):
-    out = engine.generate(prompts(), sampling(max_new_tokens=60, samples_per_prompt=16), (0,))
-    assert 0 < out["finished"].sum() < len(out)
-    for done, tokens in zip(out["finished"], completions(out), strict=True):
-        assert (tokens[-1] == EOS) == done
-        assert EOS not in tokens[:-1]
-        assert done or len(tokens) == 60
+def test_a_model_without_an_end_is_refused():
+    lm = dataclasses.replace(loaded(family_model("qwen2")), eos_ids=())
+    with pytest.raises(EngineError, match="no end-of-sequence"):
+        made(lm)
 
 
 def test_every_end_token_of_the_generation_config_ends(model_path, tmp_path):
@@ -167,114 +102,179 @@ def test_every_end_token_of_the_generation_config_ends(model_path, tmp_path):
     model.generation_config.eos_token_id = list(range(128))
     path = tmp_path / "many-ends"
     model.save_pretrained(path)
-    Fsdp2TrainEngine(model_path, None).tokenizer.save_pretrained(path)
-    out = TorchRolloutEngine(path).generate(prompts(), sampling(samples_per_prompt=8), (0,))
+    byte_tokenizer().save_pretrained(path)
+    out = made(path).generate(prompts(), sampling(samples_per_prompt=8), (0,))
     for done, tokens in zip(out["finished"], completions(out), strict=True):
         assert done == (tokens[-1] < 128 or tokens[-1] == EOS)
         assert all(128 <= token != EOS for token in tokens[:-1])
 
 
-def test_choose_draws_each_token_as_often_as_its_probability():
-    logits = torch.tensor([2.0, 0.0, 1.0, -torch.inf, 0.5]).expand(20000, 5)
-    expected = torch.softmax(logits[0] / 0.7, dim=-1)
-    tokens, logprobs = choose(logits, 0.7, torch.from_numpy(uniforms((1,), 2, 3, 20000)))
-    shares = torch.bincount(tokens, minlength=5) / 20000
-    assert torch.allclose(shares, expected, atol=0.012)
-    assert shares[3] == 0
-    assert torch.allclose(logprobs.exp().float(), expected[tokens])
+def test_a_model_in_the_home_folder_is_found(model_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(model_path.parent))
+    assert made(f"~/{model_path.name}").version == -1
+    with pytest.raises(EngineError, match="neither a folder"):
+        made("~/absent")
 
 
-def test_choose_never_leaves_the_support():
-    logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]]).expand(2, 4)
-    edges = torch.tensor([0.0, 1.0 - 2.0**-53], dtype=torch.float64)
-    assert choose(logits, 1.0, edges)[0].tolist() == [1, 2]
+def test_014_the_registrys_torch_engine_generates_on_a_cpu(model_path):
+    engine = engine_class(ROLLOUT, "torch")(model_path, RolloutSettings())
+    assert len(engine.generate(prompts(), sampling(), (0,))) == 5
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("backend", BOTH)
+def test_bfloat16_is_near_float32(model_path, backend):
+    engine = made(model_path, precision="bf16", backend=backend)
+    memory = engine.footprint()["weights"]
+    assert memory == pytest.approx(made(model_path, backend=backend).footprint()["weights"] / 2, rel=0.01)
+    out = engine.generate(prompts(), sampling(samples_per_prompt=2), (3,))
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    for tokens, told, mask in zip(*(out.ragged(name) for name in ("tokens", "logprobs", "action_mask")), strict=True):
+        assert np.abs(logprobs(model, tokens) - told[1:])[mask[1:]].max() < 0.1
 
 
 @pytest.mark.parametrize(
-    ("texts", "new", "message"),
+    ("settings", "message"),
     [
-        (["ok", "x" * 120], 9, "129 tokens does not fit the model's 128 positions"),
-        (["ok", ""], 4, r"prompts \[1\] are empty"),
+        ({"backend": {"forwrd": "fused"}}, "unknown key 'forwrd'; did you mean 'forward'"),
+        ({"backend": {"prefill_tokens": 0}}, "prefill_tokens"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
     ],
 )
-def test_prompts_that_cannot_be_completed_are_refused(engine, texts, new, message):
+def test_settings_that_it_does_not_know_are_refused(model_path, settings, message):
     with pytest.raises(EngineError, match=message):
-        engine.generate(prompts(texts), sampling(max_new_tokens=new), (0,))
+        made(model_path, **settings)
 
 
-def test_a_prompt_that_just_fits_is_completed(engine):
-    out = engine.generate(prompts(["x" * 120]), sampling(max_new_tokens=8, temperature=0.0), (0,))
-    assert out.ragged("tokens").lengths[0] <= 128
+def test_the_fused_pass_is_refused_where_it_does_not_fit():
+    with pytest.raises(EngineError, match="does not fit this model of type 'gpt2'"):
+        made(loaded(family_model("gpt2")), backend={"forward": "fused"})
 
 
-def test_unknown_token_ids_are_refused(engine):
-    batch = Batch({"prompt_id": np.array([0]), "tokens": Ragged.from_rows([[5, 259]])})
-    with pytest.raises(EngineError, match="5 to 259, but the model knows 0 to 258"):
-        engine.generate(batch, sampling(), (0,))
+# -- continuous batching ----------------------------------------------------------------------------------------------
 
 
-def test_broken_weights_are_an_error_not_a_sample(model_path):
-    engine = TorchRolloutEngine(model_path)
-    sent = Fsdp2TrainEngine(model_path, None).publish()
+class Watched:
+    """A decoder that counts what is asked of it."""
+
+    def __init__(self, engine):
+        self._decoder, self.read, self.rows = engine._decoder, [], []
+        engine._batch._decoder = self
+
+    def __getattr__(self, name):
+        return getattr(self._decoder, name)
+
+    def prefill(self, sequences):
+        self.read += [tokens.tolist() for tokens in sequences]
+        return self._decoder.prefill(sequences)
+
+    def step(self, tokens):
+        self.rows.append(len(tokens))
+        return self._decoder.step(tokens)
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 8, 64])
+@pytest.mark.parametrize("backend", BOTH)
+def test_the_prompt_of_n_samples_is_read_once_whatever_room_there_is(model_path, backend, max_batch):
+    engine = made(model_path, max_batch=max_batch, backend=backend)
+    params = sampling(samples_per_prompt=7, max_new_tokens=10)
+    expected = completions(made(model_path).generate(prompts(), params, (4,)))
+    watched = Watched(engine)
+    assert completions(engine.generate(prompts(), params, (4,))) == expected
+    assert watched.read == [list(text.encode()) for text in TEXTS] or sorted(watched.read) == sorted(
+        list(text.encode()) for text in TEXTS
+    )
+    assert max(watched.rows) <= max_batch
+
+
+def test_a_row_that_is_free_is_taken_in_the_next_step(model_path):
+    engine = made(model_path, max_batch=2)
+    watched = Watched(engine)
+    for number, length in enumerate((3, 8, 4, 2)):
+        params = sampling(max_new_tokens=length, ignore_eos=True)
+        engine.add([Request.fresh(number, 0, [5, 6, 7])], params, (1,))
+    ended = []
+    while engine.running:
+        ended.append([item.request.prompt_id for item in engine.advance()])
+    assert ended == [[], [], [0], [], [], [], [2], [1], [3]]
+    assert watched.rows == [2, 2, 1, 2, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("budget", [1, 20, 60, 8192])
+def test_prompts_are_read_within_the_token_budget(model_path, budget):
+    engine = made(model_path, backend={"prefill_tokens": budget})
+    widths = []
+    prefill = engine._decoder.prefill
+    engine._decoder.prefill = lambda sequences: (
+        widths.append(len(sequences) * max(map(len, sequences))),
+        prefill(sequences),
+    )[1]
+    out = engine.generate(prompts(), sampling(temperature=0.0), (0,))
+    longest = max(map(len, TEXTS))
+    assert all(width <= max(budget, longest) for width in widths)
+    assert completions(out) == completions(made(model_path).generate(prompts(), sampling(temperature=0.0), (0,)))
+
+
+@pytest.mark.parametrize("backend", BOTH)
+def test_a_longer_request_may_come_while_others_run(model_path, backend):
+    engine = made(model_path, backend=backend)
+    short, long = sampling(max_new_tokens=20), sampling(max_new_tokens=110)
+    expected = completions(engine.generate(prompts(["abc"]), short, (1,)))
+    engine = made(model_path, backend=backend)
+    engine.add([Request.fresh(0, 0, list(b"abc"))], short, (1,))
+    engine.advance()
+    engine.add([Request.fresh(1, 0, list(b"defghi"))], long, (1,))
+    done = {}
+    while engine.running:
+        done.update({item.request.prompt_id: item for item in engine.advance()})
+    assert done[0].request.done.tolist() == expected[0]
+    assert done[1].finish in ("eos", "length")
+
+
+# -- errors in the middle ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BOTH)
+def test_broken_weights_are_an_error_not_a_sample_and_whole_ones_mend_it(model_path, backend):
+    engine = made(model_path, backend=backend)
+    sent = weights_of(model_path)
+    engine.receive(sent)
+    expected = completions(engine.generate(prompts(), sampling(), (0,)))
     nan = {name: torch.full_like(sent.tensor(name), torch.nan) for name in sent.buffers}
-    engine.receive(take_snapshot(nan.items(), 0))
+    engine.receive(take_snapshot(nan.items(), 1))
     with pytest.raises(EngineError, match="not numbers"):
         engine.generate(prompts(), sampling(), (0,))
+    assert engine.running == 0
+    engine.receive(sent, rewind=True)
+    engine.add([Request.fresh(0, 0, list(TEXTS[0].encode()))], sampling(), (0,))
+    for _ in range(3):
+        engine.advance()
+    engine.receive(take_snapshot(nan.items(), 1))
+    with pytest.raises(EngineError, match="not numbers"):
+        engine.advance()
+    assert engine.running == 1
+    engine.receive(sent, rewind=True)
+    (done,) = [item for _ in range(24) for item in engine.advance()]
+    assert done.request.done.tolist() == expected[0]
+    assert completions(engine.generate(prompts(), sampling(), (0,))) == expected
 
 
-# -- weights ----------------------------------------------------------------------------------------------------------
+def test_a_step_that_breaks_off_leaves_the_requests_as_they_were(model_path):
+    engine = made(model_path)
+    params = sampling(samples_per_prompt=2)
+    expected = completions(engine.generate(prompts(), params, (0,)))
+    step, calls = engine._decoder.step, []
 
+    def interrupted(tokens):
+        calls.append(len(tokens))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return step(tokens)
 
-def trained(path) -> Fsdp2TrainEngine:
-    trainer = Fsdp2TrainEngine(path, OptimizerConfig(lr=1e-2))
-    rows = [[*b"say ", *b"something", EOS]]
-    mask = [[False] * 4 + [True] * 10]
-    batch = Batch({"tokens": Ragged.from_rows(rows), "action_mask": Ragged.from_rows(mask)})
-    trainer.step(batch, lambda logprobs, columns: (-logprobs.sum(), {}))
-    return trainer
-
-
-def test_row_100_after_a_sync_it_writes_what_a_fresh_engine_on_the_saved_weights_writes(model_path, tmp_path):
-    trainer, engine = trained(model_path), TorchRolloutEngine(model_path)
-    before = engine.generate(prompts(), sampling(temperature=0.0), (0,))
-    engine.receive(trainer.publish())
-    trainer.save(tmp_path / "saved")
-    after = engine.generate(prompts(), sampling(temperature=0.0), (0,))
-    fresh = TorchRolloutEngine(tmp_path / "saved").generate(prompts(), sampling(temperature=0.0), (0,))
-    assert completions(after) == completions(fresh) != completions(before)
-    assert np.array_equal(after.ragged("logprobs").values, fresh.ragged("logprobs").values)
-
-
-def test_row_103_a_renamed_parameter_is_refused_and_the_old_weights_serve(model_path):
-    trainer, engine = trained(model_path), TorchRolloutEngine(model_path)
-    engine.receive(Fsdp2TrainEngine(model_path, None).publish())
-    before = engine.generate(prompts(), sampling(temperature=0.0), (0,))
-    sent = trainer.publish()
-    wrong = take_snapshot([(name.replace("embed_tokens", "embedding"), sent.tensor(name)) for name in sent.buffers], 1)
-    with pytest.raises(
-        WeightSyncError, match=r"'model\.embed_tokens\.weight' is missing.*embedding\.weight' is unknown"
-    ):
-        engine.receive(wrong)
-    after = engine.generate(prompts(), sampling(temperature=0.0), (0,))
-    assert completions(after) == completions(before)
-    assert after["version"].tolist() == [0] * len(TEXTS)
-
-
-def test_row_104_outputs_carry_the_version_and_a_torn_sync_leaves_the_old(model_path):
-    trainer, engine = trained(model_path), TorchRolloutEngine(model_path)
-    assert engine.version == -1
-    engine.receive(trainer.publish())
-    assert engine.generate(prompts(), sampling(), (0,))["version"].tolist() == [1] * len(TEXTS)
-    torn = dataclasses.replace(trainer.publish(), version=2)
-    torn.buffers["model.norm.weight"][3] ^= 255
-    before = [tensor.clone() for _, tensor in engine._lm.named_weights()]
-    with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' does not match"):
-        engine.receive(torn)
-    assert engine.version == 1
-    assert all(torch.equal(old, new) for old, (_, new) in zip(before, engine._lm.named_weights(), strict=True))
+    engine._decoder.step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts(), params, (0,))
+    assert engine.running == 0
+    assert completions(engine.generate(prompts(), params, (0,))) == expected
 
 
 class Interrupted(WeightSnapshot):
@@ -287,39 +287,93 @@ class Interrupted(WeightSnapshot):
 
 
 def test_a_sync_that_breaks_off_while_it_writes_leaves_nothing_that_is_served(model_path):
-    trainer, engine = trained(model_path), TorchRolloutEngine(model_path)
-    engine.receive(Fsdp2TrainEngine(model_path, None).publish())
-    sent = trainer.publish()
+    engine, sent = made(model_path), weights_of(model_path, 1)
+    engine.receive(weights_of(model_path))
     fields = {field.name: getattr(sent, field.name) for field in dataclasses.fields(sent)}
     with pytest.raises(MemoryError):
         engine.receive(Interrupted(**fields))
     assert engine.version == -1
+    with pytest.raises(EngineError, match="broke off"):
+        engine.generate(prompts(), sampling(), (0,))
     engine.receive(sent)
-    assert engine.version == 1
+    assert len(engine.generate(prompts(), sampling(), (0,))) == 5
 
 
-def test_older_weights_are_taken_over_only_when_the_run_has_gone_back(model_path):
-    trainer, engine = trained(model_path), TorchRolloutEngine(model_path)
-    engine.receive(trainer.publish())
-    older = Fsdp2TrainEngine(model_path, None).publish()
-    with pytest.raises(WeightSyncError, match="version 0 is older than 1"):
-        engine.receive(older)
-    engine.receive(older, rewind=True)
-    assert engine.version == 0
+# -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_row_106_tied_embeddings_travel_once_and_stay_tied(model_path):
-    trainer, engine = trained(model_path), TorchRolloutEngine(model_path)
-    sent = trainer.publish()
-    assert "lm_head.weight" not in sent.buffers
-    engine.receive(sent)
-    model = engine._lm.model
-    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
-    assert torch.equal(model.lm_head.weight, trainer._lm.model.lm_head.weight)
+@pytest.mark.parametrize("backend", BOTH)
+def test_020_after_meta_no_weight_tensor_is_alive(model_path, backend):
+    gc.collect()
+    before = {tensor.untyped_storage()._cdata for tensor in tensors()}
+    engine = made(model_path, backend=backend)
+    engine.generate(prompts(), sampling(), (0,))
+    size = 32 * 32
+    born = [
+        StorageWeakRef(tensor.untyped_storage())
+        for tensor in tensors()
+        if tensor.untyped_storage()._cdata not in before and tensor.numel() >= size and not tensor.is_meta
+    ]
+    assert born
+    engine.meta()
+    gc.collect()
+    assert not [storage for storage in born if not storage.expired()]
+    engine.cuda()
+    engine.receive(weights_of(model_path))
+    assert len(engine.generate(prompts(), sampling(), (0,))) == 5
 
 
-def test_a_model_in_the_home_folder_is_found(model_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(model_path.parent))
-    assert TorchRolloutEngine(f"~/{model_path.name}").version == -1
-    with pytest.raises(EngineError, match="neither a folder"):
-        TorchRolloutEngine("~/absent")
+def tensors():
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+
+
+def test_what_the_engine_holds_is_accounted_for_by_name(model_path):
+    memory = DeviceMemory()
+    first, second = made(model_path, memory), made(model_path, memory, max_batch=4)
+    elements = sum(tensor.numel() for _, tensor in load_causal_lm(model_path).named_weights())
+    assert first.footprint()["weights"] == pytest.approx(4 * elements, rel=0.02)
+    assert first.footprint()["weights"] >= 4 * elements
+    second.generate(prompts(), sampling(), (0,))
+    layers, kv_heads, head_dim, length = 2, 2, 8, 128
+    assert second.footprint()["kv_cache"] == 4 * layers * 2 * 4 * kv_heads * length * head_dim
+    assert set(memory.by_owner()) == {"rollout engine", "rollout engine 2"}
+    second.cpu()
+    assert (second.footprint(), memory.total()) == ({}, first.footprint()["weights"])
+    second.cuda("weights")
+    assert set(second.footprint()) == {"weights"}
+    second.cuda("kv_cache")
+    assert set(second.footprint()) == {"weights", "kv_cache"}
+    second.close()
+    assert second.footprint() == {}
+
+
+def test_with_little_memory_fewer_sequences_run_at_a_time_and_draw_the_same(model_path):
+    params = sampling(samples_per_prompt=3)
+    expected = completions(made(model_path).generate(prompts(), params, (0,)))
+    weights = made(model_path).footprint()["weights"]
+    row = 4 * 2 * 2 * 2 * 8 * 128
+    engine = made(model_path, DeviceMemory(capacity=weights + 3 * row), gpu_memory_utilization=1.0)
+    watched = Watched(engine)
+    assert completions(engine.generate(prompts(), params, (0,))) == expected
+    assert max(watched.rows) == 3
+    assert engine._memory.peak <= weights + 3 * row
+
+
+def test_what_does_not_fit_says_who_holds_what(model_path):
+    memory = DeviceMemory(capacity=20_000)
+    with pytest.raises(OutOfDeviceMemory, match="rollout engine asks for .* bytes of weights"):
+        made(model_path, memory)
+    weights = made(model_path).footprint()["weights"]
+    engine = made(model_path, DeviceMemory(capacity=weights + 100))
+    with pytest.raises(OutOfDeviceMemory, match=f"bytes of kv_cache .*rollout engine: {weights:,} of weights"):
+        engine.generate(prompts(), sampling(), (0,))
+    assert engine.running == 0
+
+
+def test_022_releasing_the_allocators_cache_is_safe_on_a_cpu():
+    DeviceMemory().release_cache()
+
+
+def test_another_devices_memory_is_refused(model_path):
+    with pytest.raises(EngineError, match="shall run on cpu, but its memory is of cuda"):
+        made(model_path, DeviceMemory(device="cuda"))

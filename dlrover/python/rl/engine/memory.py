@@ -4,7 +4,8 @@ On a machine without an accelerator the host stands in for one: what is brought 
 of its own and accounted for, so that offload can be tested, with a capacity, anywhere.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -33,6 +34,40 @@ class DeviceMemory:
     capacity: int | None = None
     peak: int = 0
     _held: dict[int, "_Holding"] = field(default_factory=dict, repr=False)
+    _owners: dict[str, int] = field(default_factory=dict, repr=False)
+
+    def owner(self, name: str) -> str:
+        """A name for one more owner: ``name``, or ``"name 2"`` where there is one of this name already."""
+        self._owners[name] = self._owners.get(name, 0) + 1
+        return name if self._owners[name] == 1 else f"{name} {self._owners[name]}"
+
+    def allocate(self, owner: str, kind: Kind, shape: Sequence[int], dtype: Any) -> Any:
+        """Zeros on the device, accounted to ``owner``.
+
+        Raises:
+            OutOfDeviceMemory: there is no room; names who holds what.
+        """
+        wanted = math.prod(shape) * int(dtype.itemsize)
+        self.require(owner, kind, wanted)
+        try:
+            made = torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise self._refusal(owner, kind, wanted) from error
+        self.hold(owner, kind, [made])
+        return made
+
+    def room(self, share: float = 1.0) -> int | None:
+        """Bytes that can still be had within ``share`` of the device; None where there is no limit."""
+        limits = [] if self.capacity is None else [int(self.capacity * share) - self.total()]
+        if torch.device(self.device).type == "cuda":
+            free, whole = torch.cuda.mem_get_info(self.device)
+            limits.append(free - int(whole * (1.0 - share)))
+        return min(limits) if limits else None
+
+    def release_cache(self) -> None:
+        """Give what the allocator keeps for later back to the device, for other processes; nothing on a CPU."""
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.empty_cache()
 
     def bring(self, owner: str, kind: Kind, tensor: Any) -> Any:
         """A copy of ``tensor`` on the device, accounted to ``owner``.

@@ -54,7 +54,6 @@ def warm_rollout() -> None:
         engine = TorchRolloutEngine(_throwaway_lm())
         engine.receive(weights)
         drawn = engine.generate(_prompts(engine.tokenizer), SamplingParams(3, 1.0, 2), (0,))
-        engine.tokenizer.batch_decode([drawn.ragged("tokens")[0]], skip_special_tokens=True)
         del weights, engine, drawn
     gc.collect()
 

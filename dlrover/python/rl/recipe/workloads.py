@@ -17,7 +17,14 @@ from dlrover.python.rl.common.errors import DataError, EngineError, Problem, Ver
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import encode_prompt, load_sft
-from dlrover.python.rl.engine.base import OptimizerConfig, Rendezvous, SamplingParams, StepResult, TrainSettings
+from dlrover.python.rl.engine.base import (
+    OptimizerConfig,
+    Rendezvous,
+    RolloutSettings,
+    SamplingParams,
+    StepResult,
+    TrainSettings,
+)
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.layout import ParallelSizes
 from dlrover.python.rl.engine.torch.randomness import random_state, seed_random, set_random_state
@@ -152,7 +159,7 @@ class RolloutWorkload(BaseWorkload):
     def init_model(self, model: str, engine: EngineConfig) -> None:
         """Load the policy; it serves nothing before the actor's weights have arrived."""
         use_threads(engine.threads)
-        self._engine = TorchRolloutEngine(model, device=engine.device, max_batch=engine.max_batch)
+        self._engine = TorchRolloutEngine(model, RolloutSettings(device=engine.device, max_batch=engine.max_batch))
 
     def receive_weights(self, weights: WeightSnapshot) -> WeightStamp:
         """Take over the actor's weights, verified; returns which they are.
@@ -203,19 +210,12 @@ class RolloutWorkload(BaseWorkload):
         """
         if self._engine.version < 0:
             raise WeightSyncError("no weights yet: this rollout has not received the actor's, and serves no others")
-        tokenizer = self._engine.tokenizer
-        encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts.objects("prompt")]
+        encoded = [encode_prompt(self._engine.tokenizer, prompt) for prompt in prompts.objects("prompt")]
         asked = Batch({"prompt_id": prompts["prompt_id"], "tokens": Ragged.from_rows(encoded, dtype=np.int64)})
         drawn: Batch = self._engine.generate(asked, sampling, seed)
         rows = np.repeat(np.arange(len(prompts)), sampling.samples_per_prompt).tolist()
         told = prompts.select("prompt", "answer", "extra_info").take(rows)
-        return drawn.with_columns(completion=_texts(tokenizer, drawn), **told.columns)
-
-
-def _texts(tokenizer: Any, drawn: Batch) -> list[str]:
-    tokens, actions = drawn.ragged("tokens"), drawn.ragged("action_mask")
-    completions = [row[mask] for row, mask in zip(tokens, actions, strict=True)]
-    return [str(text) for text in tokenizer.batch_decode(completions, skip_special_tokens=True)]
+        return drawn.with_columns(**told.columns)
 
 
 class RewardWorkload(BaseWorkload):

@@ -1,58 +1,162 @@
-"""A rollout engine on plain PyTorch: a decoding loop over the Hugging Face model and its key-value cache."""
+"""A rollout engine on plain PyTorch: continuous batching over a key-value cache of slots."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from transformers import DynamicCache
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import SamplingParams
+from dlrover.python.rl.engine.base import Completion, Part, Place, Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.memory import DeviceMemory
+from dlrover.python.rl.engine.requests import as_batch, check_requests, check_sampling, fresh_requests
+from dlrover.python.rl.engine.torch import fused
+from dlrover.python.rl.engine.torch.batching import ContinuousBatch
+from dlrover.python.rl.engine.torch.decoder import Decoder
+from dlrover.python.rl.engine.torch.generic import HuggingFaceDecoder
 from dlrover.python.rl.engine.torch.loading import CausalLM, load_causal_lm
-from dlrover.python.rl.engine.torch.sampling import choose, uniforms
+from dlrover.python.rl.engine.torch.options import TorchOptions, torch_options
+from dlrover.python.rl.engine.torch.sample import Endings, Sample
 from dlrover.python.rl.engine.weights import WeightSnapshot
 
-KEEP_SHARE = 0.75
-"""Finished rows leave the batch once at most this share of it still decodes: moving the cache costs about a step."""
-
-Ids = npt.NDArray[np.int64]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class TorchRolloutEngine:
     """Implements :class:`~dlrover.python.rl.engine.base.RolloutEngine`.
 
+    A step draws a token for each sequence in the batch; sequences that have ended leave it, and those that wait take
+    their places in the next step. A prompt is read once for all its samples.
+
     A completion depends on the weights, its prompt and its own seed. What it is batched with changes its logits only by
-    the rounding of float32 matrix products (about 1e-6), which decides a token only at a tie of that size.
+    the rounding of matrix products (about 1e-6 in float32, 1e-2 in bfloat16), which decides a token only at a tie of
+    that size.
 
     Args:
         model: folder or hub name of a causal language model, or one that is loaded, which becomes the engine's own.
-        device: a torch device.
-        max_batch: most sequences decoded at a time.
+        settings: how it runs; ``backend`` holds :class:`~dlrover.python.rl.engine.torch.options.TorchOptions`.
+        memory: accounts for the device; one of its own if None.
 
     Raises:
-        EngineError: there is no such model, or it names no end-of-sequence token.
+        EngineError: there is no such model, it names no end-of-sequence token, or a setting does not fit.
+        OutOfDeviceMemory: the weights do not fit the device.
     """
 
-    def __init__(self, model: str | Path | CausalLM, *, device: str = "cpu", max_batch: int = 64) -> None:
-        self.version = -1
-        self._lm = model if isinstance(model, CausalLM) else load_causal_lm(model, device)
-        if not self._lm.eos_ids:
+    def __init__(
+        self, model: str | Path | CausalLM, settings: RolloutSettings | None = None, memory: DeviceMemory | None = None
+    ) -> None:
+        settings = settings or RolloutSettings()
+        options = torch_options(settings)
+        self._memory = memory or DeviceMemory(settings.device)
+        if torch.device(self._memory.device) != torch.device(settings.device):
+            raise EngineError(f"the engine shall run on {settings.device}, but its memory is of {self._memory.device}")
+        lm = model if isinstance(model, CausalLM) else load_causal_lm(model)
+        if not lm.eos_ids:
             raise EngineError(f"'{model}' names no end-of-sequence token: its completions would never finish")
-        self._lm.model.requires_grad_(False)
-        self._device, self._max_batch = device, max_batch
+        self.version = -1
+        self._name = self._memory.owner("rollout engine")
+        self._decoder = _decoder(lm, settings, options, self._memory, self._name)
+        self._lm = dataclasses.replace(lm, model=None)
+        self._endings = Endings.of(lm.tokenizer, lm.eos_ids)
+        device = str(settings.device)
+        self._batch = ContinuousBatch(self._decoder, self._endings, device, settings.max_batch, options.prefill_tokens)
+        self._lacks = ""
+        self._has_cache = True
 
     @property
     def tokenizer(self) -> Any:
         """The model's Hugging Face tokenizer."""
         return self._lm.tokenizer
 
+    # -- generating ---------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> Batch:
+        """Complete each prompt ``samples_per_prompt`` times; see the port for the columns.
+
+        Raises:
+            EngineError: a prompt is empty, holds unknown ids or leaves no room for ``max_new_tokens``; or the engine is
+                offloaded, or requests run that have been added before: nothing has been generated then. Or the weights
+                give logits that are not numbers.
+        """
+        if running := self.running:
+            raise EngineError(f"{running} requests run: advance until they have ended, or abort them first")
+        self.check(prompts.ragged("tokens"), sampling)
+        self._check_ready()
+        numbers = self._batch.take(Sample.of(request, sampling, seed) for request in fresh_requests(prompts, sampling))
+        done: dict[int, Completion] = {}
+        try:
+            while self._batch.samples:
+                done.update(self._batch.step(self.version))
+        finally:
+            self._batch.leave(dict.fromkeys(self._batch.samples, "aborted"))
+        return as_batch([done[number] for number in numbers])
+
+    def check(self, tokens: Ragged, sampling: SamplingParams) -> None:
+        """Refuse prompts that :meth:`generate` would refuse.
+
+        Raises:
+            EngineError: one is empty, holds unknown ids or leaves no room for ``max_new_tokens``; or the sampling
+                parameters make no sense.
+        """
+        check_sampling(sampling)
+        empty = np.flatnonzero(tokens.lengths == 0)
+        if len(empty):
+            raise EngineError(f"prompts {empty.tolist()} are empty: generation needs at least one token to begin with")
+        self._lm.check_tokens(tokens.values, int(tokens.lengths.max(initial=0)) + sampling.max_new_tokens)
+
+    def add(self, requests: Sequence[Request], sampling: SamplingParams, seed: tuple[int, ...]) -> None:
+        """Take in samples to draw, beside those that run already; nothing is drawn before :meth:`advance`.
+
+        Raises:
+            EngineError: as :meth:`check`; or a request runs already, comes twice, or has ended. None has been taken in
+                then.
+        """
+        self.check(Ragged.from_rows([request.prompt for request in requests], dtype=np.int64), sampling)
+        self._lm.check_tokens(np.concatenate([np.empty(0, np.int64), *(request.done for request in requests)]), 0)
+        check_requests(requests, sampling, (sample.request.key for sample in self._batch.samples.values()))
+        samples = [Sample.of(request, sampling, seed) for request in requests]
+        for sample in samples:
+            if sample.tokens and (why := self._endings.finish(sample)):
+                raise EngineError(f"request {sample.request.key} has ended already ({why})")
+        self._batch.take(samples)
+
+    def advance(self) -> list[Completion]:
+        """Draw a token more for each sequence in the batch; return those that have ended, the first added first.
+
+        Raises:
+            EngineError: the engine is offloaded, or its weights are broken; the requests are kept.
+        """
+        self._check_ready()
+        ended = self._batch.step(self.version) if self.running else {}
+        return [ended[number] for number in sorted(ended)]
+
+    def abort(self, keys: Sequence[tuple[int, int]] | None = None) -> list[Completion]:
+        """End these running requests, or all; each comes back as far as it got, with ``finish`` ``"aborted"``.
+
+        Raises:
+            EngineError: one of them does not run; none has been ended then.
+        """
+        running = {sample.request.key: number for number, sample in self._batch.samples.items()}
+        unknown = [key for key in keys or () if key not in running]
+        if unknown:
+            raise EngineError(f"no request {', '.join(map(str, unknown))} runs")
+        chosen = running.values() if keys is None else [running[key] for key in keys]
+        return list(self._batch.leave(dict.fromkeys(chosen, "aborted")).values())
+
+    @property
+    def running(self) -> int:
+        """Requests taken in that have not ended."""
+        return len(self._batch.samples)
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
     def receive(self, weights: WeightSnapshot, rewind: bool = False) -> None:
         """Take over new weights in place; all of them are verified before any is used.
+
+        After :meth:`meta` they are put in host memory, unless ``cuda("weights")`` has made room on the device.
 
         Args:
             weights: what arrived.
@@ -61,165 +165,84 @@ class TorchRolloutEngine:
         Raises:
             WeightSyncError: the weights do not fit, are corrupt or older; the old ones keep serving.
         """
-        self._lm.check(weights, serving=-1 if rewind else self.version)
-        self.version = -1  # Holds if writing breaks off: a mixture has no version, and is not served.
-        self._lm.write(weights)
-        self.version = weights.version
+        store = self._decoder.store
+        store.check(weights, serving=-1 if rewind else self.version)
+        if store.place == "meta":
+            store.host()
+        # Holds if writing breaks off: a mixture has no version, and is not served.
+        self.version, self._lacks = -1, "taking over weights broke off: receive them again"
+        store.write(weights)
+        self.version, self._lacks = weights.version, ""
+        self._batch.unseat()
 
-    @torch.no_grad()
-    def generate(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> Batch:
-        """Complete each prompt ``samples_per_prompt`` times; see the port for the columns.
+    # -- where things are ---------------------------------------------------------------------------------------------
 
-        Raises:
-            EngineError: a prompt is empty, holds unknown ids or leaves no room for ``max_new_tokens``; nothing has been
-                generated then. Or the weights give logits that are not numbers.
-        """
-        tokens, ids = prompts.ragged("tokens"), prompts.dense("prompt_id").astype(np.int64)
-        self.check(tokens, sampling)
-        samples = sampling.samples_per_prompt
-        prompt_of, sample_of = np.repeat(np.arange(len(ids)), samples), np.tile(np.arange(samples), len(ids))
-        completions: list[_Completion | None] = [None] * len(prompt_of)
-        # Prompts of similar length decode together, which keeps the padding small.
-        order = np.argsort(np.repeat(tokens.lengths, samples), kind="stable")
-        for start in range(0, len(order), self._max_batch):
-            chosen = order[start : start + self._max_batch]
-            draws = [uniforms(seed, ids[prompt_of[at]], sample_of[at], sampling.max_new_tokens) for at in chosen]
-            decoding = _Decoding(self._lm, self._device, sampling, np.stack(draws))
-            for at, completion in zip(chosen, decoding.run(tokens, prompt_of[chosen]), strict=True):
-                completions[at] = completion
-        done = [completion for completion in completions if completion is not None]
-        return _assemble(tokens, prompt_of, done).with_columns(
-            prompt_id=ids[prompt_of],
-            sample_index=sample_of.astype(np.int64),
-            version=np.full(len(prompt_of), self.version, dtype=np.int64),
-        )
+    def cpu(self) -> None:
+        """Move the weights to host memory and drop the key-value cache; running requests will be read anew."""
+        self._release()
+        self._decoder.store.cpu()
+        self._moved()
 
-    def check(self, tokens: Ragged, sampling: SamplingParams) -> None:
-        """Refuse prompts that :meth:`generate` would refuse.
+    def cuda(self, part: Part = "all") -> None:
+        """Bring ``part`` to the device.
+
+        After :meth:`meta` there is room for the weights then, and nothing to draw from before :meth:`receive`. The
+        key-value cache is as large as it was; the first one is made when requests come.
 
         Raises:
-            EngineError: one is empty, holds unknown ids or leaves no room for ``max_new_tokens``.
+            OutOfDeviceMemory: it does not fit; names who holds what.
         """
-        empty = np.flatnonzero(tokens.lengths == 0)
-        if len(empty):
-            raise EngineError(f"prompts {empty.tolist()} are empty: generation needs at least one token to begin with")
-        self._lm.check_tokens(tokens.values, int(tokens.lengths.max(initial=0)) + sampling.max_new_tokens)
+        if part in ("all", "weights"):
+            self._decoder.store.cuda()
+            self._moved()
+        if part in ("all", "kv_cache"):
+            self._batch.restore()
+            self._has_cache = True
+
+    def meta(self) -> None:
+        """Release weights and key-value cache; running requests stay, and go on with the weights that come."""
+        self._release()
+        self._decoder.store.meta()
+        self._moved()
+        self.version, self._lacks = -1, "the weights have been released: receive new ones"
+
+    def place(self) -> Place:
+        """Where the weights are."""
+        return self._decoder.store.place
+
+    def footprint(self) -> dict[str, int]:
+        """Bytes on the device by kind: ``weights``, ``kv_cache``; 0s left out."""
+        return self._memory.held(self._name)
+
+    def close(self) -> None:
+        """End what runs, and release everything."""
+        self._batch.leave(dict.fromkeys(self._batch.samples, "aborted"))
+        self.meta()
+
+    def _release(self) -> None:
+        self._batch.forget()
+        self._has_cache = False
+
+    def _moved(self) -> None:
+        self._decoder.bind()
+        self._memory.release_cache()
+
+    def _check_ready(self) -> None:
+        if self.place() != "cuda":
+            where = "on the host" if self.place() == "cpu" else "nowhere"
+            raise EngineError(f"the weights are {where}: cuda('weights') brings them to the device")
+        if self._lacks:
+            raise EngineError(self._lacks)
+        if not self._has_cache:
+            raise EngineError("there is no key-value cache: cuda('kv_cache') brings it back")
 
 
-@dataclass(frozen=True, eq=False)
-class _Completion:
-    tokens: Ids
-    logprobs: npt.NDArray[np.float32]
-    finished: bool
-
-
-class _Decoding:
-    """One batch of sequences, decoded token by token until each has ended.
-
-    State of the rows still in the batch: ``rows`` (which of the sequences they are), the cache, the attention ``mask``
-    ``[rows, seen]`` and the ``position`` ``[rows, 1]`` of the token to feed next.
-    """
-
-    def __init__(self, lm: CausalLM, device: str, sampling: SamplingParams, draws: npt.NDArray[np.float64]) -> None:
-        self._lm, self._device, self._sampling = lm, device, sampling
-        self._draws = torch.from_numpy(draws).to(device)
-        self._ends = torch.tensor(lm.eos_ids, device=device)
-        shape = (len(draws), sampling.max_new_tokens)
-        self._tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._logprobs = torch.zeros(shape, dtype=torch.float64, device=device)
-        self._lengths = torch.zeros(len(draws), dtype=torch.int64, device=device)
-        self._finished = torch.zeros(len(draws), dtype=torch.bool, device=device)
-        self._rows = torch.arange(len(draws), device=device)
-        self._cache = DynamicCache(config=lm.model.config)
-
-    def run(self, prompts: Ragged, prompt_of: Ids) -> Iterator[_Completion]:
-        """Complete ``prompts[prompt_of[i]]`` for each sequence ``i``; yields them in order."""
-        logits = self._prefill(prompts, prompt_of)
-        for step in range(self._sampling.max_new_tokens):
-            tokens = self._record(step, logits)
-            alive = ~self._finished[self._rows]
-            count = int(alive.sum())
-            if not count or step + 1 == self._sampling.max_new_tokens:
-                break
-            if count <= KEEP_SHARE * len(self._rows):
-                tokens = tokens[self._drop(alive)]
-            logits = self._forward(tokens)
-        if not self._logprobs.isfinite().all():
-            raise EngineError("the model's logits are not numbers: its weights are broken")
-        return self._completions()
-
-    def _prefill(self, prompts: Ragged, prompt_of: Ids) -> Any:
-        """Run each prompt once, padded on the left, then give each of its samples a copy of the cache."""
-        unique, copies = np.unique(prompt_of, return_inverse=True)
-        width = int(prompts.lengths[unique].max())
-        ids = np.full((len(unique), width), self._lm.pad_id, dtype=np.int64)
-        mask = np.zeros((len(unique), width), dtype=np.int64)
-        for row, prompt in enumerate(unique):
-            length = len(prompts[prompt])
-            ids[row, width - length :] = prompts[prompt]
-            mask[row, width - length :] = 1
-        self._mask = torch.from_numpy(mask).to(self._device)
-        positions = (self._mask.cumsum(dim=1) - 1).clamp(min=0)
-        logits = self._call(torch.from_numpy(ids).to(self._device), positions)
-        index = torch.from_numpy(copies).to(self._device)
-        self._cache.batch_select_indices(index)
-        self._mask, self._position = self._mask[index], positions[index, -1:] + 1
-        return logits[index]
-
-    def _forward(self, tokens: Any) -> Any:
-        self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)
-        logits = self._call(tokens[:, None], self._position)
-        self._position = self._position + 1
-        return logits
-
-    def _call(self, ids: Any, positions: Any) -> Any:
-        """Logits of the last position: ``[rows, vocab]``."""
-        return self._lm.model(
-            input_ids=ids,
-            attention_mask=self._mask,
-            position_ids=positions,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-
-    def _record(self, step: int, logits: Any) -> Any:
-        """Draw each row's next token and note it for the rows that have not ended; returns ``[rows]``."""
-        rows = self._rows
-        tokens, logprobs = choose(logits, self._sampling.temperature, self._draws[rows, step])
-        alive = ~self._finished[rows]
-        writing = rows[alive]
-        self._tokens[writing, step] = tokens[alive]
-        self._logprobs[writing, step] = logprobs[alive]
-        self._lengths[writing] = step + 1
-        self._finished[writing] = torch.isin(tokens[alive], self._ends)
-        return tokens
-
-    def _drop(self, alive: Any) -> Any:
-        """Remove the rows that have ended; returns the indices of the others."""
-        kept = alive.nonzero().squeeze(1)
-        self._cache.batch_select_indices(kept)
-        self._rows, self._mask, self._position = self._rows[kept], self._mask[kept], self._position[kept]
-        return kept
-
-    def _completions(self) -> Iterator[_Completion]:
-        tokens, logprobs = self._tokens.cpu().numpy(), self._logprobs.float().cpu().numpy()
-        for row, length in enumerate(self._lengths.tolist()):
-            yield _Completion(tokens[row, :length], logprobs[row, :length], bool(self._finished[row]))
-
-
-def _assemble(prompts: Ragged, prompt_of: Ids, completions: list[_Completion]) -> Batch:
-    heads = [prompts[prompt] for prompt in prompt_of]
-    pairs = list(zip(heads, completions, strict=True))
-    zeros = [np.zeros(len(head), dtype=np.float32) for head in heads]
-    tokens = Ragged.from_rows([np.concatenate([head, done.tokens]) for head, done in pairs], dtype=np.int64)
-    chosen = [np.arange(len(head) + len(done.tokens)) >= len(head) for head, done in pairs]
-    logprobs = [np.concatenate([zero, done.logprobs]) for zero, done in zip(zeros, completions, strict=True)]
-    return Batch(
-        {
-            "tokens": tokens,
-            "action_mask": Ragged.from_rows(chosen, dtype=np.bool_),
-            "logprobs": Ragged.from_rows(logprobs, dtype=np.float32),
-            "finished": np.array([done.finished for done in completions], dtype=np.bool_),
-        }
-    )
+def _decoder(
+    lm: CausalLM, settings: RolloutSettings, options: TorchOptions, memory: DeviceMemory, owner: str
+) -> Decoder:
+    dtype, fitting = _DTYPES[settings.precision], options.forward != "huggingface" and fused.fits(lm)
+    if fitting:
+        return fused.FusedDecoder(lm, dtype, memory, owner, settings.gpu_memory_utilization)
+    if options.forward == "fused":
+        raise EngineError(f"the fused forward pass does not fit this model of type '{lm.model.config.model_type}'")
+    return HuggingFaceDecoder(lm, dtype, memory, owner)

@@ -1,0 +1,182 @@
+"""The engines that ``benchmarks.rollout`` runs against each other, each on the same work."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, StoppingCriteria
+
+from dlrover.python.rl.engine.base import Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
+
+START_S = 300.0
+"""How long vLLM may take until it is ready."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sequences to draw at temperature 1, each to exactly its length.
+
+    Attributes:
+        name: what the tables call it.
+        prompts: token ids.
+        lengths: new tokens of each.
+        at_a_time: sequences that decode side by side.
+    """
+
+    name: str
+    prompts: list[list[int]]
+    lengths: list[int]
+    at_a_time: int
+
+    @property
+    def tokens(self) -> int:
+        """New tokens in all."""
+        return sum(self.lengths)
+
+
+class Side(Protocol):
+    """One engine; :meth:`run` draws everything and returns how many tokens it drew for each sequence."""
+
+    name: str
+
+    def run(self, work: Work) -> list[int]:
+        """Do the work once."""
+        ...
+
+    def close(self) -> None:
+        """End what it has started."""
+        ...
+
+
+class Torch:
+    """This project's engine: log-probs of every token and texts included, which the others do not give here."""
+
+    name = "torch engine"
+
+    def __init__(self, model: Path, at_a_time: int) -> None:
+        self._engine = TorchRolloutEngine(model, RolloutSettings(max_batch=at_a_time))
+
+    def run(self, work: Work) -> list[int]:
+        """Add all requests, of which so many are decoded at a time, and advance to the end."""
+        for number, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
+            sampling = SamplingParams(max_new_tokens=length, ignore_eos=True)
+            self._engine.add([Request.fresh(number, 0, prompt)], sampling, (0,))
+        done = {}
+        while self._engine.running:
+            done.update({item.request.prompt_id: len(item.request.done) for item in self._engine.advance()})
+        return [done[number] for number in range(len(work.prompts))]
+
+    def close(self) -> None:
+        """Release it."""
+        self._engine.close()
+
+
+class _Lengths(StoppingCriteria):
+    """Ends each row at its own length."""
+
+    def __init__(self, prompt: int, lengths: Sequence[int]) -> None:
+        self._ends = torch.tensor(lengths) + prompt
+
+    def __call__(self, input_ids: Any, scores: Any, **more: Any) -> Any:
+        return self._ends <= input_ids.shape[1]
+
+
+class Transformers:
+    """``generate`` of the library, batch after batch.
+
+    Args:
+        model: the model's folder.
+        attention: which of the library's attentions.
+        cache: its ``cache_implementation``; None is its default.
+        sort: put sequences of similar length, which nobody knows beforehand, in one batch.
+    """
+
+    def __init__(self, model: Path, attention: str, cache: str | None = None, sort: bool = False) -> None:
+        options = [attention, f"{cache} cache" if cache else "", "lengths known beforehand" if sort else ""]
+        self.name = f"transformers generate ({', '.join(filter(None, options))})"
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=attention)
+        self._model.generation_config.eos_token_id = None  # no row ends early, and nothing has to be looked for
+        self._cache, self._sort = cache, sort
+
+    def run(self, work: Work) -> list[int]:
+        """Draw, a batch at a time; a row that has reached its length waits for the longest of its batch."""
+        order = np.argsort(work.lengths, kind="stable") if self._sort else np.arange(len(work.lengths))
+        drawn = [0] * len(order)
+        for start in range(0, len(order), work.at_a_time):
+            chosen = order[start : start + work.at_a_time].tolist()
+            lengths = [work.lengths[row] for row in chosen]
+            prompts = torch.tensor([work.prompts[row] for row in chosen])
+            out = self._generate(prompts, lengths)
+            for row, length in zip(chosen, lengths, strict=True):
+                drawn[row] = min(length, out.shape[1] - prompts.shape[1])
+        return drawn
+
+    @torch.inference_mode()
+    def _generate(self, prompts: Any, lengths: list[int]) -> Any:
+        more: dict[str, Any] = {"cache_implementation": self._cache} if self._cache else {}
+        if len(set(lengths)) > 1:
+            more["stopping_criteria"] = [_Lengths(prompts.shape[1], lengths)]
+        return self._model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            max_new_tokens=max(lengths),
+            pad_token_id=0,
+            **more,
+        )
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Vllm:
+    """vLLM in a process of its own, which may have another environment."""
+
+    name = "vLLM"
+
+    def __init__(self, python: str, model: Path, at_a_time: int, threads: int) -> None:
+        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(threads)}
+        self._process = subprocess.Popen(
+            [python, str(Path(__file__).with_name("_rollout_vllm.py")), str(model), str(at_a_time)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        if self._answer() != "ready":
+            raise RuntimeError("vLLM did not start; its own messages are above")
+
+    def run(self, work: Work) -> list[int]:
+        """Hand over the prompts and lengths, which takes a millisecond, and wait."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([work.prompts, work.lengths]) + "\n")
+        self._process.stdin.flush()
+        return list(json.loads(self._answer()))
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("# "):
+                return line[2:].strip()
+            sys.stderr.write(line)
+        return ""
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(timeout=60.0)

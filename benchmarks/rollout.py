@@ -1,0 +1,144 @@
+"""How fast rollout engines draw tokens: ``make bench-rollout`` (``--quick`` to try it).
+
+Each round lets every engine do each work once, one after the other in changing order, in one run on one machine. The
+engines have the same model, prompts, lengths and threads, and decode 64 sequences at a time:
+
+* equal: 64 prompts of 32 tokens, 64 new tokens each;
+* mixed: 256 such prompts, 8 to 256 new tokens each, in random order. An engine that knows continuous batching gives a
+  sequence's place to the next one when it ends; ``transformers`` waits for the longest of each batch of 64.
+
+``transformers`` is measured at several settings, and compared with at the best of them.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks._rollout_sides import Side, Torch, Transformers, Vllm, Work
+from dlrover.python.rl.recipe.tiny import write_tiny_model
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SHAPE = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "max_positions": 512}
+AT_A_TIME, PROMPT = 64, 32
+GOALS = {"equal": 1.7, "mixed": 3.0}
+
+
+def works(quick: bool) -> list[Work]:
+    """What is drawn; the same in every run."""
+    generator = random.Random(0)
+
+    def prompts(count: int) -> list[list[int]]:
+        return [[generator.randrange(256) for _ in range(PROMPT)] for _ in range(count)]
+
+    short = 16 if quick else 64
+    equal = Work("equal", prompts(AT_A_TIME), [short] * AT_A_TIME, AT_A_TIME)
+    count = AT_A_TIME * (2 if quick else 4)
+    mixed = Work("mixed", prompts(count), [generator.randint(8, 256) for _ in range(count)], AT_A_TIME)
+    return [equal, mixed]
+
+
+def measure(sides: Sequence[Side], chosen: Sequence[Work], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Tokens per second of each work, side and round, after one that does not count."""
+    rates: dict[str, dict[str, list[float]]] = {work.name: {side.name: [] for side in sides} for work in chosen}
+    order = list(sides)
+    for number in range(rounds + 1):
+        random.Random(number).shuffle(order)
+        for work, side in product(chosen, order):
+            begun = time.perf_counter()
+            drawn = side.run(work)
+            seconds = time.perf_counter() - begun
+            if drawn != work.lengths:
+                raise RuntimeError(f"{side.name} drew {sum(drawn)} tokens of {work.tokens}")
+            if number:
+                rates[work.name][side.name].append(work.tokens / seconds)
+    return rates
+
+
+def best_peer(found: dict[str, list[float]]) -> str:
+    """The fastest setting of ``transformers`` that needs no lengths beforehand."""
+    peers = [name for name in found if name.startswith("transformers") and "beforehand" not in name]
+    return max(peers, key=lambda name: median(found[name]))
+
+
+def summary(results: dict[str, Any]) -> str:
+    """The tables of a run."""
+    lines = []
+    for name, found in results["tokens_per_s"].items():
+        peer, own = best_peer(found), median(found[Torch.name])
+        ratio = own / median(found[peer])
+        lines += [f"### {name}: {ratio:.2f}x transformers generate at its best (goal {GOALS[name]}x)", ""]
+        lines += ["| engine | tokens/s, median | quartiles | torch engine is |", "|---|---|---|---|"]
+        for side, rates in found.items():
+            low, _, high = quantiles(rates, n=4) if len(rates) > 1 else (rates[0],) * 3
+            lines.append(f"| {side} | {median(rates):,.0f} | {low:,.0f} to {high:,.0f} | {own / median(rates):.2f}x |")
+        lines.append("")
+    machine = results["machine"]
+    lines.append(
+        f"{results['rounds']} rounds; {machine['threads']} threads, {machine['cores']} cores, torch {machine['torch']},"
+        f" transformers {machine['transformers']}; model: {results['model']}."
+    )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a little of everything, to try it")
+    parser.add_argument("--rounds", type=int, help="how often each engine does each work (default 7; quick: 1)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine (default: all cores)")
+    parser.add_argument("--vllm-python", help="an interpreter that has vLLM (default: this one, if it has)")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(argv)
+    rounds = options.rounds or (1 if options.quick else 7)
+    torch.set_num_threads(options.threads)
+    vllm = options.vllm_python or (sys.executable if importlib.util.find_spec("vllm") else None)
+    sides: list[Side] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_tiny_model(Path(folder) / "model", **SHAPE)
+        try:
+            sides += [Torch(model, AT_A_TIME), *(Transformers(model, attention) for attention in ("sdpa", "eager"))]
+            sides += [Transformers(model, "sdpa", "static"), Transformers(model, "sdpa", sort=True)]
+            if vllm:
+                sides.append(Vllm(vllm, model, AT_A_TIME, options.threads))
+            rates = measure(sides, works(options.quick), rounds)
+        finally:
+            for side in sides:
+                side.close()
+    results = {
+        "model": ", ".join(f"{name} {size}" for name, size in SHAPE.items()),
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "threads": options.threads,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "rounds": rounds,
+        "tokens_per_s": rates,
+    }
+    file = options.out / ("rollout-quick.json" if options.quick else "rollout.json")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    text = summary(results)
+    file.with_suffix(".md").write_text(f"{text}\n", encoding="utf-8")
+    print(text)
+    print(f"\nkept in {file}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""A key-value cache of slots: each row has room for the longest sequence, taken once and used again and again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dlrover.python.rl.engine.memory import DeviceMemory
+from dlrover.python.rl.engine.torch.scheduler import GROUP
+
+_WORTH_A_CUT = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Entries of a layer that must be spared before rows are looked at apart: as many as are read in the time that three
+more operations take."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows ``start`` to ``stop``, looked at together.
+
+    Attributes:
+        longest: tokens of the longest of them.
+        bias: what to add to the scores so that no row looks beyond its end, ``[rows * kv_heads, 1, longest]``; None
+            where there is nothing to hide.
+    """
+
+    start: int
+    stop: int
+    longest: int
+    bias: Any
+
+
+class SlotCache:
+    """Keys and values of all layers, ``[layers, 2, rows, kv_heads, length, head_dim]``; row 0 to ``len(lengths) - 1``
+    are in use.
+
+    What a row holds beyond its length is left over from others: finite, and never looked at.
+
+    Args:
+        shape: as above.
+        dtype: of the entries.
+        memory: of the device.
+        owner: who it is accounted to.
+
+    Attributes:
+        lengths: tokens of each row in use.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int, int, int, int], dtype: Any, memory: DeviceMemory, owner: str
+    ) -> None:
+        self.lengths: list[int] = []
+        self._data = memory.allocate(owner, "kv_cache", shape, dtype)
+        _, _, rows, heads, length, _ = shape
+        self._heads, self._entry = heads, 2 * heads * shape[-1]
+        self._worth = _WORTH_A_CUT.get(self._data.device.type, 1 << 24)
+        kinds = torch.arange(2).view(1, 2, 1)
+        starts = ((kinds * rows + torch.arange(rows).view(rows, 1, 1)) * heads + torch.arange(heads)) * length
+        self._flat = [layer.view(-1, shape[-1]) for layer in self._data]
+        self._parts = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self._data]
+        self._starts = starts.to(memory.device)
+        """Where in a layer, counted in entries, row, key or value, and head begin: ``[rows, 2, kv_heads]``."""
+
+    def seat(self, past: Any) -> None:
+        """Use one row more, for ``past``: ``[layers, 2, kv_heads, seq, head_dim]``."""
+        self._data[:, :, len(self.lengths), :, : past.shape[3]] = past
+        self.lengths.append(past.shape[3])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Row ``i`` becomes what ``rows[i]`` was; none that is still needed may be written before it is read."""
+        for row, old in enumerate(rows):
+            if row != old:
+                length = self.lengths[old]
+                self._data[:, :, row, :, :length] = self._data[:, :, old, :, :length]
+        self.lengths = [self.lengths[old] for old in rows]
+
+    def grow(self) -> tuple[Any, Any]:
+        """Make each row a token longer, which :meth:`write` then fills layer by layer.
+
+        Returns:
+            Where the new entries go, for :meth:`write`; and the new tokens' positions, ``[rows]``.
+        """
+        positions = torch.tensor(self.lengths, device=self._starts.device)
+        self.lengths = [length + 1 for length in self.lengths]
+        return (self._starts[: len(self.lengths)] + positions.view(-1, 1, 1)).flatten(), positions
+
+    def write(self, layer: int, where: Any, entries: Any) -> None:
+        """Store the new keys and values of one layer: ``[rows, 2 * kv_heads, head_dim]``."""
+        self._flat[layer].index_copy_(0, where, entries.reshape(-1, entries.shape[-1]))
+
+    def read(self, layer: int, part: Segment) -> tuple[Any, Any]:
+        """Keys and values of some rows, as long as the longest of them: views ``[rows * kv_heads, seq, head_dim]``."""
+        rows, (keys, values) = slice(part.start * self._heads, part.stop * self._heads), self._parts[layer]
+        return keys[rows, : part.longest], values[rows, : part.longest]
+
+    def segments(self) -> list[Segment]:
+        """All rows in use, the first to the last; those that differ much in length apart."""
+        bias, found = self._bias(), list[Segment]()
+        for start in range(0, len(self.lengths), GROUP):
+            lengths, begin = self.lengths[start : start + GROUP], start
+            longest = max(lengths)
+            if found and abs(found[-1].longest - longest) * len(lengths) * self._entry < self._worth:
+                last = found.pop()
+                longest, begin = max(longest, last.longest), last.start
+            stop = start + len(lengths)
+            hidden = None if bias is None else bias[begin * self._heads : stop * self._heads, :, :longest]
+            found.append(Segment(begin, stop, longest, hidden))
+        return found
+
+    def _bias(self) -> Any:
+        """Minus infinity beyond each row's length, else 0: ``[rows * kv_heads, 1, seq]``; None when all are as long."""
+        longest, device = max(self.lengths), self._data.device
+        if min(self.lengths) == longest:
+            return None
+        lengths = torch.tensor(self.lengths, device=device)
+        beyond = torch.arange(longest, device=device) >= lengths.repeat_interleave(self._heads)[:, None, None]
+        return torch.zeros(beyond.shape, dtype=self._data.dtype, device=device).masked_fill_(beyond, -torch.inf)

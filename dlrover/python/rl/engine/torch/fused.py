@@ -1,0 +1,279 @@
+"""A forward pass of its own for decoders built like Llama: fewer and larger operations than the library's."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from dlrover.python.rl.engine.memory import DeviceMemory
+from dlrover.python.rl.engine.torch.cache import Segment, SlotCache
+from dlrover.python.rl.engine.torch.decoder import Ids, Prefix
+from dlrover.python.rl.engine.torch.loading import CausalLM
+from dlrover.python.rl.engine.torch.store import WeightStore
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_ROTARIES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose frequencies do not depend on how long a sequence gets."""
+
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_QUERY_KEY_VALUE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+_PARTS = (_QUERY_KEY_VALUE, ("self_attn.o_proj",), _GATE_UP, ("mlp.down_proj",))
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+
+
+def fits(lm: CausalLM) -> bool:
+    """Whether this forward pass computes what the model's own does."""
+    config, names = lm.model.config, {name for name, _ in lm.named_weights()}
+    if config.model_type not in _FAMILIES or config.hidden_act != "silu":
+        return False
+    if config.rope_parameters.get("rope_type", "default") not in _ROTARIES or _slides(config):
+        return False
+    groups = list(_groups(config.num_hidden_layers, names))
+    return {name for group in groups for name in group} == names
+
+
+def _slides(config: Any) -> bool:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return any(kind != "full_attention" for kind in kinds)
+    return getattr(config, "sliding_window", None) is not None
+
+
+def _groups(layers: int, names: set[str]) -> Iterator[tuple[str, ...]]:
+    """The names of a model's weights, those that are used as one together; biases and head norms where it has them."""
+    yield (_EMBEDDING,)
+    for layer in range(layers):
+        head = f"model.layers.{layer}."
+        for part in _PARTS:
+            yield tuple(f"{head}{name}.weight" for name in part)
+            biases = tuple(f"{head}{name}.bias" for name in part)
+            if names.issuperset(biases):
+                yield biases
+        for norm in (*_NORMS, *_HEAD_NORMS):
+            if norm in _NORMS or f"{head}{norm}.weight" in names:
+                yield (f"{head}{norm}.weight",)
+    yield (_NORM,)
+    if _HEAD in names:
+        yield (_HEAD,)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+
+    @classmethod
+    def of(cls, config: Any) -> "_Shape":
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        return cls(config.num_hidden_layers, heads, kv_heads, head_dim, config.rms_norm_eps)
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """Views of one layer's weights: matrices ``[out, in]``, but ``out`` and ``down`` transposed; each with its bias.
+
+    None stands for what the model does not have.
+    """
+
+    before: Any
+    qkv: tuple[Any, Any]
+    out: tuple[Any, Any]
+    after: Any
+    gate_up: tuple[Any, Any]
+    down: tuple[Any, Any]
+    head_norms: tuple[Any, Any] | None
+
+
+class FusedDecoder:
+    """Implements :class:`~dlrover.python.rl.engine.torch.decoder.Decoder` for the models that :func:`fits` accepts.
+
+    Query, key and value are one product, gate and up another. A step looks at the cache up to the longest row.
+
+    Args:
+        lm: the model, whose weights are copied; it is not needed afterwards.
+        dtype: of weights and cache.
+        memory: of the device.
+        owner: who weights and cache are accounted to.
+        share: of the device, that they may fill together.
+    """
+
+    def __init__(self, lm: CausalLM, dtype: Any, memory: DeviceMemory, owner: str, share: float) -> None:
+        named = dict(lm.named_weights())
+        groups = _groups(lm.model.config.num_hidden_layers, set(named))
+        self.store = WeightStore([[(name, named[name]) for name in group] for group in groups], dtype, memory, owner)
+        self.capacity = 0
+        self._shape, rotary = _Shape.of(lm.model.config), lm.model.model.rotary_emb
+        self._frequencies, self._scaling = rotary.inv_freq.float().cpu().clone(), float(rotary.attention_scaling)
+        self._dtype, self._memory, self._owner, self._share = dtype, memory, owner, share
+        self._cache: SlotCache | None = None
+        self._cos: Any = None
+        self._sin: Any = None
+        self._nothing = torch.zeros((1, 1, 1), dtype=dtype, device=memory.device)
+        self.bind()
+
+    # -- the decoder's port -------------------------------------------------------------------------------------------
+
+    def bind(self) -> None:
+        """Compute with the weights where they are now."""
+        self._layers: list[_Layer] = []
+        self._embedding = self._norm = self._head = None
+        if self.store.place == "cuda":
+            views = self.store.views
+            self._embedding, self._norm = views[_EMBEDDING], views[_NORM]
+            self._head = views.get(_HEAD, self._embedding)
+            self._layers = [self._layer(f"model.layers.{layer}.") for layer in range(self._shape.layers)]
+
+    def _layer(self, head: str) -> _Layer:
+        def linear(part: Sequence[str]) -> tuple[Any, Any]:
+            biases = [f"{head}{name}.bias" for name in part]
+            bias = self.store.fused(*biases) if biases[0] in self.store.views else None
+            return self.store.fused(*(f"{head}{name}.weight" for name in part)), bias
+
+        views = self.store.views
+        norms = [views.get(f"{head}{norm}.weight") for norm in _HEAD_NORMS]
+        qkv, out, gate_up, down = map(linear, _PARTS)
+        before, after = (views[f"{head}{norm}.weight"] for norm in _NORMS)
+        head_norms = (norms[0], norms[1]) if norms[0] is not None else None
+        return _Layer(before, qkv, (out[0].t(), out[1]), after, gate_up, (down[0].t(), down[1]), head_norms)
+
+    def fit(self, rows: int, length: int) -> int:
+        """Make an empty cache of up to ``rows`` rows for ``length`` tokens; returns how many it has."""
+        self.clear()
+        shape = self._shape
+        row = shape.layers * 2 * shape.kv_heads * length * shape.head_dim * int(self._dtype.itemsize)
+        room = self._memory.room(self._share)
+        if room is not None:
+            rows = max(1, min(rows, room // row))
+        sizes = (shape.layers, 2, rows, shape.kv_heads, length, shape.head_dim)
+        self._cache = SlotCache(sizes, self._dtype, self._memory, self._owner)
+        self.capacity = length
+        self._cos, self._sin = self._rotations(length)
+        return rows
+
+    def clear(self) -> None:
+        """Release the cache."""
+        self._cache, self.capacity = None, 0
+        self._cos = self._sin = None
+
+    def prefill(self, sequences: Sequence[Ids]) -> list[Prefix]:
+        """Read whole sequences, padded on the right: causal attention keeps what comes later out of sight."""
+        lengths = [len(tokens) for tokens in sequences]
+        padded = np.zeros((len(sequences), max(lengths)), dtype=np.int64)
+        for row, tokens in enumerate(sequences):
+            padded[row, : len(tokens)] = tokens
+        hidden = functional.embedding(torch.from_numpy(padded).to(self._memory.device), self._embedding)
+        rotations = self._rotations(max(lengths))
+        pasts = [self._read(layer, hidden, rotations) for layer in self._layers]
+        last = hidden[torch.arange(len(lengths)), torch.tensor(lengths) - 1]
+        logits = self._logits(last)
+        whole = torch.stack(pasts)
+        return [Prefix(length, whole[:, :, row, :, :length], logits[row]) for row, length in enumerate(lengths)]
+
+    def seat(self, prefixes: Sequence[Prefix]) -> None:
+        """Add a row with each, in order."""
+        for prefix in prefixes:
+            self._slots.seat(prefix.past)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Row ``i`` becomes what ``rows[i]`` was, and those beyond are free."""
+        if self._cache is not None:
+            self._cache.keep(rows)
+
+    def step(self, tokens: Any) -> Any:
+        """Read a token more in each row: int64 ``[rows]`` to the logits of the next, ``[rows, vocab]``."""
+        where, positions = self._slots.grow()
+        rotations = self._cos[positions][:, None], self._sin[positions][:, None]
+        segments = self._slots.segments()
+        hidden = functional.embedding(tokens, self._embedding)
+        for index, layer in enumerate(self._layers):
+            heads = self._heads(layer, self._normed(hidden, layer.before), rotations)
+            self._slots.write(index, where, heads[:, self._shape.heads :])
+            _add_product(hidden, self._attend(index, heads, segments), layer.out)
+            self._feed_forward(layer, hidden)
+        return self._logits(hidden)
+
+    # -- the forward pass ---------------------------------------------------------------------------------------------
+
+    @property
+    def _slots(self) -> SlotCache:
+        assert self._cache is not None, "fit comes first"
+        return self._cache
+
+    def _rotations(self, length: int) -> tuple[Any, Any]:
+        """Cosines and sines by position, ``[length, head_dim]`` each; the first half of the sines is negated."""
+        angles = torch.arange(length, dtype=torch.float32)[:, None] * self._frequencies
+        cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
+        both = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        return both[0].to(self._memory.device, self._dtype), both[1].to(self._memory.device, self._dtype)
+
+    def _normed(self, hidden: Any, weight: Any) -> Any:
+        return functional.rms_norm(hidden, weight.shape, weight, self._shape.eps)
+
+    def _heads(self, layer: _Layer, normed: Any, rotations: tuple[Any, Any]) -> Any:
+        """Queries, keys (both rotated) and values: ``[..., heads + 2 * kv_heads, head_dim]``."""
+        shape = self._shape
+        heads = functional.linear(normed, *layer.qkv).unflatten(-1, (-1, shape.head_dim))
+        turned = heads[..., : shape.heads + shape.kv_heads, :]
+        if layer.head_norms is not None:
+            turned[..., : shape.heads, :] = self._normed(turned[..., : shape.heads, :], layer.head_norms[0])
+            turned[..., shape.heads :, :] = self._normed(turned[..., shape.heads :, :], layer.head_norms[1])
+        cos, sin = rotations
+        swapped = turned.roll(shape.head_dim // 2, dims=-1)
+        turned.mul_(cos).addcmul_(swapped, sin)
+        return heads
+
+    def _attend(self, index: int, heads: Any, segments: Sequence[Segment]) -> Any:
+        """Attention of one new token per row over the cache: ``[rows, heads * head_dim]``."""
+        shape = self._shape
+        queries = heads[:, : shape.heads].reshape(len(heads) * shape.kv_heads, -1, shape.head_dim)
+        parts = []
+        for part in segments:
+            keys, values = self._slots.read(index, part)
+            asked = queries[part.start * shape.kv_heads : part.stop * shape.kv_heads]
+            bias, counts = (self._nothing, 0) if part.bias is None else (part.bias, 1)
+            scores = torch.baddbmm(bias, asked, keys.transpose(1, 2), beta=counts, alpha=shape.head_dim**-0.5)
+            parts.append(torch.bmm(torch.softmax(scores, dim=-1), values))
+        seen = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return seen.view(len(heads), -1)
+
+    def _read(self, layer: _Layer, hidden: Any, rotations: tuple[Any, Any]) -> Any:
+        """One layer over whole sequences, added to ``hidden`` ``[rows, seq, hidden]``.
+
+        Returns:
+            Keys and values ``[2, rows, kv_heads, seq, head_dim]``.
+        """
+        shape = self._shape
+        cos, sin = rotations
+        heads = self._heads(layer, self._normed(hidden, layer.before), (cos[:, None], sin[:, None])).transpose(1, 2)
+        queries, keys, values = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+        seen = functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, enable_gqa=shape.heads != shape.kv_heads
+        )
+        _add_product(hidden.flatten(0, 1), seen.transpose(1, 2).flatten(2).flatten(0, 1), layer.out)
+        self._feed_forward(layer, hidden.flatten(0, 1))
+        return torch.stack([keys, values])
+
+    def _feed_forward(self, layer: _Layer, hidden: Any) -> None:
+        """The second half of a layer, added to ``hidden`` ``[rows, hidden]``."""
+        gate, up = functional.linear(self._normed(hidden, layer.after), *layer.gate_up).chunk(2, dim=-1)
+        _add_product(hidden, functional.silu(gate).mul_(up), layer.down)
+
+    def _logits(self, hidden: Any) -> Any:
+        return functional.linear(self._normed(hidden, self._norm), self._head)
+
+
+def _add_product(hidden: Any, inputs: Any, linear: tuple[Any, Any]) -> None:
+    """Add a linear layer's output, its weight transposed, to ``hidden`` ``[rows, out]``, in place."""
+    weight, bias = linear
+    hidden.addmm_(inputs, weight)
+    if bias is not None:
+        hidden.add_(bias)

@@ -1,0 +1,114 @@
+"""What the contract of rollout engines is run over, and the plain reference it is held against."""
+
+import dataclasses
+import importlib.util
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.engine.base import Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.registry import ROLLOUT, engine_class
+from dlrover.python.rl.engine.torch.loading import load_causal_lm
+from dlrover.python.rl.engine.weights import take_snapshot
+
+TEXTS = ["a", "what is the answer to this?", "37+45=", "a longer prompt than all of the others, by far", "xyz"]
+EOS = 258
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An engine that the suite runs over.
+
+    Attributes:
+        label: what the tests call it.
+        name: in the registry.
+        package: which has to be installed for it.
+        backend: its own options.
+    """
+
+    label: str
+    name: str
+    package: str = "torch"
+    backend: dict = field(default_factory=dict)
+
+    @property
+    def missing(self):
+        return importlib.util.find_spec(self.package) is None
+
+    def make(self, model, memory=None, **settings):
+        settings = RolloutSettings(**{"max_batch": 8, "backend": self.backend, **settings})
+        return engine_class(ROLLOUT, self.name)(model, settings, memory)
+
+
+KINDS = (
+    Kind("torch", "torch"),
+    Kind("torch-huggingface", "torch", backend={"forward": "huggingface"}),
+    Kind("vllm", "vllm", package="vllm"),
+)
+
+
+class Reference:
+    """The model itself, asked the slow way: without a cache, without a batch."""
+
+    def __init__(self, path):
+        self.path = path
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    def snapshot(self, version, scale=1.0):
+        """Its weights, each times ``scale``."""
+        return take_snapshot(
+            ((name, tensor * scale) for name, tensor in load_causal_lm(self.path).named_weights()), version
+        )
+
+    @torch.no_grad()
+    def logprobs(self, tokens, temperature):
+        """``[seq - 1, vocab]``: of each token after the first."""
+        logits = self.model(torch.tensor([list(tokens)])).logits[0, :-1]
+        return torch.log_softmax(logits.double() / (temperature or 1.0), dim=-1)
+
+    @torch.no_grad()
+    def greedy(self, prompt, count):
+        """What the library's own ``generate`` gives."""
+        out = self.model.generate(
+            torch.tensor([list(prompt)]), do_sample=False, max_new_tokens=count, eos_token_id=EOS, pad_token_id=256
+        )
+        return out[0, len(prompt) :].tolist()
+
+
+def prompts(texts=TEXTS, first_id=0):
+    rows = [list(text.encode()) for text in texts]
+    ids = np.arange(first_id, first_id + len(rows))
+    return Batch({"prompt_id": ids, "tokens": Ragged.from_rows(rows, dtype=np.int64)})
+
+
+def sampling(**changes):
+    return dataclasses.replace(SamplingParams(max_new_tokens=24, temperature=1.0), **changes)
+
+
+def completions(out):
+    pairs = zip(out.ragged("tokens"), out.ragged("action_mask"), strict=True)
+    return [tokens[mask].tolist() for tokens, mask in pairs]
+
+
+def requests(texts=TEXTS, samples=1):
+    return [
+        Request.fresh(number, index, list(text.encode()))
+        for number, text in enumerate(texts)
+        for index in range(samples)
+    ]
+
+
+def drain(engine):
+    """Advance until nothing runs; completions by key."""
+    done = {}
+    while engine.running:
+        done.update({item.request.key: item for item in engine.advance()})
+    return done
+
+
+def drawn(done):
+    """Tokens by key."""
+    return {key: item.request.done.tolist() for key, item in done.items()}
