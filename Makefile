@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow chaos bench-recovery bench-rollout check lint types docs format clean
+.PHONY: help demo test test-slow chaos bench-recovery bench-rollout bench-training check lint types docs format clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,14 @@ bench-recovery: $(VENV)/dev ## Measure detection, recovery and their cost (ARGS=
 
 bench-rollout: $(VENV)/dev ## Measure the torch rollout engine against transformers and vLLM (ARGS=--quick to try it)
 	$(BIN)/python -m benchmarks.rollout $(ARGS)
+
+$(VENV)-trl/ready: setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)-trl
+	$(VENV)-trl/bin/python -m pip install --quiet --constraint constraints.txt --editable . trl==1.16.0
+	@touch $@
+
+bench-training: $(VENV)-trl/ready ## Measure training against TRL, in an environment that has it (ARGS=--quick to try it)
+	$(VENV)-trl/bin/python -m benchmarks.training $(ARGS)
 
 check: $(VENV)/dev lint types ## Lint, types, layers and the fast tests
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not ray' tests/test_architecture.py tests/unit/common tests/unit/config \

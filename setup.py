@@ -9,6 +9,7 @@ CORE = [
     "click>=8.1",
     "cloudpickle>=3",
     "grpcio>=1.60",
+    "huggingface-hub>=1",
     "isal>=1.7",
     "matplotlib>=3.8",
     "numpy>=1.26",
@@ -19,11 +20,14 @@ CORE = [
     "pyyaml>=6",
     "ray>=2.40",
     "rich>=13",
+    "safetensors>=0.4",
     "tensorboardX>=2.6",
     "torch>=2.6",
     "transformers>=5",
 ]
+LORA = ["peft>=0.17"]
 DEV = [
+    *LORA,
     "hypothesis>=6.100",
     "mypy>=1.13",
     "pytest>=8",
@@ -46,7 +50,7 @@ setup(
     packages=find_namespace_packages(include=["dlrover", "dlrover.*"]),
     package_data={"dlrover": ["py.typed"]},
     install_requires=CORE,
-    extras_require={"dev": DEV + DOCS, "docs": DOCS},
+    extras_require={"dev": DEV + DOCS, "docs": DOCS, "lora": LORA},
     entry_points={"console_scripts": ["dlrover-rl = dlrover.python.rl.master.main:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",

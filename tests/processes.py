@@ -10,10 +10,11 @@ import traceback
 import torch
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "transformers", "torch.distributed.tensor.parallel"])
+# What takes seconds to import is there already in each process: they are forked from one that has it.
+_SERVER.set_forkserver_preload(["dlrover.python.rl.engine.fsdp2.engine", "transformers.models.qwen2.modeling_qwen2"])
 
 
-def run(world_size, function, *arguments, timeout_s=240.0):
+def run(world_size, function, *arguments, timeout_s=280.0):
     """``function(rank, world_size, port, *arguments)`` on each rank; the results in the ranks' order.
 
     Raises:

@@ -15,7 +15,7 @@ BUDGET = 40
 
 def make_engine(case, rank, port, path, frozen=False):
     settings = TrainSettings(max_tokens_per_microbatch=BUDGET, parallel=case.sizes, backend=case.backend)
-    rendezvous = Rendezvous(rank, case.world_size, "127.0.0.1", port, timeout_s=60)
+    rendezvous = Rendezvous(rank, case.world_size, "127.0.0.1", port, timeout_s=240)
     return engine_class(TRAIN, case.engine)(path, None if frozen else CONFIG, settings, rendezvous)
 
 

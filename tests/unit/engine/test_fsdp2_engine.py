@@ -195,7 +195,7 @@ def test_row_052_clipping_scales_by_the_global_norm_and_reports_it_unclipped(mod
 def train_rank(rank, world_size, port, path):
     """One data-parallel rank: three steps on its shard, then a non-finite one that every rank must refuse."""
     copies = TrainSettings(parallel=ParallelSizes(ddp_size=world_size))
-    engine = Fsdp2TrainEngine(path, GENTLE, copies, Rendezvous(rank, world_size, "127.0.0.1", port, 60))
+    engine = Fsdp2TrainEngine(path, GENTLE, copies, Rendezvous(rank, world_size, "127.0.0.1", port, 240))
     steps = [engine.step(make_batch(seed).split(world_size)[rank], token_loss) for seed in range(3)]
     refused = False
     try:

@@ -42,7 +42,7 @@ def weights(engine):
 
 
 def make_engine(rank, world_size, port, path, settings, frozen=False):
-    rendezvous = Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=60)
+    rendezvous = Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=240)
     return Fsdp2TrainEngine(path, None if frozen else CONFIG, settings, rendezvous)
 
 

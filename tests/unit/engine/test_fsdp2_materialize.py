@@ -105,7 +105,7 @@ def test_parameters_in_empty_weights_have_no_memory_and_buffers_have():
 
 
 def sharded(rank, world_size, port):
-    ranks = Ranks.connect(Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=60))
+    ranks = Ranks.connect(Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=240))
     grid = Grid.of(ranks, ParallelSizes())
     made = materialize(empty(), TensorSource(tensors()), grid, Making())
     output = made.module(INPUT)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.base import LoraSettings, OptimizerConfig, TrainSettings
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
@@ -142,6 +143,12 @@ def test_row_038_adapters_are_trained_alone_and_leave_merged(model_path, tmp_pat
     engine.save(tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     assert all(torch.equal(merged[name], tensor) for name, tensor in after.items())
+
+
+def test_without_peft_the_extra_is_named(model_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingExtra, match=r"'peft' is not installed: pip install 'dlrover-rl\[lora\]'"):
+        Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(lora=LoraSettings()))
 
 
 def test_adapters_come_back_after_meta(model_path):

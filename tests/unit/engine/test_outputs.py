@@ -78,7 +78,7 @@ def test_greedy_is_temperature_one():
 
 def divided(rank, world_size, port, temperature):
     """This rank's columns, which are not equally many."""
-    ranks = Ranks.connect(Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=60))
+    ranks = Ranks.connect(Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=240))
     logits, targets, weights = problem()
     cut = 4
     columns = slice(0, cut) if rank == 0 else slice(cut, VOCAB)

@@ -82,7 +82,8 @@ class TrainSettings:
 
     head: Literal["causal", "token"] = "causal"
     """``causal``: a language model, whose outputs are log-probs. ``token``: a token-classification model of one label
-    (critic, reward model), whose outputs are scores."""
+    (critic, reward model), whose outputs are scores: what it says at the action token itself, having read it. So the
+    value before an action is the score of the token before it."""
 
     backend: Mapping[str, Any] = field(default_factory=dict)
     """Options that only the named backend has (``zero_stage`` of deepspeed); an unknown one is refused."""
@@ -163,8 +164,8 @@ class TrainEngine(Offloadable, Protocol):
     :class:`~dlrover.python.rl.engine.memory.DeviceMemory` that accounts for the device, one of its own if None.
 
     Batches have the ragged columns ``tokens`` (int64, prompt and completion) and ``action_mask`` (bool, True on the
-    tokens that the policy chose; never on a row's first token), both ``[rows, seq]``. The ranks of one model replica
-    (:attr:`layout`) pass the same rows, different replicas different ones.
+    tokens that the policy chose; for a causal head never on a row's first token), both ``[rows, seq]``. The ranks of
+    one model replica (:attr:`layout`) pass the same rows, different replicas different ones.
     """
 
     version: int

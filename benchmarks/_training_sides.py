@@ -1,0 +1,206 @@
+"""What ``benchmarks.training`` runs against each other: this project's engines and TRL's trainers, on the same work."""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+from dlrover.python.rl.algorithm.grpo import GRPO
+from dlrover.python.rl.algorithm.sft import SFT
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.engine.base import OptimizerConfig, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.registry import ROLLOUT, engine_class
+
+LR = 1e-5
+BEST = {"bf16": False, "gradient_checkpointing": False}
+QUIET = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+
+
+@dataclass(frozen=True)
+class Work:
+    """The same rows and prompts for everybody.
+
+    Attributes:
+        rows: token ids of each example; all but the first are trained on.
+        rows_per_step: of an optimizer step.
+        prompts: texts, a byte a token.
+        completions: of each prompt.
+        new_tokens: of each completion.
+        steps: GRPO steps.
+    """
+
+    rows: list[list[int]]
+    rows_per_step: int
+    prompts: list[str]
+    completions: int
+    new_tokens: int
+    steps: int
+
+    @classmethod
+    def drawn(cls, rows: int, steps: int) -> "Work":
+        """Examples of 16 to 512 tokens; prompts of 32."""
+        generator = random.Random(0)
+        lengths = [generator.randint(16, 512) for _ in range(rows)]
+        examples = [[generator.randrange(256) for _ in range(length)] for length in lengths]
+        prompts = ["".join(generator.choices("abcdefgh", k=32)) for _ in range(8)]
+        return cls(examples, 16, prompts, 8, 64, steps)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the examples."""
+        return sum(map(len, self.rows))
+
+
+class Side(Protocol):
+    """One setting of one system; :meth:`run` does the work once and returns the seconds it took."""
+
+    name: str
+
+    def run(self, work: Work) -> float:
+        """Do it."""
+        ...
+
+
+def reward(completion: str) -> float:
+    """Something that costs nothing: the share of one letter."""
+    return completion.count("a") / max(1, len(completion))
+
+
+class OwnSft:
+    """One epoch of examples, packed."""
+
+    name = "this project: packed"
+
+    def __init__(self, model: Path) -> None:
+        self._engine = Fsdp2TrainEngine(model, OptimizerConfig(lr=LR))
+
+    def run(self, work: Work) -> float:
+        """See :class:`Side`."""
+        batches = [self._batch(work.rows[at : at + work.rows_per_step]) for at in range(0, len(work.rows), 16)]
+        begun = time.perf_counter()
+        for batch in batches:
+            self._engine.step(batch, SFT().loss)
+        return time.perf_counter() - begun
+
+    def _batch(self, rows: Sequence[Sequence[int]]) -> Batch:
+        masks = [np.arange(len(row)) > 0 for row in rows]
+        counts = np.array([len(row) - 1 for row in rows], dtype=np.int64)
+        weights = SFT().annotate(Batch({"action_tokens": counts}))["weight"]
+        return Batch({"tokens": Ragged.from_rows(rows), "action_mask": Ragged.from_rows(masks), "weight": weights})
+
+
+class OwnGrpo:
+    """GRPO steps: weights to the rollout engine, completions, rewards, advantages, an optimizer step."""
+
+    name = "this project: fsdp2 and torch engines"
+
+    def __init__(self, model: Path) -> None:
+        self._train = Fsdp2TrainEngine(model, OptimizerConfig(lr=LR))
+        self._rollout = engine_class(ROLLOUT, "torch")(model, RolloutSettings())
+
+    def run(self, work: Work) -> float:
+        """See :class:`Side`."""
+        begun = time.perf_counter()
+        for _ in range(work.steps):
+            self._step(work)
+        return time.perf_counter() - begun
+
+    def _step(self, work: Work) -> None:
+        tokenizer, algorithm = self._rollout.tokenizer, GRPO()
+        self._rollout.receive(self._train.publish())
+        tokens = Ragged.from_rows([tokenizer.encode(prompt) for prompt in work.prompts], dtype=np.int64)
+        sampling = SamplingParams(work.new_tokens, 1.0, work.completions, ignore_eos=True)
+        asked = Batch({"prompt_id": np.arange(len(work.prompts)), "tokens": tokens})
+        drawn = self._rollout.generate(asked, sampling, (self._train.version,))
+        actions = np.array([int(mask.sum()) for mask in drawn.ragged("action_mask")], dtype=np.int64)
+        rewards = np.array([reward(text) for text in drawn.objects("completion")])
+        judged = Batch({"prompt_id": drawn["prompt_id"], "reward": rewards, "action_tokens": actions})
+        rows = algorithm.annotate(judged)
+        batch = drawn.select("tokens", "action_mask").with_columns(
+            old_logprobs=drawn["logprobs"], advantage=rows["advantage"], weight=rows["weight"]
+        )
+        self._train.step(batch, algorithm.loss)
+
+
+class _Clock(TrainerCallback):
+    """The time from the first step's begin to the last one's end."""
+
+    begun = ended = 0.0
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.begun = self.begun or time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ended = time.perf_counter()
+
+
+class TrlSft:
+    """``SFTTrainer`` over the same examples once."""
+
+    def __init__(self, model: Path, label: str, folder: Path, **options: Any) -> None:
+        self.name = f"TRL SFTTrainer: {label}"
+        self._model, self._folder, self._options = model, folder, options
+
+    def run(self, work: Work) -> float:
+        """See :class:`Side`."""
+        clock = _Clock()
+        config = SFTConfig(
+            str(self._folder),
+            per_device_train_batch_size=work.rows_per_step,
+            num_train_epochs=1,
+            learning_rate=LR,
+            max_length=512,
+            use_cpu=True,
+            dataset_kwargs={"skip_prepare_dataset": True} if not self._options.get("packing") else None,
+            **QUIET | self._options,
+        )
+        trainer = SFTTrainer(
+            AutoModelForCausalLM.from_pretrained(self._model),
+            config,
+            train_dataset=Dataset.from_dict({"input_ids": work.rows}),
+            processing_class=AutoTokenizer.from_pretrained(self._model),
+            callbacks=[clock],
+        )
+        trainer.train()
+        return clock.ended - clock.begun
+
+
+class TrlGrpo:
+    """``GRPOTrainer``: completions of the same number and length."""
+
+    def __init__(self, model: Path, label: str, folder: Path, **options: Any) -> None:
+        self.name = f"TRL GRPOTrainer: {label}"
+        self._model, self._folder, self._options = model, folder, options
+
+    def run(self, work: Work) -> float:
+        """See :class:`Side`."""
+        clock = _Clock()
+        config = GRPOConfig(
+            str(self._folder),
+            per_device_train_batch_size=len(work.prompts) * work.completions,
+            num_generations=work.completions,
+            max_completion_length=work.new_tokens,
+            generation_kwargs={"min_new_tokens": work.new_tokens},
+            max_steps=work.steps,
+            learning_rate=LR,
+            use_cpu=True,
+            **QUIET | self._options,
+        )
+        trainer = GRPOTrainer(
+            str(self._model),
+            lambda completions, **columns: [reward(text) for text in completions],
+            config,
+            train_dataset=Dataset.from_dict({"prompt": work.prompts * work.steps}),
+            processing_class=AutoTokenizer.from_pretrained(self._model),
+            callbacks=[clock],
+        )
+        trainer.train()
+        return clock.ended - clock.begun

@@ -1,0 +1,140 @@
+"""How fast training is: ``make bench-training`` (``ARGS=--quick`` to try it), in an environment with TRL.
+
+Each round lets every side do its work once, one after the other in changing order, in one process on one machine. All
+have the same model, examples, prompts, lengths, rows per optimizer step, and threads:
+
+* sft: an epoch over examples of 16 to 512 tokens, 16 to a step. What counts is real tokens per second.
+* grpo: steps of 8 prompts of 32 tokens with 8 completions of 64 tokens each, generation included. What counts is
+  seconds per step.
+
+TRL is compared with at the best of its settings; its defaults are printed beside them.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import transformers
+import trl
+
+from benchmarks._training_sides import BEST, OwnGrpo, OwnSft, Side, TrlGrpo, TrlSft, Work
+from dlrover.python.rl.recipe.tiny import write_tiny_model
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SHAPE = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "max_positions": 512}
+GOAL = 1.5
+
+
+def sides(model: Path, folder: Path, defaults: bool) -> dict[str, list[Side]]:
+    """By kind of work; this project's first."""
+    grouped = {"train_sampling_strategy": "group_by_length"}
+    found: dict[str, list[Side]] = {
+        "sft": [
+            OwnSft(model),
+            TrlSft(model, "group_by_length, fp32", folder, **BEST, **grouped),
+            TrlSft(model, "wrapped packing, fp32", folder, **BEST, packing=True, packing_strategy="wrapped"),
+            TrlSft(model, "no packing, fp32", folder, **BEST),
+        ],
+        "grpo": [OwnGrpo(model), TrlGrpo(model, "fp32", folder, **BEST)],
+    }
+    if defaults:
+        found["sft"].append(TrlSft(model, "defaults", folder))
+        found["grpo"].append(TrlGrpo(model, "defaults", folder))
+    return found
+
+
+def measure(chosen: dict[str, list[Side]], work: Work, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds by kind of work and side, after a round that does not count."""
+    seconds: dict[str, dict[str, list[float]]] = {kind: {one.name: [] for one in ones} for kind, ones in chosen.items()}
+    order = [(kind, side) for kind, ones in chosen.items() for side in ones]
+    for number in range(rounds + 1):
+        random.Random(number).shuffle(order)
+        for kind, side in order:
+            taken = side.run(work)
+            if number:
+                seconds[kind][side.name].append(taken)
+    return seconds
+
+
+def summary(results: dict[str, Any]) -> str:
+    """The tables of a run."""
+    lines = []
+    for kind, found in results["seconds"].items():
+        own, *peers = found
+        best = min((name for name in peers if not name.endswith("defaults")), key=lambda name: median(found[name]))
+        ratio = median(found[best]) / median(found[own])
+        lines += [f"### {kind}: {ratio:.2f}x {best} (goal {GOAL}x)", ""]
+        unit = "tokens/s" if kind == "sft" else "s per step"
+        lines += [f"| side | {unit}, median | quartiles | time, this project's = 1 |", "|---|---|---|---|"]
+        for name, times in found.items():
+            told = [_told(kind, value, results) for value in [median(times), *_quartiles(times)]]
+            lines.append(f"| {name} | {told[0]} | {told[1]} to {told[2]} | {median(times) / median(found[own]):.2f} |")
+        lines.append("")
+    machine = results["machine"]
+    lines.append(
+        f"{results['rounds']} rounds; {machine['threads']} threads, {machine['cores']} cores, torch {machine['torch']},"
+        f" transformers {machine['transformers']}, TRL {machine['trl']}; model: {results['model']}."
+    )
+    return "\n".join(lines)
+
+
+def _told(kind: str, seconds: float, results: dict[str, Any]) -> str:
+    return f"{results['tokens'] / seconds:,.0f}" if kind == "sft" else f"{seconds / results['steps']:.2f}"
+
+
+def _quartiles(times: Sequence[float]) -> tuple[float, float]:
+    low, _, high = quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
+    return low, high
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a little of everything, to try it")
+    parser.add_argument("--rounds", type=int, help="how often each side does its work (default 7; quick: 1)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the process (default: all cores)")
+    parser.add_argument("--no-defaults", action="store_true", help="leave out TRL's defaults, which take minutes")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(argv)
+    rounds = options.rounds or (1 if options.quick else 7)
+    torch.set_num_threads(options.threads)
+    work = Work.drawn(32, 1) if options.quick else Work.drawn(128, 3)
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_tiny_model(Path(folder) / "model", **SHAPE)
+        seconds = measure(sides(model, Path(folder) / "trl", not options.no_defaults), work, rounds)
+    results = {
+        "model": ", ".join(f"{name} {size}" for name, size in SHAPE.items()),
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "threads": options.threads,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "trl": trl.__version__,
+        },
+        "rounds": rounds,
+        "tokens": work.tokens,
+        "steps": work.steps,
+        "seconds": seconds,
+    }
+    file = options.out / ("training-quick.json" if options.quick else "training.json")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    text = summary(results)
+    file.with_suffix(".md").write_text(f"{text}\n", encoding="utf-8")
+    print(text)
+    print(f"\nkept in {file}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
