@@ -95,6 +95,36 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing(model_path, tmp
     assert bits(engine) == kept
 
 
+def test_a_checkpoint_on_disk_brings_back_all_and_the_random_state(model_path, tmp_path):
+    engine = Fsdp2TrainEngine(model_path, CONFIG)
+    step(engine, 0)
+    for _ in range(2):  # The second one takes the first one's place.
+        engine.save_checkpoint(tmp_path / "kept")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
+    kept, drawn = bits(engine), [random.random(), np.random.random(), float(torch.rand(()))]
+    step(engine, 1)
+    engine.load_checkpoint(tmp_path / "kept")
+    assert (bits(engine), engine.version) == (kept, 1)
+    assert [random.random(), np.random.random(), float(torch.rand(()))] == drawn
+    engine.meta()
+    engine.load_checkpoint(tmp_path / "kept")
+    assert bits(engine) == kept
+
+
+def test_a_checkpoint_that_is_not_there_or_of_something_else_is_refused(model_path, tmp_path):
+    engine = Fsdp2TrainEngine(model_path, CONFIG)
+    with pytest.raises(EngineError, match="no checkpoint at '.*nothing'"):
+        engine.load_checkpoint(tmp_path / "nothing")
+    engine.save_checkpoint(tmp_path / "kept")
+    wider = Fsdp2TrainEngine(write_tiny_model(tmp_path / "wide", hidden=48, layers=1), CONFIG)
+    kept = bits(wider)
+    with pytest.raises(EngineError, match=r"of another model: it has model/model\.embed_tokens\.weight of shape"):
+        wider.load_checkpoint(tmp_path / "kept")
+    with pytest.raises(EngineError, match=r"of another model: it has optimizer/.* besides"):
+        Fsdp2TrainEngine(model_path, None).load_checkpoint(tmp_path / "kept")
+    assert bits(wider) == kept
+
+
 def test_all_random_states_come_back():
     state = saved(random_state())
 

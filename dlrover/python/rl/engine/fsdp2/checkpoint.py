@@ -6,7 +6,9 @@ A folder holds what the layout that wrote it had; another layout reads its own p
 import shutil
 import struct
 import uuid
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,8 @@ def write_checkpoint(path: Path, ranks: Ranks, made: Materialized, optimizer: Ma
     }
     fresh = path.with_name(f".{path.name}.new-{ranks.gather(uuid.uuid4().hex)[0]}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    dcp.save(tree, checkpoint_id=fresh, no_dist=ranks.world_size == 1)
+    with _quiet():
+        dcp.save(tree, checkpoint_id=fresh, no_dist=ranks.world_size == 1)
     if ranks.rank == 0:
         old = path.with_name(f".{path.name}.old-{uuid.uuid4().hex}")
         if path.exists():
@@ -72,7 +75,8 @@ def read_checkpoint(path: Path, ranks: Ranks, made: Materialized, optimizer: Mas
     if own in there:
         tree[own] = torch.zeros(there[own].size, dtype=torch.uint8)
     try:
-        dcp.load(tree, storage_reader=reader, no_dist=ranks.world_size == 1)
+        with _quiet():
+            dcp.load(tree, storage_reader=reader, no_dist=ranks.world_size == 1)
     except CheckpointException as error:
         raise EngineError(f"the checkpoint '{path}' cannot be read: {error}") from error
     for shard in made.shards:
@@ -80,6 +84,14 @@ def read_checkpoint(path: Path, ranks: Ranks, made: Materialized, optimizer: Mas
     if own in tree and tuple(tree[_LAYOUT].tolist()) == made.shards.grid.layout.shape:
         set_random_state(_from_tensor(tree[own]))
     return int(tree[_VERSION])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A single process is told that it is one, although it said so itself."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 def _random(ranks: Ranks) -> str:
