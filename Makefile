@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow chaos bench-recovery bench-rollout bench-training check lint types docs format clean
+.PHONY: help demo test test-slow chaos bench-recovery bench-rollout bench-training bench-weight-sync check lint types docs format clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ $(VENV)-trl/ready: setup.py constraints.txt
 
 bench-training: $(VENV)-trl/ready ## Measure training against TRL, in an environment that has it (ARGS=--quick to try it)
 	$(VENV)-trl/bin/python -m benchmarks.training $(ARGS)
+
+bench-weight-sync: $(VENV)/dev ## Measure weight sync against a plain memory copy (ARGS=--quick to try it)
+	$(BIN)/python -m benchmarks.weight_sync $(ARGS)
 
 check: $(VENV)/dev lint types ## Lint, types, layers and the fast tests
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not ray' tests/test_architecture.py tests/unit/common tests/unit/config \

@@ -13,6 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dlrover.python.rl.common.errors import OutOfDeviceMemory
+from dlrover.python.rl.engine.holdings import HoldingsBoard, phrase
 
 Kind: TypeAlias = Literal["weights", "gradients", "optimizer", "kv_cache", "buffer"]
 
@@ -28,11 +29,13 @@ class DeviceMemory:
         device: a torch device; ``"cpu"`` stands in for one.
         capacity: bytes, or None for the device's own limit.
         peak: most bytes that were held at a time, as seen whenever something was brought, told or asked.
+        board: where this process tells the others of its node what it holds, and learns what they do.
     """
 
     device: str = "cpu"
     capacity: int | None = None
     peak: int = 0
+    board: HoldingsBoard | None = field(default=None, repr=False)
     _held: dict[int, "_Holding"] = field(default_factory=dict, repr=False)
     _owners: dict[str, int] = field(default_factory=dict, repr=False)
 
@@ -96,6 +99,12 @@ class DeviceMemory:
                 self.require(owner, kind, storage.nbytes())
                 self._held[storage._cdata] = _Holding(StorageWeakRef(storage), owner, kind)
         self.peak = max(self.peak, self.total())
+        self.publish()
+
+    def publish(self) -> None:
+        """Tell the other processes what is held now; holding does, letting go does not."""
+        if self.board is not None:
+            self.board.publish(self.by_owner())
 
     def total(self) -> int:
         """Bytes that are held."""
@@ -127,14 +136,12 @@ class DeviceMemory:
             raise self._refusal(owner, kind, wanted)
 
     def _refusal(self, owner: str, kind: Kind, wanted: int) -> OutOfDeviceMemory:
-        holders = ", ".join(
-            f"{name}: " + " + ".join(f"{size:,} of {what}" for what, size in kinds.items())
-            for name, kinds in self.by_owner().items()
-        )
         room = "" if self.capacity is None else f" of {self.capacity:,}"
+        others = {} if self.board is None else self.board.others()
+        told = "".join(f"; process {pid} last told of {phrase(held)}" for pid, held in others.items())
         return OutOfDeviceMemory(
             f"{owner} asks for {wanted:,} bytes of {kind} on {self.device}, and {self.total():,}{room} are held"
-            f" ({holders or 'by nobody here'})"
+            f" ({phrase(self.by_owner()) or 'by nobody here'}{told})"
         )
 
 

@@ -1,0 +1,242 @@
+"""How fast weights get to another process of the same node: ``make bench-weight-sync`` (``--quick`` to try it).
+
+All figures are of one run on one machine, interleaved: in each round one plain copy of the same bytes between memory
+that is in use already (by one thread, with nothing beside it), then each way once. A sync is measured from the offer to
+the receiver's answer: ``arrived`` once it has all of the weights, verified; ``serving`` once it has copied them into
+tensors of its own, as an engine does.
+"""
+
+import argparse
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from dlrover.python.rl.engine.sync.base import SyncSettings, WeightTransport
+from dlrover.python.rl.engine.sync.broadcast import BroadcastTransport
+from dlrover.python.rl.engine.sync.file import FileTransport, disk, shared_memory
+from dlrover.python.rl.engine.sync.link import LinkTransport
+from dlrover.python.rl.engine.weights import WeightSnapshot, take_snapshot, verify
+from tests.chaos.tables import markdown
+
+REPOSITORY = Path(__file__).parents[1]
+_LATEST_S = 300.0
+_BUCKETS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+
+Named = dict[str, torch.Tensor]
+
+
+def weights(megabytes: int) -> Named:
+    """Tensors of the shapes of a small Qwen2, as many layers as fill ``megabytes``."""
+    width, wide, vocabulary = 896, 4864, 8192
+    named = {"embed": torch.randn(vocabulary, width)}
+    layer = {"q": (width, width), "k": (128, width), "v": (128, width), "o": (width, width)}
+    layer |= {"gate": (wide, width), "up": (wide, width), "down": (width, wide), "norm": (width,), "bias": (width,)}
+    number = 0
+    while sum(tensor.nbytes for tensor in named.values()) < megabytes << 20:
+        named |= {f"layers.{number}.{name}": torch.randn(shape) for name, shape in layer.items()}
+        number += 1
+    return named
+
+
+class Source:
+    """Weights that change between syncs."""
+
+    def __init__(self, named: Named) -> None:
+        self.version, self._named = 0, named
+
+    def named_weights(self) -> Iterator[tuple[str, Any]]:
+        """All of them."""
+        yield from self._named.items()
+
+    def step(self) -> None:
+        """Change one number of each tensor."""
+        self.version += 1
+        for tensor in self._named.values():
+            tensor.view(-1)[self.version % tensor.numel()] += 1.0
+
+
+def transports(folders: dict[str, str], settings: SyncSettings) -> dict[str, WeightTransport]:
+    """Each way, by the name that the tables give it."""
+    memory, drive = Path(folders["memory"]), Path(folders["disk"])
+    return {
+        "shared memory, mapped": shared_memory(memory, "MAPPED", settings),
+        "shared memory, copied": FileTransport(memory, "COPIED", settings, mapped=False),
+        "shared bucket": LinkTransport(memory, "LINK", settings),
+        "disk": disk(drive, "DISK", settings),
+        "broadcast, gloo": BroadcastTransport(settings),
+    }
+
+
+def sink(folders: dict[str, str], settings: SyncSettings, pipe: Any) -> None:
+    """The receiving process."""
+    torch.set_num_threads(1)
+    made: dict[SyncSettings, dict[str, WeightTransport]] = {}
+    served: Named = {}
+    while (asked := pipe.recv()) is not None:
+        way, bucket_bytes, ticket = asked
+        settings = replace(settings, bucket_bytes=bucket_bytes)
+        ways = made.setdefault(settings, transports(folders, settings))
+        snapshot = ways[way].receive(ticket)
+        pipe.send(snapshot.stamp)
+        _serve(snapshot, served)
+        pipe.send("serving")
+        del snapshot
+
+
+def _serve(snapshot: WeightSnapshot, served: Named) -> None:
+    if not served:
+        served.update({name: torch.zeros(shape) for name, shape in snapshot.shapes.items()})
+    verify(snapshot, snapshot.shapes, serving=-1)
+    for name, tensor in served.items():
+        tensor.copy_(snapshot.tensor(name))
+
+
+class Bench:
+    """The sending process, and the pipe to the other one."""
+
+    def __init__(self, megabytes: int, folders: dict[str, str], pipe: Any) -> None:
+        named = weights(megabytes)
+        self.source, self.nbytes = Source(named), sum(tensor.nbytes for tensor in named.values())
+        self._named, self._copy = named, {name: tensor.clone() for name, tensor in named.items()}
+        self._folders, self._pipe = folders, pipe
+        self._ways: dict[int, dict[str, WeightTransport]] = {}
+
+    def plain(self) -> float:
+        """Seconds of a plain copy."""
+        began_s = time.perf_counter()
+        for name, tensor in self._named.items():
+            self._copy[name].copy_(tensor)
+        return time.perf_counter() - began_s
+
+    def sync(self, way: str, bucket_bytes: int) -> tuple[float, float]:
+        """Seconds of a sync until the weights have arrived, and until they serve."""
+        settings = SyncSettings(who="ACTOR[0]", bucket_bytes=bucket_bytes)
+        transport = self._ways.setdefault(bucket_bytes, transports(self._folders, settings))[way]
+        self.source.step()
+        began_s = time.perf_counter()
+        ticket = transport.offer(self.source)
+        self._pipe.send((way, bucket_bytes, ticket))
+        sent = transport.send(ticket, self.source)
+        arrived = self._heard()
+        arrived_s = time.perf_counter() - began_s
+        self._heard()
+        serving_s = time.perf_counter() - began_s
+        if sent != arrived:
+            raise RuntimeError(f"{way}: {sent} was sent and {arrived} arrived")
+        return arrived_s, serving_s
+
+    def _heard(self) -> Any:
+        if not self._pipe.poll(_LATEST_S):
+            raise TimeoutError("the receiver is silent")
+        return self._pipe.recv()
+
+    def check(self) -> None:
+        """That the fingerprints are those of the plain way."""
+        self.source.step()
+        transport = next(iter(self._ways.values()))["shared memory, mapped"]
+        ticket = transport.offer(self.source)
+        if transport.send(ticket, self.source) != take_snapshot(self._named.items(), self.source.version).stamp:
+            raise RuntimeError("a sync's fingerprint is not the snapshot's")
+
+    def close(self) -> None:
+        """End all transports."""
+        for ways in self._ways.values():
+            for transport in ways.values():
+                transport.close()
+
+
+@contextmanager
+def bench(megabytes: int, memory: Path, work: Path) -> Iterator[Bench]:
+    """Both processes."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    with ExitStack() as stack:
+        work.mkdir(parents=True, exist_ok=True)
+        folders = {
+            "memory": stack.enter_context(tempfile.TemporaryDirectory(dir=memory, prefix="weight-sync-")),
+            "disk": stack.enter_context(tempfile.TemporaryDirectory(dir=work)),
+        }
+        child = context.Process(target=sink, args=(folders, SyncSettings(who="ROLLOUT[0]"), theirs))
+        child.start()
+        stack.callback(child.join, _LATEST_S)
+        stack.callback(child.kill)
+        made = Bench(megabytes, folders, ours)
+        stack.callback(made.close)
+        yield made
+        ours.send(None)
+        child.join(_LATEST_S)
+
+
+def measure(made: Bench, ways: Sequence[tuple[str, int]], rounds: int) -> dict[str, Any]:
+    """Seconds of everything, interleaved; the first two rounds warm up."""
+    seconds: dict[str, Any] = {"plain": []} | {f"{way}|{size}": [] for way, size in ways}
+    for number in range(rounds + 2):
+        plain_s = made.plain()
+        found = {f"{way}|{size}": made.sync(way, size) for way, size in ways}
+        if number < 2:
+            continue
+        seconds["plain"].append(plain_s)
+        for name, both_s in found.items():
+            seconds[name].append(both_s)
+    return seconds
+
+
+def table(seconds: dict[str, Any], nbytes: int, head: str, label: int) -> str:
+    """Medians, and the share of the plain copy's speed that they are."""
+    plain_s = median(seconds["plain"])
+    rows: list[list[object]] = [["plain copy", plain_s * 1e3, nbytes / plain_s / 1e9, 100.0, None, None]]
+    for name, found in seconds.items():
+        if name != "plain":
+            arrived_s, serving_s = (median(each[at] for each in found) for at in (0, 1))
+            told = name.split("|")[label]
+            told = told if label == 0 else f"{int(told) // 1024} KiB"
+            shares = [100 * plain_s / each for each in (arrived_s, serving_s)]
+            rows.append([told, arrived_s * 1e3, nbytes / arrived_s / 1e9, shares[0], serving_s * 1e3, shares[1]])
+    return markdown([head, "arrived, ms", "GB/s", "% of plain", "serving, ms", "% of plain"], rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_sync", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few of everything, to try it")
+    parser.add_argument("--megabytes", type=int, default=256, help="of weights (default 256)")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--bucket", type=int, default=SyncSettings().bucket_bytes, help="bytes")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a folder in memory")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser.add_argument("--work", type=Path, default=REPOSITORY / "build" / "bench-weight-sync")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    megabytes, rounds = (64, 3) if options.quick else (options.megabytes, options.rounds)
+    with bench(megabytes, options.memory, options.work) as made:
+        names = transports({"memory": "-", "disk": "-"}, SyncSettings())
+        ways = measure(made, [(name, options.bucket) for name in names], rounds)
+        buckets = measure(made, [("shared memory, mapped", size) for size in _BUCKETS], rounds)
+        made.check()
+        nbytes = made.nbytes
+    text = (
+        f"{nbytes / 1e6:.0f} MB of weights, medians of {rounds} rounds, buckets of {options.bucket // 1024} KiB\n\n"
+        f"{table(ways, nbytes, 'way', 0)}\n\n{table(buckets, nbytes, 'shared memory, mapped: bucket', 1)}"
+    )
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / ("weight_sync-quick.json" if options.quick else "weight_sync.json")
+    told = {"bytes": nbytes, "rounds": rounds, "bucket": options.bucket, "ways_s": ways, "buckets_s": buckets}
+    file.write_text(json.dumps(told, indent=1), encoding="utf-8")
+    file.with_suffix(".md").write_text(f"{text}\n", encoding="utf-8")
+    print(text)
+    print(f"\nkept in {file}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""The port of weight sync, and what all transports share.
+
+::
+
+    source (train ranks)                    trainer                       sinks (rollouts, frozen engines)
+    offer(source) ---- Ticket ------------>    |
+                                               |------- Ticket ---------> receive(ticket) --> WeightSnapshot
+    send(ticket, source) ==================== bytes, in buckets ========>        |             |
+                                                                                 v             v
+                                                             compared with the sender's    engine.receive()
+                                                             fingerprints, tensor by tensor
+
+A ticket says which weights come, how they look and where; it is a few dozen bytes for each tensor, and all that passes
+through the trainer. :meth:`WeightTransport.send` and :meth:`WeightTransport.receive` run at the same time where the
+transport can, in any order. What comes out of ``receive`` is a whole version or an error: an engine never sees a part.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Annotated, Any, NamedTuple, Protocol
+from uuid import uuid4
+
+import torch
+from annotated_types import Ge, Gt
+
+from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.common.nearest import hint
+from dlrover.python.rl.engine.memory import DeviceMemory
+from dlrover.python.rl.engine.weights import WeightSnapshot, WeightStamp
+
+ALIGN = 64
+"""Where tensors begin, and what the size of a bucket is a multiple of."""
+
+
+class WeightSource(Protocol):
+    """Who has weights to send: the part of a train engine that sync needs."""
+
+    version: int
+
+    def named_weights(self) -> Iterator[tuple[str, Any]]:
+        """Name and whole tensor of each weight, in the same order every time; a collective of all train ranks."""
+        ...
+
+
+class Entry(NamedTuple):
+    """A tensor in a :class:`Table`."""
+
+    name: str
+    dtype: str
+    """torch's name: ``float32``."""
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: Any) -> "Entry":
+        """The entry that describes ``tensor``."""
+        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
+
+    def __str__(self) -> str:
+        return f"'{self.name}' {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The tensors of a sync, in the order in which they lie one behind the other, each at a multiple of ``ALIGN``."""
+
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, Any]]) -> "Table":
+        """The table of named tensors.
+
+        Raises:
+            WeightSyncError: there are none.
+        """
+        entries = tuple(Entry.of(name, tensor) for name, tensor in named)
+        if not entries:
+            raise WeightSyncError("the source has no weights to send")
+        return cls(entries)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """First byte of each tensor, and the one behind its last."""
+        found, end = [], 0
+        for entry in self.entries:
+            start = -(-end // ALIGN) * ALIGN
+            end = start + entry.nbytes
+            found.append((start, end))
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Up to the end of the last tensor."""
+        return self.spans()[-1][1]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Which weights are sent, and where to get them. No byte of them is in it.
+
+    Attributes:
+        id: of this sync, unlike any other's.
+        version: of the weights.
+        sender: what messages call who sends.
+        table: the tensors.
+        where: the transport's own.
+    """
+
+    id: str
+    version: int
+    sender: str
+    table: Table
+    where: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """What all transports can be told."""
+
+    who: str = "the sender"
+    """What messages call this process: ``ACTOR[0]``."""
+
+    leads: bool = True
+    """Whether this train rank sends; the others only take part in gathering each tensor."""
+
+    sinks: Annotated[int, Gt(0)] = 1
+    """Receivers that take part in each sync, where the transport has to know."""
+
+    bucket_bytes: Annotated[int, Ge(ALIGN)] = 1 << 20
+    """Bytes that are handed over at a time, rounded up to a multiple of 64. A tensor may span buckets."""
+
+    patience_s: Annotated[float, Gt(0.0)] = 60.0
+    """How long to wait for the other side while nothing moves."""
+
+    device: str = "cpu"
+    """Where a sink puts the weights together: on the host, or on a device that then holds two versions for a while."""
+
+    memory: DeviceMemory | None = None
+    """Accounts for what is on the device."""
+
+    @property
+    def bucket(self) -> int:
+        """``bucket_bytes``, rounded up."""
+        return -(-self.bucket_bytes // ALIGN) * ALIGN
+
+
+class WeightTransport(Protocol):
+    """One way of moving weights. One object on each side, made with the same names and settings."""
+
+    def offer(self, source: WeightSource) -> Ticket:
+        """Describe the source's current weights; all train ranks call it, the first one's ticket is the one to use.
+
+        The first time, that takes a round through all weights to learn their names and shapes.
+        """
+        ...
+
+    def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
+        """Send what ``ticket`` offers; all train ranks call it. May be repeated, by another process too.
+
+        Returns:
+            Which weights were sent; None on ranks that do not lead.
+
+        Raises:
+            WeightSyncError: the source has other weights than were offered, or the other side is gone.
+        """
+        ...
+
+    def receive(self, ticket: Ticket) -> WeightSnapshot:
+        """All of the weights, each tensor compared with the sender's fingerprint of it.
+
+        Raises:
+            WeightSyncError: they did not come, not whole or not intact; names the sender or the tensors.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release everything; what was received stays valid."""
+        ...
+
+
+class Offers:
+    """What every sender has: the table of its source, taken once."""
+
+    def __init__(self, settings: SyncSettings) -> None:
+        self.settings = settings
+        self._table: Table | None = None
+
+    def offer(self, source: WeightSource) -> Ticket:
+        """See :meth:`WeightTransport.offer`."""
+        if self._table is None:
+            self._table = Table.of(source.named_weights())
+        where = self._where() if self.settings.leads else {}
+        return Ticket(uuid4().hex, source.version, self.settings.who, self._table, where)
+
+    def _where(self) -> dict[str, Any]:
+        return {}
+
+    def _pieces(self, ticket: Ticket, source: WeightSource) -> Iterator[tuple[int, Any]]:
+        """Offset and bytes (``uint8``) of one piece after the other; none crosses the end of a bucket.
+
+        Raises:
+            WeightSyncError: the source has another version or other tensors than were offered.
+        """
+        if source.version != ticket.version:
+            raise WeightSyncError(f"version {ticket.version} was offered, and the source is at {source.version}")
+        bucket = self.settings.bucket
+        pairs = zip_longest(zip(ticket.table.entries, ticket.table.spans(), strict=True), source.named_weights())
+        for offered, given in pairs:
+            flat = self._checked(ticket, offered and offered[0], given)
+            begin, end = offered[1]
+            while begin < end:
+                stop = min(end, (begin // bucket + 1) * bucket)
+                yield begin, flat[begin - offered[1][0] : stop - offered[1][0]]
+                begin = stop
+
+    def _checked(self, ticket: Ticket, offered: Entry | None, given: tuple[str, Any] | None) -> Any:
+        found = Entry.of(*given) if given else None
+        if given is None or found != offered:
+            self._table = None
+            known = hint(found.name, [entry.name for entry in ticket.table.entries]) if found and not offered else ""
+            raise WeightSyncError(
+                f"the source of version {ticket.version} gives {found or 'nothing'} where {offered or 'nothing'}"
+                f" was offered{known}"
+            )
+        return given[1].detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def exhaust(stream: Iterator[Any]) -> None:
+    """Take what is left: the other ranks are in the midst of the same collective, and would wait for this one."""
+    deque(stream, maxlen=0)
+
+
+def assemble(ticket: Ticket, flat: Any, found: Sequence[int], sent: Sequence[int]) -> WeightSnapshot:
+    """The snapshot whose bytes are in ``flat``, if its fingerprints are those that the sender took.
+
+    Args:
+        ticket: what it is.
+        flat: ``uint8 [table.nbytes]``, a numpy array or a tensor.
+        found: CRC-32 of each tensor in ``flat``.
+        sent: those that the sender took.
+
+    Raises:
+        WeightSyncError: names the tensors that differ.
+    """
+    entries, spans = ticket.table.entries, ticket.table.spans()
+    damaged = [f"'{entry.name}'" for entry, ours, theirs in zip(entries, found, sent, strict=True) if ours != theirs]
+    if damaged:
+        raise WeightSyncError(
+            f"weights of version {ticket.version} from {ticket.sender} refused: {', '.join(damaged)} came with other"
+            " bytes than were sent"
+        )
+    return WeightSnapshot(
+        ticket.version,
+        buffers={entry.name: flat[start:stop] for entry, (start, stop) in zip(entries, spans, strict=True)},
+        shapes={entry.name: entry.shape for entry in entries},
+        dtypes={entry.name: entry.dtype for entry in entries},
+        fingerprints={entry.name: int(crc) for entry, crc in zip(entries, sent, strict=True)},
+        checked=True,
+    )
+
+
+def stamp_of(ticket: Ticket, sent: Sequence[int]) -> WeightStamp:
+    """Which weights those are that were sent with ``ticket`` and these fingerprints."""
+    names = [entry.name for entry in ticket.table.entries]
+    shapes = {entry.name: entry.shape for entry in ticket.table.entries}
+    dtypes = {entry.name: entry.dtype for entry in ticket.table.entries}
+    return WeightSnapshot(ticket.version, {}, shapes, dtypes, dict(zip(names, map(int, sent), strict=True))).stamp

@@ -1,0 +1,175 @@
+"""Both sides of a sync, in one process or in several: sources to send, transports by name, processes to kill."""
+
+import multiprocessing
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dlrover.python.rl.engine.sync.base import SyncSettings
+from dlrover.python.rl.engine.sync.broadcast import BroadcastTransport
+from dlrover.python.rl.engine.sync.file import FileTransport, disk, shared_memory
+from dlrover.python.rl.engine.sync.link import LinkTransport
+from dlrover.python.rl.engine.sync.process import ProcessTransport
+from dlrover.python.rl.engine.weights import take_snapshot
+
+LATEST_S = 60.0
+PATIENT = SyncSettings(who="ACTOR[0]", patience_s=20.0, bucket_bytes=4096)
+
+KINDS = ("process", "shared_memory", "shared_memory_copied", "disk", "broadcast", "link")
+BETWEEN_PROCESSES = KINDS[1:]
+
+
+def transport(kind, folder, settings=PATIENT):
+    """A transport by the name that the tests give it."""
+    makers = {
+        "process": lambda: ProcessTransport(settings),
+        "shared_memory": lambda: shared_memory(folder, "ACTOR", settings),
+        "shared_memory_copied": lambda: FileTransport(folder, "ACTOR", settings, mapped=False),
+        "disk": lambda: disk(folder, "ACTOR", settings),
+        "broadcast": lambda: BroadcastTransport(settings),
+        "link": lambda: LinkTransport(folder, "ACTOR", settings),
+    }
+    return makers[kind]()
+
+
+def toy_weights(seed=0):
+    """About 90 kB under names, shapes and dtypes of every kind that must pass."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "embed": draw(64, 48),
+        "scalar": torch.tensor(7 + seed, dtype=torch.int64),
+        "half": draw(33, 5).to(torch.bfloat16),
+        "empty": torch.zeros(0, 4),
+        "turned": draw(30, 70).T,
+        "flags": torch.tensor([True, False, bool(seed % 2)]),
+        "long": draw(17_003),
+        "norm": draw(3),
+    }
+
+
+class ToySource:
+    """Something with weights; ``halt`` is called before each tensor with its number."""
+
+    def __init__(self, weights, version, halt=lambda number: None):
+        self.weights, self.version, self.halt, self.rounds = weights, version, halt, 0
+
+    def named_weights(self):
+        self.rounds += 1
+        for number, item in enumerate(self.weights.items()):
+            if self.rounds > 1:
+                self.halt(number)
+            yield item
+
+    def stamp(self):
+        return take_snapshot(self.weights.items(), self.version).stamp
+
+
+class Wire:
+    """The transports of a source and of its sinks, all in this process."""
+
+    def __init__(self, kind, folder, sinks=1, settings=PATIENT):
+        settings = replace(settings, sinks=sinks)
+        self.kind, self.folder = kind, folder
+        self.source = transport(kind, folder, settings)
+        others = [replace(settings, who=f"ROLLOUT[{rank}]") for rank in range(sinks)]
+        self.sinks = [self.source if kind == "process" else transport(kind, folder, other) for other in others]
+
+    def attempt(self, ticket, source):
+        """Both sides at once where they can be: what sending and each receiving gave, or raised."""
+        workers = 1 if self.kind == "process" else 1 + len(self.sinks)
+        with ThreadPoolExecutor(workers) as pool:
+            sending = pool.submit(self.source.send, ticket, source)
+            receiving = [pool.submit(sink.receive, ticket) for sink in self.sinks]
+            return [each.exception(LATEST_S) or each.result() for each in (sending, *receiving)]
+
+    def sync(self, source):
+        """One sync: the sender's stamp, and what each sink got."""
+        stamp, *received = self.attempt(self.source.offer(source), source)
+        for outcome in (stamp, *received):
+            if isinstance(outcome, Exception):
+                raise outcome
+        return stamp, received
+
+    def close(self):
+        for each in (self.source, *self.sinks):
+            each.close()
+
+
+def equal(snapshot, weights):
+    """Whether a snapshot has these weights, bit for bit."""
+    same = [
+        snapshot.tensor(name).dtype == tensor.dtype and torch.equal(snapshot.tensor(name), tensor)
+        for name, tensor in weights.items()
+    ]
+    return all(same) and list(snapshot.buffers) == list(weights)
+
+
+# -- in processes of their own ----------------------------------------------------------------------------------------
+
+
+def send_side(kind, folder, pipe, seed, halt_at):
+    """A process that offers and sends; with ``halt_at`` it stops for ever before that tensor, and says so."""
+
+    def halt(number):
+        if number == halt_at:
+            pipe.send("midway")
+            time.sleep(LATEST_S)
+
+    torch.set_num_threads(1)
+    wire = transport(kind, Path(folder))
+    source = ToySource(toy_weights(seed), version=seed, halt=halt)
+    pipe.send(wire.offer(source))
+    pipe.send(wire.send(pipe.recv(), source))
+    pipe.recv()
+    wire.close()
+
+
+def receive_side(kind, folder, pipe):
+    """A process that receives whatever ticket comes, and tells the stamp or the error."""
+    torch.set_num_threads(1)
+    wire = transport(kind, Path(folder), replace(PATIENT, who="ROLLOUT[0]"))
+    while (ticket := pipe.recv()) is not None:
+        try:
+            pipe.send(wire.receive(ticket).stamp)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            pipe.send(error)
+
+
+@contextmanager
+def process(target, kind, folder, *arguments):
+    """A process and the pipe to it; killed at the end if it has not ended."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=target, args=(kind, str(folder), theirs, *arguments))
+    child.start()
+    theirs.close()
+    try:
+        yield child, ours
+    finally:
+        if child.is_alive():
+            child.kill()
+        child.join(LATEST_S)
+        ours.close()
+
+
+def hear(pipe):
+    """What comes through the pipe next."""
+    assert pipe.poll(LATEST_S), "the other process is silent"
+    return pipe.recv()
+
+
+def kill(child):
+    """End a process as a power cut would, and wait until it is gone."""
+    os.kill(child.pid, signal.SIGKILL)
+    child.join(LATEST_S)
+    assert child.exitcode == -signal.SIGKILL

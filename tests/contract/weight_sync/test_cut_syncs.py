@@ -1,0 +1,264 @@
+"""A sync that is cut leaves what was served before, says who is gone, and the next one works."""
+
+import os
+import resource
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sync_sides import (
+    BETWEEN_PROCESSES,
+    PATIENT,
+    ToySource,
+    Wire,
+    equal,
+    hear,
+    kill,
+    process,
+    receive_side,
+    send_side,
+    toy_weights,
+    transport,
+)
+
+from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.engine.sync.file import memory_mark
+
+FILES = ("shared_memory", "shared_memory_copied", "disk")
+each_kind = pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+each_file = pytest.mark.parametrize("kind", FILES)
+
+
+def received_by(sink, ticket):
+    """What a sink gets, or the error; and how long that took."""
+    began_s = time.monotonic()
+    try:
+        outcome = sink.receive(ticket)
+    except WeightSyncError as error:
+        outcome = error
+    return outcome, time.monotonic() - began_s
+
+
+@each_kind
+def test_two_processes(kind, tmp_path):
+    with process(send_side, kind, tmp_path, 4, None) as (_, pipe):
+        sink = transport(kind, tmp_path, replace(PATIENT, who="ROLLOUT[0]"))
+        ticket = hear(pipe)
+        pipe.send(ticket)
+        snapshot = sink.receive(ticket)
+        assert equal(snapshot, toy_weights(4))
+        assert hear(pipe) == snapshot.stamp
+        pipe.send(None)
+
+
+@each_kind
+def test_104_a_sender_killed_midway_is_named_and_nothing_arrives(kind, tmp_path):
+    with process(send_side, kind, tmp_path, 4, 6) as (child, pipe):
+        sink = transport(kind, tmp_path, replace(PATIENT, who="ROLLOUT[0]"))
+        ticket = hear(pipe)
+        pipe.send(ticket)
+        if kind in FILES:
+            assert hear(pipe) == "midway"
+            kill(child)
+            outcome, took_s = received_by(sink, ticket)
+        else:
+            outcome, took_s = _killed_while_receiving(child, pipe, sink, ticket)
+    assert isinstance(outcome, WeightSyncError)
+    assert "ACTOR[0]" in str(outcome)
+    if kind in FILES:
+        assert f"(process {child.pid}) has ended before it was" in str(outcome)
+    assert took_s < PATIENT.patience_s / 2
+
+
+def _killed_while_receiving(child, pipe, sink, ticket):
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(received_by, sink, ticket)
+        assert hear(pipe) == "midway"
+        at_s = time.monotonic()
+        kill(child)
+        outcome, _ = receiving.result(PATIENT.patience_s * 2)
+        return outcome, time.monotonic() - at_s
+
+
+@each_file
+def test_a_sender_that_takes_the_place_of_a_killed_one_sends_with_the_same_ticket(kind, tmp_path):
+    sink = transport(kind, tmp_path, replace(PATIENT, who="ROLLOUT[0]"))
+    with process(send_side, kind, tmp_path, 4, 6) as (child, pipe):
+        ticket = hear(pipe)
+        pipe.send(ticket)
+        assert hear(pipe) == "midway"
+        kill(child)
+    with process(send_side, kind, tmp_path, 4, None) as (_, pipe):
+        hear(pipe)
+        pipe.send(ticket)
+        assert hear(pipe) == ToySource(toy_weights(4), 4).stamp()
+        assert equal(sink.receive(ticket), toy_weights(4))
+        pipe.send(None)
+
+
+@each_file
+def test_a_receiver_that_takes_the_place_of_a_killed_one_gets_the_same_version(kind, tmp_path):
+    sender = transport(kind, tmp_path)
+    source = ToySource(toy_weights(2), 2)
+    ticket = sender.offer(source)
+    with process(receive_side, kind, tmp_path) as (child, pipe):
+        pipe.send(ticket)
+        kill(child)
+    stamp = sender.send(ticket, source)
+    with process(receive_side, kind, tmp_path) as (_, pipe):
+        pipe.send(ticket)
+        assert hear(pipe) == stamp
+        pipe.send(None)
+    sender.close()
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "link"])
+def test_a_receiver_killed_before_it_asks_ends_the_sync_and_the_next_one_works(kind, tmp_path):
+    sender = transport(kind, tmp_path, replace(PATIENT, patience_s=3.0))
+    source = ToySource(toy_weights(2), 2)
+    sender.offer(source)
+    with process(receive_side, kind, tmp_path) as (child, _):
+        ticket = sender.offer(source)
+        kill(child)
+    with pytest.raises(WeightSyncError, match="of 1 receivers|receivers broke off"):
+        sender.send(ticket, source)
+    with process(receive_side, kind, tmp_path) as (_, pipe):
+        ticket = sender.offer(source)
+        pipe.send(ticket)
+        stamp = sender.send(ticket, source)
+        assert hear(pipe) == stamp
+        pipe.send(None)
+    sender.close()
+
+
+@each_file
+def test_a_version_read_at_its_time_stays_whole_while_the_next_ones_are_sent(kind, tmp_path):
+    wire = Wire(kind, tmp_path)
+    kept = [wire.sync(ToySource(toy_weights(version), version))[1][0] for version in range(6)]
+    assert all(equal(snapshot, toy_weights(version)) for version, snapshot in enumerate(kept))
+    del kept
+    for version in range(6, 9):
+        wire.sync(ToySource(toy_weights(version), version))
+    assert len(list(tmp_path.glob("*.weights"))) <= 2
+    wire.close()
+
+
+@each_file
+def test_104_a_sync_cut_by_an_error_leaves_the_version_before_it(kind, tmp_path):
+    wire = Wire(kind, tmp_path)
+    _, (serving,) = wire.sync(ToySource(toy_weights(1), 1))
+
+    def fail(number):
+        if number == 5:
+            raise OSError("the source broke")
+
+    ticket = wire.source.offer(ToySource(toy_weights(2), 2))
+    broken = ToySource(toy_weights(2), 2, halt=fail)
+    broken.rounds = 1
+    with pytest.raises(OSError, match="the source broke"):
+        wire.source.send(ticket, broken)
+    outcome, took_s = received_by(wire.sinks[0], ticket)
+    assert "has ended before it was" in str(outcome)
+    assert took_s < 2.0
+    assert equal(serving, toy_weights(1))
+    wire.close()
+
+
+@each_file
+def test_a_flipped_bit_is_an_error_that_names_the_tensor(kind, tmp_path):
+    wire = Wire(kind, tmp_path)
+    source = ToySource(toy_weights(), 1)
+    ticket = wire.source.offer(source)
+    wire.source.send(ticket, source)
+    (path,) = tmp_path.glob("*.weights")
+    start, _ = ticket.table.spans()[2]
+    with path.open("r+b") as file:
+        file.seek(4096 + start)
+        byte = file.read(1)[0]
+        file.seek(4096 + start)
+        file.write(bytes([byte ^ 4]))
+    with pytest.raises(WeightSyncError, match=r"version 1 from ACTOR\[0\] refused: 'half' came with other bytes"):
+        wire.sinks[0].receive(ticket)
+    wire.close()
+
+
+@each_file
+@pytest.mark.parametrize("length", [0, 4000, 50_000])
+def test_a_cut_file_is_an_error_that_names_it(kind, tmp_path, length):
+    wire = Wire(kind, tmp_path)
+    source = ToySource(toy_weights(), 1)
+    ticket = wire.source.offer(source)
+    wire.source.send(ticket, source)
+    (path,) = tmp_path.glob("*.weights")
+    os.truncate(path, length)
+    with pytest.raises(WeightSyncError, match=f"{path.name} is cut: {length:,} of"):
+        wire.sinks[0].receive(ticket)
+    wire.close()
+
+
+@each_file
+def test_what_a_crash_has_left_is_used_again_or_removed_and_others_files_are_left_alone(kind, tmp_path):
+    others = tmp_path / "REFERENCE.0123.weights"
+    others.write_bytes(b"another role's")
+    for _ in range(3):
+        with process(send_side, kind, tmp_path, 1, 6) as (child, pipe):
+            pipe.send(hear(pipe))
+            assert hear(pipe) == "midway"
+            kill(child)
+    wire = Wire(kind, tmp_path)
+    for version in (1, 2):
+        wire.sync(ToySource(toy_weights(version), version))
+    assert len([path for path in tmp_path.glob("ACTOR.*") if path.suffix in (".weights", ".part")]) <= 2
+    wire.close()
+    assert list(tmp_path.iterdir()) == [others]
+
+
+@each_file
+def test_two_senders_of_one_name_do_not_mix(kind, tmp_path):
+    with process(send_side, kind, tmp_path, 1, 6) as (child, pipe):
+        pipe.send(hear(pipe))
+        assert hear(pipe) == "midway"
+        second = transport(kind, tmp_path, replace(PATIENT, who="ACTOR[1]"))
+        source = ToySource(toy_weights(2), 2)
+        with pytest.raises(WeightSyncError, match=rf"ACTOR\[0\] \(process {child.pid}\) sends already"):
+            second.send(second.offer(source), source)
+
+
+def test_a_sink_follows_the_sender_bucket_by_bucket(tmp_path):
+    """The sink has fetched what is there while the sender stands still in the middle."""
+    sink = transport("shared_memory", tmp_path, replace(PATIENT, who="ROLLOUT[0]", patience_s=1.0))
+    with process(send_side, "shared_memory", tmp_path, 4, 6) as (_, pipe):
+        ticket = hear(pipe)
+        pipe.send(ticket)
+        assert hear(pipe) == "midway"
+        sent = ticket.table.spans()[5][1]
+        with pytest.raises(
+            WeightSyncError, match=f"{sent:,} of {ticket.table.nbytes:,} bytes: nothing has moved for 1 s"
+        ):
+            sink.receive(ticket)
+
+
+def test_no_room_is_an_error_with_the_figures(tmp_path):
+    sender = transport("shared_memory", tmp_path)
+    source = ToySource(toy_weights(), 1)
+    ticket = sender.offer(source)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(WeightSyncError, match=r"no room for weights: [\d,]+ bytes are needed, [\d,]+ are free"):
+            sender.send(ticket, source)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.glob("*.weights")) == []
+    sender.send(ticket, source)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".sender", ".weights"]
+    sender.close()
+
+
+def test_processes_that_see_the_same_folder_have_the_same_mark(tmp_path):
+    (tmp_path / "other").mkdir()
+    mark = memory_mark(tmp_path)
+    assert memory_mark(Path(str(tmp_path))) == mark
+    assert memory_mark(tmp_path / "other") != mark

@@ -1,0 +1,172 @@
+"""Weights from a train engine to those that serve or follow it, over the transports."""
+
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from sync_sides import KINDS, PATIENT, ToySource, Wire, transport
+
+from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.engine.base import OptimizerConfig, SamplingParams
+from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
+from dlrover.python.rl.engine.torch.train import TorchTrainEngine
+from dlrover.python.rl.recipe.tiny import write_tiny_model
+
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=64)
+
+
+@pytest.fixture
+def actor(model_path):
+    """An actor that has taken a step."""
+    engine = TorchTrainEngine(model_path, OptimizerConfig(lr=1e-2))
+    step(engine)
+    return engine
+
+
+def step(engine, seed=0):
+    generator = np.random.default_rng(seed)
+    rows = [generator.integers(0, 256, 12) for _ in range(4)]
+    tokens = Ragged.from_rows(rows)
+    masks = Ragged.from_rows([np.arange(12) >= 4 for _ in rows])
+    batch = Batch({"tokens": tokens, "action_mask": masks, "weight": np.full(4, 1 / 32, dtype=np.float32)})
+    engine.step(batch, lambda logprobs, columns: (-(logprobs * columns["weight"]).sum(), {}))
+
+
+def completions(engine):
+    texts = ["a", "what is the answer?", "37+45="]
+    prompts = {"prompt_id": np.arange(3), "tokens": Ragged.from_rows([list(text.encode()) for text in texts])}
+    drawn = engine.generate(Batch(prompts), GREEDY, (0,))
+    return [row.tolist() for row in drawn.ragged("tokens")], drawn["version"].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_100_after_a_step_greedy_text_is_that_of_a_fresh_engine_on_the_saved_weights(kind, tmp_path, model_path, actor):
+    rollout, wire = TorchRolloutEngine(model_path), Wire(kind, tmp_path / "wire")
+    stamp, (received,) = wire.sync(actor)
+    rollout.receive(received)
+    actor.save(tmp_path / "saved")
+    fresh = TorchRolloutEngine(tmp_path / "saved")
+    fresh.receive(actor.publish())
+    assert actor.publish().stamp == stamp
+    assert completions(rollout) == completions(fresh)
+    assert completions(rollout)[1] == [1, 1, 1]
+    assert completions(rollout)[0] != completions(_untrained(model_path))[0]
+    wire.close()
+
+
+def _untrained(model_path):
+    engine = TorchRolloutEngine(model_path)
+    engine.receive(TorchTrainEngine(model_path, None).publish())
+    return engine
+
+
+def test_101_what_passes_through_the_trainer_is_a_fraction_of_the_weights(tmp_path, actor):
+    wire = Wire("shared_memory", tmp_path)
+    ticket = wire.source.offer(actor)
+    through_the_trainer = len(pickle.dumps(ticket)) + len(pickle.dumps(wire.source.send(ticket, actor)))
+    assert through_the_trainer < 100 * len(ticket.table.entries) + 1000
+    assert wire.sinks[0].receive(ticket).nbytes > 20 * through_the_trainer
+    wire.close()
+
+
+def test_102_gloo_gives_what_shared_memory_gives(tmp_path, model_path, actor):
+    rollouts = {}
+    for kind in ("shared_memory", "broadcast"):
+        wire, rollouts[kind] = Wire(kind, tmp_path / kind), TorchRolloutEngine(model_path)
+        rollouts[kind].receive(wire.sync(actor)[1][0])
+        wire.close()
+    assert completions(rollouts["shared_memory"]) == completions(rollouts["broadcast"])
+
+
+def test_103_weights_of_another_model_are_refused_by_name_and_the_old_ones_serve(tmp_path, model_path, actor):
+    rollout, wire = TorchRolloutEngine(model_path), Wire("shared_memory", tmp_path)
+    rollout.receive(wire.sync(actor)[1][0])
+    before = completions(rollout)
+    weights = {name.replace("norm.weight", "norm.scale"): tensor for name, tensor in actor.named_weights()}
+    with pytest.raises(WeightSyncError, match=r"'model.norm.weight' is missing.*'model.norm.scale' is unknown"):
+        rollout.receive(wire.sync(ToySource(weights, version=2))[1][0])
+    assert completions(rollout) == before
+    wire.close()
+
+
+def test_104_an_older_version_is_refused_unless_the_run_goes_back(tmp_path, model_path, actor):
+    rollout, wire = TorchRolloutEngine(model_path), Wire("shared_memory", tmp_path)
+    _, (first,) = wire.sync(actor)
+    step(actor, seed=1)
+    rollout.receive(wire.sync(actor)[1][0])
+    with pytest.raises(WeightSyncError, match="version 1 is older than 2"):
+        rollout.receive(first)
+    assert rollout.version == 2
+    rollout.receive(first, rewind=True)
+    assert rollout.version == 1
+    wire.close()
+
+
+def test_104_a_sync_that_breaks_off_leaves_the_old_version_serving(tmp_path, model_path, actor):
+    rollout, wire = TorchRolloutEngine(model_path), Wire("shared_memory", tmp_path)
+    rollout.receive(wire.sync(actor)[1][0])
+    before = completions(rollout)
+    step(actor, seed=1)
+    ticket = wire.source.offer(actor)
+    broken = ToySource({**dict(actor.named_weights()), "model.norm.weight": torch.zeros(1)}, version=2)
+    with pytest.raises(WeightSyncError):
+        wire.source.send(ticket, broken)
+    with pytest.raises(WeightSyncError, match="has ended before it was whole"):
+        rollout.receive(wire.sinks[0].receive(ticket))
+    assert completions(rollout) == before
+    assert rollout.version == 1
+    wire.close()
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 10, 10_000, 1 << 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_105_buckets_of_any_size_give_the_same_weights(kind, bucket_bytes, tmp_path, actor):
+    wire = Wire(kind, tmp_path, settings=dataclasses.replace(PATIENT, bucket_bytes=bucket_bytes))
+    _, (received,) = wire.sync(actor)
+    assert received.stamp == actor.publish().stamp
+    assert max(tensor.nbytes for tensor in received.buffers.values()) > 1 << 10  # at least one spans small buckets
+    wire.close()
+
+
+def test_106_tied_embeddings_travel_once_and_both_ends_see_them(tmp_path, model_path, actor):
+    rollout, wire = TorchRolloutEngine(model_path), Wire("shared_memory", tmp_path)
+    _, (received,) = wire.sync(actor)
+    assert "model.embed_tokens.weight" in received.buffers
+    assert "lm_head.weight" not in received.buffers
+    rollout.receive(received)
+    actor.save(tmp_path / "saved")
+    fresh = _untrained(tmp_path / "saved")
+    assert completions(rollout)[0] == completions(fresh)[0]
+    wire.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_107_a_reference_updated_from_its_actor_equals_it(kind, tmp_path, model_path, actor):
+    reference, wire = TorchTrainEngine(model_path, None), Wire(kind, tmp_path)
+    reference.receive(wire.sync(actor)[1][0])
+    assert reference.publish().stamp == actor.publish().stamp
+    step(actor, seed=1)
+    reference.receive(wire.sync(actor)[1][0])
+    assert reference.publish().stamp == actor.publish().stamp
+    wire.close()
+
+
+def test_a_source_and_its_sinks_agree_on_what_was_sent_without_looking_at_a_byte(tmp_path, actor):
+    sender = transport("shared_memory", tmp_path)
+    ticket = sender.offer(actor)
+    stamp = sender.send(ticket, actor)
+    assert stamp == transport("shared_memory", tmp_path).receive(ticket).stamp
+    sender.close()

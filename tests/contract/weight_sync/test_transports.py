@@ -1,0 +1,269 @@
+"""Whatever way weights take, they arrive whole, the same, and under the fingerprint that they were sent with."""
+
+import pickle
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sync_sides import (
+    BETWEEN_PROCESSES,
+    KINDS,
+    PATIENT,
+    ToySource,
+    Wire,
+    equal,
+    hear,
+    process,
+    receive_side,
+    toy_weights,
+    transport,
+)
+
+from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.engine.sync.base import SyncSettings
+from dlrover.python.rl.engine.sync.file import shared_memory
+from dlrover.python.rl.engine.sync.link import LinkTransport
+from dlrover.python.rl.engine.weights import verify
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture
+def wire(kind, tmp_path):
+    made = Wire(kind, tmp_path)
+    yield made
+    made.close()
+
+
+@each_kind
+def test_every_dtype_and_shape_arrives_bit_for_bit(wire):
+    weights = toy_weights()
+    stamp, (received,) = wire.sync(ToySource(weights, version=3))
+    assert equal(received, weights)
+    assert received.version == 3
+    assert received.stamp == stamp
+
+
+@each_kind
+def test_all_transports_give_the_fingerprint_of_a_snapshot(wire):
+    source = ToySource(toy_weights(), version=3)
+    assert wire.sync(source)[1][0].stamp == source.stamp()
+
+
+@each_kind
+@pytest.mark.parametrize("bucket_bytes", [1 << 10, 10_000, 1 << 20])
+def test_105_the_size_of_the_buckets_changes_nothing(kind, tmp_path, bucket_bytes):
+    wire = Wire(kind, tmp_path, settings=replace(PATIENT, bucket_bytes=bucket_bytes))
+    weights = toy_weights()
+    _, (received,) = wire.sync(ToySource(weights, version=1))
+    assert equal(received, weights)
+    wire.close()
+
+
+@each_kind
+def test_versions_follow_each_other_and_earlier_ones_stay_as_they_were(wire):
+    received = {}
+    for version in range(1, 6):
+        received[version] = wire.sync(ToySource(toy_weights(version), version))[1][0]
+        for earlier, snapshot in received.items():
+            assert equal(snapshot, toy_weights(earlier))
+
+
+@each_kind
+def test_memory_is_used_again_once_nobody_refers_to_it(wire):
+    places = set()
+    for version in range(8):
+        _, (received,) = wire.sync(ToySource(toy_weights(version), version))
+        places.add(received.buffers["long"].ctypes.data)
+        del received
+    assert len(places) <= 3
+
+
+@each_kind
+def test_101_no_byte_of_a_weight_is_in_the_ticket(wire, kind):
+    weights = {f"layers.{number}.weight": torch.full((512, 64), float(number)) for number in range(40)}
+    source = ToySource(weights, version=1)
+    ticket = wire.source.offer(source)
+    size = len(pickle.dumps(ticket))
+    assert size < 100 * len(weights) + 1000
+    larger = {name: tensor.repeat(4, 1) for name, tensor in weights.items()}
+    other = Wire(kind, wire.folder / "larger")
+    assert abs(len(pickle.dumps(other.source.offer(ToySource(larger, version=1)))) - size) < 100
+    other.close()
+
+
+@each_kind
+def test_a_ticket_survives_the_way_through_a_trainer(wire):
+    ticket = wire.source.offer(ToySource(toy_weights(), version=1))
+    assert pickle.loads(pickle.dumps(ticket)) == ticket
+
+
+@each_kind
+def test_the_names_are_asked_for_once_and_a_ticket_costs_no_round_after_that(wire):
+    source = ToySource(toy_weights(), version=1)
+    wire.sync(source)
+    assert source.rounds == 2
+    wire.sync(source)
+    assert source.rounds == 3
+
+
+@each_kind
+def test_103_a_renamed_tensor_is_an_error_that_names_both_on_either_side_at_once(wire):
+    source = ToySource(toy_weights(), version=1)
+    ticket = wire.source.offer(source)
+    source.weights = {("embedding" if name == "norm" else name): each for name, each in source.weights.items()}
+    began_s = time.monotonic()
+    sent, received = wire.attempt(ticket, source)
+    assert time.monotonic() - began_s < PATIENT.patience_s / 2
+    assert isinstance(received, WeightSyncError)
+    with pytest.raises(WeightSyncError, match=r"'embedding' float32\[3\] where 'norm' float32\[3\] was offered"):
+        raise sent
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda weights: weights.pop("norm"), "gives nothing where 'norm'"),
+        (lambda weights: weights.update(more=torch.zeros(2)), r"gives 'more' float32\[2\] where nothing was offered"),
+        (lambda weights: weights.update(norm=torch.zeros(4)), r"'norm' float32\[4\] where 'norm' float32\[3\]"),
+        (lambda weights: weights.update(norm=weights["norm"].double()), r"'norm' float64\[3\] where 'norm' float32"),
+    ],
+)
+def test_103_a_source_that_changes_after_its_offer_is_an_error_and_can_offer_anew(tmp_path, change, told):
+    wire = Wire("shared_memory", tmp_path)
+    source = ToySource(toy_weights(), version=1)
+    ticket = wire.source.offer(source)
+    change(source.weights)
+    with pytest.raises(WeightSyncError, match=told):
+        wire.source.send(ticket, source)
+    with pytest.raises(WeightSyncError, match=r"ACTOR\[0\] \(process \d+\) has ended before it was whole"):
+        wire.sinks[0].receive(ticket)
+    assert equal(wire.sync(source)[1][0], source.weights)
+    wire.close()
+
+
+def test_103_a_sink_of_another_model_names_what_does_not_fit(tmp_path):
+    wire = Wire("shared_memory", tmp_path)
+    _, (received,) = wire.sync(ToySource(toy_weights(), version=1))
+    shapes = {name: tuple(tensor.shape) for name, tensor in toy_weights().items()}
+    expected = {("embedd" if name == "embed" else name): shape for name, shape in shapes.items()}
+    with pytest.raises(WeightSyncError, match=r"'embedd' is missing; 'embed' is unknown; did you mean 'embedd'\?"):
+        verify(received, expected, serving=0)
+    wire.close()
+
+
+@each_kind
+def test_104_a_source_that_has_gone_on_is_an_error_with_both_versions(wire):
+    source = ToySource(toy_weights(), version=1)
+    ticket = wire.source.offer(source)
+    source.version = 2
+    with pytest.raises(WeightSyncError, match="version 1 was offered, and the source is at 2"):
+        wire.source.send(ticket, source)
+
+
+@each_kind
+def test_ranks_that_do_not_lead_take_part_in_gathering_and_send_nothing(kind, tmp_path):
+    follower = transport(kind, tmp_path / "none", replace(PATIENT, leads=False))
+    source = ToySource(toy_weights(), version=1)
+    taken = []
+    source.halt = taken.append
+    ticket = follower.offer(source)
+    assert follower.send(ticket, source) is None
+    assert taken == list(range(len(source.weights)))
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+def test_several_sinks_get_the_same(kind, tmp_path):
+    wire = Wire(kind, tmp_path, sinks=2)
+    for version in (1, 2):
+        source = ToySource(toy_weights(version), version)
+        stamp, received = wire.sync(source)
+        assert [each.stamp for each in received] == [stamp, stamp]
+        assert all(equal(each, source.weights) for each in received)
+    wire.close()
+
+
+@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+def test_a_leader_that_fails_still_takes_its_part_in_the_gathering(kind, tmp_path):
+    sender = transport(kind, tmp_path, replace(PATIENT, patience_s=0.3, sinks=2))
+    source = ToySource(toy_weights(), version=1)
+    taken = []
+    source.halt = taken.append
+    ticket = sender.offer(source)
+    if kind in ("shared_memory", "shared_memory_copied", "disk"):
+        (tmp_path / "ACTOR.sender").mkdir()
+    with pytest.raises((WeightSyncError, OSError)):
+        sender.send(ticket, source)
+    assert taken == list(range(len(source.weights)))
+
+
+@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+def test_nothing_is_left_after_the_end(kind, tmp_path):
+    wire = Wire(kind, tmp_path)
+    for version in range(3):
+        wire.sync(ToySource(toy_weights(version), version))
+    wire.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+def test_waiting_for_a_sender_that_never_begins_has_an_end(kind, tmp_path):
+    sink = transport(kind, tmp_path, replace(PATIENT, patience_s=0.3, who="ROLLOUT[0]"))
+    ticket = transport(kind, tmp_path).offer(ToySource(toy_weights(), version=9))
+    with pytest.raises(WeightSyncError, match=r"version 9 from ACTOR\[0\]"):
+        sink.receive(ticket)
+
+
+def test_a_received_snapshot_is_checked_and_forgets_that_on_its_way_to_another_process(tmp_path):
+    wire = Wire("shared_memory", tmp_path)
+    _, (received,) = wire.sync(ToySource(toy_weights(), version=1))
+    copy = pickle.loads(pickle.dumps(received))
+    assert (received.checked, copy.checked) == (True, False)
+    copy.buffers["norm"].flags.writeable = True
+    copy.buffers["norm"][0] ^= 1
+    with pytest.raises(WeightSyncError, match="'norm' does not match"):
+        verify(copy, {name: tuple(tensor.shape) for name, tensor in toy_weights().items()}, serving=0)
+    wire.close()
+
+
+def test_a_mapped_snapshot_is_shared_and_cannot_be_written(tmp_path):
+    wire = Wire("shared_memory", tmp_path, sinks=2)
+    _, received = wire.sync(ToySource(toy_weights(), version=1))
+    for each in received:
+        with pytest.raises(ValueError, match="read-only"):
+            each.buffers["norm"][0] = np.uint8(0)
+    wire.close()
+
+
+@pytest.mark.parametrize("name", ["", "A.B", "A/B"])
+def test_names_that_would_meet_others_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="cannot name a sender"):
+        shared_memory(tmp_path, name)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA IPC needs a CUDA device")
+def test_101_cuda_ipc_gives_the_same_weights(tmp_path):
+    settings = SyncSettings(who="ACTOR[0]", device="cuda", bucket_bytes=1 << 16)
+    weights = {name: tensor.cuda() for name, tensor in toy_weights().items()}
+    sender = LinkTransport(tmp_path, "ACTOR", settings)
+    source = ToySource(weights, version=1)
+    ticket = sender.offer(source)
+    with process(receive_side, "link", tmp_path) as (_, pipe):
+        pipe.send(ticket)
+        stamp = sender.send(ticket, source)
+        assert hear(pipe) == stamp == source.stamp()
+        pipe.send(None)
+    sender.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="nccl needs two CUDA devices")
+def test_102_nccl_gives_the_same_weights():
+    source_side, sink_side = (SyncSettings(device=f"cuda:{number}", who=str(number)) for number in (0, 1))
+    wire = Wire("broadcast", None, settings=source_side)
+    wire.sinks = [transport("broadcast", None, sink_side)]
+    weights = {name: tensor.to("cuda:0") for name, tensor in toy_weights().items()}
+    source = ToySource(weights, version=1)
+    assert wire.sync(source)[1][0].stamp == source.stamp()

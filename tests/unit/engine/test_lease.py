@@ -1,0 +1,190 @@
+"""A device is held by one role at a time, in the order of asking; who died has let go."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
+from dlrover.python.rl.engine.holdings import HoldingsBoard
+from dlrover.python.rl.engine.lease import DeviceLease
+from dlrover.python.rl.engine.memory import DeviceMemory
+
+LATEST_S = 60.0
+
+
+def holder(folder, pipe, owner, nbytes):
+    """A process that takes the device, tells so, and gives it back when told."""
+    memory = DeviceMemory()
+    lease = DeviceLease(folder, owner, memory)
+    pipe.send("asking")
+    lease.take(LATEST_S)
+    kept = memory.bring(owner, "weights", torch.zeros(nbytes, dtype=torch.uint8))
+    pipe.send("has it")
+    pipe.recv()
+    del kept
+    lease.give()
+    pipe.send("gave it")
+    pipe.recv()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts holders; kills what is left of them."""
+    context, children = multiprocessing.get_context("spawn"), []
+
+    def begin(owner, nbytes=1000):
+        ours, theirs = context.Pipe()
+        child = context.Process(target=holder, args=(tmp_path, theirs, owner, nbytes))
+        child.start()
+        children.append(child)
+        assert hear(ours) == "asking"
+        return child, ours
+
+    yield begin
+    for child in children:
+        child.kill()
+        child.join(LATEST_S)
+
+
+def hear(pipe):
+    assert pipe.poll(LATEST_S)
+    return pipe.recv()
+
+
+def until(condition):
+    deadline_s = time.monotonic() + LATEST_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+
+
+def waiting(folder, count):
+    until(lambda: len(list(folder.glob("*.turn"))) == count)
+
+
+def test_one_role_at_a_time_in_the_order_of_asking(tmp_path):
+    order, together, most = [], 0, 0
+
+    def role(name):
+        nonlocal together, most
+        with DeviceLease(tmp_path, name).turn(LATEST_S):
+            together += 1
+            most = max(most, together)
+            order.append(name)
+            together -= 1
+
+    first = DeviceLease(tmp_path, "first")
+    first.take()
+    threads = []
+    for number in range(6):
+        threads.append(threading.Thread(target=role, args=(f"role {number}",)))
+        threads[-1].start()
+        waiting(tmp_path, number + 2)
+    assert order == []
+    first.give()
+    for thread in threads:
+        thread.join(LATEST_S)
+    assert order == [f"role {number}" for number in range(6)]
+    assert most == 1
+    assert list(tmp_path.glob("*.turn")) == []
+
+
+def test_processes_hand_over(tmp_path, start):
+    _, first = start("ACTOR[0]")
+    assert hear(first) == "has it"
+    _, second = start("ROLLOUT[0]")
+    waiting(tmp_path, 2)
+    assert not second.poll(0.1)
+    first.send("give")
+    assert hear(second) == "has it"
+
+
+def test_who_waits_too_long_is_told_who_has_it_since_when_and_with_how_much(tmp_path, start):
+    child, pipe = start("ACTOR[0]", nbytes=123_456)
+    assert hear(pipe) == "has it"
+    _, queued = start("REWARD[0]")
+    waiting(tmp_path, 2)
+    lease = DeviceLease(tmp_path, "ROLLOUT[0]")
+    with pytest.raises(EngineError) as caught:
+        lease.take(0.2)
+    told = str(caught.value)
+    assert f"ROLLOUT[0] did not get the device within 0.2 s: ACTOR[0] (process {child.pid}) has had it for " in told
+    assert told.endswith("with 123,456 bytes: ACTOR[0]: 123,456 of weights; REWARD[0] came before too")
+    assert not lease.held
+    waiting(tmp_path, 2)
+    pipe.send("give")
+    assert hear(queued) == "has it"
+
+
+@pytest.mark.parametrize("victim", ["holder", "waiting"])
+def test_who_dies_has_let_go(tmp_path, start, victim):
+    first, pipe = start("ACTOR[0]")
+    assert hear(pipe) == "has it"
+    second, _ = start("REWARD[0]")
+    waiting(tmp_path, 2)
+    mine = DeviceLease(tmp_path, "ROLLOUT[0]")
+    got = threading.Event()
+
+    def take():
+        mine.take(LATEST_S)
+        got.set()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    waiting(tmp_path, 3)
+    for child in (second, first) if victim == "waiting" else (first, second):
+        assert not got.wait(0.05)
+        os.kill(child.pid, signal.SIGKILL)
+    assert got.wait(LATEST_S)
+    thread.join(LATEST_S)
+    mine.close()
+    assert list(tmp_path.glob("*.turn")) == []
+
+
+def test_taking_twice_and_giving_what_one_has_not_are_errors(tmp_path):
+    lease = DeviceLease(tmp_path, "ACTOR[0]")
+    with pytest.raises(EngineError, match=r"ACTOR\[0\] does not have the device"):
+        lease.give()
+    with lease.turn(), pytest.raises(EngineError, match=r"ACTOR\[0\] has the device already"):
+        lease.take()
+    assert not lease.held
+
+
+def test_out_of_memory_names_what_other_processes_hold(tmp_path, start):
+    child, pipe = start("ACTOR[0]", nbytes=5000)
+    assert hear(pipe) == "has it"
+    memory = DeviceMemory(capacity=100, board=HoldingsBoard(tmp_path))
+    kept = memory.bring("rollout", "kv_cache", torch.zeros(10))
+    with pytest.raises(OutOfDeviceMemory) as caught:
+        memory.bring("rollout", "weights", torch.zeros(30))
+    assert str(caught.value) == (
+        "rollout asks for 120 bytes of weights on cpu, and 40 of 100 are held (rollout: 40 of kv_cache; process"
+        f" {child.pid} last told of ACTOR[0]: 5,000 of weights)"
+    )
+    assert kept is not None
+
+
+def test_what_a_dead_process_held_is_forgotten(tmp_path, start):
+    child, pipe = start("ACTOR[0]")
+    assert hear(pipe) == "has it"
+    board = HoldingsBoard(tmp_path)
+    assert board.others() == {child.pid: {"ACTOR[0]": {"weights": 1000}}}
+    os.kill(child.pid, signal.SIGKILL)
+    child.join(LATEST_S)
+    assert board.others() == {}
+    assert list(tmp_path.glob("*.holdings")) == []
+
+
+def test_a_board_tells_the_last_that_was_published_until_it_is_closed(tmp_path):
+    mine, other = HoldingsBoard(tmp_path), HoldingsBoard(tmp_path)
+    mine.publish({"a": {"weights": 10_000}})
+    mine.publish({"a": {"weights": 1}})
+    assert list(other.others().values()) == [{"a": {"weights": 1}}]
+    assert mine.others() == {}
+    mine.close()
+    assert other.others() == {}
