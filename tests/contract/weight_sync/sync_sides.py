@@ -137,6 +137,7 @@ def send_side(kind, folder, pipe, seed, halt_at):
 def receive_side(kind, folder, pipe):
     """A process that receives whatever ticket comes, and tells the stamp or the error."""
     torch.set_num_threads(1)
+    pipe.send("up")
     wire = transport(kind, Path(folder), replace(PATIENT, who="ROLLOUT[0]"))
     while (ticket := pipe.recv()) is not None:
         try:
@@ -147,8 +148,12 @@ def receive_side(kind, folder, pipe):
 
 @contextmanager
 def process(target, kind, folder, *arguments):
-    """A process and the pipe to it; killed at the end if it has not ended."""
-    context = multiprocessing.get_context("spawn")
+    """A process and the pipe to it; killed at the end if it has not ended.
+
+    It is forked from one that has torch imported already, which several take a while for at once.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["sync_sides"])
     ours, theirs = context.Pipe()
     child = context.Process(target=target, args=(kind, str(folder), theirs, *arguments))
     child.start()

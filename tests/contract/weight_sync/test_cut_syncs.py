@@ -104,10 +104,12 @@ def test_a_receiver_that_takes_the_place_of_a_killed_one_gets_the_same_version(k
     source = ToySource(toy_weights(2), 2)
     ticket = sender.offer(source)
     with process(receive_side, kind, tmp_path) as (child, pipe):
+        assert hear(pipe) == "up"
         pipe.send(ticket)
         kill(child)
     stamp = sender.send(ticket, source)
     with process(receive_side, kind, tmp_path) as (_, pipe):
+        assert hear(pipe) == "up"
         pipe.send(ticket)
         assert hear(pipe) == stamp
         pipe.send(None)
@@ -125,6 +127,7 @@ def test_a_receiver_killed_before_it_asks_ends_the_sync_and_the_next_one_works(k
     with pytest.raises(WeightSyncError, match="of 1 receivers|receivers broke off"):
         sender.send(ticket, source)
     with process(receive_side, kind, tmp_path) as (_, pipe):
+        assert hear(pipe) == "up"
         ticket = sender.offer(source)
         pipe.send(ticket)
         stamp = sender.send(ticket, source)

@@ -35,7 +35,8 @@ def holder(folder, pipe, owner, nbytes):
 @pytest.fixture
 def start(tmp_path):
     """Starts holders; kills what is left of them."""
-    context, children = multiprocessing.get_context("spawn"), []
+    context, children = multiprocessing.get_context("forkserver"), []
+    context.set_forkserver_preload([DeviceLease.__module__])
 
     def begin(owner, nbytes=1000):
         ours, theirs = context.Pipe()

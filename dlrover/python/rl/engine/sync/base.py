@@ -201,15 +201,17 @@ class Offers:
     def _where(self) -> dict[str, Any]:
         return {}
 
-    def _pieces(self, ticket: Ticket, source: WeightSource) -> Iterator[tuple[int, Any]]:
-        """Offset and bytes (``uint8``) of one piece after the other; none crosses the end of a bucket.
+    def _pieces(self, ticket: Ticket, source: WeightSource, bucket: int) -> Iterator[tuple[int, Any]]:
+        """Offset and bytes (``uint8``) of one piece after the other; none crosses the end of a bucket of this size.
 
         Raises:
-            WeightSyncError: the source has another version or other tensors than were offered.
+            WeightSyncError: at once: the source has another version than was offered; later: other tensors.
         """
         if source.version != ticket.version:
             raise WeightSyncError(f"version {ticket.version} was offered, and the source is at {source.version}")
-        bucket = self.settings.bucket
+        return self._cut(ticket, source, bucket)
+
+    def _cut(self, ticket: Ticket, source: WeightSource, bucket: int) -> Iterator[tuple[int, Any]]:
         pairs = zip_longest(zip(ticket.table.entries, ticket.table.spans(), strict=True), source.named_weights())
         for offered, given in pairs:
             flat = self._checked(ticket, offered and offered[0], given)

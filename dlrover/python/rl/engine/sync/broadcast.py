@@ -4,7 +4,7 @@ Source and sinks form a process group of their own, beside whatever group the tr
 nothing goes wrong; after a failure the next offer makes another one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -42,7 +42,7 @@ class BroadcastTransport(Offers):
         super().__init__(settings or SyncSettings())
         self._address = address
         self._store: Any = None
-        self._group: tuple[str, Any] = ("", None)
+        self._group = _Group("", None)
         self._staging = Staging(self.settings)
 
     def _where(self) -> dict[str, Any]:
@@ -50,13 +50,13 @@ class BroadcastTransport(Offers):
             self._store = dist.TCPStore(
                 self._address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout()
             )
-        name = self._group[0] or uuid4().hex
+        name = self._group.name or uuid4().hex
         told = {"group": name, "sinks": self.settings.sinks, "bucket": self.settings.bucket}
         return {"host": self._address, "port": self._store.port, **told}
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
         """See :meth:`~dlrover.python.rl.engine.sync.base.WeightTransport.send`."""
-        stream = self._pieces(ticket, source)
+        stream = self._pieces(ticket, source, ticket.where["bucket"])
         try:
             return self._broadcast(ticket, stream) if self.settings.leads else None
         finally:
@@ -73,8 +73,8 @@ class BroadcastTransport(Offers):
                 start, stop = spans[number]
                 part = bucket[: stop - start]
                 tally.take(host_bytes(part), start, stop)
-                group.broadcast(part, _SOURCE).wait()
-            group.broadcast(self._crcs(tally.crcs), _SOURCE).wait()
+                group.broadcast(part)
+            group.broadcast(self._crcs(tally.crcs))
         return stamp_of(ticket, tally.crcs)
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
@@ -84,9 +84,9 @@ class BroadcastTransport(Offers):
         with self._connected(ticket, lambda: self._join(ticket)) as group:
             for start, stop in windows(ticket.table, ticket.where["bucket"]):
                 part = staged[start:stop]
-                group.broadcast(part, _SOURCE).wait()
+                group.broadcast(part)
                 tally.take(host_bytes(part), start, stop)
-            group.broadcast(crcs, _SOURCE).wait()
+            group.broadcast(crcs)
         return assemble(ticket, flat, tally.crcs, crcs.tolist())
 
     def _crcs(self, values: list[int]) -> Any:
@@ -97,22 +97,22 @@ class BroadcastTransport(Offers):
         return dist.TCPStore(where["host"], where["port"], is_master=False, timeout=self._timeout())
 
     @contextmanager
-    def _connected(self, ticket: Ticket, store: Any) -> Iterator[Any]:
+    def _connected(self, ticket: Ticket, store: Callable[[], Any]) -> Iterator["_Group"]:
         """The group of the ticket, which is given up if anything goes wrong in it."""
         name, sinks = ticket.where["group"], ticket.where["sinks"]
         try:
-            if self._group[0] != name:
-                self._group = ("", None)
-                self._group = (name, self._meet(name, dist.PrefixStore(name, store()), sinks))
-            yield self._group[1]
+            if self._group.name != name:
+                self._group.leave()
+                self._group = _Group(name, self._meet(name, dist.PrefixStore(name, store()), sinks))
+            yield self._group
         except RuntimeError as error:  # torch's DistError is one
-            self._group = ("", None)
+            self._group.leave()
             raise WeightSyncError(
                 f"the broadcast of version {ticket.version} from {ticket.sender} to {sinks} receivers broke off at"
                 f" {self.settings.who}: one of them is gone or late: {error}"
             ) from error
         except WeightSyncError:
-            self._group = ("", None)
+            self._group.leave()
             raise
 
     def _meet(self, name: str, store: Any, sinks: int) -> Any:
@@ -131,4 +131,22 @@ class BroadcastTransport(Offers):
 
     def close(self) -> None:
         """Leave the group."""
-        self._group, self._store = ("", None), None
+        self._group.leave()
+        self._store = None
+
+
+class _Group:
+    """A process group; nobody else refers to torch's object, so that it is gone at once when it is left."""
+
+    def __init__(self, name: str, connected: Any) -> None:
+        self.name, self._connected = name, connected
+
+    def broadcast(self, tensor: Any) -> None:
+        """From the source to all others."""
+        self._connected.broadcast(tensor, _SOURCE).wait()
+
+    def leave(self) -> None:
+        """Give the group up: its connections close, which the others notice."""
+        if self._connected is not None and self._connected.name() == "nccl":
+            self._connected.abort()
+        self.name, self._connected = "", None

@@ -88,7 +88,7 @@ class Arena:
         free = [block for block, lent in self._blocks if lent() is None and len(block) == nbytes]
         self._blocks = [(block, lent) for block, lent in self._blocks if lent() is not None]
         block = free[0] if free else np.empty(nbytes, dtype=np.uint8)
-        view = np.frombuffer(memoryview(block), dtype=np.uint8)  # numpy would name the block itself as a slice's base
+        view = np.frombuffer(block.data, dtype=np.uint8)  # numpy would name the block itself as a slice's base
         self._blocks.append((block, weakref.ref(view)))
         return view
 

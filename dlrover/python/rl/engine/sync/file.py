@@ -84,7 +84,7 @@ class FileTransport(Offers):
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
         """Write the weights into a file; see :meth:`~dlrover.python.rl.engine.sync.base.WeightTransport.send`."""
-        stream = self._pieces(ticket, source)
+        stream = self._pieces(ticket, source, self.settings.bucket)
         try:
             return self._write(ticket, stream) if self.settings.leads else None
         finally:

@@ -77,7 +77,7 @@ class LinkTransport(Offers):
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
         """See :meth:`~dlrover.python.rl.engine.sync.base.WeightTransport.send`."""
-        stream = self._pieces(ticket, source)
+        stream = self._pieces(ticket, source, ticket.where["half"])
         try:
             return self._hand_over(ticket, stream) if self.settings.leads else None
         finally:
@@ -186,10 +186,12 @@ class LinkTransport(Offers):
         waiting = Waiting(self.settings.patience_s, lambda: f"{told}: nobody listens at {self._socket}")
         while True:
             connection = socket.socket(socket.AF_UNIX)
-            with suppress(FileNotFoundError, ConnectionRefusedError), _short(self._socket) as path:
-                connection.connect(path)
-                return _Peer(connection, told, self.settings.patience_s)
-            connection.close()
+            try:
+                with suppress(FileNotFoundError, ConnectionRefusedError), _short(self._socket) as path:
+                    connection.connect(path)
+                    return _Peer(connection, told, self.settings.patience_s)
+            finally:
+                connection.close()  # of no effect where a peer has it
             waiting.pause()
 
     def close(self) -> None:

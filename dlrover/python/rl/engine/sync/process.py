@@ -28,7 +28,7 @@ class ProcessTransport(Offers):
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
         """Copy the weights to where :meth:`receive` finds them."""
-        stream = self._pieces(ticket, source)
+        stream = self._pieces(ticket, source, self.settings.bucket)
         if not self.settings.leads:
             exhaust(stream)
             return None
