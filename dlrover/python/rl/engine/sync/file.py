@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import torch
-
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.sync.base import (
     Offers,
@@ -33,7 +31,7 @@ from dlrover.python.rl.engine.sync.base import (
     exhaust,
     stamp_of,
 )
-from dlrover.python.rl.engine.sync.buckets import Arena, Tally
+from dlrover.python.rl.engine.sync.buckets import Arena, Tally, copy_to_host
 from dlrover.python.rl.engine.sync.image import (
     CopiedReading,
     MappedReading,
@@ -93,10 +91,10 @@ class FileTransport(Offers):
     def _write(self, ticket: Ticket, stream: Iterator[tuple[int, Any]]) -> WeightStamp:
         with self._sending(ticket):
             image = self._fresh(ticket)
-            target, tally = torch.from_numpy(image.data), Tally(ticket.table)
+            tally = Tally(ticket.table)
             for offset, piece in stream:
                 stop = offset + len(piece)
-                target[offset:stop].copy_(piece)
+                copy_to_host(image.data[offset:stop], piece)
                 tally.take(image.data, 0, stop)
                 image.show(stop)
             image.finish(tally.crcs, flush=not self._live)

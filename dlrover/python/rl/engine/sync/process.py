@@ -1,7 +1,5 @@
 """Weights for another engine of the same process, through host memory."""
 
-import torch
-
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.sync.base import (
     Offers,
@@ -11,7 +9,7 @@ from dlrover.python.rl.engine.sync.base import (
     assemble,
     exhaust,
 )
-from dlrover.python.rl.engine.sync.buckets import Arena, Tally
+from dlrover.python.rl.engine.sync.buckets import Arena, Tally, copy_to_host
 from dlrover.python.rl.engine.weights import WeightSnapshot, WeightStamp
 
 
@@ -33,9 +31,8 @@ class ProcessTransport(Offers):
             exhaust(stream)
             return None
         flat, tally = self._arena.take(ticket.table.nbytes), Tally(ticket.table)
-        target = torch.from_numpy(flat)
         for offset, piece in stream:
-            target[offset : offset + len(piece)].copy_(piece)
+            copy_to_host(flat[offset : offset + len(piece)], piece)
             tally.take(flat, 0, offset + len(piece))
         snapshot = assemble(ticket, flat, tally.crcs, tally.crcs)
         self._sent = ticket.id, snapshot

@@ -1,0 +1,201 @@
+"""Roles that share a device: each has it in its turn; together they need no more than the larger one and a bucket.
+
+The device is simulated: host memory that is accounted for, with a capacity.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from sync_sides import PATIENT, Wire
+
+from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
+from dlrover.python.rl.engine.lease import DeviceLease
+from dlrover.python.rl.engine.memory import DeviceMemory
+from dlrover.python.rl.engine.weights import verify
+
+BUCKET = 8192
+SHAPES = {"embed": (300, 64), "up": (64, 200), "down": (200, 64), "norm": (64,)}
+WEIGHTS = 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
+
+
+class Toy:
+    """What both toy engines share: tensors that are on the device, on the host, or nowhere."""
+
+    owner = ""
+
+    def __init__(self, memory):
+        self.memory, self.version = memory, 0
+        self.tensors, self.at = {}, "cpu"
+
+    def put(self, kind, name, tensor):
+        self.tensors[kind, name] = self.memory.bring(self.owner, kind, tensor)
+
+    def cpu(self):
+        self.tensors = {key: tensor.clone() for key, tensor in self.tensors.items() if key[0] != "kv_cache"}
+        self.at = "cpu"
+
+    def cuda(self, part="all"):
+        if self.at == "cpu" and part in ("all", "weights"):
+            for (kind, name), tensor in list(self.tensors.items()):
+                if part == "all" or kind == part:
+                    self.put(kind, name, tensor)
+            self.at = "cuda"
+
+    def meta(self):
+        self.tensors, self.at = {}, "meta"
+
+    def named_weights(self):
+        for name in SHAPES:
+            yield name, self.tensors["weights", name]
+
+
+class ToyTrain(Toy):
+    """Weights and two moments, and gradients during a step: four times the weights at its peak."""
+
+    owner = "actor"
+
+    def __init__(self, memory):
+        super().__init__(memory)
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in SHAPES.items():
+            self.put("weights", name, torch.randn(shape, generator=generator))
+            self.put("optimizer", f"{name}.first", torch.zeros(shape))
+            self.put("optimizer", f"{name}.second", torch.zeros(shape))
+        self.at = "cuda"
+
+    def step(self, signal):
+        if self.at != "cuda":
+            raise EngineError("the weights are on the host")
+        gradients = {
+            name: self.memory.bring(self.owner, "gradients", torch.sin(tensor * signal))
+            for name, tensor in self.named_weights()
+        }
+        for name, gradient in gradients.items():
+            first, second = (self.tensors["optimizer", f"{name}.{which}"] for which in ("first", "second"))
+            first.lerp_(gradient, 0.1)
+            second.lerp_(gradient**2, 0.01)
+            self.tensors["weights", name].sub_(0.01 * first / (second.sqrt() + 1e-8))
+        self.version += 1
+
+
+class ToyRollout(Toy):
+    """Weights, and a key-value cache that is larger than they are."""
+
+    owner = "rollout"
+
+    def __init__(self, memory):
+        super().__init__(memory)
+        self.version = -1
+        self.meta()
+
+    def cuda(self, part="all"):
+        if self.at == "meta" and part in ("all", "weights"):
+            for name, shape in SHAPES.items():
+                self.put("weights", name, torch.zeros(shape))
+            self.at = "cuda"
+        super().cuda(part)
+        if part in ("all", "kv_cache"):
+            self.put("kv_cache", "", torch.zeros(2 * WEIGHTS, dtype=torch.uint8))
+
+    def receive(self, snapshot):
+        verify(snapshot, SHAPES, self.version)
+        for name, tensor in self.named_weights():
+            tensor.copy_(snapshot.tensor(name))
+        self.version = snapshot.version
+
+    def generate(self):
+        if self.at != "cuda" or ("kv_cache", "") not in self.tensors:
+            raise EngineError("not on the device")
+        return float(sum(tensor.double().sum() for _, tensor in self.named_weights()))
+
+
+def alone():
+    """The most that each role holds by itself."""
+    train, rollout = (DeviceMemory() for _ in range(2))
+    ToyTrain(train).step(1.0)
+    ToyRollout(rollout).cuda()
+    return train.peak, rollout.peak
+
+
+class Collocated:
+    """Both roles on one device."""
+
+    def __init__(self, kind, folder, memory):
+        self.memory = memory
+        settings = replace(PATIENT, bucket_bytes=BUCKET, memory=memory)
+        self.kind, self.wire = kind, Wire(kind, folder / "wire", settings=settings)
+        self.actor, self.rollout = (DeviceLease(folder / "lease", role, memory) for role in ("ACTOR[0]", "ROLLOUT[0]"))
+        with self.actor.turn():
+            self.train = ToyTrain(memory)
+            self.train.cpu()
+        self.serving = ToyRollout(memory)
+
+    def step(self):
+        """A round: sync, sample, learn."""
+        self.sync()
+        with self.rollout.turn():
+            self.serving.cuda("kv_cache")
+            signal = self.serving.generate()
+            self.serving.meta()
+        with self.actor.turn():
+            self.train.cuda()
+            self.train.step(signal)
+            self.train.cpu()
+        return signal
+
+    def sync(self):
+        """From one engine to the other; through a bucket on the device both have their weights there."""
+        if self.kind == "link":
+            with self.actor.turn():
+                self.train.cuda("weights")
+                self.serving.cuda("weights")
+                self.serving.receive(self.wire.sync(self.train)[1][0])
+                self.train.cpu()
+            return
+        with self.actor.turn():
+            _, (snapshot,) = self.wire.sync(self.train)
+        with self.rollout.turn():
+            self.serving.cuda("weights")
+            self.serving.receive(snapshot)
+
+    def close(self):
+        self.wire.close()
+        self.actor.close()
+        self.rollout.close()
+
+
+def signals_without_offload(steps):
+    """What the same steps give where both engines stay on a device that is large enough."""
+    memory, found = DeviceMemory(), []
+    train, rollout = ToyTrain(memory), ToyRollout(memory)
+    rollout.cuda()
+    wire = Wire("process", None)
+    for _ in range(steps):
+        rollout.receive(wire.sync(train)[1][0])
+        found.append(rollout.generate())
+        train.step(found[-1])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["process", "shared_memory", "disk", "broadcast", "link"])
+def test_a_collocated_step_never_exceeds_the_larger_role_and_a_bucket(kind, tmp_path):
+    trained, served = alone()
+    limit = max(trained, served) + BUCKET
+    assert trained + served > limit
+    roles = Collocated(kind, tmp_path, DeviceMemory(capacity=limit))
+    signals = [roles.step() for _ in range(3)]
+    assert max(trained, served) <= roles.memory.peak <= limit
+    assert signals == signals_without_offload(3)
+    roles.close()
+
+
+def test_who_does_not_give_its_memory_back_is_named(tmp_path):
+    trained, served = alone()
+    roles = Collocated("process", tmp_path, DeviceMemory(capacity=max(trained, served) + BUCKET))
+    roles.step()
+    roles.train.cuda()
+    held = rf"actor: {WEIGHTS:,} of weights \+ {2 * WEIGHTS:,} of optimizer, rollout: {WEIGHTS:,} of weights"
+    with pytest.raises(OutOfDeviceMemory, match=rf"rollout asks for {2 * WEIGHTS:,} bytes of kv_cache .*{held}"):
+        roles.serving.cuda()
+    roles.close()
