@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from dlrover.python.rl.engine.base import TrainSettings
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.sync.base import SyncSettings
 from dlrover.python.rl.engine.sync.broadcast import BroadcastTransport
 from dlrover.python.rl.engine.sync.file import FileTransport, disk, shared_memory
@@ -18,7 +21,7 @@ from dlrover.python.rl.engine.sync.link import LinkTransport
 from dlrover.python.rl.engine.sync.process import ProcessTransport
 from dlrover.python.rl.engine.weights import take_snapshot
 
-LATEST_S = 60.0
+LATEST_S = 240.0
 PATIENT = SyncSettings(who="ACTOR[0]", patience_s=20.0, bucket_bytes=4096)
 
 KINDS = ("process", "shared_memory", "shared_memory_copied", "disk", "broadcast", "link")
@@ -144,6 +147,23 @@ def receive_side(kind, folder, pipe):
             pipe.send(wire.receive(ticket).stamp)
         except Exception as error:  # noqa: BLE001 - the test looks at it
             pipe.send(error)
+
+
+def rank_side(kind, folder, pipe, model, place, sizes):
+    """A rank of a train engine that divides its model; all ranks offer and send, the first one leads."""
+    torch.set_num_threads(1)
+    engine = Fsdp2TrainEngine(model, None, TrainSettings(parallel=sizes), place)
+    wire = transport(kind, Path(folder), replace(PATIENT, leads=place.rank == 0))
+    pipe.send(wire.offer(engine))
+    pipe.send(wire.send(pipe.recv(), engine))
+    pipe.recv()
+
+
+def free_port():
+    """A port that nobody listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
 
 
 @contextmanager

@@ -2,17 +2,19 @@
 
 import dataclasses
 import pickle
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 import torch
-from sync_sides import KINDS, PATIENT, ToySource, Wire, transport
+from sync_sides import KINDS, PATIENT, ToySource, Wire, free_port, hear, process, rank_side, transport
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import OptimizerConfig, SamplingParams
+from dlrover.python.rl.engine.base import OptimizerConfig, Rendezvous, SamplingParams
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.layout import ParallelSizes
 from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
-from dlrover.python.rl.engine.torch.train import TorchTrainEngine
 from dlrover.python.rl.recipe.tiny import write_tiny_model
 
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
@@ -28,17 +30,10 @@ def model_path(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=64)
 
 
-class Actor(TorchTrainEngine):
-    """One that gives its weights away one by one."""
-
-    def named_weights(self):
-        return self._lm.named_weights()
-
-
 @pytest.fixture
 def actor(model_path):
     """An actor that has taken a step."""
-    engine = Actor(model_path, OptimizerConfig(lr=1e-2))
+    engine = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2))
     step(engine)
     return engine
 
@@ -76,7 +71,7 @@ def test_100_after_a_step_greedy_text_is_that_of_a_fresh_engine_on_the_saved_wei
 
 def _untrained(model_path):
     engine = TorchRolloutEngine(model_path)
-    engine.receive(TorchTrainEngine(model_path, None).publish())
+    engine.receive(Fsdp2TrainEngine(model_path, None).publish())
     return engine
 
 
@@ -102,7 +97,7 @@ def test_103_weights_of_another_model_are_refused_by_name_and_the_old_ones_serve
     rollout, wire = TorchRolloutEngine(model_path), Wire("shared_memory", tmp_path)
     rollout.receive(wire.sync(actor)[1][0])
     before = completions(rollout)
-    weights = {name.replace("norm.weight", "norm.scale"): tensor for name, tensor in actor.named_weights()}
+    weights = {name.replace("model.norm.weight", "model.norm.scale"): each for name, each in actor.named_weights()}
     with pytest.raises(WeightSyncError, match=r"'model.norm.weight' is missing.*'model.norm.scale' is unknown"):
         rollout.receive(wire.sync(ToySource(weights, version=2))[1][0])
     assert completions(rollout) == before
@@ -162,7 +157,7 @@ def test_106_tied_embeddings_travel_once_and_both_ends_see_them(tmp_path, model_
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_107_a_reference_updated_from_its_actor_equals_it(kind, tmp_path, model_path, actor):
-    reference, wire = TorchTrainEngine(model_path, None), Wire(kind, tmp_path)
+    reference, wire = Fsdp2TrainEngine(model_path, None), Wire(kind, tmp_path)
     reference.receive(wire.sync(actor)[1][0])
     assert reference.publish().stamp == actor.publish().stamp
     step(actor, seed=1)
@@ -177,3 +172,24 @@ def test_a_source_and_its_sinks_agree_on_what_was_sent_without_looking_at_a_byte
     stamp = sender.send(ticket, actor)
     assert stamp == transport("shared_memory", tmp_path).receive(ticket).stamp
     sender.close()
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "broadcast"])
+@pytest.mark.parametrize("sizes", [ParallelSizes(), ParallelSizes(tensor_parallel_size=2)], ids=["shards", "tensors"])
+def test_weights_divided_among_ranks_arrive_whole(kind, sizes, tmp_path, model_path):
+    stamp = Fsdp2TrainEngine(model_path, None).publish().stamp
+    first = Rendezvous(0, 2, master_port=free_port(), timeout_s=60.0)
+    places = (first, dataclasses.replace(first, rank=1))
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(process(rank_side, kind, tmp_path, str(model_path), place, sizes)) for place in places
+        ]
+        ticket = [hear(pipe) for _, pipe in ranks][0]
+        for _, pipe in ranks:
+            pipe.send(ticket)
+        received = transport(kind, tmp_path, dataclasses.replace(PATIENT, who="ROLLOUT[0]")).receive(ticket)
+        assert [hear(pipe) for _, pipe in ranks] == [stamp, None]
+        assert received.stamp == stamp
+        rollout = TorchRolloutEngine(model_path)
+        rollout.receive(received)
+        assert rollout.version == 0
