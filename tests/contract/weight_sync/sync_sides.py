@@ -173,7 +173,7 @@ def process(target, kind, folder, *arguments):
     It is forked from one that has torch imported already, which several take a while for at once.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["sync_sides"])
+    context.set_forkserver_preload([BroadcastTransport.__module__, Fsdp2TrainEngine.__module__])
     ours, theirs = context.Pipe()
     child = context.Process(target=target, args=(kind, str(folder), theirs, *arguments))
     child.start()

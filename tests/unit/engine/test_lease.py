@@ -14,7 +14,7 @@ from dlrover.python.rl.engine.holdings import HoldingsBoard
 from dlrover.python.rl.engine.lease import DeviceLease
 from dlrover.python.rl.engine.memory import DeviceMemory
 
-LATEST_S = 60.0
+LATEST_S = 240.0
 
 
 def holder(folder, pipe, owner, nbytes):
