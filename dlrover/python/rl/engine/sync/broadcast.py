@@ -143,7 +143,7 @@ class _Group:
 
     def broadcast(self, tensor: Any) -> None:
         """From the source to all others."""
-        self._connected.broadcast(tensor, _SOURCE).wait()
+        self._connected.broadcast(tensor, _SOURCE).wait()  # waits: as long as the group's own timeout
 
     def leave(self) -> None:
         """Give the group up: its connections close, which the others notice."""

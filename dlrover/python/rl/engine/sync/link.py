@@ -107,7 +107,7 @@ class LinkTransport(Offers):
         found: list[_Peer] = []
         while len(found) < self.settings.sinks:
             try:
-                accepted, _ = self._listener.accept()
+                accepted, _ = self._listener.accept()  # waits: as long as the socket's own timeout
             except TimeoutError:
                 raise WeightSyncError(
                     f"{len(found)} of {self.settings.sinks} receivers of version {ticket.version} came within"
@@ -238,7 +238,7 @@ class _Peer:
         try:
             if not self._connection.poll(self._patience_s):
                 raise WeightSyncError(f"{self.who}: silent for {self._patience_s:g} s")
-            return self._connection.recv()
+            return self._connection.recv()  # waits: for what poll has seen, a few bytes sent in one go
         except (EOFError, OSError) as error:
             raise self._lost() from error
 
