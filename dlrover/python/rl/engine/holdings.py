@@ -38,7 +38,7 @@ class HoldingsBoard:
     def _make(self) -> int:
         self._folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # others lock no file that is empty
         return descriptor
 
     def others(self) -> dict[int, Held]:

@@ -111,7 +111,7 @@ class DeviceLease:
         self._folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._folder / "ORDER", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits: for who lists a few files; one that dies has let go
             yield
         finally:
             os.close(descriptor)
@@ -121,7 +121,7 @@ class DeviceLease:
             last = max((int(path.stem) for path in self._turns()), default=0)
             path = self._folder / f"{last + 1:09}{_TURN}"
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody looks at one behind its own
             _write(descriptor, self._owner, "waiting_s")
         return path, descriptor
 
