@@ -12,7 +12,13 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session", params=KINDS, ids=lambda kind: kind.label)
+def _as_parameter(kind):
+    """vLLM warns of what it uses itself."""
+    marks = [pytest.mark.filterwarnings("default")] if kind.package == "vllm" else []
+    return pytest.param(kind, id=kind.label, marks=marks)
+
+
+@pytest.fixture(scope="session", params=[_as_parameter(kind) for kind in KINDS])
 def kind(request):
     if request.param.missing:
         pytest.skip(f"'{request.param.package}' is not installed here")
@@ -20,8 +26,9 @@ def kind(request):
 
 
 @pytest.fixture(scope="session")
-def model_path(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=128)
+def model_path(kind, tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "T"
+    return write_tiny_model(path, hidden=kind.hidden, layers=2, max_positions=128)
 
 
 @pytest.fixture(scope="session")

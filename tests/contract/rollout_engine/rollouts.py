@@ -5,6 +5,7 @@ import importlib.util
 from dataclasses import dataclass, field
 
 import numpy as np
+import sglang_stand_in
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -27,12 +28,16 @@ class Kind:
         name: in the registry.
         package: which has to be installed for it.
         backend: its own options.
+        hidden: width of the model; vLLM's kernels for CPUs want heads of at least 32.
+        tells_cut: it gives the log-probs of a distribution that was cut.
     """
 
     label: str
     name: str
     package: str = "torch"
     backend: dict = field(default_factory=dict)
+    hidden: int = 32
+    tells_cut: bool = True
 
     @property
     def missing(self):
@@ -43,10 +48,23 @@ class Kind:
         return engine_class(ROLLOUT, self.name)(model, settings, memory)
 
 
+@dataclass(frozen=True)
+class SglangKind(Kind):
+    """SGLang's place is taken by a server that speaks its protocol."""
+
+    def make(self, model, memory=None, **settings):
+        _, url, close = sglang_stand_in.serve(model)
+        engine = super().make(model, memory, **{"backend": {**self.backend, "url": url}, **settings})
+        ends = engine.close
+        engine.close = lambda: (ends(), close())
+        return engine
+
+
 KINDS = (
     Kind("torch", "torch"),
     Kind("torch-huggingface", "torch", backend={"forward": "huggingface"}),
-    Kind("vllm", "vllm", package="vllm"),
+    Kind("vllm", "vllm", package="vllm", hidden=128),
+    SglangKind("sglang", "sglang", backend={"chunk_tokens": 1}, tells_cut=False),
 )
 
 

@@ -52,8 +52,9 @@ def test_requests_that_come_later_change_nothing_for_those_that_run(engine):
     assert drawn({**done, **drain(engine)}) == expected
 
 
-def test_requests_of_several_samplings_run_side_by_side(engine):
-    kinds = [sampling(temperature=0.0), sampling(temperature=0.6), sampling(top_k=7, logprobs="sampled"), sampling()]
+def test_requests_of_several_samplings_run_side_by_side(kind, engine):
+    cut = sampling(top_k=7, logprobs="sampled" if kind.tells_cut else "policy")
+    kinds = [sampling(temperature=0.0), sampling(temperature=0.6), cut, sampling()]
     kinds = [dataclasses.replace(params, max_new_tokens=6 + 5 * place) for place, params in enumerate(kinds)]
     alone = {}
     for params, request in zip(kinds, requests(), strict=False):

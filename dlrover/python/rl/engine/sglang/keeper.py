@@ -1,0 +1,27 @@
+"""Runs a command for as long as the process that started it lives.
+
+``python -m dlrover.python.rl.engine.sglang.keeper COMMAND...`` in a session of its own, with a pipe as standard input:
+when the pipe closes, as it does when its owner is killed, the keeper kills its whole process group.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+
+def main(command: list[str]) -> int:
+    """Run ``command`` and return its status."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    threading.Thread(target=_end_with_owner, daemon=True).start()
+    return child.wait()  # waits: as long as the server serves; its owner ends both
+
+
+def _end_with_owner() -> None:
+    sys.stdin.buffer.read()
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,148 @@
+"""A server that speaks SGLang's HTTP protocol and draws with a real model, one token after the other, without a cache.
+
+It stands in for SGLang, which generates nothing on a CPU: what it is asked and answers is what SGLang's own server is,
+as far as the engine uses it.
+"""
+
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+KINDS = ("weights", "kv_cache")
+
+
+class StandIn:
+    """The model behind the server.
+
+    Attributes:
+        deaf: names of weights that an update does not reach, though it is said to have succeeded.
+        said: every path that was asked for, in order.
+    """
+
+    def __init__(self, path):
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.lock, self.aborted, self.there = threading.Lock(), set(), set(KINDS)
+        self.deaf, self.said = (), []
+
+    # -- what the paths do --------------------------------------------------------------------------------------------
+
+    def health(self, body):
+        return None
+
+    def get_server_info(self, body):
+        return {"max_total_num_tokens": 1000}
+
+    def generate(self, body):
+        how, drawn = body["sampling_params"], []
+        while True:
+            with self.lock:
+                assert self.there == set(KINDS), "asked to generate without weights or cache"
+                drawn.append(self._draw(body["input_ids"] + [token for _, token, _ in drawn], how))
+                reason = self._reason(body["rid"], drawn, how)
+            if reason:
+                meta = {"id": body["rid"], "finish_reason": reason, "output_token_logprobs": drawn}
+                return {"text": "", "output_ids": [token for _, token, _ in drawn], "meta_info": meta}
+
+    def abort_request(self, body):
+        self.aborted.add(body["rid"])
+
+    def update_weights_from_disk(self, body):
+        with self.lock, torch.no_grad():
+            tensors = load_file(f"{body['model_path']}/model.safetensors")
+            own = dict(self.model.named_parameters())
+            if tensors.keys() - own.keys():
+                return {"success": False, "message": "unknown names"}
+            for name, tensor in tensors.items():
+                if name not in self.deaf:
+                    own[name].copy_(tensor)
+        return {"success": True, "message": "fine", "num_paused_requests": 0}
+
+    def get_weights_by_name(self, body):
+        tensor = dict(self.model.named_parameters())[body["name"]]
+        return tensor.detach().float().numpy().tolist()[: body["truncate_size"]]
+
+    @torch.no_grad()
+    def release_memory_occupation(self, body):
+        self.there -= set(body["tags"])
+        if "weights" in body["tags"]:
+            for parameter in self.model.parameters():
+                parameter.fill_(torch.nan)
+
+    def resume_memory_occupation(self, body):
+        self.there |= set(body["tags"])
+
+    # -- how it draws -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _draw(self, ids, how):
+        logits = self.model(torch.tensor([ids])).logits[0, -1].double()
+        logprobs = torch.log_softmax(logits / (how["temperature"] or 1.0), dim=-1)
+        if how["temperature"] == 0:
+            token = int(logits.argmax())
+        else:
+            ranked, order = logprobs.exp().sort(descending=True)
+            kept = ranked.cumsum(0) - ranked < how["top_p"]
+            kept[how["top_k"] if how["top_k"] > 0 else len(kept) :] = False
+            cumulative = (ranked * kept).cumsum(0)
+            number = hashlib.blake2b(f"{how['sampling_seed']}/{len(ids)}".encode(), digest_size=6).digest()
+            uniform = int.from_bytes(number, "little") / 2**48
+            place = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
+            token = int(order[min(place, len(order) - 1)])
+        return [float(logprobs[token]), token, None]
+
+    def _reason(self, rid, drawn, how):
+        tokens = [token for _, token, _ in drawn]
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        if not how["ignore_eos"] and tokens[-1] in how["stop_token_ids"]:
+            return {"type": "stop", "matched": tokens[-1]}
+        if any(stop in text for stop in how["stop"]):
+            return {"type": "stop", "matched": next(stop for stop in how["stop"] if stop in text)}
+        if len(tokens) == how["max_new_tokens"]:
+            return {"type": "length", "length": len(tokens)}
+        if rid in self.aborted:
+            return {"type": "abort", "message": "aborted by the client"}
+        return None
+
+
+def serve(path):
+    """Start a server for the model in the folder ``path``; returns the stand-in, its URL and how to end it."""
+    stand_in = StandIn(path)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            length = int(self.headers.get("Content-Length", 0))
+            body = json.loads(self.rfile.read(length)) if length else None
+            stand_in.said.append(self.path)
+            try:
+                answer = getattr(stand_in, self.path.strip("/"))(body)
+                status = 400 if isinstance(answer, dict) and answer.get("success") is False else 200
+            except Exception as error:  # noqa: BLE001 - a server answers whatever happens
+                answer, status = {"error": {"message": repr(error)}}, 400
+            data = b"" if answer is None else json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST
+
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+
+    def close():
+        server.shutdown()
+        server.server_close()
+        thread.join(10.0)
+
+    return stand_in, f"http://127.0.0.1:{server.server_port}", close

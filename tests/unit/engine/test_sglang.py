@@ -1,0 +1,223 @@
+"""What only the SGLang engine has beside the contract of all rollout engines, against a server that stands in."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlrover.python.rl.common.errors import EngineError, MissingExtra, OutOfDeviceMemory, WeightSyncError
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.engine.base import Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.memory import DeviceMemory
+from dlrover.python.rl.engine.sglang.engine import SglangRolloutEngine
+from dlrover.python.rl.engine.sglang.server import SglangServer
+from dlrover.python.rl.engine.sglang.settings import SglangOptions, launch_arguments
+from dlrover.python.rl.engine.torch.loading import load_causal_lm
+from dlrover.python.rl.engine.weights import take_snapshot
+from dlrover.python.rl.recipe.tiny import write_tiny_model
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "contract/rollout_engine"))
+
+import sglang_stand_in  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=128)
+
+
+@pytest.fixture
+def served(model_path):
+    stand_in, url, close = sglang_stand_in.serve(model_path)
+    yield stand_in, url
+    close()
+
+
+@pytest.fixture
+def engine(served, model_path):
+    made = SglangRolloutEngine(model_path, RolloutSettings(max_batch=4, backend={"url": served[1], "chunk_tokens": 4}))
+    yield made
+    made.close()
+
+
+def snapshot(path, version, scale=1.0):
+    return take_snapshot(((name, tensor * scale) for name, tensor in load_causal_lm(path).named_weights()), version)
+
+
+def prompts(count=3):
+    rows = [list(b"what is it?"[: number + 2]) for number in range(count)]
+    return Batch({"prompt_id": np.arange(count), "tokens": Ragged.from_rows(rows)})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="'sglang' is installed here")
+def test_014_without_sglang_and_without_a_url_the_extra_is_named(model_path):
+    with pytest.raises(MissingExtra, match=r"dlrover-rl\[sglang\]"):
+        SglangRolloutEngine(model_path, RolloutSettings())
+
+
+def test_a_server_is_started_so_that_it_keeps_to_the_port():
+    settings = RolloutSettings(device="cuda:1", precision="bf16", max_batch=7, tensor_parallel_size=2)
+    flags = launch_arguments("/m", settings, SglangOptions(server_args={"log-level": "error", "skip-warmup": True}))
+    pairs = dict(zip(flags, [*flags[1:], ""], strict=True))
+    assert (pairs["--model-path"], pairs["--dtype"], pairs["--device"], pairs["--tp-size"]) == (
+        *("/m", "bfloat16", "cuda", "2"),
+    )
+    assert (pairs["--sampling-backend"], pairs["--max-running-requests"]) == ("pytorch", "7")
+    assert {"--enable-deterministic-inference", "--enable-memory-saver", "--skip-warmup"} <= set(flags)
+
+
+def test_a_server_that_does_not_come_up_is_an_error_that_says_so(model_path):
+    backend = {"url": "http://127.0.0.1:9", "start_timeout_s": 0.1, "timeout_s": 1.0}
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9 did not come up in 0\.1 s"):
+        SglangRolloutEngine(model_path, RolloutSettings(backend=backend))
+
+
+def test_an_advance_draws_a_chunk_and_a_round_of_generate_the_whole(engine, served):
+    sampling = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    whole = engine.generate(prompts(1), sampling, (1,)).ragged("tokens")[0][2:]
+    assert served[0].said.count("/generate") == 1
+    engine.add([Request.fresh(0, 0, prompts(1).ragged("tokens")[0])], sampling, (1,))
+    assert engine.advance() == []
+    (part,) = engine.abort()
+    assert part.request.done.tolist() == whole[:4].tolist()
+    engine.add([part.request], sampling, (1,))
+    assert engine.advance() == []
+    (done,) = engine.advance()
+    assert done.request.done.tolist() == whole.tolist()
+
+
+def test_a_stop_string_that_spans_two_chunks_ends_a_completion(engine):
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True, samples_per_prompt=24)
+    asked = [Request.fresh(0, index, np.array(list(b"go"))) for index in range(24)]
+    engine.add(asked, sampling, (1,))
+    done = {item.request.key: item for _ in range(3) for item in engine.advance()}
+    request = next(
+        item.request for item in done.values() if all(32 < token < 127 for token in item.request.done[3:5].tolist())
+    )
+    stop = bytes(request.done[3:5].tolist()).decode()
+    assert engine.tokenizer.decode(request.done[:5]).endswith(stop)
+    engine.add([asked[request.sample_index]], SamplingParams(max_new_tokens=12, ignore_eos=True, stop=(stop,)), (1,))
+    assert engine.advance() == []
+    (ended,) = engine.advance()
+    assert (ended.finish, ended.request.done.tolist()) == ("stop", request.done[:5].tolist())
+
+
+def test_a_server_that_takes_too_long_is_told_to_stop(served, model_path):
+    stand_in, url = served
+    backend = {"url": url, "timeout_s": 0.5, "start_timeout_s": 30.0}
+    engine = SglangRolloutEngine(model_path, RolloutSettings(max_batch=4, backend=backend))
+    with stand_in.lock, pytest.raises(EngineError, match="has not drawn in 0.5 s|does not answer /generate"):
+        engine.generate(prompts(), SamplingParams(), (1,))
+    assert engine.running == 0
+    engine.close()
+    assert "/abort_request" in stand_in.said
+
+
+def test_broken_weights_are_an_error_not_a_sample(engine, model_path):
+    engine.receive(snapshot(model_path, 0, scale=float("nan")))
+    with pytest.raises(EngineError, match="not numbers"):
+        engine.generate(prompts(), SamplingParams(), (0,))
+    assert engine.running == 0
+
+
+def test_104_weights_that_did_not_arrive_everywhere_are_not_served(engine, served, model_path):
+    engine.receive(snapshot(model_path, 0))
+    served[0].deaf = ("model.layers.1.mlp.up_proj.weight",)
+    with pytest.raises(WeightSyncError, match=r"sent: 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+        engine.receive(snapshot(model_path, 1, scale=1.02))
+    assert engine.version == -1
+    with pytest.raises(EngineError, match="receive them again"):
+        engine.generate(prompts(), SamplingParams(), (0,))
+    served[0].deaf = ()
+    engine.receive(snapshot(model_path, 1, scale=1.02))
+    assert engine.generate(prompts(), SamplingParams(), (0,))["version"].tolist() == [1, 1, 1]
+
+
+def test_offload_asks_the_server_for_it(engine, served, model_path):
+    engine.receive(snapshot(model_path, 0))
+    engine.cpu()
+    assert served[0].there == set()
+    engine.cuda("weights")
+    assert served[0].there == {"weights"}
+    engine.cuda("kv_cache")
+    assert served[0].there == {"weights", "kv_cache"}
+
+
+def test_nothing_that_was_handed_over_stays(served, model_path, tmp_path):
+    backend = {"url": served[1], "exchange": str(tmp_path)}
+    engine = SglangRolloutEngine(model_path, RolloutSettings(backend=backend))
+    for version in range(3):
+        engine.receive(snapshot(model_path, version))
+        assert len(list(tmp_path.iterdir())) == 1
+    engine.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_is_accounted_for_and_what_does_not_fit_is_refused(served, model_path):
+    weights = sum(tensor.nbytes for _, tensor in load_causal_lm(model_path).named_weights())
+    settings = RolloutSettings(backend={"url": served[1]})
+    with pytest.raises(OutOfDeviceMemory, match="sglang asks for 256,000 bytes of kv_cache"):
+        SglangRolloutEngine(model_path, settings, DeviceMemory(capacity=weights + 255_999))
+    memory = DeviceMemory(capacity=weights + 256_000)
+    engine = SglangRolloutEngine(model_path, settings, memory)
+    assert engine.footprint() == {"weights": weights, "kv_cache": 256_000}
+    assert memory.total() == weights + 256_000
+    engine.cpu()
+    assert memory.total() == 0
+    engine.close()
+
+
+def alive(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", ["closed", "killed"])
+def test_023_the_servers_process_ends_with_its_owner(how, tmp_path):
+    """The keeper's side of it: whatever command it runs, and what that has started, ends."""
+    script = textwrap.dedent(
+        """
+        import subprocess, sys
+        keeper = [sys.executable, "-m", "dlrover.python.rl.engine.sglang.keeper"]
+        inner = "import os, subprocess, time; child = subprocess.Popen(['sleep', '600']);"
+        inner += "print(os.getpid(), child.pid, flush=True); time.sleep(600)"
+        server = subprocess.Popen([*keeper, sys.executable, "-c", inner], stdin=subprocess.PIPE, start_new_session=True)
+        from dlrover.python.rl.engine.sglang.server import SglangServer
+        sys.stdin.readline()
+        SglangServer("http://127.0.0.1:9", server).close()
+        """
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+    )
+    pids = [int(pid) for pid in owner.stdout.readline().split()]
+    assert all(alive(pid) for pid in pids)
+    if how == "closed":
+        owner.communicate(b"\n", timeout=60)
+        assert owner.returncode == 0
+    else:
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.communicate(timeout=60)
+    wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_what_the_server_says_is_in_the_error(served):
+    with pytest.raises(EngineError, match="SGLang refused /generate with status 400: .*sampling_params"):
+        SglangServer(served[1]).call("POST", "/generate", {"rid": "x"})
