@@ -4,6 +4,8 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+TRAIN ?= fsdp2
+ROLLOUT ?= torch
 SEED ?= 0
 FAULTS ?= 100
 STEPS ?= 400
@@ -15,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow chaos bench-recovery bench-rollout bench-training bench-weight-sync check lint types docs format clean
+.PHONY: help demo test test-slow test-backends chaos bench-recovery bench-rollout bench-training bench-weight-sync check lint types docs format clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,15 +31,33 @@ $(VENV)/dev: $(VENV)/core
 	$(PIP) --editable '.[dev]'
 	@touch $@
 
-demo: $(VENV)/core ## Train a small model with GRPO on Ray, to a curve and a table (SEED=0 ARGS='key=value ...')
-	$(BIN)/python examples/arithmetic/demo.py --seed $(SEED) $(ARGS)
+# Each engine that brings a backend of its own has an environment of its own.
+.venv-%/ready: setup.py constraints.txt constraints-%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --constraint constraints-$*.txt --editable '.[$*,test]'
+	@touch $@
+
+BACKENDS := $(filter-out fsdp2 torch,$(TRAIN) $(ROLLOUT))
+DEMO_ENV := $(if $(BACKENDS),.venv-$(firstword $(BACKENDS))/ready,$(VENV)/core)
+DEMO_ENGINES := engine.train=$(TRAIN) engine.rollout=$(ROLLOUT)
+ifeq ($(TRAIN),megatron)
+# megatron-core computes on CUDA only, but for a shim that it has to be told of.
+DEMO_ENGINES += $(if $(shell command -v nvidia-smi),engine.device=cuda,+engine.train_options.cpu_shim=true)
+endif
+
+demo: $(DEMO_ENV) ## Train a small model with GRPO on Ray, to a curve and a table (TRAIN= ROLLOUT= SEED=0 ARGS='key=value ...')
+	$(dir $(DEMO_ENV))bin/python examples/arithmetic/demo.py --seed $(SEED) $(DEMO_ENGINES) $(ARGS)
 
 test: $(VENV)/dev ## Run all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray'
 	$(BIN)/python -m pytest -m 'ray and not slow'
 
-test-slow: $(VENV)/dev ## Run the slow tests (every kind of fault, the demo on three seeds)
+test-slow: $(VENV)/dev test-backends ## Run the slow tests (every kind of fault, the demo on three seeds, the backends)
 	$(BIN)/python -m pytest -m slow
+
+test-backends: .venv-deepspeed/ready .venv-megatron/ready ## Run the contract of train engines on deepspeed and megatron
+	.venv-deepspeed/bin/python -m pytest tests/contract/train_engine -k deepspeed
+	.venv-megatron/bin/python -m pytest tests/contract/train_engine -k megatron
 
 chaos: $(VENV)/dev ## Kill, stop and spoil everything under a GRPO job on Ray (FAULTS=100 STEPS=400 SEED=0 KINDS=)
 	$(BIN)/python -m tests.chaos.run --faults $(FAULTS) --steps $(STEPS) --seed $(SEED) --kinds '$(KINDS)' $(ARGS)
@@ -79,4 +99,4 @@ format: $(VENV)/dev ## Let ruff mend what it can
 	$(BIN)/ruff format .
 
 clean: ## Remove the environment and everything built
-	rm -rf $(VENV) build dist runs docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist runs docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

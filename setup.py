@@ -26,18 +26,26 @@ CORE = [
     "transformers>=5",
 ]
 LORA = ["peft>=0.17"]
-DEV = [
+TEST = [
     *LORA,
     "hypothesis>=6.100",
-    "mypy>=1.13",
     "pytest>=8",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
+]
+DEV = [
+    *TEST,
+    "mypy>=1.13",
     "ruff>=0.8",
     "tensorboard>=2.16",
     "types-PyYAML>=6",
 ]
 DOCS = ["furo>=2024.8", "myst-parser>=4", "sphinx>=8"]
+# Backends change what they do inside from one minor version to the next, and the engines reach there.
+ENGINES = {
+    "deepspeed": ["deepspeed>=0.19.8,<0.20"],
+    "megatron": ["megatron-core>=0.16.1,<0.17"],
+}
 
 setup(
     name="dlrover-rl",
@@ -50,7 +58,7 @@ setup(
     packages=find_namespace_packages(include=["dlrover", "dlrover.*"]),
     package_data={"dlrover": ["py.typed"]},
     install_requires=CORE,
-    extras_require={"dev": DEV + DOCS, "docs": DOCS, "lora": LORA},
+    extras_require={"dev": DEV + DOCS, "docs": DOCS, "lora": LORA, "test": TEST, **ENGINES},
     entry_points={"console_scripts": ["dlrover-rl = dlrover.python.rl.master.main:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",

@@ -33,6 +33,8 @@ html_show_sourcelink = False
 autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+# Backends live in environments of their own; their engines' pages need no more than their names.
+autodoc_mock_imports = ["deepspeed", "megatron"]
 python_use_unqualified_type_names = True
 
 nitpicky = True

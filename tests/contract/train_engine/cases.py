@@ -23,7 +23,7 @@ class Case:
     def name(self):
         given = {"ddp": self.sizes.ddp_size, "tp": self.sizes.tensor_parallel_size}
         given |= {"cp": self.sizes.context_parallel_size, "pp": self.sizes.pipeline_parallel_size}
-        options = [f"{key}{value}" for key, value in self.backend.items()]
+        options = [f"{key}{value}" for key, value in self.backend.items() if key != "cpu_shim"]
         told = [f"{key}{size}" for key, size in given.items() if size > 1] + options
         return "-".join([self.engine, str(self.world_size), *told])
 
@@ -40,6 +40,10 @@ class Engine:
         return "" if find_spec(self.package) else f"{self.package} is not installed"
 
 
+def sizes(tensor, pipeline):
+    return ParallelSizes(tensor_parallel_size=tensor, pipeline_parallel_size=pipeline)
+
+
 def legal_sizes(world_size):
     """Every way to divide the ranks that the model's heads allow; what is left over shards."""
     numbers = range(1, world_size + 1)
@@ -49,8 +53,14 @@ def legal_sizes(world_size):
             yield ParallelSizes(ddp, tensor, context)
 
 
+DEEPSPEED = [(world, ParallelSizes(), {"zero_stage": stage}) for stage in (1, 2, 3) for world in (1, 2)]
+MEGATRON = [
+    Case("megatron", tensor * pipeline * copies, sizes(tensor, pipeline), {"cpu_shim": True})
+    for tensor, pipeline, copies in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2))
+]
+
 ENGINES = {
     "fsdp2": Engine("torch", [Case("fsdp2", world, sizes) for world in (1, 2, 4) for sizes in legal_sizes(world)]),
-    "deepspeed": Engine("deepspeed", []),
-    "megatron": Engine("megatron.core" if find_spec("megatron") else "megatron", []),
+    "deepspeed": Engine("deepspeed", [Case("deepspeed", *case) for case in DEEPSPEED]),
+    "megatron": Engine("megatron.core" if find_spec("megatron") else "megatron", MEGATRON),
 }

@@ -1,5 +1,6 @@
 """What the processes of an engine do in the contract; they return what the tests look at."""
 
+import dataclasses
 import hashlib
 
 from plain import CONFIG, STEPS, TEMPERATURE, EntropyLoss, make_batch
@@ -13,8 +14,9 @@ BUDGET = 40
 """Tokens of a micro-batch: some steps have several, and not every rank as many."""
 
 
-def make_engine(case, rank, port, path, frozen=False):
+def make_engine(case, rank, port, path, frozen=False, **changes):
     settings = TrainSettings(max_tokens_per_microbatch=BUDGET, parallel=case.sizes, backend=case.backend)
+    settings = dataclasses.replace(settings, **changes)
     rendezvous = Rendezvous(rank, case.world_size, "127.0.0.1", port, timeout_s=240)
     return engine_class(TRAIN, case.engine)(path, None if frozen else CONFIG, settings, rendezvous)
 
@@ -43,7 +45,7 @@ def digest(engine):
 
 
 def weights_of(engine):
-    return {name: tensor.detach().cpu().numpy().copy() for name, tensor in engine.named_weights()}
+    return {name: tensor.detach().to("cpu", copy=True).numpy() for name, tensor in engine.named_weights()}
 
 
 def five_steps(rank, world_size, port, case, path, checkpoint):
@@ -53,6 +55,7 @@ def five_steps(rank, world_size, port, case, path, checkpoint):
     told = train(engine, rank, range(SAVED_AFTER))
     engine.save_checkpoint(checkpoint)
     told += train(engine, rank, [SAVED_AFTER])
+    digest(engine)  # A state that has been written does not keep its tensors from moving.
     before = engine.footprint()
     engine.cpu()
     places, empty = [engine.place()], engine.footprint()

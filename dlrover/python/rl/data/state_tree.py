@@ -147,7 +147,8 @@ class _Dumper:
         if not plain or value.layout is not torch.strided or value.is_quantized or value.is_meta:
             return self._refuse(at, f"a {_tensor_kind(value)} cannot be saved; save dense tensors that hold data")
         dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        content = memoryview(dense.view(torch.uint8).numpy()).cast("B") if dense.numel() else memoryview(b"")
+        # Through DLPack, since a tensor that has once been asked for its numpy() can never be moved by its storage.
+        content = memoryview(np.from_dlpack(dense.view(torch.uint8))).cast("B") if dense.numel() else memoryview(b"")
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), self._buffer(content)]}
 
     def _buffer(self, content: memoryview) -> int:

@@ -18,6 +18,18 @@ NonNegative = Annotated[int, Ge(0)]
 class EngineConfig:
     """How engines run, the same for every role."""
 
+    train: str = "fsdp2"
+    """The train engine: ``fsdp2``, ``deepspeed``, ``megatron`` or one that has been registered."""
+
+    train_options: Mapping[str, Any] = field(default_factory=dict)
+    """What only this train engine can be told: ``{zero_stage: 2}`` of deepspeed."""
+
+    rollout: str = "torch"
+    """The rollout engine: ``torch``, ``vllm``, ``sglang`` or one that has been registered."""
+
+    rollout_options: Mapping[str, Any] = field(default_factory=dict)
+    """What only this rollout engine can be told."""
+
     device: str = "cpu"
     """A torch device."""
 

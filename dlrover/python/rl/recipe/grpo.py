@@ -123,7 +123,7 @@ class GRPOTrainer(BaseTrainer):
         Raises:
             WeightSyncError: a rollout holds others.
         """
-        (weights,) = self.RG_ACTOR.publish_weights()
+        weights, *_ = self.RG_ACTOR.publish_weights()
         received = self.RG_ROLLOUT.receive_weights(Replicate(weights))
         (self.synced,) = self.RG_ACTOR.published()
         for rank, stamp in enumerate(received):

@@ -23,10 +23,11 @@ from dlrover.python.rl.engine.base import (
     RolloutSettings,
     SamplingParams,
     StepResult,
+    TrainEngine,
     TrainSettings,
 )
-from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.layout import ParallelSizes
+from dlrover.python.rl.engine.registry import TRAIN, engine_class
 from dlrover.python.rl.engine.torch.randomness import random_state, seed_random, set_random_state
 from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
 from dlrover.python.rl.engine.weights import WeightSnapshot, WeightStamp
@@ -63,10 +64,11 @@ class ActorWorkload(BaseWorkload):
         """Load the policy and meet the other ranks; the process's random generators then follow from ``seed``."""
         use_threads(engine.threads)
         self._algorithm = algorithm
-        # Copies of the whole model: a rank comes back from its own file, and rank 0 publishes by itself.
-        copies = ParallelSizes(ddp_size=self.world_size)
+        # Copies of the whole model, where they can be asked for: no rank needs another one to come back.
+        sizes = ParallelSizes(ddp_size=self.world_size) if engine.train == "fsdp2" else ParallelSizes()
         meeting = Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
-        self._engine = Fsdp2TrainEngine(model, optimizer, train_settings(engine, copies), meeting)
+        made = engine_class(TRAIN, engine.train)
+        self._engine: TrainEngine = made(model, optimizer, train_settings(engine, sizes), meeting)
         seed_random(seed, self.role, self.rank)
 
     def update(self, rollouts: Batch, reference: Batch | None, rows: Batch, temperature: float) -> StepResult:
@@ -93,9 +95,9 @@ class ActorWorkload(BaseWorkload):
         """Tokenise a file of examples; the batch, and how many rows were dropped."""
         return load_sft(data.train, self._engine.tokenizer, data.max_length, data.assistant)
 
-    @trainer_invocation(blocking=False, target="RANK0")
+    @trainer_invocation(blocking=False)
     def publish_weights(self) -> WeightSnapshot:
-        """The current weights, for rollout members to receive."""
+        """The current weights, for rollout members to receive: rank 0's are whole, the others' empty."""
         snapshot = self._engine.publish()
         self._published = snapshot.stamp
         return snapshot
@@ -135,13 +137,13 @@ class ReferenceWorkload(BaseWorkload):
     def init_model(self, model: str, engine: EngineConfig) -> None:
         """Load the frozen policy."""
         use_threads(engine.threads)
-        self._engine = Fsdp2TrainEngine(model, None, train_settings(engine, ParallelSizes()))
+        made = engine_class(TRAIN, engine.train)
+        self._engine: TrainEngine = made(model, None, train_settings(engine, ParallelSizes()))
 
     @trainer_invocation(blocking=False)
     def logprobs(self, rollouts: Batch, temperature: float) -> Batch:
         """``logprobs`` of the completions, for the actor's update."""
-        logprobs: Batch = self._engine.evaluate(rollouts.select(*TRAINED), temperature)
-        return logprobs
+        return self._engine.evaluate(rollouts.select(*TRAINED), temperature)
 
 
 class RolloutWorkload(BaseWorkload):
@@ -276,6 +278,7 @@ def train_settings(engine: EngineConfig, parallel: ParallelSizes) -> TrainSettin
         max_tokens_per_microbatch=engine.max_tokens_per_microbatch,
         gradient_checkpointing=engine.gradient_checkpointing,
         parallel=parallel,
+        backend=engine.train_options,
     )
 
 

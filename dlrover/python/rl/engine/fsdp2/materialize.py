@@ -1,6 +1,5 @@
 """From a module on the meta device and a source of weights to a module that this rank has its part of."""
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -154,9 +153,3 @@ def _fill(shards: Shards, buffers: Mapping[str, Any], source: Source, making: Ma
 def _part(shard: ParameterShard, grid: Grid, found: Mapping[str, str], made: Mapping[str, Any], source: Source) -> Any:
     ranges = shard.ranges(grid)
     return source.read(found[shard.name], ranges) if shard.name in found else made[shard.name][ranges]
-
-
-def drawn(name: str, shape: tuple[int, ...], spread: float) -> Any:
-    """Normal numbers of standard deviation ``spread``, the same in every process: the name is their seed."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randn(shape, generator=generator) * spread

@@ -1,57 +1,70 @@
-"""What an engine holds while it has tensors: the module, this rank's shards, its optimizer, and where they are."""
+"""A model and its optimizer under FSDP2: the module, this rank's shards of it, and where they are."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.data.batch import Ragged
-from dlrover.python.rl.engine.base import OptimizerConfig, TrainSettings
-from dlrover.python.rl.engine.fsdp2.adapters import add_adapters, fresh_adapter, model_name
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.engine.base import OptimizerConfig, TokenLoss, TrainSettings
+from dlrover.python.rl.engine.fsdp2.adapters import add_adapters, fresh_adapter, is_adapter, merge, model_name
+from dlrover.python.rl.engine.fsdp2.checkpoint import checkpoint_tensors
 from dlrover.python.rl.engine.fsdp2.grid import Grid
-from dlrover.python.rl.engine.fsdp2.materialize import Making, Materialized, drawn, materialize
-from dlrover.python.rl.engine.fsdp2.optimizer import MasterAdamW
-from dlrover.python.rl.engine.fsdp2.shards import Shards, plain
+from dlrover.python.rl.engine.fsdp2.materialize import Making, Materialized, materialize
+from dlrover.python.rl.engine.fsdp2.shards import ParameterShard, Shards, plain
 from dlrover.python.rl.engine.memory import DeviceMemory
 from dlrover.python.rl.engine.torch import attention
 from dlrover.python.rl.engine.torch.blueprint import Blueprint
+from dlrover.python.rl.engine.torch.checkpoint import read_checkpoint, write_checkpoint
+from dlrover.python.rl.engine.torch.optimizer import MasterAdamW
 from dlrover.python.rl.engine.torch.outputs import Reader
+from dlrover.python.rl.engine.torch.packing import MicroBatch, check_tokens
+from dlrover.python.rl.engine.torch.ranks import Ranks
 from dlrover.python.rl.engine.torch.residence import Residence
-from dlrover.python.rl.engine.torch.sources import place_names
+from dlrover.python.rl.engine.torch.sources import Source
+from dlrover.python.rl.engine.torch.state import restore
+from dlrover.python.rl.engine.torch.stepping import accumulate
+from dlrover.python.rl.engine.weights import WeightSnapshot
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(eq=False)
 class TrainedModel:
-    """A materialised model. Made by :meth:`build`; :meth:`reside` accounts for its memory.
+    """A materialised model: a :class:`~dlrover.python.rl.engine.torch.backend.TrainBackend`.
+
+    Made by :meth:`build`; :meth:`reside` accounts for its memory.
 
     Attributes:
+        settings: how it runs.
+        ranks: all of the engine.
         made: module and shards.
         optimizer: None of a frozen one.
         reader: gets outputs from the module.
         vocab_size: ids must be below.
         max_positions: longest sequence in tokens, or None when the model names no limit.
-        has_adapters: whether only adapters are trained.
     """
 
+    settings: TrainSettings
+    ranks: Ranks
     made: Materialized
-    optimizer: MasterAdamW | None
+    optimizer: MasterAdamW[ParameterShard] | None
     reader: Reader
     vocab_size: int
     max_positions: int | None
-    has_adapters: bool
     residence: Residence = field(init=False)
 
     @classmethod
-    def build(
+    def build(  # noqa: PLR0913 - what a model is made of
         cls,
         blueprint: Blueprint,
         config: OptimizerConfig | None,
         settings: TrainSettings,
+        ranks: Ranks,
         grid: Grid,
         loaded: bool,
     ) -> "TrainedModel":
@@ -61,7 +74,8 @@ class TrainedModel:
             blueprint: of the model.
             config: how it is trained.
             settings: how it runs.
-            grid: the ranks.
+            ranks: all of the engine.
+            grid: their places.
             loaded: whether it gets the blueprint's weights; else zeros.
         """
         module = blueprint.empty()
@@ -75,12 +89,10 @@ class TrainedModel:
             trained = module.train()
             enable = getattr(trained, "activation_checkpointing_enable", None) or trained.gradient_checkpointing_enable
             enable({"use_reentrant": False})
-        spread = getattr(module.config.get_text_config(), "initializer_range", 0.02)
 
         def absent(name: str, shape: tuple[int, ...]) -> Any:
-            if settings.head == "token" and name.startswith("score."):
-                return drawn(name, shape, spread) if name.endswith("weight") else torch.zeros(shape)
-            return fresh_adapter(name, shape)
+            head = blueprint.absent(name, shape)
+            return fresh_adapter(name, shape) if head is None else head
 
         making = Making(
             settings.device,
@@ -92,12 +104,13 @@ class TrainedModel:
         made = materialize(module, _source(blueprint, module) if loaded else None, grid, making)
         reader = Reader(settings.head, settings.device, attention.can_pack(module), 0, grid.context, made.vocabulary)
         return cls(
+            settings,
+            ranks,
             made,
-            None if config is None else MasterAdamW(config, made.shards),
+            None if config is None else MasterAdamW(config, made.shards.trained),
             reader,
             module.get_input_embeddings().num_embeddings,
             getattr(module.config.get_text_config(), "max_position_embeddings", None),
-            settings.lora is not None,
         )
 
     def reside(self, owner: str, memory: DeviceMemory) -> "TrainedModel":
@@ -149,25 +162,144 @@ class TrainedModel:
         Raises:
             EngineError: either is the case.
         """
-        ids, longest = tokens.values, int(tokens.lengths.max(initial=0))
-        if self.max_positions is not None and longest > self.max_positions:
-            raise EngineError(f"a sequence of {longest} tokens does not fit the model's {self.max_positions} positions")
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
-            raise EngineError(
-                f"token ids from {ids.min()} to {ids.max()}, but the model knows 0 to {self.vocab_size - 1}"
-            )
+        check_tokens(tokens, self.vocab_size, self.max_positions)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    @property
+    def packs(self) -> bool:
+        """Whether it keeps packed documents apart."""
+        return self.reader.packs
+
+    def outputs(
+        self, micros: Sequence[MicroBatch], temperature: float, entropy: bool
+    ) -> Iterator[tuple[MicroBatch, tuple[Any, Any]]]:
+        """Each micro-batch with its outputs and its entropies or None, each ``[actions]``, without gradient."""
+        with self.computing():
+            for micro in micros:
+                yield micro, self.reader.read(self.module, micro, temperature, entropy)
+
+    def add_gradients(
+        self, micros: Sequence[MicroBatch], batch: Batch, loss: TokenLoss, temperature: float
+    ) -> dict[str, float]:
+        """Gradients of the loss, and its sums for ``settle``: empty on ranks that another one speaks for."""
+
+        def read(micro: MicroBatch, entropy: bool) -> tuple[Any, Any]:
+            return self.reader.read(self.module, micro, temperature, entropy)
+
+        with self.computing():
+            sums = accumulate(micros, batch, loss, read, torch.Tensor.backward, self.settings.device)
+        return sums if self.shards.grid.speaks else {}
+
+    def reduce_gradients(self) -> list[Any]:
+        """Sum the gradients over the ranks; returns this rank's part of them."""
+        return self.shards.take_gradients()
+
+    def gradient_norm(self) -> float:
+        """Of the whole gradient: the same bits on every rank."""
+        return self.shards.gradient_norm(self.ranks)
+
+    def first_bad_gradient(self) -> str:
+        """The name of the first parameter whose gradient is not finite, the same on every rank."""
+        return self.shards.first_bad_gradient(self.ranks)
+
+    def update(self, version: int, norm: float) -> float:
+        """Clip the gradient, whose norm is ``norm``, and take the step after ``version``; return its rate."""
+        assert self.optimizer is not None
+        return self.optimizer.step(version, norm)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
+        self.shards.drop_gradients()
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def named_weights(self) -> Iterator[tuple[str, Any]]:
+        """Name and whole tensor of everything, adapters merged. A collective where ranks divide the model."""
+        lora = self.settings.lora
+        for shard in self.shards:
+            if lora is None:
+                yield shard.name, self._whole(shard)
+            elif not is_adapter(shard):
+                yield model_name(shard.name), merge(self.shards, shard, self._whole, lora)
+        yield from ((name, self.residence.there(buffer)) for name, buffer in self.buffers.items())
+
+    def _whole(self, shard: ParameterShard) -> Any:
+        local = self.residence.there(shard.master)
+        divided = shard.sharded or shard.tensor_dim is not None
+        return shard.whole(local.to(self.settings.device), self.shards.grid) if divided else local
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name to shape of all parameters and saved buffers."""
+        shapes = {shard.name: shard.shape for shard in self.shards}
+        return shapes | {name: tuple(buffer.shape) for name, buffer in self.buffers.items()}
+
+    @torch.no_grad()
+    def write_weights(self, weights: WeightSnapshot) -> None:
+        """Take over a verified snapshot."""
+        for shard in self.shards:
+            self.residence.there(shard.master).copy_(weights.tensor(shard.name)[shard.ranges(self.shards.grid)])
+        for name, buffer in self.buffers.items():
+            self.residence.there(buffer).copy_(weights.tensor(name))
+
+    # -- states -------------------------------------------------------------------------------------------------------
+
+    def local_state(self) -> dict[str, Any]:
+        """``layout``, ``model`` (with adapters, those alone: nothing else of it changes) and ``optimizer`` (None of a
+        frozen one): the live tensors."""
+        there, moments = self.residence.there, None
+        if self.optimizer is not None:
+            moments = {
+                shard.name: {kind: there(tensor) for kind, tensor in state.items()}
+                for shard, state in self.optimizer.state()
+            }
+        adapted = self.settings.lora is not None
+        model = {shard.name: there(shard.master) for shard in (self.shards.trained if adapted else self.shards)}
+        model |= {} if adapted else {name: there(buffer) for name, buffer in self.buffers.items()}
+        return {"layout": list(self.shards.grid.layout.shape), "model": model, "optimizer": moments}
+
+    def restore_local_state(self, state: Mapping[str, Any]) -> None:
+        """Copy in what :meth:`local_state` gave.
+
+        Raises:
+            WeightSyncError: it is of another model; nothing was changed.
+            EngineError: it is of another layout, or exactly one of the two is frozen; nothing was changed.
+        """
+        restore(self.local_state(), state)
+        if self.residence.on_device:
+            self._refresh()
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        for shard in self.shards:
+            shard.refresh()
+
+    def write_checkpoint(self, path: Path, version: int) -> None:
+        """Write model, optimizer, version and random state, each rank its part."""
+        tensors = checkpoint_tensors(self.made, self.optimizer)
+        write_checkpoint(path, self.ranks, self.shards.grid.layout, tensors, version)
+
+    def read_checkpoint(self, path: Path) -> int:
+        """Go back to what :meth:`write_checkpoint` wrote, in this layout or another; return the version.
+
+        Raises:
+            EngineError: there is no checkpoint, or it is of another model or optimizer.
+        """
+        tensors = checkpoint_tensors(self.made, self.optimizer)
+        version = read_checkpoint(path, self.ranks, self.shards.grid.layout, tensors)
+        self._refresh()
+        return version
+
+    def release(self) -> None:
+        """There is nothing to undo."""
 
 
-def _source(blueprint: Blueprint, module: Any) -> Any:
-    """The files, or the library where it names tensors in another way than they do."""
-    source = blueprint.source
+def _source(blueprint: Blueprint, module: Any) -> Source:
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(model_name(name))
     wanted = {found[0]: tuple(found) for found in names.values() if ".lora_" not in found[0]}
-    found = place_names(wanted, source.shapes(), module.base_model_prefix)
-    lacking = [name for name in wanted if name not in found and not name.startswith("score.")]
-    return blueprint.library_source() if lacking else source
+    return blueprint.source_of(wanted, module.base_model_prefix)
 
 
 def _check_parallel(module: Any, settings: TrainSettings, grid: Grid) -> None:

@@ -1,6 +1,6 @@
 """A Hugging Face model described, not built: its module without weights, its tokenizer, and where its weights are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.torch import attention
 from dlrover.python.rl.engine.torch.loading import disable_dropout, is_hub_name, write_atomically
 from dlrover.python.rl.engine.torch.packing import Head
-from dlrover.python.rl.engine.torch.sources import SafetensorsSource, Source, TensorSource
+from dlrover.python.rl.engine.torch.sources import SafetensorsSource, Source, TensorSource, drawn, place_names
 
 _CLASSES = {"causal": AutoModelForCausalLM, "token": AutoModelForTokenClassification}
 _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
@@ -113,6 +113,18 @@ class Blueprint:
             return self.library_source()
         return SafetensorsSource(self.folder)
 
+    def source_of(self, wanted: Mapping[str, tuple[str, ...]], prefix: str) -> Source:
+        """The files, or the library where it names tensors in another way than they do.
+
+        Args:
+            wanted: a tensor's first name in the module, and all its names.
+            prefix: what the module puts before the names of its base model.
+        """
+        source = self.source
+        found = place_names(wanted, source.shapes(), prefix)
+        lacking = [name for name in wanted if name not in found and not name.startswith("score.")]
+        return self.library_source() if lacking else source
+
     def library_source(self) -> Source:
         """The weights as the library loads them, in host memory: for files of older formats and other names.
 
@@ -131,6 +143,14 @@ class Blueprint:
         if needed := sorted(name for name in absent if self.head == "causal" or not name.startswith("score.")):
             raise EngineError(f"the checkpoint '{self.name}' lacks {', '.join(needed)}")
         return TensorSource({name: tensor for name, tensor in module.state_dict().items() if name not in absent})
+
+    def absent(self, name: str, shape: tuple[int, ...]) -> Any:
+        """What a tensor that a source need not have starts from: a new token head is drawn. None for others."""
+        if self.head != "token" or not name.startswith("score."):
+            return None
+        if name.endswith("bias"):
+            return torch.zeros(shape)
+        return drawn(name, shape, getattr(self.config.get_text_config(), "initializer_range", 0.02))
 
     def save(self, path: Path, tensors: dict[str, Any]) -> None:
         """Write the model with these weights, and the tokenizer, in Hugging Face format, whole or not at all."""

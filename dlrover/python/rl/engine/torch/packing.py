@@ -100,6 +100,19 @@ def check_actions(batch: Batch, head: Head = "causal") -> None:
         raise EngineError("'action_mask' is set on the first token of a row, which has no log-prob")
 
 
+def check_tokens(tokens: Ragged, vocab_size: int, max_positions: int | None) -> None:
+    """Refuse ids that are not below ``vocab_size``, and rows of more than ``max_positions`` tokens.
+
+    Raises:
+        EngineError: either is the case.
+    """
+    ids, longest = tokens.values, int(tokens.lengths.max(initial=0))
+    if max_positions is not None and longest > max_positions:
+        raise EngineError(f"a sequence of {longest} tokens does not fit the model's {max_positions} positions")
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise EngineError(f"token ids from {ids.min()} to {ids.max()}, but the model knows 0 to {vocab_size - 1}")
+
+
 def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int = 0) -> list[MicroBatch]:
     """Divide a batch into micro-batches of about equally many tokens; rows without an action token are left out.
 

@@ -32,7 +32,7 @@ class Ranks:
     owns_group: bool = False
 
     @classmethod
-    def connect(cls, rendezvous: Rendezvous, device: str = "cpu") -> "Ranks":
+    def connect(cls, rendezvous: Rendezvous, device: str = "cpu", always: bool = False) -> "Ranks":
         """Meet the other ranks at rank 0's address, as this process's default process group.
 
         A default group of the same shape that is there already (``torchrun``) is used, and not ended by :meth:`close`.
@@ -40,12 +40,13 @@ class Ranks:
         Args:
             rendezvous: who and where.
             device: what the tensors to be exchanged are on: gloo for the host, beside it nccl for CUDA.
+            always: make a process group for a single rank too, which some backends cannot do without.
 
         Raises:
             EngineError: the ranks did not meet in time, or this process belongs to a group of another shape.
         """
         rank, world_size = rendezvous.rank, rendezvous.world_size
-        if world_size == 1:
+        if world_size == 1 and not always:
             return cls()
         if dist.is_initialized():
             there = (dist.get_rank(), dist.get_world_size())
@@ -53,13 +54,14 @@ class Ranks:
                 raise EngineError(f"this process is rank {there[0]} of {there[1]} already, not {rank} of {world_size}")
             return cls(rank, world_size)
         address = f"{rendezvous.master_addr}:{rendezvous.master_port}"
+        where = {"store": dist.HashStore()} if world_size == 1 else {"init_method": f"tcp://{address}"}
         on_cuda = torch.device(device).type == "cuda"
         if on_cuda:
             torch.cuda.set_device(device)
         try:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-                init_method=f"tcp://{address}",
+                **where,
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=rendezvous.timeout_s),

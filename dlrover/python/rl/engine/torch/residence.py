@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dlrover.python.rl.common.errors import OutOfDeviceMemory
+from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
 from dlrover.python.rl.engine.memory import DeviceMemory, Kind
 
 
@@ -42,7 +42,16 @@ class Residence:
                 self._tensors[storage._cdata] = _Moving(storage, kind, storage.nbytes())
 
     def to_host(self) -> None:
-        """Copy all to host memory and free the device's."""
+        """Copy all to host memory and free the device's.
+
+        Raises:
+            EngineError: the memory of one is shared with a numpy array, and can never be freed; nothing has moved.
+        """
+        if fixed := sum(not moving.storage.resizable() for moving in self._tensors.values()):
+            raise EngineError(
+                f"{fixed} tensors of {self.owner} cannot be moved: somebody asked them for their numpy(), which shares"
+                " their memory for good; take a copy of a tensor first"
+            )
         for moving in self._tensors.values():
             if moving.host is None:
                 moving.leave()
@@ -66,6 +75,14 @@ class Residence:
             self.to_host()
             raise
         self.on_device = True
+
+    def release(self) -> None:
+        """Free the memory of all, on the device and on the host, whoever still refers to them."""
+        for moving in self._tensors.values():
+            moving.host = None
+            if moving.storage.resizable():  # else a numpy array shares it
+                moving.storage.resize_(0)
+        self._tensors.clear()
 
     def there(self, tensor: Any) -> Any:
         """``tensor``, or a view of its copy in host memory while it is there."""

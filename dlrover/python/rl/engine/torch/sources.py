@@ -1,6 +1,7 @@
 """Where a module's weights come from: read a tensor, or a part of one, at a time."""
 
 import json
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -99,3 +100,9 @@ def place_names(
         if match is not None:
             found[first] = match
     return found
+
+
+def drawn(name: str, shape: tuple[int, ...], spread: float) -> Any:
+    """Normal numbers of standard deviation ``spread``, the same in every process: the name is their seed."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator) * spread

@@ -1,25 +1,45 @@
-"""AdamW over this rank's masters: plain tensors, whatever the layout."""
+"""AdamW over this rank's float32 masters: plain tensors, whatever the layout."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from dlrover.python.rl.engine.base import OptimizerConfig
-from dlrover.python.rl.engine.fsdp2.shards import ParameterShard, Shards
 from dlrover.python.rl.engine.torch.stepping import clip_factor, learning_rate
 
 
-class MasterAdamW:
+class Shard(Protocol):
+    """This rank's part of one parameter."""
+
+    @property
+    def master(self) -> Any:
+        """Float32, with its gradient in ``grad`` when a step is taken."""
+        ...
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: not to vectors."""
+        ...
+
+    def refresh(self) -> None:
+        """Let the module compute with what the master holds now."""
+        ...
+
+
+S = TypeVar("S", bound=Shard)
+
+
+class MasterAdamW(Generic[S]):
     """Steps the masters of the trained shards. Its state is there from the start: zeros.
 
     Args:
         config: rate, decay, clipping.
-        shards: of the module.
+        shards: those that are trained.
     """
 
-    def __init__(self, config: OptimizerConfig, shards: Shards) -> None:
-        self._config, self._shards = config, shards.trained
+    def __init__(self, config: OptimizerConfig, shards: Sequence[S]) -> None:
+        self._config, self._shards = config, list(shards)
         groups = [
             {"params": [shard.master for shard in self._shards if shard.decays], "weight_decay": config.weight_decay},
             {"params": [shard.master for shard in self._shards if not shard.decays], "weight_decay": 0.0},
@@ -48,7 +68,7 @@ class MasterAdamW:
                 shard.refresh()
         return lr
 
-    def state(self) -> Iterator[tuple[ParameterShard, Mapping[str, Any]]]:
+    def state(self) -> Iterator[tuple[S, Mapping[str, Any]]]:
         """``step``, ``exp_avg`` and ``exp_avg_sq`` of each trained shard: the live tensors."""
         return ((shard, self._adamw.state[shard.master]) for shard in self._shards)
 

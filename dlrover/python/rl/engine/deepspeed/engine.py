@@ -1,0 +1,78 @@
+"""A train engine on DeepSpeed: ZeRO 1 to 3 over any Hugging Face model."""
+
+import logging
+import os
+
+import torch
+
+from dlrover.python.rl.common.errors import EngineError, MissingExtra
+from dlrover.python.rl.config.typed import require
+from dlrover.python.rl.engine.base import Rendezvous
+from dlrover.python.rl.engine.deepspeed.options import DeepSpeedOptions
+from dlrover.python.rl.engine.layout import Layout
+from dlrover.python.rl.engine.torch.ranks import Ranks
+from dlrover.python.rl.engine.torch.residence import Residence
+from dlrover.python.rl.engine.torch.shell import TrainShell
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed looks for an accelerator when it is imported.
+try:
+    import deepspeed
+except ImportError as error:
+    raise MissingExtra("deepspeed", "deepspeed") from error
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops import __compatible_ops__
+
+from dlrover.python.rl.engine.deepspeed.backend import DeepSpeedBackend
+
+_NOT_HERE = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size", "ddp_size")
+
+
+class DeepSpeedTrainEngine(TrainShell):
+    """Implements :class:`~dlrover.python.rl.engine.base.TrainEngine` on DeepSpeed.
+
+    All ranks have rows of their own, and divide what ``backend: {zero_stage: ...}`` says
+    (:class:`~dlrover.python.rl.engine.deepspeed.options.DeepSpeedOptions`). With ``precision: bf16`` the parameters
+    are float32 and the passes run under autocast. A checkpoint is for the layout and stage that wrote it.
+
+    Raises:
+        MissingExtra: deepspeed is not installed (on import).
+    """
+
+    def _connect(self, rendezvous: Rendezvous) -> Ranks:
+        settings = self._settings
+        self._stage = require(DeepSpeedOptions, settings.backend, "backend").zero_stage
+        for name in _NOT_HERE:
+            if (size := getattr(settings.parallel, name)) > 1:
+                raise EngineError(f"{name} is {size}, but deepspeed runs with 1 only here")
+        if settings.lora is not None:
+            raise EngineError("deepspeed trains whole models only here: adapters need fsdp2")
+        device = torch.device(settings.device)
+        if get_accelerator().device_name() != device.type:
+            raise EngineError(
+                f"the device is '{device}', but DeepSpeed was set up for '{get_accelerator().device_name()}' on import:"
+                " set DS_ACCELERATOR"
+            )
+        self.layout = Layout.of(rendezvous.world_size, settings.parallel)
+        os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed takes its device from there
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        if device.type == "cpu":
+            # Its sums by shared memory have to be compiled on the spot, and a build that is cut off blocks all others.
+            __compatible_ops__["deepspeed_shm_comm"] = False
+        ranks = Ranks.connect(rendezvous, settings.device, always=True)
+        deepspeed.init_distributed(dist_init_required=False)
+        return ranks
+
+    def _make(self, loaded: bool) -> DeepSpeedBackend:
+        residence = Residence(self._owner, self._memory)
+        return DeepSpeedBackend(
+            self._blueprint, self._config, self._settings, self._stage, self._ranks, residence, loaded
+        )
+
+    def close(self) -> None:
+        """Leave the other ranks and release everything."""
+        self.meta()
+        if self._ranks.owns_group:
+            deepspeed.comm.destroy_process_group()  # with all that DeepSpeed has noted of it
+        self._ranks.close()

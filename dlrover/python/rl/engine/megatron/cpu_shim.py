@@ -1,0 +1,98 @@
+"""Lets megatron-core compute on a machine without CUDA, which it cannot by itself: for tests, and slow.
+
+Inside a ``with`` block what is asked for on a CUDA device is made on the host, and the few functions of ``torch.cuda``
+that megatron-core calls do nothing or answer for the host. Outside of it nothing is changed. The random state of "the
+device" is the host's, so dropout has to be 0.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random as megatron_random
+from torch.overrides import TorchFunctionMode
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.log import get_logger
+
+_LOG = get_logger(__name__)
+_HOST = torch.device("cpu")
+
+
+def load_shim() -> "CpuShim":
+    """The shim, announced in the log.
+
+    Raises:
+        EngineError: this machine has CUDA.
+    """
+    if torch.cuda.is_available():
+        raise EngineError("cpu_shim is for machines without CUDA, and this one has it: leave the option out")
+    _LOG.warning("cpu_shim is on: megatron-core computes on the host, for tests only")
+    return CpuShim()
+
+
+class CpuShim(TorchFunctionMode):
+    """A ``with`` block in which CUDA is the host; it can be entered again, also inside itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depth = 0
+        self._kept: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> "CpuShim":
+        self._depth += 1
+        if self._depth == 1:
+            self._kept = [(module, name, getattr(module, name)) for module, name, _ in _ANSWERS]
+            for module, name, answer in _ANSWERS:
+                setattr(module, name, answer)
+            super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            super().__exit__(*error)
+            for module, name, plain in self._kept:
+                setattr(module, name, plain)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = _HOST
+        if func is torch.Tensor.to:
+            args = tuple(_HOST if _names_cuda(argument) else argument for argument in args)
+        return func(*args, **kwargs)
+
+
+def _names_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+def _nothing(*args: Any, **options: Any) -> None:
+    """In place of what a host does not need."""
+
+
+def _random_state(*which: Any, **options: Any) -> Any:
+    return torch.get_rng_state()
+
+
+def _set_random_state(state: Any, *which: Any, **options: Any) -> None:
+    torch.set_rng_state(state)
+
+
+_ANSWERS: list[tuple[Any, str, Callable[..., Any]]] = [
+    (torch.cuda, "current_device", lambda: _HOST),
+    (torch.cuda, "manual_seed", torch.manual_seed),
+    (torch.cuda, "synchronize", _nothing),
+    (torch.cuda, "empty_cache", _nothing),
+    (torch.cuda, "get_rng_state", _random_state),
+    (torch.cuda, "set_rng_state", _set_random_state),
+    (megatron_random, "_get_cuda_rng_state", _random_state),
+    (megatron_random, "_set_cuda_rng_state", _set_random_state),
+]

@@ -1,0 +1,97 @@
+"""Megatron's GPT for the numbers of a model: this rank's part of it."""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+
+from dlrover.python.rl.engine.layout import Layout
+from dlrover.python.rl.engine.megatron.attention import PackedAttention
+from dlrover.python.rl.engine.megatron.conversion import padded_vocab
+from dlrover.python.rl.engine.megatron.shape import TransformerShape
+
+
+def build(
+    shape: TransformerShape, layout: Layout, place: Layout, precision: torch.dtype, checkpointing: bool, device: str
+) -> Any:
+    """A module in which this rank's weights have memory and no values yet.
+
+    Its forward pass takes ``packed_seq_params`` and gives logits ``[1, tokens, vocab / tensor]`` on the last stage.
+
+    Args:
+        shape: of the model.
+        layout: sizes of the dimensions of parallelism.
+        place: this rank's.
+        precision: of weights and computation.
+        checkpointing: recompute each layer's activations in the backward pass.
+        device: a torch device.
+    """
+    config = _config(shape, layout, precision, checkpointing, on_host=torch.device(device).type == "cpu")
+    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    module = GPTModel(
+        config,
+        spec,
+        vocab_size=padded_vocab(shape.vocab, layout.tensor),
+        max_sequence_length=shape.max_positions,
+        pre_process=place.pipeline == 0,
+        post_process=place.pipeline == layout.pipeline - 1,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        rope_scaling=shape.rope_factor is not None,
+        rope_scaling_factor=shape.rope_factor or 1.0,
+    )
+    if shape.head == "token" and module.post_process:
+        module.output_layer = ScoreHead(shape.hidden, 1)
+    return module.to(device=device, dtype=precision)
+
+
+def _config(
+    shape: TransformerShape, layout: Layout, precision: torch.dtype, checkpointing: bool, on_host: bool
+) -> TransformerConfig:
+    recomputing = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        layernorm_epsilon=shape.norm_eps,
+        normalization="RMSNorm",
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        pipeline_dtype=precision,
+        variable_seq_lengths=True,  # packed micro-batches differ in length
+        moe_token_dispatcher_type="alltoall",  # asked for beside it, of dense models too
+        params_dtype=precision,
+        bf16=precision == torch.bfloat16,
+        calculate_per_token_loss=True,  # the loss carries its normaliser: nothing is divided
+        perform_initialization=False,
+        use_cpu_initialization=on_host,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        **(recomputing if checkpointing else {}),
+    )
+
+
+class ScoreHead(torch.nn.Linear):
+    """One score for each token in place of the vocabulary projection."""
+
+    def forward(self, hidden: Any, weight: Any = None, runtime_gather_output: bool | None = None) -> tuple[Any, None]:
+        """Scores ``[tokens, batch, 1]``, in the form in which Megatron calls its output layer."""
+        return super().forward(hidden), None
