@@ -4,8 +4,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dlrover import nn
     from dlrover.python.rl.common.roles import RLRoleType
     from dlrover.python.rl.master.job import RLJob, RLJobBuilder
+    from dlrover.python.rl.session.inference import InferenceEngine
+    from dlrover.python.rl.session.session import init, shutdown
+    from dlrover.python.rl.session.split import NeedParallel
+    from dlrover.python.rl.session.train import TrainEngine
     from dlrover.python.rl.trainer.shard import Replicate, Shard
     from dlrover.python.rl.trainer.trainer import BaseTrainer
     from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
@@ -13,27 +18,40 @@ if TYPE_CHECKING:
 _HOME = {
     "BaseTrainer": "dlrover.python.rl.trainer.trainer",
     "BaseWorkload": "dlrover.python.rl.trainer.workload",
+    "InferenceEngine": "dlrover.python.rl.session.inference",
+    "NeedParallel": "dlrover.python.rl.session.split",
     "RLJob": "dlrover.python.rl.master.job",
     "RLJobBuilder": "dlrover.python.rl.master.job",
     "RLRoleType": "dlrover.python.rl.common.roles",
     "Replicate": "dlrover.python.rl.trainer.shard",
     "Shard": "dlrover.python.rl.trainer.shard",
+    "TrainEngine": "dlrover.python.rl.session.train",
+    "init": "dlrover.python.rl.session.session",
+    "shutdown": "dlrover.python.rl.session.session",
     "trainer_invocation": "dlrover.python.rl.trainer.workload",
 }
 
 __all__ = [
     "BaseTrainer",
     "BaseWorkload",
+    "InferenceEngine",
+    "NeedParallel",
     "RLJob",
     "RLJobBuilder",
     "RLRoleType",
     "Replicate",
     "Shard",
+    "TrainEngine",
+    "init",
+    "nn",
+    "shutdown",
     "trainer_invocation",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return importlib.import_module("dlrover.nn")
     if name not in _HOME:
         raise AttributeError(f"module 'dlrover' has no attribute '{name}'")
     return getattr(importlib.import_module(_HOME[name]), name)

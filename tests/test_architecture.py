@@ -273,7 +273,7 @@ def test_importing_stays_light(statement, absent):
 def test_the_front_door_gives_every_name_it_promises():
     import dlrover
 
-    assert all(getattr(dlrover, name).__name__ == name for name in dlrover.__all__)
+    assert all(getattr(dlrover, name).__name__.rpartition(".")[2] == name for name in dlrover.__all__)
     assert set(dlrover.__all__) <= set(dir(dlrover))
     with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
         _ = dlrover.Trainer

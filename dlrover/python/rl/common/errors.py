@@ -11,6 +11,7 @@
     │   ├── OutOfDeviceMemory        tensors do not fit the device; names who holds what
     │   ├── WeightSyncError          received weights are not the ones that were sent
     │   └── NonFiniteUpdate          an update had a loss or gradient that is no number; nothing was changed
+    ├── SessionError                 an engine driven by hand was used out of order, or asked for slots there are not
     ├── CallError                    a role-group call that was refused before anything was sent
     │   ├── UnknownMethod            (also an AttributeError) no such role group or method; nearest name given
     │   └── ShardError               an argument cannot be split as asked
@@ -150,6 +151,10 @@ class NonFiniteUpdate(EngineError):
 
     retryable = True
     restarts = Scope.TRAINER
+
+
+class SessionError(DLRoverRLError):
+    """A script used its engines out of order, or asked for slots that there are not; the message says what to do."""
 
 
 class CallError(DLRoverRLError):

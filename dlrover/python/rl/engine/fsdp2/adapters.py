@@ -12,7 +12,7 @@ import torch
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.engine.base import LoraSettings
 from dlrover.python.rl.engine.fsdp2.shards import ParameterShard, Shards
-from dlrover.python.rl.engine.torch.blueprint import empty_weights
+from dlrover.python.rl.engine.module import empty_weights
 from dlrover.python.rl.engine.torch.sources import drawn
 
 _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.", ".lora_B.default."

@@ -1,7 +1,6 @@
 """A Hugging Face model described, not built: its module without weights, its tokenizer, and where its weights are."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.module import empty_weights
 from dlrover.python.rl.engine.torch import attention
 from dlrover.python.rl.engine.torch.loading import disable_dropout, is_hub_name, write_atomically
 from dlrover.python.rl.engine.torch.packing import Head
@@ -26,24 +26,6 @@ from dlrover.python.rl.engine.torch.sources import SafetensorsSource, Source, Te
 
 _CLASSES = {"causal": AutoModelForCausalLM, "token": AutoModelForTokenClassification}
 _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
-
-
-@contextmanager
-def empty_weights() -> Iterator[None]:
-    """Modules built inside have their parameters on the meta device, whatever their size; their buffers, which are
-    small and often computed by the constructor (rotary frequencies), are real."""
-    plain = torch.nn.Module.register_parameter
-
-    def register(module: Any, name: str, parameter: Any) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        plain(module, name, parameter)
-
-    torch.nn.Module.register_parameter = register
-    try:
-        yield
-    finally:
-        torch.nn.Module.register_parameter = plain
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +56,7 @@ class Blueprint:
             EngineError: there is no such model.
         """
         hf_logging.disable_progress_bar()  # one bar per process and file drowns the run's own
-        folder = _folder(model)
+        folder = model_folder(model)
         try:
             config = AutoConfig.from_pretrained(folder)
             tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -160,7 +142,12 @@ class Blueprint:
         write_atomically(path, module, self.tokenizer, tensors)
 
 
-def _folder(model: str | Path) -> Path:
+def model_folder(model: str | Path) -> Path:
+    """The folder with a model's files; those of a hub name are fetched where they are not there yet.
+
+    Raises:
+        EngineError: there is no such model.
+    """
     text = str(Path(model).expanduser()) if str(model).startswith("~") else str(model)
     if Path(text).is_dir():
         return Path(text)

@@ -166,7 +166,8 @@ def write_atomically(path: Path, model: Any, tokenizer: Any, tensors: Mapping[st
     fresh, old = (path.with_name(f".{path.name}.{kind}-{uuid.uuid4().hex}") for kind in ("new", "old"))
     try:
         model.save_pretrained(fresh, state_dict=tensors)
-        tokenizer.save_pretrained(fresh)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(fresh)
         for file in fresh.iterdir():
             _flush(file)
         if path.exists():

@@ -106,7 +106,7 @@ def _started(needed: Mapping[str, float], common: Mapping[str, Any]) -> Iterator
 
 def _start(folder: Path, needed: Mapping[str, float], common: Mapping[str, Any]) -> GcsKeeper | None:
     """Start a cluster; the keeper of its GCS where that has a store to come back with."""
-    last: BaseException | None = None
+    last: Exception | None = None
     for attempt in range(_START_ATTEMPTS):
         # The last attempt does without the store: it is young in Ray.
         durable = has_durable_gcs() and attempt < _START_ATTEMPTS - 1
@@ -116,7 +116,7 @@ def _start(folder: Path, needed: Mapping[str, float], common: Mapping[str, Any])
         try:
             ray.init(**common, **_own(needed), _temp_dir=str(files), _system_config=settings(store))
             return GcsKeeper(worker._global_node) if durable else None
-        except _START_ERRORS as error:
+        except Exception as error:  # noqa: BLE001 - Ray raises just that when a busy machine was too slow
             last = error
             _LOG.warning("Ray did not come up (attempt %d): %s", attempt + 1, error)
             ray.shutdown()

@@ -61,6 +61,12 @@ def locate() -> Process:
     )
 
 
+def locate_with_port(port: HeldPort, preferred: Sequence[int] = ()) -> Process:
+    """Where this process is, and a TCP port that ``port`` keeps free for it there."""
+    here = locate()
+    return replace(here, port=port.take(preferred, here.address))
+
+
 def send_to(master: Any) -> Any:
     """How a process's beats reach the master."""
 
@@ -105,8 +111,7 @@ class MemberActor:
 
     def dlrover_locate(self, preferred_ports: Sequence[int]) -> Process:
         """Where this process is, and a TCP port that is kept free for it there."""
-        here = locate()
-        return replace(here, port=self._port.take(preferred_ports, here.address))
+        return locate_with_port(self._port, preferred_ports)
 
     def dlrover_prepare(self, job: JobSpec) -> None:
         """Import what the role's workload needs, so that starting it later takes a moment.
@@ -167,22 +172,32 @@ class MemberActor:
         if host is None or host.workload is None:
             raise CallSkipped("it has not started yet", role=self._role, rank=-1, method=header.method)
 
-        def arguments() -> tuple[Sequence[Any], Mapping[str, Any]]:
-            decoded = [decode(value, _fetched) for value in values]
-            cut = len(decoded) - len(header.keywords)
-            return decoded[:cut], dict(zip(header.keywords, decoded[cut:], strict=True))
-
-        try:
-            result = host.invoke(header, arguments)
-        except InvocationError:
-            raise
-        except ray.exceptions.RayTaskError as upstream:
-            raise (upstream.cause if isinstance(upstream.cause, InvocationError) else upstream) from None
-        return (result, row_count(result)) if header.sized else result
+        return serve(host, header, values)
 
     def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         assert self._host is not None, "dlrover_start comes first"
         return self._host.run(method, args, kwargs)
+
+
+def serve(host: MemberHost, header: CallHeader, values: Sequence[Any]) -> Any:
+    """Run a method of what ``host`` holds; ``values`` are the positional arguments, then the keyword ones.
+
+    Raises:
+        InvocationError: see :meth:`~dlrover.python.rl.runtime.host.MemberHost.invoke`.
+    """
+
+    def arguments() -> tuple[Sequence[Any], Mapping[str, Any]]:
+        decoded = [decode(value, _fetched) for value in values]
+        cut = len(decoded) - len(header.keywords)
+        return decoded[:cut], dict(zip(header.keywords, decoded[cut:], strict=True))
+
+    try:
+        result = host.invoke(header, arguments)
+    except InvocationError:
+        raise
+    except ray.exceptions.RayTaskError as upstream:
+        raise (upstream.cause if isinstance(upstream.cause, InvocationError) else upstream) from None
+    return (result, row_count(result)) if header.sized else result
 
 
 def _fetched(refs: Any) -> Any:

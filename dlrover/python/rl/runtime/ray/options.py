@@ -7,7 +7,7 @@ from dlrover.python.rl.common.names import NAMESPACE
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
 
-_VISIBLE_DEVICES_OFF = {
+VISIBLE_DEVICES_OFF = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES": "1",
     "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
@@ -46,7 +46,7 @@ def member_env(job: JobSpec, role: RLRoleType) -> dict[str, str]:
     """What a member of ``role`` finds in its environment."""
     spec = job.workloads[role]
     env = {**process_env(job), **spec.env}
-    return env if spec.env.get("DLROVER_RL_RAY_VISIBLE_DEVICES") == "1" else {**_VISIBLE_DEVICES_OFF, **env}
+    return env if spec.env.get("DLROVER_RL_RAY_VISIBLE_DEVICES") == "1" else {**VISIBLE_DEVICES_OFF, **env}
 
 
 def keep_off(nodes: Sequence[str]) -> dict[str, Any]:

@@ -1,0 +1,73 @@
+"""Gradients of a user's module: weighted on the way, and added up over the ranks that FSDP does not reach."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+
+from dlrover.python.rl.engine.fsdp2.shards import Shards
+
+Around: TypeAlias = Callable[[Callable[[], None]], None]
+"""Runs the backward pass that it is given, and what belongs before and after it."""
+
+
+@contextmanager
+def backward_by(weight: float, around: Around | None = None) -> Iterator[None]:
+    """Inside, ``loss.backward()`` gives ``weight`` times the gradient.
+
+    Args:
+        weight: of this rank among all that add up.
+        around: see :data:`Around`.
+    """
+    plain = torch.Tensor.backward
+
+    def backward(loss: Any, *args: Any, **kwargs: Any) -> None:
+        weighted = loss if weight == 1.0 else loss * weight
+        if around is None:
+            plain(weighted, *args, **kwargs)
+        else:
+            around(lambda: plain(weighted, *args, **kwargs))
+
+    torch.Tensor.backward = backward
+    try:
+        yield
+    finally:
+        torch.Tensor.backward = plain
+
+
+def settling(shards: Shards) -> Around:
+    """Adds up each backward pass's gradients over copies of the model and ranks that split its matrices, so that
+    ``.grad`` holds what all of them found; what earlier passes left there stays."""
+
+    def around(backward: Callable[[], None]) -> None:
+        trained = shards.trained
+        earlier = [shard.parameter.grad for shard in trained]
+        for shard in trained:
+            shard.parameter.grad = None
+        backward()
+        shards.take_gradients()
+        for shard, before in zip(trained, earlier, strict=True):
+            if shard.master is not shard.parameter:
+                shard.parameter.grad, shard.master.grad = shard.as_dtensor(shard.master.grad), None
+            if before is not None:
+                shard.parameter.grad += before
+
+    return around
+
+
+def weight_of(combine: str, rows: int, of: int, replicas: int) -> float:
+    """What a replica's gradient counts in the sum over all.
+
+    Args:
+        combine: ``"mean"``: the replica's loss is the mean over its rows, and that over all rows is wanted. ``"sum"``:
+            the losses add up.
+        rows: of the replica; 0 for padding.
+        of: rows of all replicas; 0 when the rows were not divided, and every replica has the same.
+        replicas: how many there are.
+    """
+    if not of:
+        return 1.0 / replicas
+    if combine == "sum":
+        return 1.0 if rows else 0.0
+    return rows / of

@@ -1,0 +1,92 @@
+"""How weights get from one engine's processes to another's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from dlrover.python.rl.engine.sync.base import SyncSettings, WeightTransport
+from dlrover.python.rl.engine.sync.file import shared_memory
+from dlrover.python.rl.engine.sync.link import LinkTransport
+from dlrover.python.rl.runtime.hosting import Device
+from dlrover.python.rl.session.session import Crew
+
+Way: TypeAlias = Literal["shared memory", "device memory", "object store"]
+
+
+@dataclass(frozen=True)
+class Route:
+    """From the ranks of one engine to those of another.
+
+    Attributes:
+        way: ``shared memory`` of a node; ``device memory``: CUDA buffers that both sides have open; ``object store``:
+            Ray's, from node to node.
+        folder: in the memory of the node, where they meet.
+        name: of the sender and the receiver.
+        sinks: ranks that receive.
+    """
+
+    way: Way
+    folder: str
+    name: str
+    sinks: int
+
+    def transport(self, who: str, leads: bool, device: str) -> WeightTransport:
+        """This process's end of the route, where it is not the object store.
+
+        Args:
+            who: what messages call this process.
+            leads: whether it is the rank that sends.
+            device: what its weights are on.
+        """
+        settings = SyncSettings(who=who, leads=leads, sinks=self.sinks, device=device)
+        if self.way == "device memory":
+            return LinkTransport(Path(self.folder), self.name, settings)
+        return shared_memory(Path(self.folder), self.name, settings)
+
+
+class Routes:
+    """A process's ends of routes, kept from sync to sync.
+
+    Args:
+        who: what messages call the process.
+        leads: whether it is the rank that sends.
+        device: what its weights are on.
+    """
+
+    def __init__(self, who: str, leads: bool, device: str) -> None:
+        self._who, self._leads, self._device = who, leads, device
+        self._open: dict[Route, WeightTransport] = {}
+
+    def end(self, route: Route) -> WeightTransport:
+        """This process's end of ``route``; that of an earlier one between the same engines is closed."""
+        if route not in self._open:
+            for other in [other for other in self._open if other.name == route.name]:
+                self._open.pop(other).close()
+            self._open[route] = route.transport(self._who, self._leads, self._device)
+        return self._open[route]
+
+    def close(self) -> None:
+        """Close all."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+def route_between(source: Crew, target: Crew, slots: Sequence[Device], folder: Path, separate: bool) -> Route:
+    """The shortest route from one engine to another.
+
+    Args:
+        source: who sends.
+        target: who receives.
+        slots: the session's devices.
+        folder: in the memory of the script's node.
+        separate: whether their ranks are processes of their own.
+    """
+    way: Way = "object store"
+    nodes = {process.node for process in (source.processes[0], *target.processes)}
+    if separate and len(nodes) == 1:
+        (first,) = source.seats[0]
+        # A process sees its own devices only: the memory of one can be opened where both see it.
+        shared = slots[first].kind == "cuda" and all(first in seat for seat in target.seats)
+        way = "device memory" if shared else "shared memory"
+    return Route(way, str(folder), f"{source.name}-{target.name}", len(target.seats))

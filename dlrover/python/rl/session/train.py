@@ -1,0 +1,230 @@
+"""The train engine of a script."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import cloudpickle
+import torch
+
+from dlrover.python.rl.common.errors import EngineError, SessionError, UnknownMethod
+from dlrover.python.rl.common.nearest import hint
+from dlrover.python.rl.engine.base import Rendezvous, TrainSettings
+from dlrover.python.rl.engine.layout import ParallelSizes
+from dlrover.python.rl.engine.module import must_be_empty
+from dlrover.python.rl.session.engine import HandEngine, wish_of
+from dlrover.python.rl.session.session import current
+from dlrover.python.rl.session.slots import train_sizes
+from dlrover.python.rl.session.split import MERGES, Merge, arrange, merge, stored_by
+from dlrover.python.rl.session.sync import SyncReport, sync
+from dlrover.python.rl.session.terms import TRAIN_PROCESS, TrainTerms
+
+EXECUTORS = ("fsdp2",)
+"""What runs a module of the user's own."""
+
+_SHARED = {"train", "eval"}  # The engine's call the module's.
+
+
+class TrainEngine(HandEngine):
+    """Trains a module of the user's, whose public methods it has as its own.
+
+    ``engine.train_step(NeedParallel(rows), lr)`` calls ``train_step`` on every rank: each model replica gets its part
+    of what is wrapped, and all of the rest. One result of each replica comes back, in order, unless ``merge`` says
+    otherwise: :func:`~dlrover.python.rl.session.split.merge`.
+
+    Args:
+        module: a :class:`~dlrover.python.rl.engine.module.TrainModule` without weights.
+        executor: ``"fsdp2"``.
+        merge: what results are merged to by default.
+        name: what messages call it; ``TRAIN_1`` and so on by default.
+
+    Raises:
+        EngineError: the module has weights already, or nothing runs modules under this name.
+    """
+
+    _kind = "TRAIN"
+
+    def __init__(self, module: Any, executor: str = "fsdp2", *, merge: Merge = "list", name: str | None = None) -> None:
+        super().__init__(name)
+        if executor not in EXECUTORS:
+            raise EngineError(
+                f"'{executor}' does not run modules{hint(executor, EXECUTORS)}; deepspeed and megatron train models of"
+                " jobs, by the losses that they are handed"
+            )
+        must_be_empty(module)
+        hidden = set(methods_of(type(module))) & set(dir(TrainEngine)) - _SHARED
+        if hidden:
+            raise EngineError(
+                f"{type(module).__name__} has methods that the engine has itself: rename {', '.join(sorted(hidden))}"
+            )
+        self._class, self._merge = type(module), _checked(merge)
+        self._payload = cloudpickle.dumps(module)
+        self._replica = 1
+
+    def build(  # noqa: PLR0913 - the options of a placement, all of them optional
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int | None = None,
+        shards: int | None = None,
+        colocate_with: Any = None,
+        not_colocate_with: Any = None,
+        nodes: Sequence[str] | None = None,
+        precision: Literal["fp32", "bf16"] | None = None,
+        ignore_rebuild_error: bool = False,
+    ) -> "TrainEngine":
+        """Start a process for each slot, and give each its part of the module with its weights.
+
+        The ranks are ``data_parallel_size`` groups of ``shards * tensor_parallel_size``. Each group has one copy of the
+        model. What is not given fills the slots there are: by default one group shards the model over all of them.
+
+        Args:
+            tensor_parallel_size: ranks that split each matrix, and get the same rows.
+            data_parallel_size: groups.
+            shards: ranks of a group that share out the parameters, gradients and optimizer (ZeRO-3), each with rows of
+                its own.
+            colocate_with: an engine, or a list of them, whose slots to use, all of them; free ones by default.
+            not_colocate_with: engines whose slots not to use.
+            nodes: addresses or ids of the nodes to use.
+            precision: of the forward and backward pass; parameters and their optimizer are float32. By default
+                ``"bf16"`` on CUDA.
+            ignore_rebuild_error: do nothing when it is built already.
+
+        Returns:
+            The engine.
+
+        Raises:
+            SessionError: it is built already, or the slots are not there; nothing was started.
+            InvocationError: a rank could not be made; none is left.
+        """
+        if not self._may_build(ignore_rebuild_error):
+            return self
+        open_wish = wish_of(1, None, False, colocate_with, not_colocate_with, nodes)
+        room = len(current().table.room(open_wish))
+        groups, size = train_sizes(room, tensor_parallel_size, data_parallel_size, shards)
+        crew = self._seat(replace(open_wish, group=size, groups=groups), TRAIN_PROCESS, whole_groups=False)
+        self._replica = tensor_parallel_size
+        try:
+            kind = self._session.slots[crew.seats[0][0]].kind
+            settings = TrainSettings(
+                device=kind,
+                precision=precision or ("bf16" if kind == "cuda" else "fp32"),
+                parallel=ParallelSizes(ddp_size=groups, tensor_parallel_size=tensor_parallel_size),
+            )
+            first = crew.processes[0]
+            payload = self._session.hosting.port.put(self._payload)
+            terms = [
+                TrainTerms(self.name, settings, Rendezvous(rank, len(crew.seats), first.address, first.port))
+                for rank in range(len(crew.seats))
+            ]
+            self._gather([self._submit(rank, "engine.open", (term, payload)) for rank, term in enumerate(terms)])
+        except BaseException:
+            self.release()
+            raise
+        return self
+
+    @property
+    def replicas(self) -> int:
+        """Model replicas, each with rows of its own: what ``NeedParallel`` divides by.
+
+        Raises:
+            SessionError: it is not built.
+        """
+        return len(self._running("replicas").seats) // self._replica
+
+    # -- the module's methods -----------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> "ModuleMethod":
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
+        if not callable(getattr(self._class, name, None)):
+            raise UnknownMethod(f"{self._class.__name__} has no method '{name}'{hint(name, methods_of(self._class))}")
+        return ModuleMethod(self, name, self._merge)
+
+    def __dir__(self) -> list[str]:
+        return sorted([*object.__dir__(self), *methods_of(self._class)])
+
+    def _call(self, method: "ModuleMethod", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        replicas, replica = self.replicas, self._replica
+        label = f"{self.name}.{method.name}"
+        shares = arrange(args, kwargs, replicas, label, stored_by(self._session.hosting.port))
+        refs = [
+            self._submit(
+                rank,
+                method.name,
+                (shares[rank // replica].part, *shares[rank // replica].args),
+                shares[rank // replica].kwargs,
+            )
+            for rank in range(replicas * replica)
+        ]
+        results = self._gather(refs, method.timeout_s)[::replica]
+        return merge(results, [share.part for share in shares], method.merge)
+
+    # -- the engine's own verbs ---------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> None:
+        """Put the module into training mode on every rank; that is how it begins."""
+        self._ask("engine.train", mode)
+
+    def eval(self) -> None:
+        """Put the module into evaluation mode on every rank: dropout is off."""
+        self._ask("engine.train", False)
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+        return bool(self._ask("engine.training")[0])
+
+    def p2p_weight_sync(self, other: HandEngine, timeout_s: float = 600.0) -> SyncReport:
+        """Give the weights to another engine, process to process; see :func:`~dlrover.python.rl.session.sync.sync`.
+
+        Args:
+            other: an inference engine, or a train engine whose module has no optimizer (a reference).
+            timeout_s: for all of it.
+        """
+        return sync(self, other, timeout_s)
+
+    def save(self, path: str | Path) -> None:
+        """Write what the module exports, a Hugging Face model in its format, whole or not at all; rank 0 writes."""
+        self._ask("engine.save", Path(path).absolute())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the module exports, by name, in this process: for a look, not for weight sync."""
+        weights = self._ask("engine.publish")[0]
+        return {name: torch.clone(weights.tensor(name)) for name in weights.buffers}
+
+
+@dataclass(frozen=True)
+class ModuleMethod:
+    """A method of the module on all ranks, ready to be called."""
+
+    engine: TrainEngine
+    name: str
+    merge: Merge
+    timeout_s: float | None = None
+
+    def options(self, *, merge: Merge | None = None, timeout_s: float | None = None) -> "ModuleMethod":
+        """The same method, called otherwise.
+
+        Args:
+            merge: of the results: ``"list"``, ``"flat"``, ``"mean"``, ``"sum"`` or ``"rank0"``.
+            timeout_s: for all ranks; None waits, and logs who is waited for.
+        """
+        return replace(self, merge=_checked(merge or self.merge), timeout_s=timeout_s or self.timeout_s)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine._call(self, args, kwargs)
+
+
+def methods_of(cls: type) -> list[str]:
+    """The public methods that a module's class adds to torch's modules and the library's models."""
+    library = ("torch.", "transformers.")
+    own = {name for base in cls.__mro__ if not base.__module__.startswith(library) for name in vars(base)}
+    return sorted(name for name in own if not name.startswith("_") and callable(getattr(cls, name, None)))
+
+
+def _checked(how: Merge) -> Merge:
+    if how not in MERGES:
+        raise SessionError(f"results cannot be merged as '{how}'{hint(how, MERGES)}")
+    return how

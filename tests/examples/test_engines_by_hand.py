@@ -1,0 +1,160 @@
+"""The page, the notebook and the script of engines driven by hand run as shown, and so does RLite's tutorial."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "engines-by-hand.md"
+FOLDER = ROOT / "examples" / "engines_by_hand"
+DEADLINE_S = 280.0
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+def run(folder, script, *arguments):
+    """Run a script in ``folder``; the lines it has printed."""
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.splitlines()
+
+
+def python_of_the_page():
+    return re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def cells_of_the_notebook():
+    notebook = json.loads((FOLDER / "tutorial.ipynb").read_text(encoding="utf-8"))
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def check_what_it_printed(lines):
+    told = [line for line in lines if not line.startswith("(")]  # Ray puts the process before what it prints
+    assert told[0] == "Session(2 slots, 2 free; engines: none)"
+    assert re.fullmatch(r"\[\d+(, \d+)*\] (stop|length)", told[1])
+    assert told[2:] == ["True meta cuda", "2 2", "shared memory", "1"]
+
+
+def test_the_blocks_of_the_page_are_one_script(tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(python_of_the_page()), encoding="utf-8")
+    check_what_it_printed(run(tmp_path, script))
+    assert (tmp_path / "runs/trained/model.safetensors").is_file()
+    assert (tmp_path / "runs/trained/tokenizer.json").is_file()
+
+
+def test_the_cells_of_the_notebook_run_one_after_the_other(tmp_path):
+    script = tmp_path / "notebook.py"
+    script.write_text("\n\n".join(cells_of_the_notebook()), encoding="utf-8")
+    check_what_it_printed(run(tmp_path, script))
+
+
+def test_the_script_runs(tmp_path):
+    shutil.copy(FOLDER / "tutorial.py", tmp_path)
+    lines = [line for line in run(tmp_path, tmp_path / "tutorial.py") if line.startswith("step")]
+    assert [re.sub(r"[\d.]+$", "N", line) for line in lines] == ["step 1: loss N", "step 2: loss N"]
+
+
+RLITE = """
+    import contextlib
+    import torch
+    import torch.nn.functional as F
+    from transformers import Qwen2ForCausalLM
+
+    import dlrover as rlite
+    import dlrover.nn
+    from dlrover import InferenceEngine as RliteInferenceEngine
+    from dlrover import NeedParallel
+    from dlrover import TrainEngine as RliteTrainEngine
+    from dlrover.python.rl.recipe.tiny import write_tiny_model
+
+    try:
+        from accelerate import init_empty_weights
+    except ImportError:
+        init_empty_weights = rlite.nn.empty_weights
+
+    model = write_tiny_model("tiny", hidden=32, layers=2)
+
+    class MyQwenModel(rlite.nn.TrainModule, Qwen2ForCausalLM):
+        def on_weights_materialized(self):
+            self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-5)
+
+        def train_step(self, input_ids, grad_acc_steps=1):
+            # The tutorial makes one tensor of completions that differ in length: they are padded here.
+            width = max(map(len, input_ids))
+            labels = torch.tensor([row + [-100] * (width - len(row)) for row in input_ids], device=self.device)
+            logits = self(labels.clamp(min=0)).logits[:, :-1].contiguous()
+            labels = labels[:, 1:].contiguous()
+            loss = F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1)).mean()
+            loss = loss / grad_acc_steps
+            loss.backward()
+            return loss.item()
+
+        def optimizer_step(self):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    # 3. Initialize
+    rlite.init(slots_per_node=2)
+
+    # 4. An actor for inference
+    vllm_engine = RliteInferenceEngine(model, executor="hf")
+    vllm_engine.build()
+    prompts = ["你好，世界！", "Hello, world!"] * 8
+    rollouts = vllm_engine.generate(prompts)
+    assert len(rollouts) == 16
+    assert len({len(rollout.outputs[0].token_ids) for rollout in rollouts}) > 1, "no ragged completions to try"
+
+    # 5. An actor for training, on the same devices
+    vllm_engine.meta()
+    assert vllm_engine.device() == "meta"
+    with init_empty_weights():
+        module = MyQwenModel.from_pretrained(model)
+    fsdp2_engine = RliteTrainEngine(module, executor="fsdp2")
+    fsdp2_engine.build(tensor_parallel_size=2, colocate_with=vllm_engine)
+    assert fsdp2_engine.slots == vllm_engine.slots
+
+    # 6. The user's training logic
+    input_ids = [[x.outputs[0].token_ids for x in rollouts] for _ in range(4)]
+    grad_acc_steps = 4
+    losses = []
+    for step in range(grad_acc_steps):
+        losses += fsdp2_engine.train_step(NeedParallel(input_ids[step]), grad_acc_steps)
+    fsdp2_engine.optimizer_step()
+    assert len(losses) == 4
+
+    # 7. Sync
+    vllm_engine.cuda("weights")
+    fsdp2_engine.p2p_weight_sync(vllm_engine)
+    fsdp2_engine.cpu()
+    assert fsdp2_engine.footprint() == [{}, {}]
+    vllm_engine.cuda("kv_cache")
+    again = vllm_engine.generate(prompts)
+    assert [rollout.outputs[0].version for rollout in again] == [1] * 16
+
+    # What the tutorial offers of engines in general holds for this one too.
+    fsdp2_engine.meta()
+    assert fsdp2_engine.device() == "meta"
+    print("the tutorial has ended")
+"""
+
+
+def test_rlites_tutorial_step_by_step(tmp_path):
+    script = tmp_path / "tutorial.py"
+    script.write_text(textwrap.dedent(RLITE), encoding="utf-8")
+    assert "the tutorial has ended" in run(tmp_path, script)

@@ -1,0 +1,210 @@
+"""Modules and engines that scripts of the tests drive by hand."""
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import Qwen2ForCausalLM
+
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.engine.module import TrainModule
+
+
+class TwoLayers(TrainModule):
+    """A module of no library: ``tanh(x W1) W2``, with a buffer that is saved and one that is not."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.first = torch.nn.Linear(4, width)
+        self.second = torch.nn.Linear(width, 1, bias=False)
+        self.dropout = torch.nn.Dropout(0.5)
+        self.register_buffer("steps_seen", torch.zeros(()))
+        self.register_buffer("scale", torch.full((1,), 2.0), persistent=False)
+
+    def materialization_source(self):
+        return dict(start(self.first.out_features))
+
+    def on_weights_materialized(self):
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        self.made = getattr(self, "made", 0) + 1
+
+    def forward(self, x):
+        return self.second(self.dropout(torch.tanh(self.first(x)))) * self.scale
+
+    def mean_square(self, x):
+        return self(torch.as_tensor(x, dtype=torch.float32, device=self.device)).square().mean()
+
+    def train_step(self, x, divide_by=1):
+        self.eval()
+        loss = self.mean_square(x) / divide_by
+        loss.backward()
+        return loss.item()
+
+    def optimizer_step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def gradients_now(self):
+        """Of this rank's parts."""
+        found = {}
+        for name, parameter in self.named_parameters():
+            whole = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+            found[name] = whole.clone()
+        return found
+
+    def facts(self, *seen):
+        optimizer = getattr(self, "optimizer", None)
+        counted = sum(p.numel() for g in optimizer.param_groups for p in g["params"]) if optimizer else None
+        return {
+            "seen": list(seen),
+            "hooks": getattr(self, "made", 0),
+            "training": self.training,
+            "device": str(self.device),
+            "optimized": counted,
+            "scale": self.scale.item(),
+            "pid": os.getpid(),
+        }
+
+    def rows(self, values):
+        return list(values)
+
+    def fail(self, message):
+        raise ValueError(message)
+
+    def die(self, rank_file=None):
+        os._exit(17)
+
+    def noisy(self, x):
+        return self(torch.as_tensor(x, dtype=torch.float32)).squeeze(-1).tolist()
+
+    def wait(self, seconds):
+        time.sleep(seconds)
+
+
+class Silent(TwoLayers):
+    """The same without an optimizer: a reference."""
+
+    def on_weights_materialized(self):
+        pass
+
+
+class Summing(TwoLayers):
+    """The ranks' losses add up."""
+
+    gradients = "sum"
+
+    def train_step(self, x, divide_by=1):
+        self.eval()
+        loss = self(torch.as_tensor(x, dtype=torch.float32)).square().sum() / divide_by
+        loss.backward()
+        return loss.item()
+
+
+def start(width=8):
+    """Some weights, the same each time."""
+    draw = torch.Generator().manual_seed(3)
+    shapes = {"first.weight": (width, 4), "first.bias": (width,), "second.weight": (1, width)}
+    found = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    return {**found, "steps_seen": torch.tensor(5.0)}
+
+
+class Policy(TrainModule, Qwen2ForCausalLM):
+    """RLite's tutorial module."""
+
+    def on_weights_materialized(self):
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_step(self, rows, grad_acc_steps=1):
+        padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, padding_value=-100)
+        tokens = padded.to(self.device)
+        logits = self(input_ids=tokens.clamp(min=0)).logits[:, :-1]
+        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / grad_acc_steps
+        loss.backward()
+        return loss.item()
+
+    def optimizer_step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def logprobs(self, rows):
+        """Of each row's tokens after the first."""
+        found = []
+        for row in rows:
+            tokens = torch.tensor([row], device=self.device)
+            logprobs = self(input_ids=tokens).logits[:, :-1].log_softmax(dim=-1)
+            found.append(logprobs.gather(2, tokens[:, 1:, None])[0, :, 0].tolist())
+        return found
+
+    def rotary(self):
+        return self.model.rotary_emb.inv_freq.tolist()
+
+    def optimizers(self):
+        return [name for name, value in vars(self).items() if isinstance(value, torch.optim.Optimizer)]
+
+
+class Reference(Policy):
+    """It computes log-probs, and holds no optimizer."""
+
+    def on_weights_materialized(self):
+        pass
+
+
+class EchoEngine:
+    """A rollout engine without a model: completes a prompt with its own tokens, and notes what reached it."""
+
+    prompt_columns = ("prompt", "multi_modal_data")
+
+    def __init__(self, model, settings, memory=None):
+        self.version, self.model, self.settings, self._place = -1, model, settings, "cuda"
+
+    def tokenizer(self, text):
+        return {"input_ids": list(text.encode())}
+
+    def generate(self, prompts, sampling, seed):
+        if pause := self.settings.backend.get("pause_s"):
+            Path(self.settings.backend["began"]).touch()
+            time.sleep(pause)
+        rows = [list(row) for row in prompts.ragged("tokens")]
+        ids, count = prompts.dense("prompt_id"), sampling.samples_per_prompt
+        images = prompts.objects("multi_modal_data") if "multi_modal_data" in prompts else [None] * len(rows)
+        told = [f"{image!r} {self.settings.tensor_parallel_size} {seed}" for image in images]
+        both = [row + row for row in rows for _ in range(count)]
+        return Batch(
+            {
+                "prompt_id": np.repeat(ids, count),
+                "sample_index": np.tile(np.arange(count), len(rows)),
+                "tokens": Ragged.from_rows(both, dtype=np.int64),
+                "action_mask": Ragged.from_rows(
+                    [np.arange(2 * len(row)) >= len(row) for row in rows for _ in range(count)], dtype=np.bool_
+                ),
+                "logprobs": Ragged.from_rows([np.zeros(len(row)) for row in both], dtype=np.float32),
+                "finished": np.ones(len(both), dtype=np.bool_),
+                "version": np.full(len(both), self.version),
+                "completion": [text for text in told for _ in range(count)],
+            }
+        )
+
+    def receive(self, weights, rewind=False):
+        self.version = weights.version
+
+    def cpu(self):
+        self._place = "cpu"
+
+    def cuda(self, part="all"):
+        self._place = "cuda"
+
+    def meta(self):
+        self._place = "meta"
+
+    def place(self):
+        return self._place
+
+    def footprint(self):
+        return {}
+
+    def close(self):
+        pass

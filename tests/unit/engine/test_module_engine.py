@@ -1,0 +1,238 @@
+"""A user's module over several ranks: gradients, steps and weights are those of one process, whatever the layout."""
+
+import pickle
+import zlib
+from pathlib import Path
+
+import cloudpickle
+import pytest
+import torch
+from processes import free_port, run
+from session_toys import Policy, Summing, TwoLayers, start
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+
+from dlrover.python.rl.engine.backward import weight_of
+from dlrover.python.rl.engine.base import Rendezvous, TrainSettings
+from dlrover.python.rl.engine.layout import ParallelSizes
+from dlrover.python.rl.engine.module import empty_weights
+from dlrover.python.rl.engine.module_engine import ModuleEngine
+from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.session.split import NeedParallel, arrange
+
+ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).tolist()
+TEXTS = [[72, 101, 108, 108, 111], [49, 50, 43, 49, 51, 61, 50], [1, 2, 3, 4], [9, 8, 7]]
+WORLD = 4
+TIMEOUT_S = 280.0
+LAYOUTS = {"shards": {}, "copies": {"ddp_size": 4}, "both": {"ddp_size": 2}}
+TENSOR_LAYOUTS = {
+    "tensor-shards": {"tensor_parallel_size": 2},
+    "tensor-copies": {"tensor_parallel_size": 2, "ddp_size": 2},
+}
+KINDS = (TwoLayers, Summing)
+
+# Even parts, uneven ones, fewer rows than ranks, and several passes that add up: rows and what divides the loss.
+CALLS = [[(ROWS, 1)], [(ROWS[:7], 1)], [(ROWS[:3], 1)], [(ROWS[:1], 1)], [(ROWS[:4], 2), (ROWS[4:7], 2)]]
+
+
+def drawn(name, shape):
+    """The same in every process."""
+    draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.ones(shape) if "norm" in name else torch.randn(shape, generator=draw) * 0.06
+
+
+class Rank:
+    """One rank of an engine, called as the session calls it."""
+
+    def __init__(self, rank, port, sizes, module):
+        self.parallel = ParallelSizes(**sizes)
+        self.replica = rank // self.parallel.replica_size
+        self.replicas = WORLD // self.parallel.replica_size
+        settings = TrainSettings(parallel=self.parallel)
+        self.engine = ModuleEngine(f"T[{rank}]", module, settings, Rendezvous(rank, WORLD, "127.0.0.1", port, 600.0))
+
+    def call(self, method, *args):
+        share = arrange(args, {}, self.replicas, method, lambda value: value)[self.replica]
+        rows, of = (share.part.rows, share.part.of) if share.part else (0, 0)
+        return self.engine.call(method, rows, of, share.args, {})
+
+
+def gradients(mine):
+    """What ``.grad`` holds after each group of calls, whole; last after a call whose rows are not divided."""
+    found = []
+    for group in CALLS:
+        for rows, divide_by in group:
+            mine.call("train_step", NeedParallel(rows, pad=True), divide_by)
+        found.append(mine.call("gradients_now"))
+        mine.engine._made.shards.drop_gradients()
+    mine.call("train_step", ROWS)
+    return [*found, mine.call("gradients_now")]
+
+
+def trained(mine, folder):
+    """Two steps; then the weights, the log-probs, what the rank holds, and its version."""
+    for texts in (TEXTS, TEXTS[:3]):
+        mine.call("train_step", NeedParallel(texts, pad=True))
+        mine.call("optimizer_step")
+    mine.engine.cpu()
+    published = mine.engine.publish()  # from host memory
+    mine.engine.cuda()
+    mine.engine.save(Path(folder))
+    weights = {name: published.tensor(name).clone() for name in published.buffers} if published else None
+    return weights, mine.call("logprobs", TEXTS), mine.engine.footprint(), mine.engine.version
+
+
+def everything(rank, _world, port, ports, modules, language_models, folder):
+    """All layouts, one after the other in the same processes: starting these takes longest."""
+    found, ports = {}, iter([port, *ports])
+    for layout, sizes in LAYOUTS.items():
+        for kind, module in modules.items():
+            mine = Rank(rank, next(ports), sizes, module)
+            found[layout, kind] = gradients(mine)
+            mine.engine.close()
+    for layout, sizes in {**LAYOUTS, **TENSOR_LAYOUTS}.items():
+        for vocabulary, module in language_models.items():
+            mine = Rank(rank, next(ports), sizes, module)
+            found[layout, vocabulary] = trained(mine, f"{folder}/{layout}-{vocabulary}")
+            mine.engine.close()
+    return pickle.dumps(found)  # Tensors would travel by handles of processes that have ended.
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=128)
+
+
+@pytest.fixture(scope="module")
+def found(model, saved):
+    """What each rank has found."""
+    modules = {}
+    for kind in KINDS:
+        with empty_weights():
+            modules[kind.__name__] = cloudpickle.dumps(kind())
+    language_models = {name: cloudpickle.dumps(made) for name, made in language_modules(model).items()}
+    ports = [free_port() for _ in range(20)]
+    results = run(WORLD, everything, ports, modules, language_models, str(saved), timeout_s=TIMEOUT_S)
+    return [pickle.loads(result) for result in results]
+
+
+def plain_gradient(group, kind):
+    """In one process, the slow way: the gradient of the mean (or sum) over each call's rows."""
+    module = kind()
+    module.load_state_dict(start())
+    module.eval()
+    for rows, divide_by in group:
+        squares = module(torch.tensor(rows)).square()
+        ((squares.sum() if kind is Summing else squares.mean()) / divide_by).backward()
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def close(one, other):
+    return torch.allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("number", range(len(CALLS)))
+def test_029_the_gradient_is_that_of_the_rows(found, layout, kind, number):
+    expected = plain_gradient(CALLS[number], kind)
+    for rank in found:
+        gradient = rank[layout, kind.__name__][number]
+        assert gradient.keys() == expected.keys()
+        assert [name for name in expected if not close(gradient[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_rows_that_are_not_divided_count_once(found, layout, kind):
+    expected = plain_gradient([(ROWS, 1)], kind)
+    for rank in found:
+        gradient = rank[layout, kind.__name__][-1]
+        assert [name for name in expected if not close(gradient[name], expected[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "of", "mean", "total"), [(2, 7, 2 / 7, 1.0), (0, 3, 0.0, 0.0), (3, 3, 1.0, 1.0), (0, 0, 0.25, 0.25)]
+)
+def test_a_replicas_gradient_is_weighted_by_its_rows(rows, of, mean, total):
+    assert weight_of("mean", rows, of, replicas=4) == mean
+    assert weight_of("sum", rows, of, replicas=4) == total
+
+
+# -- a language model -------------------------------------------------------------------------------------------------
+
+
+def language_modules(model):
+    """One whose vocabulary cannot be shared by two, so that each has all of it; and one whose can."""
+    return {"odd": OneByOne.from_pretrained(model), "even": Drawn.from_pretrained(model, vocab_size=260)}
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """The same two steps by one plain loop; each row's loss is the mean over its tokens, and all rows count alike."""
+    odd = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32)
+    even = Qwen2ForCausalLM(Drawn.from_pretrained(model, vocab_size=260).config)
+    for name, tensor in even.named_parameters():
+        tensor.data = drawn(name, tuple(tensor.shape))
+    found = {}
+    for vocabulary, plain in {"odd": odd, "even": even}.items():
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        for texts in (TEXTS, TEXTS[:3]):
+            (sum(row_loss(plain, row) for row in texts) / len(texts)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[vocabulary] = {name: tensor.detach() for name, tensor in plain.named_parameters()}
+    return found
+
+
+def row_loss(module, row):
+    tokens = torch.tensor([row])
+    return torch.nn.functional.cross_entropy(module(input_ids=tokens).logits[0, :-1], tokens[0, 1:])
+
+
+@pytest.mark.parametrize("vocabulary", ["odd", "even"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, *TENSOR_LAYOUTS])
+def test_044_047_a_language_model_trains_alike_in_every_layout(found, expected, saved, layout, vocabulary):
+    weights, logprobs, _, versions = zip(*(rank[layout, vocabulary] for rank in found), strict=True)
+    plain = expected[vocabulary]
+    assert weights[1:] == (None,) * (WORLD - 1)
+    assert weights[0].keys() == plain.keys()
+    far = {name: float((weights[0][name] - tensor).abs().max()) for name, tensor in plain.items()}
+    assert {name: size for name, size in far.items() if size > 1e-4} == {}
+    assert versions == (2,) * WORLD
+    assert all(torch.allclose(torch.tensor(one[0]), torch.tensor(logprobs[0][0]), atol=1e-5) for one in logprobs)
+    loaded = AutoModelForCausalLM.from_pretrained(saved / f"{layout}-{vocabulary}", dtype=torch.float32)
+    assert [name for name, tensor in loaded.named_parameters() if not torch.equal(tensor, weights[0][name])] == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "parts"), [("shards", 4), ("copies", 1), ("both", 2), ("tensor-shards", 4), ("tensor-copies", 2)]
+)
+def test_044_each_rank_holds_its_part_of_weights_and_optimizer(found, expected, layout, parts):
+    whole = 3 * 4 * sum(tensor.numel() for tensor in expected["even"].values())  # weights and two moments
+    for rank in found:
+        held = sum(rank[layout, "even"][2].values())
+        assert whole / parts * 0.9 < held < whole / parts * 1.15
+
+
+class OneByOne(Policy):
+    """Its loss is the mean over rows, not over their tokens."""
+
+    def train_step(self, rows, grad_acc_steps=1):
+        padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, padding_value=-100)
+        logits = self(input_ids=padded.clamp(min=0)).logits[:, :-1].transpose(1, 2)
+        losses = torch.nn.functional.cross_entropy(logits, padded[:, 1:], reduction="none").sum(dim=1)
+        loss = (losses / (padded[:, 1:] >= 0).sum(dim=1)).mean()
+        loss.backward()
+        return loss.item()
+
+
+class Drawn(OneByOne):
+    """Of weights that are drawn."""
+
+    def materialization_source(self):
+        return drawn

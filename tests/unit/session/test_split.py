@@ -1,0 +1,171 @@
+"""How arguments are split over model replicas, and results put together."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dlrover.python.rl.common.errors import ShardError
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.session.split import NeedParallel, Part, arrange, merge, parts_of
+
+
+def pieces(value, replicas, pad=False):
+    return [piece for piece, _ in parts_of(NeedParallel(value, pad), replicas, "x")]
+
+
+def shares(value, replicas, pad=False):
+    return [part for _, part in parts_of(NeedParallel(value, pad), replicas, "x")]
+
+
+def arranged(*args, replicas=2, **kwargs):
+    return arrange(args, kwargs, replicas, "TRAIN_1.step", lambda value: value)
+
+
+# -- splitting --------------------------------------------------------------------------------------------------------
+
+
+def test_025_what_is_not_wrapped_goes_to_everybody():
+    for share in arranged([1, 2, 3], 0.5, flag=True):
+        assert share.args == ([1, 2, 3], 0.5)
+        assert share.kwargs == {"flag": True}
+        assert share.part is None
+
+
+def test_026_a_list_is_split_in_order_larger_parts_first():
+    assert pieces(list(range(7)), 4) == [[0, 1], [2, 3], [4, 5], [6]]
+
+
+@pytest.mark.parametrize("rows", range(1, 21))
+@pytest.mark.parametrize("replicas", range(1, 6))
+def test_027_tensors_arrays_and_lists_are_split_alike(rows, replicas):
+    if rows < replicas:
+        for value in (torch.arange(rows), np.arange(rows), list(range(rows))):
+            with pytest.raises(ShardError, match="pad=True"):
+                pieces(value, replicas)
+        return
+    sizes = [len(part) for part in pieces(list(range(rows)), replicas)]
+    assert max(sizes) - min(sizes) <= 1
+    for value in (torch.arange(rows), np.arange(rows), tuple(range(rows))):
+        assert [len(part) for part in pieces(value, replicas)] == sizes
+    assert torch.cat(pieces(torch.arange(rows), replicas)).tolist() == list(range(rows))
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4))
+def test_028_parts_of_groups_and_ranks_make_up_the_whole(rows, groups, ranks):
+    """One split over all replicas: parts in order give the input, whatever the groups."""
+    replicas = groups * ranks
+    found = [
+        row
+        for part, share in parts_of(NeedParallel(list(range(rows)), pad=True), replicas, "x")
+        for row in part
+        if share.rows
+    ]
+    assert found == list(range(rows))
+
+
+def test_028_ten_rows_over_two_groups_of_four():
+    assert sum(pieces(list(range(10)), 8), []) == list(range(10))
+
+
+def test_029_fewer_rows_than_replicas_are_padded_with_rows_that_do_not_count():
+    found = parts_of(NeedParallel(["a", "b", "c"], pad=True), 4, "x")
+    assert [piece for piece, _ in found] == [["a"], ["b"], ["c"], ["c"]]
+    assert [part.rows for _, part in found] == [1, 1, 1, 0]
+    assert {part.of for _, part in found} == {3}
+    tensors = pieces(torch.arange(2), 3, pad=True)
+    assert [piece.tolist() for piece in tensors] == [[0], [1], [1]]
+
+
+def test_029_without_padding_too_few_rows_are_refused_and_none_in_any_case():
+    with pytest.raises(ShardError, match=r"x has 3 rows for 4 model replicas: NeedParallel\(..., pad=True\)"):
+        pieces([1, 2, 3], 4)
+    for pad in (False, True):
+        with pytest.raises(ShardError, match="0 rows"):
+            pieces([], 2, pad)
+    with pytest.raises(ShardError, match="no rows to split"):
+        pieces(3.5, 2)
+
+
+def test_030_a_dict_of_columns_is_split_by_rows():
+    columns = {"ids": [[1], [2, 2], [3]], "reward": np.array([0.1, 0.2, 0.3]), "mask": torch.ones(3, 2)}
+    first, second = pieces(columns, 2)
+    assert first["ids"] == [[1], [2, 2]]
+    assert second["ids"] == [[3]]
+    assert first["reward"].tolist() == [0.1, 0.2]
+    assert second["mask"].shape == (1, 2)
+    with pytest.raises(ShardError, match="different lengths"):
+        pieces({"a": [1, 2], "b": [1]}, 1)
+
+
+def test_a_batch_is_split_by_rows():
+    batch = Batch({"tokens": Ragged.from_rows([[1], [2, 3], [4, 5, 6]])})
+    assert [len(part) for part in pieces(batch, 2)] == [2, 1]
+
+
+def test_two_wrapped_arguments_have_the_same_rows():
+    shares = arranged(NeedParallel([1, 2, 3]), 7, weights=NeedParallel(np.ones(3)))
+    assert [share.args for share in shares] == [([1, 2], 7), ([3], 7)]
+    assert [len(share.kwargs["weights"]) for share in shares] == [2, 1]
+    with pytest.raises(ShardError, match="argument 1 has 2 rows, another one 3"):
+        arranged(NeedParallel([1, 2, 3]), NeedParallel([1, 2]))
+
+
+@pytest.mark.parametrize(
+    ("value", "tokens"),
+    [
+        ([[1, 2], [3]], [2, 1]),
+        ([0.5, 0.7], [1, 1]),
+        (["one text", "two"], [1, 1]),
+        (torch.zeros(2, 5), [5, 5]),
+        ({"input_ids": [[1, 2, 3], [1]], "reward": [0.0, 1.0]}, [3, 1]),
+        ({"reward": [0.0, 1.0]}, [1, 1]),
+        (Batch({"tokens": Ragged.from_rows([[1, 2], [3]]), "id": np.arange(2)}), [2, 1]),
+    ],
+)
+def test_a_part_knows_its_tokens(value, tokens):
+    assert [part.tokens for part in shares(value, 2)] == tokens
+
+
+# -- merging ----------------------------------------------------------------------------------------------------------
+
+THREE_TO_ONE = [Part(1, 3, 2), Part(1, 1, 2)]
+
+
+def test_032_results_come_as_a_list_unless_asked_otherwise():
+    results = [[1, 2], [3]]
+    assert merge(results, THREE_TO_ONE, "list") == [[1, 2], [3]]
+    assert merge(results, THREE_TO_ONE, "flat") == [1, 2, 3]
+    assert merge(results, THREE_TO_ONE, "rank0") == [1, 2]
+    assert merge([1, 4], THREE_TO_ONE, "sum") == 5
+    assert merge([1.0, 5.0], THREE_TO_ONE, "mean") == 2.0
+    assert merge([None, None], [None, None], "list") == [None, None]
+
+
+def test_032_the_mean_is_weighted_by_tokens():
+    tensors = [torch.tensor([1.0, 0.0]), torch.tensor([5.0, 4.0])]
+    assert merge(tensors, THREE_TO_ONE, "mean").tolist() == [2.0, 1.0]
+    assert torch.cat([merge(tensors, THREE_TO_ONE, "flat")]).tolist() == [1.0, 0.0, 5.0, 4.0]
+    assert merge([{"loss": 1.0}, {"loss": 5.0}], THREE_TO_ONE, "mean") == {"loss": 2.0}
+    told = [{"loss": 1.0, "tokens": 1}, {"loss": 5.0, "tokens": 3}]
+    assert merge(told, THREE_TO_ONE, "mean") == {"loss": 4.0, "tokens": 4}
+    assert merge(told, THREE_TO_ONE, "sum") == {"loss": 6.0, "tokens": 4}
+    assert merge([1.0, 2.0], [None, None], "mean") == 1.5
+
+
+def test_032_results_of_padding_are_left_out():
+    parts = [Part(1, 2, 1), Part(0, 0, 1)]
+    for how in ("list", "flat"):
+        assert merge([["a"], ["a"]], parts, how) in ([["a"]], ["a"])
+    assert merge([3.0, 99.0], parts, "mean") == 3.0
+    assert merge([3.0, 99.0], parts, "sum") == 3.0
+
+
+def test_032_what_cannot_be_put_together_is_refused():
+    for how in ("mean", "sum"):
+        with pytest.raises(ShardError, match="NoneType"):
+            merge([None, None], THREE_TO_ONE, how)
+    with pytest.raises(ShardError, match="no tokens to weight"):
+        merge([1.0, 2.0], [Part(1, 0, 2), Part(1, 0, 2)], "mean")
