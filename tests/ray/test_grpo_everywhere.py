@@ -12,18 +12,20 @@ from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
 
 pytestmark = pytest.mark.ray
 
-PLACES = {"local": (1, 2), "ray-1": (1, 1), "ray-2": (2, 2)}
-"""Where, and how many actors and rollouts."""
+SHORT = ("steps=2", "algorithm.kl_coef=0")
+SPLIT = "+engine.parallel={tensor_parallel_size: 2}"
+PLACES = {"local": (1, 2), "ray-1": (1, 1), "ray-2": (2, 2), "ray-split": (2, 1, SPLIT)}
+"""Where, how many actors and rollouts, and what else is different."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, ray_session):
     """A folder with the output of the job in each place."""
     path = tmp_path_factory.mktemp("everywhere")
-    for name, (actors, rollouts) in PLACES.items():
+    for name, (actors, rollouts, *others) in PLACES.items():
         sizes = [f"workload.actor.num={actors}", f"workload.rollout.num={rollouts}", "trainer.device_per_node=8"]
         groups = f"workload_group.0={{actor: {actors}}}"
-        job = grpo_job(path, f"name={name}", f"job_dir={path / name}", *sizes, groups, "steps=2", "algorithm.kl_coef=0")
+        job = grpo_job(path, f"name={name}", f"job_dir={path / name}", *sizes, *others, groups, *SHORT)
         local = name == "local"
         status = run_here(check_job(job, local=True)) if local else run_on_ray(check_job(job), connected=True)
         assert status.phase is Phase.FINISHED, status

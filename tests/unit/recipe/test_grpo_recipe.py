@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -104,11 +105,33 @@ def test_all_problems_of_the_configuration_are_found_before_anything_starts(tmp_
         ("data.eval_rows=4000", "config.data.eval_rows", "cannot be held out"),
         ("data.train=none.jsonl", "none.jsonl", "no such file"),
         ("steps=0", "config.steps", "greater than 0"),
+        ("engine.train=fspd2", "config.engine.train", "did you mean 'fsdp2'"),
+        ("engine.rollout=vlm", "config.engine.rollout", "did you mean 'vllm'"),
+        ("+engine.rollout_options={prefil_tokens: 2}", "config.engine.rollout_options.prefil_tokens", "prefill_tokens"),
+        ("+engine.train_options={zero_stage: 2}", "config.engine.train_options.zero_stage", "unknown"),
+        ("+engine.parallel={ddp_size: 2}", "config.engine.parallel", "1 ranks cannot be divided by ddp_size 2"),
     ],
 )
 def test_a_bad_value_is_named_with_its_place(tmp_path, override, where, what):
     found = problems_of(tmp_path, override)
     assert what in found[where].lower(), found
+
+
+@pytest.mark.parametrize(("kind", "engine"), [("train", "deepspeed"), ("rollout", "vllm")])
+def test_an_engine_that_is_not_installed_is_named_with_its_extra(tmp_path, kind, engine):
+    if find_spec(engine):
+        pytest.skip(f"{engine} is installed")
+    found = problems_of(tmp_path, f"engine.{kind}={engine}")
+    assert found[f"config.engine.{kind}"] == f"'{engine}' is not installed: pip install 'dlrover-rl[{engine}]'"
+
+
+def test_members_that_split_the_model_share_rows(tmp_path):
+    sizes = ["workload.actor.num=8", "workload_group.0={actor: 8}", "trainer.device_per_node=16"]
+    rows = ["prompts_per_step=2", "rollout.samples_per_prompt=2"]
+    found = problems_of(tmp_path, *sizes, *rows)
+    assert found["workload.actor.num"] == "8 actor members cannot share 4 samples"
+    split = "+engine.parallel={tensor_parallel_size: 2}"
+    assert "workload.actor.num" not in problems_of(tmp_path, *sizes, *rows, split, "steps=0")
 
 
 def test_a_kl_penalty_needs_the_reference_role(tmp_path):

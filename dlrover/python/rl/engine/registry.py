@@ -5,10 +5,14 @@ backend.
 """
 
 import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.errors import EngineError, MissingExtra, Problem
 from dlrover.python.rl.common.nearest import hint
+from dlrover.python.rl.config.typed import parse
 
 _HERE = "dlrover.python.rl.engine"
 
@@ -25,6 +29,25 @@ ROLLOUT = {
     "sglang": f"{_HERE}.sglang.engine:SglangRolloutEngine",
 }
 """Where each rollout engine is."""
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Of an engine that has none of its own."""
+
+
+OPTIONS = {
+    "fsdp2": f"{_HERE}.registry:NoOptions",
+    "deepspeed": f"{_HERE}.deepspeed.options:DeepSpeedOptions",
+    "megatron": f"{_HERE}.megatron.options:MegatronOptions",
+    "torch": f"{_HERE}.torch.options:TorchOptions",
+    "vllm": f"{_HERE}.vllm.settings:VllmOptions",
+    "sglang": f"{_HERE}.sglang.settings:SglangOptions",
+}
+"""Where the dataclass is that an engine's ``backend`` options are read as. A registered engine reads its own."""
+
+_PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron-core", "vllm": "vllm", "sglang": "sglang"}
+"""What only this engine imports, as a module of the engine's name. So is the extra called that brings it."""
 
 
 def register(kind: dict[str, str], name: str, where: str) -> None:
@@ -52,5 +75,27 @@ def engine_class(kind: dict[str, str], name: str) -> Any:
     """
     if name not in kind:
         raise EngineError(f"no engine is called '{name}'{hint(name, kind)}; there are {', '.join(kind)}")
-    module, _, attribute = kind[name].partition(":")
+    return _load(kind[name])
+
+
+def engine_problems(kind: dict[str, str], name: str, options: Mapping[str, Any], where: str) -> list[Problem]:
+    """What is wrong with the choice of an engine, before it is imported: its name, its extra, its options.
+
+    Args:
+        kind: :data:`TRAIN` or :data:`ROLLOUT`.
+        name: as a job file gives it.
+        options: what only this engine can be told; a ``url`` stands for a server that has the package itself.
+        where: what a job file calls the name; the options are next to it, with ``_options`` behind.
+    """
+    if name not in kind:
+        return [Problem(where, f"no engine is called '{name}'{hint(name, kind)}")]
+    if name in _PACKAGES and importlib.util.find_spec(name) is None and "url" not in options:
+        return [Problem(where, str(MissingExtra(_PACKAGES[name], name)))]
+    if name not in OPTIONS:
+        return []
+    return parse(_load(OPTIONS[name]), dict(options), f"{where}_options")[1]
+
+
+def _load(where: str) -> Any:
+    module, _, attribute = where.partition(":")
     return getattr(importlib.import_module(module), attribute)

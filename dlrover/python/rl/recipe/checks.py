@@ -4,11 +4,13 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from dlrover.python.rl.common.errors import Problem, VerifierError
+from dlrover.python.rl.common.errors import EngineError, Problem, VerifierError
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.data.problems import check_prompts, load_prompts
+from dlrover.python.rl.engine.layout import Layout, ParallelSizes
+from dlrover.python.rl.engine.registry import ROLLOUT, TRAIN, engine_problems
 from dlrover.python.rl.environment.lookup import load_function
-from dlrover.python.rl.recipe.config import GRPOConfig
+from dlrover.python.rl.recipe.config import EngineConfig, GRPOConfig
 
 
 def reward_problems(function: str) -> list[Problem]:
@@ -18,6 +20,21 @@ def reward_problems(function: str) -> list[Problem]:
     except VerifierError as error:
         return [Problem("config.reward.function", str(error))]
     return []
+
+
+def train_engine_problems(engine: EngineConfig, actors: int) -> list[Problem]:
+    """Whether there is such an engine, with such options, and whether its sizes divide the actor's members."""
+    problems = engine_problems(TRAIN, engine.train, engine.train_options, "config.engine.train")
+    try:
+        Layout.of(actors, engine.parallel or ParallelSizes())
+    except EngineError as error:
+        problems.append(Problem("config.engine.parallel", f"{error}: they are members of the actor"))
+    return problems
+
+
+def rollout_engine_problems(engine: EngineConfig) -> list[Problem]:
+    """Whether there is such an engine, with such options."""
+    return engine_problems(ROLLOUT, engine.rollout, engine.rollout_options, "config.engine.rollout")
 
 
 def role_problems(cfg: GRPOConfig, roles: Mapping[RLRoleType, int]) -> list[Problem]:
@@ -34,8 +51,9 @@ def role_problems(cfg: GRPOConfig, roles: Mapping[RLRoleType, int]) -> list[Prob
         RLRoleType.REFERENCE: (drawn, "samples"),
         RLRoleType.ACTOR: (drawn, "samples"),
     }
+    replica = {RLRoleType.ACTOR: (cfg.engine.parallel or ParallelSizes()).replica_size}
     for role, (rows, what) in shared.items():
-        if roles.get(role, 1) > rows:
+        if roles.get(role, 1) > rows * replica.get(role, 1):
             name = role.lower()
             problems.append(Problem(f"workload.{name}.num", f"{roles[role]} {name} members cannot share {rows} {what}"))
     return problems

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Le
 
 from dlrover.python.rl.common.errors import Problem
-from dlrover.python.rl.engine.base import OptimizerConfig
+from dlrover.python.rl.engine.base import LoraSettings, OptimizerConfig
+from dlrover.python.rl.engine.layout import ParallelSizes
 
 Positive = Annotated[int, Gt(0)]
 NonNegative = Annotated[int, Ge(0)]
@@ -33,6 +34,16 @@ class EngineConfig:
     device: str = "cpu"
     """A torch device."""
 
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the passes. Masters, optimizer and gradient reduction are float32 in either case."""
+
+    parallel: ParallelSizes | None = None
+    """How the actor's members divide the model; those that are left over shard its parameters. None: each holds a copy
+    where the engine can, and comes back from its own file when it is lost."""
+
+    lora: LoraSettings | None = None
+    """Train adapters of the actor only, where the engine can; rollouts are given the merged weights."""
+
     max_tokens_per_microbatch: Positive = 16384
     """Most tokens of one forward pass of a train engine; a longer row comes alone."""
 
@@ -41,6 +52,12 @@ class EngineConfig:
 
     max_batch: Positive = 128
     """Most sequences that a rollout engine decodes at a time."""
+
+    rollout_tensor_parallel_size: Positive = 1
+    """Devices over which each rollout member splits the model, where the engine can."""
+
+    gpu_memory_utilization: Annotated[float, Gt(0.0), Le(1.0)] = 0.85
+    """Share of a device that a rollout engine's weights and key-value cache may fill."""
 
     threads: Positive | None = None
     """CPU threads of each member; None leaves it to the environment (``OMP_NUM_THREADS``). Their number decides the

@@ -14,7 +14,13 @@ from dlrover.python.rl.config.typed import require, salvage
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.jsonl import raise_problems
 from dlrover.python.rl.engine.base import SamplingParams, StepResult
-from dlrover.python.rl.recipe.checks import reward_problems, role_problems, template_problems
+from dlrover.python.rl.recipe.checks import (
+    reward_problems,
+    role_problems,
+    rollout_engine_problems,
+    template_problems,
+    train_engine_problems,
+)
 from dlrover.python.rl.recipe.config import GRPOConfig, model_problems
 from dlrover.python.rl.recipe.failures import Drawn, failed_groups, failure_metrics, prompts_of, trainable, with_attempt
 from dlrover.python.rl.recipe.held_out import before_and_after, step_metrics
@@ -186,6 +192,8 @@ class GRPOTrainer(BaseTrainer):
             return problems
         further = [*model_problems(cfg.model), *template_problems(cfg), *data_problems(cfg)]
         further += [*role_problems(cfg, roles), *reward_problems(cfg.reward.function)]
+        further += train_engine_problems(cfg.engine, roles.get(RLRoleType.ACTOR, 1))
+        further += rollout_engine_problems(cfg.engine)
         further += _algorithm_problems(cfg, roles)
         said = {problem.where for problem in problems}
         return [*problems, *(problem for problem in further if problem.where not in said)]

@@ -15,6 +15,8 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.conversation import check_sft
 from dlrover.python.rl.data.cursor import PromptCursor
 from dlrover.python.rl.engine.base import StepResult
+from dlrover.python.rl.engine.layout import ParallelSizes
+from dlrover.python.rl.recipe.checks import train_engine_problems
 from dlrover.python.rl.recipe.config import SFTConfig, model_problems
 from dlrover.python.rl.recipe.tracking import RunLog
 from dlrover.python.rl.trainer.shard import Shard
@@ -74,10 +76,11 @@ class SFTTrainer(BaseTrainer):
         cfg, problems = salvage(SFTConfig, config, "config")
         if cfg is None:
             return problems
-        if roles.get(RLRoleType.ACTOR, 1) > cfg.batch_size:
-            what = f"{roles[RLRoleType.ACTOR]} actor members cannot share a batch of {cfg.batch_size}"
+        actors, replica = roles.get(RLRoleType.ACTOR, 1), (cfg.engine.parallel or ParallelSizes()).replica_size
+        if actors > cfg.batch_size * replica:
+            what = f"{actors} actor members cannot share a batch of {cfg.batch_size}"
             problems.append(Problem("config.batch_size", what))
-        problems += model_problems(cfg.model)
+        problems += [*train_engine_problems(cfg.engine, actors), *model_problems(cfg.model)]
         return [*problems, *(check_sft(cfg.data.train) if cfg.data.train else ())]
 
 

@@ -5,6 +5,7 @@ They read no configuration: the trainer hands them what they need in ``init_mode
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import torch
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.common.errors import DataError, EngineError, Problem, VerifierError, WeightSyncError
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import encode_prompt, load_sft
 from dlrover.python.rl.engine.base import (
     OptimizerConfig,
     Rendezvous,
+    RolloutEngine,
     RolloutSettings,
     SamplingParams,
     StepResult,
@@ -27,9 +30,8 @@ from dlrover.python.rl.engine.base import (
     TrainSettings,
 )
 from dlrover.python.rl.engine.layout import ParallelSizes
-from dlrover.python.rl.engine.registry import TRAIN, engine_class
+from dlrover.python.rl.engine.registry import ROLLOUT, TRAIN, engine_class
 from dlrover.python.rl.engine.torch.randomness import random_state, seed_random, set_random_state
-from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
 from dlrover.python.rl.engine.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.environment.deadline import DeadlineVerifier
 from dlrover.python.rl.environment.pool import VerifierPool
@@ -64,12 +66,16 @@ class ActorWorkload(BaseWorkload):
         """Load the policy and meet the other ranks; the process's random generators then follow from ``seed``."""
         use_threads(engine.threads)
         self._algorithm = algorithm
-        # Copies of the whole model, where they can be asked for: no rank needs another one to come back.
-        sizes = ParallelSizes(ddp_size=self.world_size) if engine.train == "fsdp2" else ParallelSizes()
         meeting = Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
-        made = engine_class(TRAIN, engine.train)
-        self._engine: TrainEngine = made(model, optimizer, train_settings(engine, sizes), meeting)
+        settings = replace(train_settings(engine, _sizes(engine, self.world_size)), lora=engine.lora)
+        self._engine: TrainEngine = engine_class(TRAIN, engine.train)(model, optimizer, settings, meeting)
         seed_random(seed, self.role, self.rank)
+
+    @classmethod
+    def data_parallel_size(cls, config: Any, world_size: int) -> int:
+        """Members that have rows of their own: without those that split a matrix, a sequence or the layers."""
+        engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
+        return world_size // (engine.parallel or ParallelSizes()).replica_size
 
     def update(self, rollouts: Batch, reference: Batch | None, rows: Batch, temperature: float) -> StepResult:
         """One optimizer step on this rank's share.
@@ -137,8 +143,8 @@ class ReferenceWorkload(BaseWorkload):
     def init_model(self, model: str, engine: EngineConfig) -> None:
         """Load the frozen policy."""
         use_threads(engine.threads)
-        made = engine_class(TRAIN, engine.train)
-        self._engine: TrainEngine = made(model, None, train_settings(engine, ParallelSizes()))
+        settings = train_settings(engine, ParallelSizes())
+        self._engine: TrainEngine = engine_class(TRAIN, engine.train)(model, None, settings)
 
     @trainer_invocation(blocking=False)
     def logprobs(self, rollouts: Batch, temperature: float) -> Batch:
@@ -161,7 +167,15 @@ class RolloutWorkload(BaseWorkload):
     def init_model(self, model: str, engine: EngineConfig) -> None:
         """Load the policy; it serves nothing before the actor's weights have arrived."""
         use_threads(engine.threads)
-        self._engine = TorchRolloutEngine(model, RolloutSettings(device=engine.device, max_batch=engine.max_batch))
+        settings = RolloutSettings(
+            engine.device,
+            engine.precision,
+            engine.max_batch,
+            engine.rollout_tensor_parallel_size,
+            engine.gpu_memory_utilization,
+            engine.rollout_options,
+        )
+        self._engine: RolloutEngine = engine_class(ROLLOUT, engine.rollout)(model, settings)
 
     def receive_weights(self, weights: WeightSnapshot) -> WeightStamp:
         """Take over the actor's weights, verified; returns which they are.
@@ -214,10 +228,15 @@ class RolloutWorkload(BaseWorkload):
             raise WeightSyncError("no weights yet: this rollout has not received the actor's, and serves no others")
         encoded = [encode_prompt(self._engine.tokenizer, prompt) for prompt in prompts.objects("prompt")]
         asked = Batch({"prompt_id": prompts["prompt_id"], "tokens": Ragged.from_rows(encoded, dtype=np.int64)})
-        drawn: Batch = self._engine.generate(asked, sampling, seed)
+        drawn = self._engine.generate(asked, sampling, seed)
         rows = np.repeat(np.arange(len(prompts)), sampling.samples_per_prompt).tolist()
         told = prompts.select("prompt", "answer", "extra_info").take(rows)
         return drawn.with_columns(**told.columns)
+
+    def close(self) -> None:
+        """End what the engine has started."""
+        if hasattr(self, "_engine"):
+            self._engine.close()
 
 
 class RewardWorkload(BaseWorkload):
@@ -275,11 +294,17 @@ def train_settings(engine: EngineConfig, parallel: ParallelSizes) -> TrainSettin
     """How a train engine runs by a job's ``engine``."""
     return TrainSettings(
         engine.device,
+        engine.precision,
         max_tokens_per_microbatch=engine.max_tokens_per_microbatch,
         gradient_checkpointing=engine.gradient_checkpointing,
         parallel=parallel,
         backend=engine.train_options,
     )
+
+
+def _sizes(engine: EngineConfig, members: int) -> ParallelSizes:
+    """Copies of the whole model by default, where they can be had: none needs another one to come back."""
+    return engine.parallel or ParallelSizes(ddp_size=members if engine.train == "fsdp2" else 1)
 
 
 def use_threads(count: int | None) -> None:
