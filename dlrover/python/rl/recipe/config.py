@@ -32,7 +32,7 @@ class EngineConfig:
     """What only this rollout engine can be told."""
 
     device: str = "cpu"
-    """A torch device."""
+    """A torch device: ``cuda`` is that which each member was given; with a number, one for all."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the passes. Masters, optimizer and gradient reduction are float32 in either case."""

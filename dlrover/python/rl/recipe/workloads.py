@@ -67,7 +67,8 @@ class ActorWorkload(BaseWorkload):
         use_threads(engine.threads)
         self._algorithm = algorithm
         meeting = Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
-        settings = replace(train_settings(engine, _sizes(engine, self.world_size)), lora=engine.lora)
+        settings = train_settings(engine, device_of(self, engine), _sizes(engine, self.world_size))
+        settings = replace(settings, lora=engine.lora)
         self._engine: TrainEngine = engine_class(TRAIN, engine.train)(model, optimizer, settings, meeting)
         seed_random(seed, self.role, self.rank)
 
@@ -143,7 +144,7 @@ class ReferenceWorkload(BaseWorkload):
     def init_model(self, model: str, engine: EngineConfig) -> None:
         """Load the frozen policy."""
         use_threads(engine.threads)
-        settings = train_settings(engine, ParallelSizes())
+        settings = train_settings(engine, device_of(self, engine), ParallelSizes())
         self._engine: TrainEngine = engine_class(TRAIN, engine.train)(model, None, settings)
 
     @trainer_invocation(blocking=False)
@@ -168,7 +169,7 @@ class RolloutWorkload(BaseWorkload):
         """Load the policy; it serves nothing before the actor's weights have arrived."""
         use_threads(engine.threads)
         settings = RolloutSettings(
-            engine.device,
+            device_of(self, engine),
             engine.precision,
             engine.max_batch,
             engine.rollout_tensor_parallel_size,
@@ -290,10 +291,18 @@ def _warming() -> Any:
     return importlib.import_module("dlrover.python.rl.recipe.warming")
 
 
-def train_settings(engine: EngineConfig, parallel: ParallelSizes) -> TrainSettings:
+def device_of(workload: BaseWorkload, engine: EngineConfig) -> str:
+    """The torch device of a member: where the job says ``cuda``, the first one reserved for this member, or that of its
+    place on the node."""
+    if engine.device != "cuda":
+        return engine.device
+    return f"cuda:{workload.devices[0] if workload.devices else workload.local_rank}"
+
+
+def train_settings(engine: EngineConfig, device: str, parallel: ParallelSizes) -> TrainSettings:
     """How a train engine runs by a job's ``engine``."""
     return TrainSettings(
-        engine.device,
+        device,
         engine.precision,
         max_tokens_per_microbatch=engine.max_tokens_per_microbatch,
         gradient_checkpointing=engine.gradient_checkpointing,

@@ -30,6 +30,8 @@ class MemberContext:
         master_port: a port that was free there, -1 when unknown.
         collocation: the roles that share this member's devices, ``"ACTOR,REFERENCE"``; ``""`` for none.
         restart: why this process runs in another's place.
+        devices: the accelerators that were reserved for this member, by the numbers they have in its process; those
+            of members that share devices are the same. None where the job runs on CPUs or nobody reserves any.
     """
 
     name: str = ""
@@ -42,6 +44,7 @@ class MemberContext:
     master_port: int = _NO_PORT
     collocation: str = ""
     restart: RestartInfo = RestartInfo()
+    devices: tuple[int, ...] = ()
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "MemberContext":
@@ -59,6 +62,7 @@ class MemberContext:
             restart=RestartInfo(
                 int(env.get("RESTART_COUNT", 0)), env.get("RESTART_REASON", ""), int(env.get("RESTART_STEP", 0))
             ),
+            devices=tuple(int(number) for number in env.get("DEVICES", "").split(",") if number),
         )
 
     def to_env(self) -> dict[str, str]:
@@ -76,6 +80,7 @@ class MemberContext:
             "RESTART_COUNT": str(self.restart.count),
             "RESTART_REASON": self.restart.reason,
             "RESTART_STEP": str(self.restart.step),
+            "DEVICES": ",".join(map(str, self.devices)),
         }
 
 
@@ -196,6 +201,11 @@ class BaseWorkload:
     def local_world_size(self) -> int:
         """Number of members of the role on this node."""
         return self._member.local_world_size
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Accelerators reserved for this member, by the numbers they have in this process: ``cuda:<number>``."""
+        return self._member.devices
 
     @property
     def torch_master_addr(self) -> str:

@@ -51,6 +51,14 @@ class MemberStart:
     incarnation: int
 
 
+def reserved_devices() -> tuple[int, ...]:
+    """The accelerators that Ray reserved for this process, by the numbers they have here: from 0 where it hides the
+    others."""
+    numbers = next((found for found in ray.get_runtime_context().get_accelerator_ids().values() if found), [])
+    hidden = os.environ.get("DLROVER_RL_RAY_VISIBLE_DEVICES") == "1"
+    return tuple(range(len(numbers))) if hidden else tuple(map(int, numbers))
+
+
 def locate() -> Process:
     """Where this process is."""
     return Process(
@@ -129,7 +137,7 @@ class MemberActor:
         Raises:
             WorkloadStartError: importing or constructing it failed.
         """
-        context = start.context
+        context = replace(start.context, devices=reserved_devices())
         os.environ.update(context.to_env())
         enter_folder(start.job.work_dir)
         self._is = f"{self._role}[{context.rank}]", start.incarnation
