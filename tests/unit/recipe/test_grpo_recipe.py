@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,8 +15,12 @@ sys.path.append(str(Path(__file__).parents[2] / "ray"))
 from recipe_jobs import grpo_job  # noqa: E402
 
 from dlrover.python.rl.common.errors import InvalidJob  # noqa: E402
+from dlrover.python.rl.common.roles import RLRoleType  # noqa: E402
 from dlrover.python.rl.control.state import Phase  # noqa: E402
+from dlrover.python.rl.engine.layout import ParallelSizes  # noqa: E402
 from dlrover.python.rl.master.job import check_job, run_here  # noqa: E402
+from dlrover.python.rl.recipe.checks import role_problems  # noqa: E402
+from dlrover.python.rl.recipe.config import EngineConfig, GRPOConfig, PromptData, RolloutConfig  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -125,19 +130,16 @@ def test_an_engine_that_is_not_installed_is_named_with_its_extra(tmp_path, kind,
     assert found[f"config.engine.{kind}"] == f"'{engine}' is not installed: pip install 'dlrover-rl[{engine}]'"
 
 
-def test_members_that_split_the_model_share_rows(tmp_path):
-    sizes = ["workload.actor.num=8", "workload_group.0={actor: 8}", "trainer.device_per_node=16"]
-    rows = ["prompts_per_step=2", "rollout.samples_per_prompt=2"]
-    found = problems_of(tmp_path, *sizes, *rows)
-    assert found["workload.actor.num"] == "8 actor members cannot share 4 samples"
-    split = "+engine.parallel={tensor_parallel_size: 2}"
-    assert "workload.actor.num" not in problems_of(tmp_path, *sizes, *rows, split, "steps=0")
+def test_members_that_split_the_model_share_rows():
+    cfg = GRPOConfig("T", PromptData("none.jsonl"), prompts_per_step=2, rollout=RolloutConfig(samples_per_prompt=2))
+    roles = {RLRoleType.ACTOR: 8, RLRoleType.ROLLOUT: 1, RLRoleType.REWARD: 1}
+    (problem,) = role_problems(cfg, roles)
+    assert str(problem) == "workload.actor.num: 8 actor members cannot share 4 samples"
+    assert not role_problems(replace(cfg, engine=EngineConfig(parallel=ParallelSizes(tensor_parallel_size=2))), roles)
 
 
 def test_a_kl_penalty_needs_the_reference_role(tmp_path):
     job = grpo_job(tmp_path)
-    from dataclasses import replace
-
     without = replace(
         job, workloads={role: spec for role, spec in job.workloads.items() if role != "REFERENCE"}, groups=()
     )
