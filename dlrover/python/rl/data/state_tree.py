@@ -148,7 +148,8 @@ class _Dumper:
             return self._refuse(at, f"a {_tensor_kind(value)} cannot be saved; save dense tensors that hold data")
         dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         # Through DLPack, since a tensor that has once been asked for its numpy() can never be moved by its storage.
-        content = memoryview(np.from_dlpack(dense.view(torch.uint8))).cast("B") if dense.numel() else memoryview(b"")
+        flat: Any = np.from_dlpack(dense.view(torch.uint8)) if dense.numel() else b""
+        content = memoryview(flat).cast("B")
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), self._buffer(content)]}
 
     def _buffer(self, content: memoryview) -> int:

@@ -54,7 +54,8 @@ class MemberStart:
 def reserved_devices() -> tuple[int, ...]:
     """The accelerators that Ray reserved for this process, by the numbers they have here: from 0 where it hides the
     others."""
-    numbers = next((found for found in ray.get_runtime_context().get_accelerator_ids().values() if found), [])
+    reserved = ray.get_runtime_context().get_accelerator_ids().values()
+    numbers: list[str] = next(filter(None, reserved), [])
     hidden = os.environ.get("DLROVER_RL_RAY_VISIBLE_DEVICES") == "1"
     return tuple(range(len(numbers))) if hidden else tuple(map(int, numbers))
 
