@@ -13,7 +13,19 @@ from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.module import TrainModule
 
 
-class TwoLayers(TrainModule):
+class Watched(TrainModule):
+    """Shows its gradients."""
+
+    def gradients_now(self):
+        """Whole ones: what each rank has of them, put together."""
+        found = {}
+        for name, parameter in self.named_parameters():
+            whole = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+            found[name] = whole.clone()
+        return found
+
+
+class TwoLayers(Watched):
     """A module of no library: ``tanh(x W1) W2``, with a buffer that is saved and one that is not."""
 
     def __init__(self, width=8):
@@ -47,14 +59,6 @@ class TwoLayers(TrainModule):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def gradients_now(self):
-        """Of this rank's parts."""
-        found = {}
-        for name, parameter in self.named_parameters():
-            whole = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-            found[name] = whole.clone()
-        return found
-
     def facts(self, *seen):
         optimizer = getattr(self, "optimizer", None)
         counted = sum(p.numel() for g in optimizer.param_groups for p in g["params"]) if optimizer else None
@@ -76,6 +80,11 @@ class TwoLayers(TrainModule):
 
     def die(self, rank_file=None):
         os._exit(17)
+
+    def fail_or_wait(self, seconds):
+        if not seconds[0]:
+            raise ValueError("no luck")
+        time.sleep(seconds[0])
 
     def noisy(self, x):
         return self(torch.as_tensor(x, dtype=torch.float32)).squeeze(-1).tolist()
@@ -151,6 +160,40 @@ class Reference(Policy):
 
     def on_weights_materialized(self):
         pass
+
+
+class Long(Watched, Policy):
+    """Its sequences may be divided: the labels come beside them, and the losses add up."""
+
+    gradients = "sum"
+
+    def train_step(self, ids, labels, of):
+        ids, labels = (torch.as_tensor(rows, device=self.device) for rows in (ids, labels))
+        logits = self(input_ids=ids).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / of
+        loss.backward()
+        return loss.item()
+
+
+class EvenLong(Long):
+    """Likewise; each rank's loss is the mean over its part."""
+
+    gradients = "mean"
+
+    def train_step(self, ids, labels, of):
+        ids, labels = (torch.as_tensor(rows, device=self.device) for rows in (ids, labels))
+        loss = functional.cross_entropy(self(ids).logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        return loss.item()
+
+
+class Unlucky(TwoLayers):
+    """Its methods are called as the verbs of engines and processes are."""
+
+    def send(self, *values):
+        return ["send", *values]
+
+    take = open = offer = receive = publish = place = call = users_method = in_training = send
 
 
 class EchoEngine:

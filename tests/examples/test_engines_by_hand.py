@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import dlrover
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "engines-by-hand.md"
 FOLDER = ROOT / "examples" / "engines_by_hand"
 DEADLINE_S = 280.0
-
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 def run(folder, script, *arguments):
@@ -50,6 +50,23 @@ def check_what_it_printed(lines):
     assert told[2:] == ["True meta cuda", "2 2", "shared memory", "1"]
 
 
+def test_the_page_and_the_notebook_have_the_same_code():
+    assert cells_of_the_notebook() == [block.rstrip("\n") for block in python_of_the_page()]
+
+
+def test_the_notebook_is_one_that_any_front_end_opens():
+    notebook = json.loads((FOLDER / "tutorial.ipynb").read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"] >= 5) == (4, True)
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    names = [cell["id"] for cell in notebook["cells"]]
+    assert len(set(names)) == len(names)
+    for cell in notebook["cells"]:
+        assert cell["cell_type"] in ("markdown", "code")
+        assert (cell.get("outputs", []), cell.get("execution_count")) == ([], None)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
 def test_the_blocks_of_the_page_are_one_script(tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(python_of_the_page()), encoding="utf-8")
@@ -58,12 +75,29 @@ def test_the_blocks_of_the_page_are_one_script(tmp_path):
     assert (tmp_path / "runs/trained/tokenizer.json").is_file()
 
 
+KERNEL = """
+import asyncio, json, sys, __main__
+
+async def _kernel(cells):
+    for number, source in enumerate(cells, start=1):
+        exec(compile(source, f"cell {number}", "exec"), vars(__main__))
+
+asyncio.run(_kernel(json.loads(open(sys.argv[1], encoding="utf-8").read())))
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
 def test_the_cells_of_the_notebook_run_one_after_the_other(tmp_path):
-    script = tmp_path / "notebook.py"
-    script.write_text("\n\n".join(cells_of_the_notebook()), encoding="utf-8")
-    check_what_it_printed(run(tmp_path, script))
+    """As in a kernel: in one namespace, within an event loop that runs already."""
+    cells, script = tmp_path / "cells.json", tmp_path / "kernel.py"
+    cells.write_text(json.dumps(cells_of_the_notebook()), encoding="utf-8")
+    script.write_text(KERNEL, encoding="utf-8")
+    check_what_it_printed(run(tmp_path, script, str(cells)))
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 def test_the_script_runs(tmp_path):
     shutil.copy(FOLDER / "tutorial.py", tmp_path)
     lines = [line for line in run(tmp_path, tmp_path / "tutorial.py") if line.startswith("step")]
@@ -110,10 +144,10 @@ RLITE = """
             self.optimizer.zero_grad()
 
     # 3. Initialize
-    rlite.init(slots_per_node=2)
+    session = rlite.init(HERE)
 
     # 4. An actor for inference
-    vllm_engine = RliteInferenceEngine(model, executor="hf")
+    vllm_engine = RliteInferenceEngine(model, executor=EXECUTOR)
     vllm_engine.build()
     prompts = ["你好，世界！", "Hello, world!"] * 8
     rollouts = vllm_engine.generate(prompts)
@@ -126,7 +160,7 @@ RLITE = """
     with init_empty_weights():
         module = MyQwenModel.from_pretrained(model)
     fsdp2_engine = RliteTrainEngine(module, executor="fsdp2")
-    fsdp2_engine.build(tensor_parallel_size=2, colocate_with=vllm_engine)
+    fsdp2_engine.build(tensor_parallel_size=len(session.slots), colocate_with=vllm_engine)
     assert fsdp2_engine.slots == vllm_engine.slots
 
     # 6. The user's training logic
@@ -142,7 +176,7 @@ RLITE = """
     vllm_engine.cuda("weights")
     fsdp2_engine.p2p_weight_sync(vllm_engine)
     fsdp2_engine.cpu()
-    assert fsdp2_engine.footprint() == [{}, {}]
+    assert fsdp2_engine.footprint() == [{}] * len(session.slots)
     vllm_engine.cuda("kv_cache")
     again = vllm_engine.generate(prompts)
     assert [rollout.outputs[0].version for rollout in again] == [1] * 16
@@ -150,11 +184,30 @@ RLITE = """
     # What the tutorial offers of engines in general holds for this one too.
     fsdp2_engine.meta()
     assert fsdp2_engine.device() == "meta"
+    rlite.shutdown()
     print("the tutorial has ended")
 """
 
 
-def test_rlites_tutorial_step_by_step(tmp_path):
+def tutorial(here, executor):
+    return textwrap.dedent(RLITE).replace("HERE", here).replace("EXECUTOR", repr(executor))
+
+
+def test_rlites_tutorial_in_one_process(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    try:
+        exec(compile(tutorial("local=True", "hf"), "tutorial", "exec"), {"__name__": "__main__"})
+    finally:
+        dlrover.shutdown()
+    assert "the tutorial has ended" in capsys.readouterr().out
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["hf", "vllm"])
+def test_rlites_tutorial_step_by_step(tmp_path, executor):
+    if executor == "vllm":
+        pytest.importorskip("vllm", reason="'vllm' is not installed here")
     script = tmp_path / "tutorial.py"
-    script.write_text(textwrap.dedent(RLITE), encoding="utf-8")
+    script.write_text(tutorial("slots_per_node=2", executor), encoding="utf-8")
     assert "the tutorial has ended" in run(tmp_path, script)

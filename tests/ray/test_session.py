@@ -86,6 +86,20 @@ def test_012_engines_that_start_side_by_side_have_ports_of_their_own(session):
             engine.release()
 
 
+@pytest.mark.slow
+def test_012_twenty_crews_that_start_at_once_have_twenty_ports(session):
+    """Each holds something that needs no torch: it is about their processes."""
+    names = [f"CROWD_{number}" for number in range(20)]
+    try:
+        with ThreadPoolExecutor(len(names)) as pool:
+            started = list(pool.map(lambda name: session.hosting.start(name, [(0,)], "io:BytesIO"), names))
+        assert len({process.port for (process,) in started} - {0}) == 20
+        assert len({process.pid for (process,) in started}) == 20
+    finally:
+        for name in names:
+            session.hosting.end(name)
+
+
 # -- ranks ------------------------------------------------------------------------------------------------------------
 
 
@@ -127,8 +141,25 @@ def test_025_to_041_two_ranks_work_as_one(session):
         with pytest.raises(InvocationError, match=r"ACTOR\[[01]\]\.fail on \S+: ValueError: no luck") as caught:
             train.fail("no luck")
         assert isinstance(caught.value.__cause__, ValueError)
+        with pytest.raises(InvocationError, match="nowhere"):
+            train.save("/proc/nowhere")
+        assert train.rows(rl.NeedParallel([0, 1])) == [[0], [1]], "a rank still waits for the one that could not write"
         with pytest.raises(InvocationTimeout, match=r"ACTOR\[0\]\.wait: no answer within 0\.5 s from ranks 0, 1"):
             train.wait.options(timeout_s=0.5)(3)
+
+
+def test_a_call_that_has_failed_on_one_rank_is_over_on_all_before_the_next_begins(session, monkeypatch):
+    with built(rl.TrainEngine(empty(TwoLayers), name="torn")) as train:
+        with pytest.raises(InvocationError, match="no luck"):
+            train.fail_or_wait(rl.NeedParallel([0, 1]))
+        assert len(train.facts()) == 2, "it has waited"
+        monkeypatch.setattr("dlrover.python.rl.session.engine._SETTLE_S", 0.5)
+        with pytest.raises(InvocationError, match="no luck"):
+            train.fail_or_wait(rl.NeedParallel([0, 60]))
+        with pytest.raises(
+            SessionError, match="TORN cannot go on with facts: fail_or_wait has failed, and is not over on ranks 1;"
+        ):
+            train.facts()
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -226,6 +257,8 @@ def test_001_init_starts_a_cluster_and_shutdown_leaves_no_process(tmp_path):
     code = """
     import json, os
     import dlrover as rl
+    from dlrover.python.rl.runtime.node_memory import memory_path
+    from dlrover.python.rl.session.session import MEMORY
     from session_toys import EchoEngine
     from two_nodes import descendants, users_of
     session = rl.init(slots_per_node=3, log_to_driver=False)
@@ -235,7 +268,8 @@ def test_001_init_starts_a_cluster_and_shutdown_leaves_no_process(tmp_path):
     folder = ray._private.worker._global_node.get_session_dir_path()
     below = descendants(os.getpid())
     rl.shutdown()
-    print(json.dumps([len(session.slots), answers, below, folder, str(session.folder), descendants(os.getpid())]))
+    memory = str(memory_path(MEMORY, session.id))
+    print(json.dumps([len(session.slots), answers, below, folder, memory, descendants(os.getpid())]))
     """
     process = started(code, tmp_path)
     out, err = process.communicate(timeout=180)
@@ -250,7 +284,8 @@ def test_001_init_starts_a_cluster_and_shutdown_leaves_no_process(tmp_path):
 
 
 @pytest.mark.slow
-def test_023_ctrl_c_during_a_rollout_leaves_no_process_and_no_port(tmp_path):
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+def test_023_a_script_that_is_ended_during_a_rollout_leaves_no_process_and_no_port(tmp_path, how):
     began = tmp_path / "began"
     code = f"""
     import json, os, sys
@@ -270,11 +305,15 @@ def test_023_ctrl_c_during_a_rollout_leaves_no_process_and_no_port(tmp_path):
         while not began.exists():
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)
+        if how == "Ctrl-C":
+            os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group
+        else:
+            process.terminate()
         _, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert "KeyboardInterrupt" in err
+    assert process.returncode != 0
+    assert ("KeyboardInterrupt" in err) == (how == "Ctrl-C")
     assert gone(below) == []
     assert users_of(Path(folder)) == []
     assert not Path(folder).exists()

@@ -8,13 +8,13 @@ import cloudpickle
 import pytest
 import torch
 from processes import free_port, run
-from session_toys import Policy, Summing, TwoLayers, start
+from session_toys import EvenLong, Long, Policy, Summing, TwoLayers, start
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from dlrover.python.rl.engine.backward import weight_of
 from dlrover.python.rl.engine.base import Rendezvous, TrainSettings
 from dlrover.python.rl.engine.layout import ParallelSizes
-from dlrover.python.rl.engine.module import empty_weights
+from dlrover.python.rl.engine.module import Share, empty_weights
 from dlrover.python.rl.engine.module_engine import ModuleEngine
 from dlrover.python.rl.recipe.tiny import write_tiny_model
 from dlrover.python.rl.session.split import NeedParallel, arrange
@@ -28,7 +28,13 @@ TENSOR_LAYOUTS = {
     "tensor-shards": {"tensor_parallel_size": 2},
     "tensor-copies": {"tensor_parallel_size": 2, "ddp_size": 2},
 }
+SEQUENCE_LAYOUTS = {
+    "pairs": {"context_parallel_size": 2},
+    "all-together": {"context_parallel_size": 4},
+    "pairs-of-matrices": {"context_parallel_size": 2, "tensor_parallel_size": 2},
+}
 KINDS = (TwoLayers, Summing)
+LONG = torch.randint(0, 256, (4, 9), generator=torch.Generator().manual_seed(1)).tolist()
 
 # Even parts, uneven ones, fewer rows than ranks, and several passes that add up: rows and what divides the loss.
 CALLS = [[(ROWS, 1)], [(ROWS[:7], 1)], [(ROWS[:3], 1)], [(ROWS[:1], 1)], [(ROWS[:4], 2), (ROWS[4:7], 2)]]
@@ -45,15 +51,14 @@ class Rank:
 
     def __init__(self, rank, port, sizes, module):
         self.parallel = ParallelSizes(**sizes)
-        self.replica = rank // self.parallel.replica_size
-        self.replicas = WORLD // self.parallel.replica_size
+        self.at = rank // self.parallel.tensor_parallel_size
+        self.sizes = WORLD // self.parallel.replica_size, self.parallel.context_parallel_size
         settings = TrainSettings(parallel=self.parallel)
         self.engine = ModuleEngine(f"T[{rank}]", module, settings, Rendezvous(rank, WORLD, "127.0.0.1", port, 600.0))
 
     def call(self, method, *args):
-        share = arrange(args, {}, self.replicas, method, lambda value: value)[self.replica]
-        rows, of = (share.part.rows, share.part.of) if share.part else (0, 0)
-        return self.engine.call(method, rows, of, share.args, {})
+        given = arrange(args, {}, self.sizes, method, lambda value: value)[self.at]
+        return self.engine.call(method, given.share, given.args, {})
 
 
 def gradients(mine):
@@ -81,7 +86,27 @@ def trained(mine, folder):
     return weights, mine.call("logprobs", TEXTS), mine.engine.footprint(), mine.engine.version
 
 
-def everything(rank, _world, port, ports, modules, language_models, folder):
+def learned_from(mine, type):
+    """Loss and whole gradients of one pass over rows that are divided by their sequences, or are not."""
+    ids, labels = ([row[at : at + 8] for row in LONG] for at in (0, 1))
+    loss = mine.call("train_step", NeedParallel(ids, type=type), NeedParallel(labels, type=type), 4 * 8)
+    found = mine.call("gradients_now")
+    mine.engine._made.shards.drop_gradients()
+    return loss, found
+
+
+def sequences(rank, ports, long_models):
+    """What ranks learn that share sequences."""
+    found = {}
+    for layout, sizes in SEQUENCE_LAYOUTS.items():
+        for kind, module in long_models.items():
+            mine = Rank(rank, next(ports), sizes, module)
+            found[layout, kind] = {type: learned_from(mine, type) for type in ("seq", "dp")}
+            mine.engine.close()
+    return found
+
+
+def everything(rank, _world, port, ports, modules, language_models, long_models, folder):
     """All layouts, one after the other in the same processes: starting these takes longest."""
     found, ports = {}, iter([port, *ports])
     for layout, sizes in LAYOUTS.items():
@@ -94,6 +119,7 @@ def everything(rank, _world, port, ports, modules, language_models, folder):
             mine = Rank(rank, next(ports), sizes, module)
             found[layout, vocabulary] = trained(mine, f"{folder}/{layout}-{vocabulary}")
             mine.engine.close()
+    found |= sequences(rank, ports, long_models)
     return pickle.dumps(found)  # Tensors would travel by handles of processes that have ended.
 
 
@@ -115,8 +141,9 @@ def found(model, saved):
         with empty_weights():
             modules[kind.__name__] = cloudpickle.dumps(kind())
     language_models = {name: cloudpickle.dumps(made) for name, made in language_modules(model).items()}
-    ports = [free_port() for _ in range(20)]
-    results = run(WORLD, everything, ports, modules, language_models, str(saved), timeout_s=TIMEOUT_S)
+    long_models = {cls.__name__: cloudpickle.dumps(cls.from_pretrained(model)) for cls in (Long, EvenLong)}
+    ports = [free_port() for _ in range(30)]
+    results = run(WORLD, everything, ports, modules, language_models, long_models, str(saved), timeout_s=TIMEOUT_S)
     return [pickle.loads(result) for result in results]
 
 
@@ -159,8 +186,46 @@ def test_rows_that_are_not_divided_count_once(found, layout, kind):
     ("rows", "of", "mean", "total"), [(2, 7, 2 / 7, 1.0), (0, 3, 0.0, 0.0), (3, 3, 1.0, 1.0), (0, 0, 0.25, 0.25)]
 )
 def test_a_replicas_gradient_is_weighted_by_its_rows(rows, of, mean, total):
-    assert weight_of("mean", rows, of, replicas=4) == mean
-    assert weight_of("sum", rows, of, replicas=4) == total
+    share = Share(rows=rows, of=of)
+    assert weight_of("mean", share, replicas=4) == mean
+    assert weight_of("sum", share, replicas=4) == total
+
+
+@pytest.mark.parametrize(("sequences", "mean", "total"), [(True, 1 / 6, 1.0), (False, 1 / 6, 1 / 3)])
+def test_ranks_that_have_the_same_rows_count_once(sequences, mean, total):
+    share = Share(rows=2, of=4, sequences=sequences)
+    assert weight_of("mean", share, replicas=2, context=3) == pytest.approx(mean)
+    assert weight_of("sum", share, replicas=2, context=3) == pytest.approx(total)
+
+
+# -- sequences --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unsplit(model):
+    """Loss and gradient in one process."""
+    plain = Qwen2ForCausalLM.from_pretrained(model, dtype=torch.float32)
+    rows = torch.tensor(LONG)
+    logits = plain(input_ids=rows[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", SEQUENCE_LAYOUTS)
+@pytest.mark.parametrize("kind", ["Long", "EvenLong"])
+@pytest.mark.parametrize("type", ["seq", "dp"])
+def test_031_divided_sequences_give_the_loss_and_gradient_of_whole_ones(found, unsplit, layout, kind, type):
+    loss, expected = unsplit
+    context, tensor = (SEQUENCE_LAYOUTS[layout].get(f"{name}_parallel_size", 1) for name in ("context", "tensor"))
+    alike = tensor if type == "seq" else tensor * context  # ranks that have computed the same
+    parts = [rank[layout, kind][type][0] for rank in found[::alike]]
+    assert (sum(parts) if kind == "Long" else sum(parts) / len(parts)) == pytest.approx(loss, abs=1e-5)
+    for rank in found:
+        gradients = rank[layout, kind][type][1]
+        assert gradients.keys() == expected.keys()
+        far = {name: float((gradients[name] - one).abs().max()) for name, one in expected.items()}
+        assert {name: size for name, size in far.items() if size > 1e-5} == {}
 
 
 # -- a language model -------------------------------------------------------------------------------------------------
@@ -224,7 +289,9 @@ class OneByOne(Policy):
 
     def train_step(self, rows, grad_acc_steps=1):
         padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, padding_value=-100)
-        logits = self(input_ids=padded.clamp(min=0)).logits[:, :-1].transpose(1, 2)
+        logits = self(input_ids=padded.clamp(min=0)).logits
+        logits.div_(1.0)  # in place, as policies do with their temperature
+        logits = logits[:, :-1].transpose(1, 2)
         losses = torch.nn.functional.cross_entropy(logits, padded[:, 1:], reduction="none").sum(dim=1)
         loss = (losses / (padded[:, 1:] >= 0).sum(dim=1)).mean()
         loss.backward()

@@ -1,12 +1,15 @@
 """Engines driven by hand in this process: everything but several ranks."""
 
 import contextlib
+import gc
 import pickle
 import weakref
+from importlib.util import find_spec
 
 import pytest
 import torch
-from session_toys import EchoEngine, Policy, Reference, Silent, TwoLayers, start
+from session_toys import EchoEngine, Policy, Reference, Silent, TwoLayers, Unlucky, start
+from torch.optim import optimizer as torch_optimizer
 from transformers import AutoModelForCausalLM
 
 import dlrover as rl
@@ -83,16 +86,14 @@ def test_014_the_backend_is_chosen_by_name(session, model):
         (output,) = engine.generate("2+2=", GREEDY)
         assert len(output.outputs[0].token_ids) <= 12
         engine.release()
-    with pytest.raises(EngineError, match="no executor is called 'torhc'; did you mean 'torch'"):
+    with pytest.raises(EngineError, match="no engine is called 'torhc'; did you mean 'torch'"):
         rl.InferenceEngine(model, executor="torhc")
     with pytest.raises(EngineError, match="'deepspeed' does not run modules"):
         rl.TrainEngine(empty(TwoLayers), executor="deepspeed")
 
 
-def test_014_a_missing_backend_is_named(monkeypatch, model):
-    from dlrover.python.rl.session import inference
-
-    monkeypatch.setattr(inference, "find_spec", lambda name: None)
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="'vllm' is installed here")
+def test_014_a_missing_backend_is_named_before_anything_starts(model):
     with pytest.raises(MissingExtra, match=r"'vllm' is not installed: pip install 'dlrover-rl\[vllm\]'"):
         rl.InferenceEngine(model, executor="vllm")
 
@@ -127,6 +128,34 @@ def test_011_what_cannot_be_built_leaves_nothing(session, tmp_path):
         engine.release()
         engine.release()
     assert session.free_slots == 4
+
+
+def test_011_an_engine_that_cannot_close_gives_its_slots_back(session):
+    class Stuck(EchoEngine):
+        def close(self):
+            raise RuntimeError("no")
+
+    engine = rl.InferenceEngine("anything", Stuck).build()
+    with pytest.raises(RuntimeError, match="no"):
+        engine.release()
+    assert (session.free_slots, engine.built) == (4, False)
+
+
+def test_007_009_010_where_an_engine_goes_is_the_scripts_choice(session):
+    first = rl.InferenceEngine("anything", EchoEngine).build(tensor_parallel_size=2, data_parallel_size=1)
+    assert (first.slots, session.free_slots) == ((0, 1), 2)
+    second = rl.InferenceEngine("anything", EchoEngine).build(not_colocate_with=first)
+    assert second.slots == (2, 3)
+    third = rl.InferenceEngine("anything", EchoEngine).build(colocate_with=[first, second])
+    assert third.slots == (0, 1, 2, 3)
+    for wrong, why in (
+        ({"not_colocate_with": [first, second]}, "free on the wished nodes and apart from not_colocate_with are"),
+        ({"colocate_with": third, "not_colocate_with": first}, "cannot be shared and not be shared"),
+        ({"nodes": ["10.0.0.9"]}, "no node '10.0.0.9'"),
+    ):
+        with pytest.raises(SessionError, match=why):
+            rl.InferenceEngine("anything", EchoEngine).build(**wrong)
+    assert repr(session) == "Session(4 slots, 0 free; engines: INFERENCE_1, INFERENCE_2, INFERENCE_3)"
 
 
 def test_engines_have_names_of_their_own(session):
@@ -232,13 +261,16 @@ def test_018_019_parts_of_an_inference_engine_come_back_one_by_one(session, mode
             engine.generate(["12+13="], GREEDY)
         engine.cuda("kv_cache")
         assert engine.generate(["12+13="], GREEDY)[0].outputs[0].token_ids == expected
+        engine.cpu()
+        engine.cuda("weights", "kv_cache")
+        assert engine.generate(["12+13="], GREEDY)[0].outputs[0].token_ids == expected
         with pytest.raises(InvocationError, match="it has no key-value cache"):
             train.cuda("kv_cache")
 
 
 def tensors_of(session, engine):
     """Weak references to all tensors that a train engine of this process has."""
-    module = session.hosting.port.members[engine.name][0].workload._engine._made.module
+    module = session.hosting.port.members[engine.name][0].workload._seat.engine._made.module
     states = [value for state in module.optimizer.state.values() for value in state.values()]
     return [weakref.ref(tensor) for tensor in [*module.parameters(), *module.buffers(), *states]]
 
@@ -329,12 +361,23 @@ def test_025_arguments_are_copied(session):
         assert facts["seen"] == [0.5, [1, 2]]
 
 
+def test_024_whatever_a_method_is_called_it_is_the_modules(session):
+    names = ("send", "take", "open", "offer", "receive", "publish", "place", "call", "users_method", "in_training")
+    with building(rl.TrainEngine(empty(Unlucky))) as engine:
+        for name in names:
+            assert getattr(engine, name)(name, 1) == [["send", name, 1]]
+        assert engine.device() == "cuda"
+
+
 def test_methods_that_the_engine_has_itself_are_refused():
     class Saves(TwoLayers):
         def save(self):
             """Hidden by the engine's own."""
 
-    with pytest.raises(EngineError, match="Saves has methods that the engine has itself: rename save"):
+        def close(self):
+            """Hidden by the process's."""
+
+    with pytest.raises(EngineError, match="Saves has methods that the engine has itself: rename close, save"):
         rl.TrainEngine(empty(Saves))
 
 
@@ -432,8 +475,11 @@ def test_037_a_checkpoint_with_other_names_is_read_and_a_missing_one_named(sessi
 
     with building(rl.TrainEngine(empty(Renamed))) as engine:
         assert torch.equal(engine.state_dict()["first.weight"], start()["first.weight"])
+    hooks = len(torch_optimizer._global_optimizer_post_hooks)
     with pytest.raises(InvocationError, match=r"lacks second\.weight"):
         rl.TrainEngine(empty(Lost)).build(shards=1, data_parallel_size=1)
+    gc.collect()
+    assert len(torch_optimizer._global_optimizer_post_hooks) == hooks, "an engine that was not made is still told"
     with building(rl.TrainEngine(empty(Made))) as engine:
         assert engine.state_dict()["second.weight"].tolist() == [[1.0] * 8]
 

@@ -21,7 +21,7 @@ def table(*per_node):
 def test_006_groups_fill_the_machine_by_default():
     assert table(4).take("A", Wish(group=2)) == [(0, 1), (2, 3)]
     assert table(5).take("A", Wish(group=2)) == [(0, 1), (2, 3)]
-    assert train_sizes(4, tensor=1, groups=None, shards=2) == (2, 2)
+    assert train_sizes(4, tensor=1, context=1, groups=None, shards=2) == (2, 2)
 
 
 def test_007_an_explicit_number_of_groups_leaves_the_rest_free():
@@ -32,23 +32,25 @@ def test_007_an_explicit_number_of_groups_leaves_the_rest_free():
 
 
 @pytest.mark.parametrize(
-    ("room", "tensor", "groups", "shards", "expected"),
+    ("room", "replica", "groups", "shards", "expected"),
     [
-        (4, 1, None, None, (1, 4)),  # ZeRO-3 over everything
-        (4, 2, None, None, (1, 4)),  # two tensor ranks, two shards of them
-        (4, 4, None, None, (1, 4)),
-        (5, 2, None, None, (1, 4)),
-        (4, 1, 2, None, (2, 2)),
-        (4, 1, None, 1, (4, 1)),
-        (8, 2, 2, 2, (2, 4)),
-        (8, 1, 1, 2, (1, 2)),
+        (4, (1, 1), None, None, (1, 4)),  # ZeRO-3 over everything
+        (4, (2, 1), None, None, (1, 4)),  # two tensor ranks, two shards of them
+        (4, (4, 1), None, None, (1, 4)),
+        (5, (2, 1), None, None, (1, 4)),
+        (4, (1, 1), 2, None, (2, 2)),
+        (4, (1, 1), None, 1, (4, 1)),
+        (8, (2, 1), 2, 2, (2, 4)),
+        (8, (1, 1), 1, 2, (1, 2)),
+        (8, (2, 2), None, None, (1, 8)),  # two context ranks of two tensor ranks each, two shards of them
+        (8, (1, 2), None, 1, (4, 2)),
     ],
 )
-def test_train_sizes_that_are_not_given_fill_the_room(room, tensor, groups, shards, expected):
-    assert train_sizes(room, tensor, groups, shards) == expected
+def test_train_sizes_that_are_not_given_fill_the_room(room, replica, groups, shards, expected):
+    assert train_sizes(room, *replica, groups, shards) == expected
 
 
-@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, -1)])
+@pytest.mark.parametrize("sizes", [(0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, -1)])
 def test_sizes_are_positive(sizes):
     with pytest.raises(SessionError, match="positive"):
         train_sizes(4, *sizes)
@@ -58,7 +60,7 @@ def test_sizes_are_positive(sizes):
 
 def test_too_little_room_is_refused_with_the_numbers():
     with pytest.raises(SessionError, match="3 free slots are too few for one group: tensor_parallel_size 4"):
-        train_sizes(3, 4, None, None)
+        train_sizes(3, 4, 1, None, None)
     slots = table(4)
     slots.take("A", Wish(group=2, groups=1))
     with pytest.raises(SessionError, match=r"B asks for 3 x 1 = 3 slots; free are \[2, 3\] of 4 \(A holds \[0, 1\]\)"):

@@ -8,19 +8,20 @@ from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import ShardError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.session.split import NeedParallel, Part, arrange, merge, parts_of
+from dlrover.python.rl.engine.module import WHOLE, Share
+from dlrover.python.rl.session.split import NeedParallel, arrange, merge, parts_of
 
 
 def pieces(value, replicas, pad=False):
-    return [piece for piece, _ in parts_of(NeedParallel(value, pad), replicas, "x")]
+    return [piece for piece, _ in parts_of(NeedParallel(value, pad), replicas, 1, "x")]
 
 
 def shares(value, replicas, pad=False):
-    return [part for _, part in parts_of(NeedParallel(value, pad), replicas, "x")]
+    return [share for _, share in parts_of(NeedParallel(value, pad), replicas, 1, "x")]
 
 
-def arranged(*args, replicas=2, **kwargs):
-    return arrange(args, kwargs, replicas, "TRAIN_1.step", lambda value: value)
+def arranged(*args, sizes=(2, 1), **kwargs):
+    return arrange(args, kwargs, sizes, "TRAIN_1.step", lambda value: value)
 
 
 # -- splitting --------------------------------------------------------------------------------------------------------
@@ -30,7 +31,7 @@ def test_025_what_is_not_wrapped_goes_to_everybody():
     for share in arranged([1, 2, 3], 0.5, flag=True):
         assert share.args == ([1, 2, 3], 0.5)
         assert share.kwargs == {"flag": True}
-        assert share.part is None
+        assert share.share == WHOLE
 
 
 def test_026_a_list_is_split_in_order_larger_parts_first():
@@ -59,7 +60,7 @@ def test_028_parts_of_groups_and_ranks_make_up_the_whole(rows, groups, ranks):
     replicas = groups * ranks
     found = [
         row
-        for part, share in parts_of(NeedParallel(list(range(rows)), pad=True), replicas, "x")
+        for part, share in parts_of(NeedParallel(list(range(rows)), pad=True), replicas, 1, "x")
         for row in part
         if share.rows
     ]
@@ -71,7 +72,7 @@ def test_028_ten_rows_over_two_groups_of_four():
 
 
 def test_029_fewer_rows_than_replicas_are_padded_with_rows_that_do_not_count():
-    found = parts_of(NeedParallel(["a", "b", "c"], pad=True), 4, "x")
+    found = parts_of(NeedParallel(["a", "b", "c"], pad=True), 4, 1, "x")
     assert [piece for piece, _ in found] == [["a"], ["b"], ["c"], ["c"]]
     assert [part.rows for _, part in found] == [1, 1, 1, 0]
     assert {part.of for _, part in found} == {3}
@@ -129,9 +130,71 @@ def test_a_part_knows_its_tokens(value, tokens):
     assert [part.tokens for part in shares(value, 2)] == tokens
 
 
+# -- sequences --------------------------------------------------------------------------------------------------------
+
+
+def in_parts(value, replicas, context, pad=False):
+    return parts_of(NeedParallel(value, pad, type="seq"), replicas, context, "x")
+
+
+def test_031_rows_go_to_replicas_and_their_sequences_to_the_ranks_of_each():
+    rows = torch.arange(24).reshape(4, 6)
+    for value in (rows, rows.numpy(), rows.tolist(), {"input_ids": rows}):
+        found = in_parts(value, 2, 3)
+        held = [piece["input_ids"] if isinstance(value, dict) else piece for piece, _ in found]
+        assert [torch.as_tensor(piece).tolist() for piece in held] == [
+            rows[start : start + 2, at : at + 2].tolist() for start in (0, 2) for at in (0, 2, 4)
+        ]
+        assert {share for _, share in found} == {Share(rows=2, tokens=4, of=4, sequences=True)}
+    assert all(piece.untyped_storage().nbytes() == 4 * 8 for piece, _ in in_parts(rows, 2, 3))
+
+
+def test_031_without_ranks_that_share_sequences_only_the_rows_are_split():
+    assert in_parts([[1, 2], [3, 4]], 2, 1) == parts_of(NeedParallel([[1, 2], [3, 4]]), 2, 1, "x")
+
+
+def test_031_other_arguments_go_to_all_ranks_of_a_replica_alike():
+    ids, rewards = NeedParallel([[1, 2], [3, 4]], type="seq"), NeedParallel([0.5, 0.7])
+    found = arranged(rewards, ids, "all", sizes=(2, 2))
+    assert [given.args for given in found] == [
+        ([0.5], [[1]], "all"),
+        ([0.5], [[2]], "all"),
+        ([0.7], [[3]], "all"),
+        ([0.7], [[4]], "all"),
+    ]
+    assert [given.share for given in found] == [Share(rows=1, tokens=1, of=2, sequences=True)] * 4
+
+
+def test_031_padding_has_no_tokens():
+    assert [share for _, share in in_parts([[1, 2]], 2, 2, pad=True)] == [
+        *[Share(rows=1, tokens=1, of=1, sequences=True)] * 2,
+        *[Share(rows=0, tokens=0, of=1, sequences=True)] * 2,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ([[1, 2], [3]], "no sequences of one length"),
+        ([1, 2], "no sequences of one length"),
+        (torch.zeros(2), "no sequences of one length"),
+        (Batch({"tokens": Ragged.from_rows([[1, 2], [3, 4]])}), "no sequences of one length"),
+        (torch.zeros(2, 5), "sequences of 5 tokens for 2 ranks: pad them to a multiple"),
+    ],
+)
+def test_031_what_cannot_be_shared_equally_is_refused(value, what):
+    with pytest.raises(ShardError, match=f"x has {what}"):
+        in_parts(value, 1, 2)
+
+
+def test_a_type_that_there_is_not_is_refused():
+    with pytest.raises(ShardError, match="NeedParallel has no type 'sequence'"):
+        parts_of(NeedParallel([1, 2], type="sequence"), 1, 1, "x")
+
+
 # -- merging ----------------------------------------------------------------------------------------------------------
 
-THREE_TO_ONE = [Part(1, 3, 2), Part(1, 1, 2)]
+THREE_TO_ONE = [Share(1, 3, 2), Share(1, 1, 2)]
 
 
 def test_032_results_come_as_a_list_unless_asked_otherwise():
@@ -141,7 +204,7 @@ def test_032_results_come_as_a_list_unless_asked_otherwise():
     assert merge(results, THREE_TO_ONE, "rank0") == [1, 2]
     assert merge([1, 4], THREE_TO_ONE, "sum") == 5
     assert merge([1.0, 5.0], THREE_TO_ONE, "mean") == 2.0
-    assert merge([None, None], [None, None], "list") == [None, None]
+    assert merge([None, None], [WHOLE, WHOLE], "list") == [None, None]
 
 
 def test_032_the_mean_is_weighted_by_tokens():
@@ -152,11 +215,11 @@ def test_032_the_mean_is_weighted_by_tokens():
     told = [{"loss": 1.0, "tokens": 1}, {"loss": 5.0, "tokens": 3}]
     assert merge(told, THREE_TO_ONE, "mean") == {"loss": 4.0, "tokens": 4}
     assert merge(told, THREE_TO_ONE, "sum") == {"loss": 6.0, "tokens": 4}
-    assert merge([1.0, 2.0], [None, None], "mean") == 1.5
+    assert merge([1.0, 2.0], [WHOLE, WHOLE], "mean") == 1.5
 
 
 def test_032_results_of_padding_are_left_out():
-    parts = [Part(1, 2, 1), Part(0, 0, 1)]
+    parts = [Share(1, 2, 1), Share(0, 0, 1)]
     for how in ("list", "flat"):
         assert merge([["a"], ["a"]], parts, how) in ([["a"]], ["a"])
     assert merge([3.0, 99.0], parts, "mean") == 3.0
@@ -168,4 +231,4 @@ def test_032_what_cannot_be_put_together_is_refused():
         with pytest.raises(ShardError, match="NoneType"):
             merge([None, None], THREE_TO_ONE, how)
     with pytest.raises(ShardError, match="no tokens to weight"):
-        merge([1.0, 2.0], [Part(1, 0, 2), Part(1, 0, 2)], "mean")
+        merge([1.0, 2.0], [Share(1, 0, 2), Share(1, 0, 2)], "mean")

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import torch
 
 from dlrover.python.rl.engine.fsdp2.shards import Shards
+from dlrover.python.rl.engine.module import Share
 
 Around: TypeAlias = Callable[[Callable[[], None]], None]
 """Runs the backward pass that it is given, and what belongs before and after it."""
@@ -56,18 +57,19 @@ def settling(shards: Shards) -> Around:
     return around
 
 
-def weight_of(combine: str, rows: int, of: int, replicas: int) -> float:
-    """What a replica's gradient counts in the sum over all.
+def weight_of(combine: str, share: Share, replicas: int, context: int = 1) -> float:
+    """What a rank's gradient counts in the sum over all.
 
     Args:
-        combine: ``"mean"``: the replica's loss is the mean over its rows, and that over all rows is wanted. ``"sum"``:
-            the losses add up.
-        rows: of the replica; 0 for padding.
-        of: rows of all replicas; 0 when the rows were not divided, and every replica has the same.
-        replicas: how many there are.
+        combine: ``"mean"``: the rank's loss is the mean over its rows (or over its part of their sequences), and that
+            over all rows is wanted. ``"sum"``: the losses add up.
+        share: what the rank has of the call's rows.
+        replicas: of the model.
+        context: ranks of a replica that share sequences. Where a call does not divide these, all have the same loss.
     """
-    if not of:
-        return 1.0 / replicas
+    alike = 1 if share.sequences and combine == "sum" else context
+    if not share.of:
+        return 1.0 / (replicas * alike)
     if combine == "sum":
-        return 1.0 if rows else 0.0
-    return rows / of
+        return 1.0 / alike if share.rows else 0.0
+    return share.rows / (share.of * alike)

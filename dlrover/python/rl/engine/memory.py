@@ -95,7 +95,8 @@ class DeviceMemory:
         """
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._live():
+            known = self._held.get(storage._cdata)
+            if known is None or not known.nbytes:
                 self.require(owner, kind, storage.nbytes())
                 self._held[storage._cdata] = _Holding(StorageWeakRef(storage), owner, kind)
         self.peak = max(self.peak, self.total())

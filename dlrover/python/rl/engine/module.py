@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -12,6 +13,27 @@ from dlrover.python.rl.common.errors import EngineError
 WeightOrigin: TypeAlias = str | Path | Mapping[str, Any] | Callable[[str, tuple[int, ...]], Any]
 """Where weights come from: a folder or hub name; tensors by name, or functions that make them; or one function of a
 parameter's name and shape."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank gets of those arguments of a call that are divided.
+
+    Attributes:
+        rows: its replica's own; 0 for padding, and where nothing was divided.
+        tokens: in its part, to weight results by.
+        of: rows of all replicas; 0 where nothing was divided.
+        sequences: whether the ranks of a replica divide its rows' sequences, too.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    of: int = 0
+    sequences: bool = False
+
+
+WHOLE = Share()
+"""Nothing was divided."""
 
 
 @contextmanager

@@ -4,12 +4,14 @@ import gc
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dlrover.python.rl.common.errors import EngineError
@@ -20,7 +22,9 @@ from dlrover.python.rl.engine.fsdp2.grid import Grid
 from dlrover.python.rl.engine.fsdp2.materialize import Making, Materialized, materialize
 from dlrover.python.rl.engine.fsdp2.shards import ParameterShard, plain
 from dlrover.python.rl.engine.memory import DeviceMemory, Kind
+from dlrover.python.rl.engine.module import Share
 from dlrover.python.rl.engine.module_files import saved_tensors, source_of, write_module
+from dlrover.python.rl.engine.module_sequences import SharedSequences
 from dlrover.python.rl.engine.torch.ranks import Ranks
 from dlrover.python.rl.engine.torch.residence import Residence
 from dlrover.python.rl.engine.torch.sources import Source, TensorSource
@@ -56,18 +60,25 @@ class ModuleEngine:
         self.version, self.training = 0, True
         self._who, self._payload, self._settings = who, payload, settings
         self._memory = memory or DeviceMemory(settings.device)
-        self._ranks = Ranks.connect(rendezvous, settings.device)
-        self._grid = Grid.of(self._ranks, settings.parallel, settings.device)
         self._made: Materialized | None = None
         self._away: Residence | None = None
         self._awaits_weights = False
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._sequences: SharedSequences | None = None
+        self._ranks = Ranks.connect(rendezvous, settings.device)
         # Whatever optimizers the module makes, and whenever.
         self._hook = register_optimizer_step_post_hook(self._stepped)
-        self._materialize(None)
+        try:
+            self._grid = Grid.of(self._ranks, settings.parallel, settings.device)
+            self._materialize(None)
+        except BaseException:
+            self.close()
+            raise
 
     def _materialize(self, source: Source | None) -> None:
         module = cloudpickle.loads(self._payload)
+        if self._grid.context is not None:
+            self._sequences = SharedSequences(module, self._grid)
         self._made = made = materialize(module, source or source_of(module), self._grid, self._making(module))
         if made.vocabulary is not None:
             _whole_logits(module, self._grid.tensors)
@@ -88,13 +99,12 @@ class ModuleEngine:
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def call(self, method: str, rows: int, of: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def call(self, method: str, share: Share, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a method of the module.
 
         Args:
             method: its name.
-            rows: that this replica has of its own.
-            of: rows of all replicas; 0 when they were not divided.
+            share: what this rank has of the arguments that are divided.
             args: positional arguments.
             kwargs: keyword arguments.
 
@@ -102,10 +112,15 @@ class ModuleEngine:
             EngineError: the weights are not on the device.
         """
         made = self._ready(method)
-        weight = weight_of(made.module.gradients, rows, of, self._grid.layout.data_parallel_size)
+        layout, shared = self._grid.layout, self._sequences
+        weight = weight_of(made.module.gradients, share, layout.data_parallel_size, layout.context)
         low = self._settings.precision == "bf16" and self._grid.shards is None
         kind = torch.device(self._settings.device).type
-        with backward_by(weight, self._around(made)), torch.autocast(kind, torch.bfloat16, enabled=low):
+        with (
+            backward_by(weight, self._around(made)),
+            torch.autocast(kind, torch.bfloat16, enabled=low),
+            nullcontext() if shared is None else shared.divided(share.sequences),
+        ):
             result = getattr(made.module, method)(*args, **kwargs)
         self._account()
         return result
@@ -220,7 +235,8 @@ class ModuleEngine:
         }
 
     def save(self, path: Path) -> None:
-        """Write what the module exports, a Hugging Face model in its format, whole or not at all. A collective."""
+        """Write what the module exports, a Hugging Face model in its format, whole or not at all. A collective; rank 0
+        writes."""
         keep = self._ranks.rank == 0
         tensors = {}
         for name, tensor in self.named_weights():
@@ -228,7 +244,6 @@ class ModuleEngine:
                 tensors[name] = tensor.to("cpu", copy=True)
         if keep and self._made is not None:
             write_module(path, self._made.module, tensors)
-        self._ranks.gather(None)  # Nobody goes on before it is there.
 
     # -- places -------------------------------------------------------------------------------------------------------
 
@@ -263,7 +278,7 @@ class ModuleEngine:
 
     def meta(self) -> None:
         """Release the module with everything that it made."""
-        self._made, self._away, self._awaits_weights = None, None, False
+        self._made, self._away, self._awaits_weights, self._sequences = None, None, False, None
         gc.collect()  # A module and its hooks refer to each other.
         self.release_cache()
 
@@ -279,8 +294,7 @@ class ModuleEngine:
 
     def release_cache(self) -> None:
         """Give what the allocator keeps for later back to the device."""
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        self._memory.release_cache()
 
     def close(self) -> None:
         """Leave the other ranks and release everything."""
@@ -319,10 +333,21 @@ class ModuleEngine:
 
 def _whole_logits(module: Any, mesh: Any) -> None:
     """Let a model whose vocabulary is split give whole logits to the user's code."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    group = mesh.get_group()
+    module.get_output_embeddings().register_forward_hook(lambda _module, _args, logits: _Whole.apply(logits, group))
 
-    def whole(_module: Any, _args: Any, logits: Any) -> Any:
-        split = DTensor.from_local(logits, mesh, [Shard(logits.ndim - 1)], run_check=False)
-        return split.redistribute(placements=[Replicate()]).to_local()
 
-    module.get_output_embeddings().register_forward_hook(whole)
+class _Whole(torch.autograd.Function):
+    """Joins the last dimension, which ranks divide: a new tensor, so that it may be changed in place. What the ranks
+    compute with it is the same, and so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Any, group: Any) -> Any:
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        ctx.rank, ctx.size = dist.get_rank(group), part.shape[-1]
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, None]:
+        return gradient.narrow(-1, ctx.rank * ctx.size, ctx.size).contiguous(), None

@@ -6,6 +6,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.module import empty_weights
@@ -76,6 +77,7 @@ def write_module(path: Path, module: Any, tensors: Mapping[str, Any]) -> None:
     if not isinstance(module, PreTrainedModel):
         write_atomically(path, _Tensors(), None, tensors)
         return
+    hf_logging.disable_progress_bar()
     kind = next(cls for cls in type(module).__mro__ if cls.__module__.startswith("transformers."))
     with empty_weights():
         shell = kind(module.config)

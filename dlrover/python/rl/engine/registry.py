@@ -66,8 +66,8 @@ def register(kind: dict[str, str], name: str, where: str) -> None:
     kind[name] = where
 
 
-def engine_class(kind: dict[str, str], name: str) -> Any:
-    """The class of the engine ``name``.
+def engine_place(kind: dict[str, str], name: str) -> str:
+    """Where the engine ``name`` is. Its module is not imported, but its package, which knows what it cannot do without.
 
     Raises:
         EngineError: there is none of this name; gives the nearest.
@@ -75,7 +75,19 @@ def engine_class(kind: dict[str, str], name: str) -> Any:
     """
     if name not in kind:
         raise EngineError(f"no engine is called '{name}'{hint(name, kind)}; there are {', '.join(kind)}")
-    return _load(kind[name])
+    if kind[name].startswith(_HERE):
+        importlib.import_module(kind[name].partition(":")[0].rpartition(".")[0])
+    return kind[name]
+
+
+def engine_class(kind: dict[str, str], name: str) -> Any:
+    """The class of the engine ``name``.
+
+    Raises:
+        EngineError: there is none of this name; gives the nearest.
+        MissingExtra: its backend is not installed; names the extra.
+    """
+    return class_at(engine_place(kind, name))
 
 
 def engine_problems(kind: dict[str, str], name: str, options: Mapping[str, Any], where: str) -> list[Problem]:
@@ -93,9 +105,14 @@ def engine_problems(kind: dict[str, str], name: str, options: Mapping[str, Any],
         return [Problem(where, str(MissingExtra(_PACKAGES[name], name)))]
     if name not in OPTIONS:
         return []
-    return parse(_load(OPTIONS[name]), dict(options), f"{where}_options")[1]
+    return parse(class_at(OPTIONS[name]), dict(options), f"{where}_options")[1]
 
 
-def _load(where: str) -> Any:
+def class_at(where: str) -> Any:
+    """The class at ``package.module:Class``.
+
+    Raises:
+        MissingExtra: what it is made for is not installed; names the extra.
+    """
     module, _, attribute = where.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -66,6 +66,11 @@ class Hosting(Protocol):
         """Let the objects close, and end the processes. One that is busy or dead is not waited for long."""
         ...
 
+    def forget(self, job: str, run: str) -> None:
+        """Remove what a run of ``job`` has left in the memory of the nodes, as
+        :func:`~dlrover.python.rl.runtime.node_memory.forget_memory` does; a node that does not answer keeps it."""
+        ...
+
     def close(self) -> None:
         """End everything and give the devices back."""
         ...

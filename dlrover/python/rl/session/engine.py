@@ -1,14 +1,17 @@
 """What both kinds of engines driven by hand have: processes on slots, calls to them, and a place for their tensors."""
 
-import socket
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dlrover.python.rl.common.errors import InvocationError, SessionError, WorkloadDied
+from dlrover.python.rl.common.errors import InvocationError, InvocationTimeout, SessionError, WorkloadDied
 from dlrover.python.rl.engine.base import Part
 from dlrover.python.rl.session.session import Crew, Session, current, slots_of
 from dlrover.python.rl.session.slots import Wish
-from dlrover.python.rl.trainer.port import RAW_CALL, Call, Ref, gather
+from dlrover.python.rl.trainer.port import RAW_CALL, Call, Ref
+
+_SETTLE_S = 5.0
+"""How long a call waits for ranks that are still in one that has failed on another rank."""
 
 
 class HandEngine:
@@ -25,6 +28,7 @@ class HandEngine:
         self.name = (name or self._kind).upper()
         self._wished_name = name
         self._crew: Crew | None = None
+        self._failed: list[Ref] = []
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -70,7 +74,7 @@ class HandEngine:
 
     def release(self) -> None:
         """End the processes and give the slots back; :meth:`build` starts anew. Safe to repeat."""
-        crew, self._crew = self._crew, None
+        crew, self._crew, self._failed = self._crew, None, []
         if crew is not None:
             self._session.unseat(crew)
 
@@ -83,34 +87,31 @@ class HandEngine:
 
     def _submit(self, rank: int, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Ref:
         self._running(method)
+        self._failed = unfinished(self._failed, _SETTLE_S)
+        if self._failed:  # What they send each other would meet what this call sends.
+            ranks, before = ", ".join(str(ref.rank) for ref in self._failed), self._failed[0].method
+            raise SessionError(
+                f"{self.name} cannot go on with {method}: {before} has failed, and is not over on ranks {ranks}; wait"
+                " until they give up, or release() the engine and build() it again"
+            )
         call = Call(RAW_CALL, method, tuple(args), dict(kwargs or {}))
         return self._session.hosting.port.submit(self.name, rank, call)
 
     def _gather(self, refs: Sequence[Ref], timeout_s: float | None = None) -> list[Any]:
-        """The results of calls that were submitted; without a deadline the ranks waited for are logged.
-
-        Raises:
-            InvocationError: one failed; names engine, rank, method, node and cause.
-        """
+        """The results of one call to all ranks; see :meth:`Session.gather`. After a failure the next call waits for the
+        other ranks, and is refused while they go on."""
         try:
-            return gather(refs, timeout_s)
-        except WorkloadDied as died:
-            raise self._at_its_node(died) from died.__cause__
+            return self._session.gather(refs, timeout_s)
+        except (InvocationTimeout, WorkloadDied):
+            raise  # All are in the same call still; or none will ever go on.
+        except InvocationError:
+            self._failed = list(refs)
+            raise
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call a method of every rank's object; the results in rank order."""
         ranks = range(len(self._running(method).seats))
         return self._gather([self._submit(rank, method, args) for rank in ranks], timeout_s)
-
-    def _at_its_node(self, died: WorkloadDied) -> InvocationError:
-        """Only the session knows where a process was that can tell no more."""
-        if died.node or died.role != self.name or self._crew is None:
-            return died
-        process = self._crew.processes[died.rank]
-        said = str(died).removeprefix(f"{died.role}[{died.rank}].{died.method}: ")
-        text = f"its process {process.pid} is gone: {said}; release() the engine and build() it again"
-        node = process.host or socket.gethostname()
-        return WorkloadDied(text, role=died.role, rank=died.rank, method=died.method, node=node)
 
     # -- places -------------------------------------------------------------------------------------------------------
 
@@ -118,9 +119,10 @@ class HandEngine:
         """Move everything to host memory and free the devices; a key-value cache is dropped."""
         self._ask("engine.cpu")
 
-    def cuda(self, part: Part = "all") -> None:
+    def cuda(self, *parts: Part) -> None:
         """Bring the tensors back to the devices: all, or only ``"weights"`` or ``"kv_cache"``."""
-        self._ask("engine.cuda", part)
+        for part in parts or ("all",):
+            self._ask("engine.cuda", part)
 
     def meta(self) -> None:
         """Release all tensors, on devices and hosts. New weights bring the engine back: ``cuda()``, then a sync."""
@@ -153,3 +155,15 @@ def wish_of(
         apart_from=frozenset() if not_colocate_with is None else frozenset(slots_of(not_colocate_with)),
         nodes=None if nodes is None else tuple(nodes),
     )
+
+
+def unfinished(refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
+    """Those of one call that have neither result nor error after ``timeout_s``."""
+    left, deadline_s = list(refs), time.monotonic() + timeout_s
+    while left:
+        outcomes = left[0].port.wait(left, max(0.0, deadline_s - time.monotonic()))
+        late = [ref for ref, outcome in zip(left, outcomes, strict=True) if outcome.late]
+        if len(late) == len(left):
+            break
+        left = late  # One that has failed ends the wait for the others.
+    return left

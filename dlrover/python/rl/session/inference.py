@@ -2,15 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dlrover.python.rl.common.errors import EngineError, MissingExtra
-from dlrover.python.rl.common.nearest import hint
 from dlrover.python.rl.data.batch import even_cuts
 from dlrover.python.rl.engine.base import RolloutSettings, SamplingParams
-from dlrover.python.rl.engine.registry import ROLLOUT
+from dlrover.python.rl.engine.registry import ROLLOUT, engine_place
 from dlrover.python.rl.session.engine import HandEngine, wish_of
 from dlrover.python.rl.session.outputs import RequestOutput, outputs_of
 from dlrover.python.rl.session.prompts import as_prompts, as_sampling
@@ -18,8 +15,6 @@ from dlrover.python.rl.session.terms import INFERENCE_PROCESS, InferenceTerms
 
 ALIASES = {"hf": "torch"}
 """Other names of executors: Hugging Face models run on the engine in plain PyTorch."""
-
-_NEEDS = {"vllm": "vllm"}
 
 
 class InferenceEngine(HandEngine):
@@ -44,12 +39,7 @@ class InferenceEngine(HandEngine):
         self.model = model
         self._executor: Any = executor
         if isinstance(executor, str):
-            known = ALIASES.get(executor, executor)
-            if known not in ROLLOUT:
-                raise EngineError(f"no executor is called '{executor}'{hint(executor, [*ROLLOUT, *ALIASES])}")
-            if known in _NEEDS and find_spec(_NEEDS[known]) is None:
-                raise MissingExtra(_NEEDS[known], known)
-            self._executor = ROLLOUT[known]
+            self._executor = engine_place(ROLLOUT, ALIASES.get(executor, executor))
         self._calls = 0
 
     def build(  # noqa: PLR0913 - the options of a placement, all of them optional
@@ -93,7 +83,7 @@ class InferenceEngine(HandEngine):
                 InferenceTerms(f"{self.name}[{rank}]", self._executor, self.model, chosen)
                 for rank in range(len(crew.seats))
             ]
-            self._gather([self._submit(rank, "engine.open", (term,)) for rank, term in enumerate(terms)])
+            self._session.gather([self._submit(rank, "engine.open", (term,)) for rank, term in enumerate(terms)])
         except BaseException:
             self.release()
             raise
@@ -135,7 +125,7 @@ class InferenceEngine(HandEngine):
             self._submit(rank, "engine.generate", (asked[start:stop], start, sampling, numbers))
             for rank, start, stop in shares
         ]
-        drawn = self._gather(refs, timeout_s)
+        drawn = self._session.gather(refs, timeout_s)
         return [
             output
             for (_, start, stop), batch in zip(shares, drawn, strict=True)

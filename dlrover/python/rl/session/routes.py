@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, TypeAlias
 
+from dlrover.python.rl.engine.memory import DeviceMemory
 from dlrover.python.rl.engine.sync.base import SyncSettings, WeightTransport
 from dlrover.python.rl.engine.sync.file import shared_memory
 from dlrover.python.rl.engine.sync.link import LinkTransport
 from dlrover.python.rl.runtime.hosting import Device
-from dlrover.python.rl.session.session import Crew
+from dlrover.python.rl.runtime.node_memory import memory_root
+from dlrover.python.rl.session.session import MEMORY, Crew
 
 Way: TypeAlias = Literal["shared memory", "device memory", "object store"]
 
@@ -21,28 +22,15 @@ class Route:
     Attributes:
         way: ``shared memory`` of a node; ``device memory``: CUDA buffers that both sides have open; ``object store``:
             Ray's, from node to node.
-        folder: in the memory of the node, where they meet.
+        session: whose folder in the memory of the node they meet in.
         name: of the sender and the receiver.
         sinks: ranks that receive.
     """
 
     way: Way
-    folder: str
+    session: str
     name: str
     sinks: int
-
-    def transport(self, who: str, leads: bool, device: str) -> WeightTransport:
-        """This process's end of the route, where it is not the object store.
-
-        Args:
-            who: what messages call this process.
-            leads: whether it is the rank that sends.
-            device: what its weights are on.
-        """
-        settings = SyncSettings(who=who, leads=leads, sinks=self.sinks, device=device)
-        if self.way == "device memory":
-            return LinkTransport(Path(self.folder), self.name, settings)
-        return shared_memory(Path(self.folder), self.name, settings)
 
 
 class Routes:
@@ -52,19 +40,30 @@ class Routes:
         who: what messages call the process.
         leads: whether it is the rank that sends.
         device: what its weights are on.
+        memory: accounts for that.
     """
 
-    def __init__(self, who: str, leads: bool, device: str) -> None:
-        self._who, self._leads, self._device = who, leads, device
+    def __init__(self, who: str, leads: bool, device: str, memory: DeviceMemory) -> None:
+        self._who, self._leads, self._device, self._memory = who, leads, device, memory
         self._open: dict[Route, WeightTransport] = {}
 
     def end(self, route: Route) -> WeightTransport:
-        """This process's end of ``route``; that of an earlier one between the same engines is closed."""
+        """This process's end of ``route``, which is not the object store; that of an earlier one between the same
+        engines is closed."""
         if route not in self._open:
             for other in [other for other in self._open if other.name == route.name]:
                 self._open.pop(other).close()
-            self._open[route] = route.transport(self._who, self._leads, self._device)
+            self._open[route] = self._made(route)
         return self._open[route]
+
+    def _made(self, route: Route) -> WeightTransport:
+        folder = memory_root(MEMORY, route.session)
+        settings = SyncSettings(
+            who=self._who, leads=self._leads, sinks=route.sinks, device=self._device, memory=self._memory
+        )
+        if route.way == "device memory":
+            return LinkTransport(folder, route.name, settings)
+        return shared_memory(folder, route.name, settings)
 
     def close(self) -> None:
         """Close all."""
@@ -72,14 +71,14 @@ class Routes:
             self._open.popitem()[1].close()
 
 
-def route_between(source: Crew, target: Crew, slots: Sequence[Device], folder: Path, separate: bool) -> Route:
+def route_between(source: Crew, target: Crew, slots: Sequence[Device], session: str, separate: bool) -> Route:
     """The shortest route from one engine to another.
 
     Args:
         source: who sends.
         target: who receives.
         slots: the session's devices.
-        folder: in the memory of the script's node.
+        session: its id.
         separate: whether their ranks are processes of their own.
     """
     way: Way = "object store"
@@ -89,4 +88,4 @@ def route_between(source: Crew, target: Crew, slots: Sequence[Device], folder: P
         # A process sees its own devices only: the memory of one can be opened where both see it.
         shared = slots[first].kind == "cuda" and all(first in seat for seat in target.seats)
         way = "device memory" if shared else "shared memory"
-    return Route(way, str(folder), f"{source.name}-{target.name}", len(target.seats))
+    return Route(way, session, f"{source.name}-{target.name}", len(target.seats))

@@ -8,6 +8,7 @@
 
 import atexit
 import itertools
+import socket
 import threading
 import uuid
 from collections.abc import Sequence
@@ -16,15 +17,17 @@ from typing import Any, Protocol
 
 import torch
 
-from dlrover.python.rl.common.errors import SessionError
+from dlrover.python.rl.common.errors import SessionError, WorkloadDied
 from dlrover.python.rl.common.roles import is_role_name
 from dlrover.python.rl.control.events import Process
 from dlrover.python.rl.runtime.hosting import Device, Hosting
 from dlrover.python.rl.runtime.local.hosting import LocalHosting
-from dlrover.python.rl.runtime.node_memory import forget_memory, memory_root
+from dlrover.python.rl.runtime.node_memory import forget_memory
 from dlrover.python.rl.session.slots import Group, SlotTable, Wish
+from dlrover.python.rl.trainer.port import Ref, gather
 
-_MEMORY = "session"
+MEMORY = "session"
+"""What a node's memory knows the folders of sessions by."""
 
 
 class Releasable(Protocol):
@@ -59,18 +62,17 @@ class Session:
         hosting: where engines run.
 
     Attributes:
+        id: unlike any other session's.
         table: who holds which slots.
-        folder: in this node's memory, where the engines' processes meet.
     """
 
     def __init__(self, hosting: Hosting) -> None:
         self.hosting = hosting
+        self.id = uuid.uuid4().hex
         self.table = SlotTable(hosting.devices)
-        self._id = uuid.uuid4().hex
-        forget_memory(_MEMORY)  # what sessions that were killed have left
-        self.folder = memory_root(_MEMORY, self._id)
         self._engines: dict[str, Releasable] = {}
         self._groups: dict[str, tuple[Group, ...]] = {}
+        self._crews: dict[str, Crew] = {}
         self._lock = threading.Lock()
 
     @property
@@ -130,21 +132,39 @@ class Session:
         try:
             if len(seats) > 1 and not whole_groups and not self.hosting.separate:
                 raise SessionError(f"{name} needs {len(seats)} processes: init(local=True) has one")
-            return Crew(name, groups, seats, tuple(self.hosting.start(name, seats, where)))
+            crew = Crew(name, groups, seats, tuple(self.hosting.start(name, seats, where)))
         except BaseException:
             self._leave(name)
             raise
+        self._crews[name] = crew
+        return crew
 
     def _leave(self, name: str) -> None:
         with self._lock:
             self.table.give_back(name)
-            self._engines.pop(name, None)
-            self._groups.pop(name, None)
+            for known in (self._engines, self._groups, self._crews):
+                known.pop(name, None)
 
     def unseat(self, crew: Crew) -> None:
         """End an engine's processes and take its slots back."""
-        self.hosting.end(crew.name)
-        self._leave(crew.name)
+        try:
+            self.hosting.end(crew.name)
+        finally:
+            self._leave(crew.name)
+
+    def gather(self, refs: Sequence[Ref], timeout_s: float | None = None) -> list[Any]:
+        """The results of calls that were submitted; without a deadline the ranks waited for are logged.
+
+        Raises:
+            InvocationError: one failed; names engine, rank, method, node and cause.
+        """
+        try:
+            return gather(refs, timeout_s)
+        except WorkloadDied as died:
+            crew = self._crews.get(died.role)
+            if crew is None or died.node:
+                raise
+            raise _at_its_node(died, crew.processes[died.rank]) from died.__cause__
 
     def close(self) -> None:
         """End everything; see :func:`shutdown`."""
@@ -155,8 +175,10 @@ class Session:
             for engine in list(self._engines.values()):
                 engine.release()
         finally:
-            self.hosting.close()
-            forget_memory(_MEMORY, self._id)
+            try:
+                self.hosting.forget(MEMORY, self.id)
+            finally:
+                self.hosting.close()
 
     def __enter__(self) -> "Session":
         return self
@@ -168,6 +190,14 @@ class Session:
         return (
             f"Session({len(self.slots)} slots, {self.free_slots} free; engines: {', '.join(self._engines) or 'none'})"
         )
+
+
+def _at_its_node(died: WorkloadDied, process: Process) -> WorkloadDied:
+    """Only the session knows where a process was that can tell no more."""
+    said = str(died).removeprefix(f"{died.role}[{died.rank}].{died.method}: ")
+    text = f"its process {process.pid} is gone: {said}; release() the engine and build() it again"
+    node = process.host or socket.gethostname()
+    return WorkloadDied(text, role=died.role, rank=died.rank, method=died.method, node=node)
 
 
 _OPEN: list[Session] = []
@@ -202,6 +232,7 @@ def init(
     """
     if _OPEN:
         raise SessionError(f"init() was called before: {_OPEN[0]!r}; shutdown() ends it")
+    forget_memory(MEMORY)  # what sessions that were killed have left
     session = Session(_hosting(address, slots_per_node, local, log_to_driver, timeout_s))
     _OPEN.append(session)
     # Called before Ray's own, which would leave a cluster that was started here without its owner.

@@ -125,12 +125,13 @@ class SlotTable:
         return f"{asked}{where}; free{limits} are {list(room)} of {len(self.devices)} ({held})"
 
 
-def train_sizes(room: int, tensor: int, groups: int | None, shards: int | None) -> tuple[int, int]:
+def train_sizes(room: int, tensor: int, context: int, groups: int | None, shards: int | None) -> tuple[int, int]:
     """Fill in the sizes of a train engine that were not given.
 
     Args:
         room: slots there are.
         tensor: ranks that split each matrix.
+        context: ranks that share each sequence.
         groups: copies of the model; by default as many as fit, or one if ``shards`` is open too.
         shards: ranks that share the parameters of a copy (ZeRO-3); by default as many as fit.
 
@@ -140,16 +141,22 @@ def train_sizes(room: int, tensor: int, groups: int | None, shards: int | None) 
     Raises:
         SessionError: a size is not positive, or there is no room for one group.
     """
-    given = {"tensor_parallel_size": tensor, "data_parallel_size": groups, "shards": shards}
+    given = {
+        "tensor_parallel_size": tensor,
+        "context_parallel_size": context,
+        "data_parallel_size": groups,
+        "shards": shards,
+    }
     for name, size in given.items():
         if size is not None and size < 1:
             raise SessionError(f"{name} is {size}: it must be positive")
+    replica = tensor * context
     if shards is None:
         groups = groups or 1
-        shards = room // (tensor * groups)
+        shards = room // (replica * groups)
     elif groups is None:
-        groups = room // (tensor * shards)
+        groups = room // (replica * shards)
     if not groups or not shards:
         told = ", ".join(f"{name} {size}" for name, size in given.items() if size is not None)
         raise SessionError(f"{room} free slots are too few for one group: {told}")
-    return groups, shards * tensor
+    return groups, shards * replica

@@ -2,20 +2,28 @@
 
 :class:`NeedParallel` splits lists, tuples, arrays, tensors, dicts of columns and batches by one rule: the parts are
 contiguous, in order, and differ by at most one row, larger ones first. Everything else goes to every rank whole.
+
+::
+
+    NeedParallel(x)               rows over the model replicas; the ranks of a replica have the same
+    NeedParallel(x, type="seq")   rows over the model replicas, and each row's sequence over the replica's context ranks
 """
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dlrover.python.rl.common.errors import ShardError
+from dlrover.python.rl.common.nearest import hint
 from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.engine.module import WHOLE, Share
 from dlrover.python.rl.trainer.port import Port, Ref
 from dlrover.python.rl.trainer.shard import join, row_count, split
 
 Merge = Literal["list", "flat", "mean", "sum", "rank0"]
 MERGES = ("list", "flat", "mean", "sum", "rank0")
+TYPES = ("dp", "seq")
 
 _TOKEN_COLUMNS = ("tokens", "input_ids")
 _SCALARS = (type(None), bool, int, float, str)
@@ -30,42 +38,45 @@ class NeedParallel:
         value: a list, tuple, array, tensor, dict of equally long columns, or ``Batch``.
         pad: allow fewer rows than replicas. A replica without a row gets the last one again, so that it takes part in
             the collectives; its gradient counts nothing and its result is left out.
+        type: ``"dp"``: split the rows. ``"seq"``: split the second axis as well, into equal parts, for the ranks that
+            ``context_parallel_size`` lets share the sequences of a replica; each gets the same tokens of every row.
     """
 
     value: Any
     pad: bool = False
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one replica gets of the wrapped arguments of a call.
-
-    Attributes:
-        rows: of its own; 0 for padding.
-        tokens: in them, to weight results by.
-        of: rows of all replicas.
-    """
-
-    rows: int
-    tokens: int
-    of: int
+    type: Literal["dp", "seq"] = "dp"
 
 
 @dataclass(frozen=True)
 class Arranged:
-    """The arguments of a call for one replica; ``part`` is None where nothing was wrapped."""
+    """The arguments of a call for one rank, and for those that split its matrices."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    part: Part | None
+    share: Share
 
 
-def parts_of(value: NeedParallel, replicas: int, label: str) -> list[tuple[Any, Part]]:
-    """Split one wrapped argument.
+def parts_of(value: NeedParallel, replicas: int, context: int, label: str) -> list[tuple[Any, Share]]:
+    """Split one wrapped argument over ``replicas``, and over the ``context`` ranks of each.
 
     Raises:
-        ShardError: it has no rows; or fewer than ``replicas``, and is not to be padded.
+        ShardError: it has no rows; or fewer than ``replicas``, and is not to be padded; or its sequences cannot be
+            split.
     """
+    if value.type not in TYPES:
+        raise ShardError(f"{label}: NeedParallel has no type '{value.type}'{hint(value.type, TYPES)}")
+    found = []
+    for piece, share in _rows_of(value, replicas, label):
+        if value.type == "dp" or context == 1:
+            found += [(piece, share)] * context
+            continue
+        for part in split_sequences(piece, context, label):
+            tokens = count_tokens(part) if share.rows else 0
+            found.append((part, replace(share, tokens=tokens, sequences=True)))
+    return found
+
+
+def _rows_of(value: NeedParallel, replicas: int, label: str) -> list[tuple[Any, Share]]:
     rows = count_rows(value.value)
     if rows is not None and 0 < rows < replicas and not value.pad:
         raise ShardError(
@@ -75,8 +86,40 @@ def parts_of(value: NeedParallel, replicas: int, label: str) -> list[tuple[Any, 
     real = replicas if rows is None else max(min(rows, replicas), 1)
     pieces = split(value.value, real, label)
     padding = split(value.value, rows, label)[-1] if real < replicas and rows else None
-    told = [(piece, Part(count_rows(piece) or 0, count_tokens(piece), rows or 0)) for piece in pieces]
-    return told + [(padding, Part(0, 0, rows or 0))] * (replicas - real)
+    told = [(piece, Share(count_rows(piece) or 0, count_tokens(piece), rows or 0)) for piece in pieces]
+    return told + [(padding, Share(of=rows or 0))] * (replicas - real)
+
+
+def split_sequences(value: Any, ranks: int, label: str) -> list[Any]:
+    """Cut the second axis into equal parts: of a tensor, array, list of equally long rows, or dict of such columns.
+
+    Raises:
+        ShardError: it has none, or one that ``ranks`` cannot share equally.
+    """
+    if isinstance(value, Mapping):
+        columns = {name: split_sequences(column, ranks, f"{label}['{name}']") for name, column in value.items()}
+        return [{name: parts[rank] for name, parts in columns.items()} for rank in range(ranks)]
+    shape = getattr(value, "shape", None)
+    lengths: set[int] = set()
+    if shape is not None:
+        lengths = set(shape[1:2])
+    elif isinstance(value, list | tuple) and all(hasattr(row, "__len__") for row in value):
+        lengths = {len(row) for row in value}
+    if len(lengths) != 1:
+        raise ShardError(f"{label} has no sequences of one length to split: pad its rows to the same")
+    (length,) = lengths
+    if length % ranks:
+        raise ShardError(f"{label} has sequences of {length} tokens for {ranks} ranks: pad them to a multiple")
+    size = length // ranks
+    cuts = [slice(start, start + size) for start in range(0, length, size)]
+    if shape is None:
+        return [[_copied(row[cut]) for row in value] for cut in cuts]
+    return [_copied(value[:, cut]) for cut in cuts]
+
+
+def _copied(part: Any) -> Any:
+    """A torch view is sent with its whole storage."""
+    return part.clone() if hasattr(part, "untyped_storage") else part
 
 
 def count_rows(value: Any) -> int | None:
@@ -102,33 +145,37 @@ def count_tokens(value: Any) -> int:
 
 
 def arrange(
-    args: Sequence[Any], kwargs: Mapping[str, Any], replicas: int, label: str, store: Callable[[Any], Any]
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    sizes: tuple[int, int],
+    label: str,
+    store: Callable[[Any], Any],
 ) -> list[Arranged]:
-    """One set of arguments for each replica.
+    """A set of arguments for each context rank of each replica.
 
     Args:
         args: as the caller wrote them.
         kwargs: likewise.
-        replicas: of the model.
+        sizes: model replicas, and the ranks of each that share sequences.
         label: the call's name in error messages.
         store: puts away a value that every rank takes.
 
     Raises:
         ShardError: a wrapped argument cannot be split, or two have different numbers of rows.
     """
-    parts: list[Part] | None = None
+    replicas, context = sizes
+    shares: list[Share] = []
 
     def divided(value: Any, name: str) -> list[Any]:
-        nonlocal parts
         if not isinstance(value, NeedParallel):
-            return [store(value)] * replicas
-        pieces = parts_of(value, replicas, f"{label}: argument {name}")
-        found = [part for _, part in pieces]
-        if parts is not None and [part.rows for part in parts] != [part.rows for part in found]:
-            raise ShardError(f"{label}: argument {name} has {found[0].of} rows, another one {parts[0].of}")
-        # Of two wrapped arguments the one with more tokens in it has the sequences.
-        if parts is None or sum(part.tokens for part in found) > sum(part.tokens for part in parts):
-            parts = found
+            return [store(value)] * (replicas * context)
+        pieces = parts_of(value, replicas, context, f"{label}: argument {name}")
+        found = [share for _, share in pieces]
+        if shares and [share.rows for share in shares] != [share.rows for share in found]:
+            raise ShardError(f"{label}: argument {name} has {found[0].of} rows, another one {shares[0].of}")
+        # Of several wrapped arguments those with sequences weigh, and of these the one with most tokens.
+        if not shares or _weight_of(found) > _weight_of(shares):
+            shares[:] = found
         return [piece for piece, _ in pieces]
 
     positional = [divided(value, str(index)) for index, value in enumerate(args)]
@@ -137,10 +184,14 @@ def arrange(
         Arranged(
             tuple(pieces[at] for pieces in positional),
             {name: pieces[at] for name, pieces in named.items()},
-            parts[at] if parts is not None else None,
+            shares[at] if shares else WHOLE,
         )
-        for at in range(replicas)
+        for at in range(replicas * context)
     ]
+
+
+def _weight_of(shares: Sequence[Share]) -> tuple[bool, int]:
+    return shares[0].sequences, sum(share.tokens for share in shares)
 
 
 def stored_by(port: Port) -> Callable[[Any], Any]:
@@ -157,12 +208,12 @@ def stored_by(port: Port) -> Callable[[Any], Any]:
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
-def merge(results: Sequence[Any], parts: Sequence[Part | None], how: Merge) -> Any:
-    """Put the replicas' results together; those of padding are left out.
+def merge(results: Sequence[Any], shares: Sequence[Share], how: Merge) -> Any:
+    """Put results together; those of padding are left out.
 
     Args:
-        results: one for each replica.
-        parts: what each got.
+        results: one for each replica; one for each rank that has a part of the sequences where these are divided.
+        shares: what each got.
         how: ``list``: as they are. ``flat``: lists, arrays, tensors or batches joined in order. ``mean``: numbers,
             tensors, or dicts of them, weighted by tokens: by the entry ``tokens`` of a dict (which is summed), else by
             those of the arguments. ``sum``: likewise, added. ``rank0``: the first.
@@ -170,7 +221,7 @@ def merge(results: Sequence[Any], parts: Sequence[Part | None], how: Merge) -> A
     Raises:
         ShardError: results cannot be put together in this way.
     """
-    pairs = [(result, part) for result, part in zip(results, parts, strict=True) if part is None or part.rows]
+    pairs = [(result, share) for result, share in zip(results, shares, strict=True) if share.rows or not share.of]
     values = [result for result, _ in pairs]
     if how == "list":
         return values
@@ -180,14 +231,14 @@ def merge(results: Sequence[Any], parts: Sequence[Part | None], how: Merge) -> A
         return join(values)
     if how == "sum":
         return _each(values, _added)
-    weights = [_weight(result, part) for result, part in pairs]
+    weights = [_weight(result, share) for result, share in pairs]
     return _each(values, lambda numbers: _mean(numbers, weights))
 
 
-def _weight(result: Any, part: Part | None) -> float:
+def _weight(result: Any, share: Share) -> float:
     if isinstance(result, Mapping) and "tokens" in result:
         return float(result["tokens"])
-    return float(part.tokens) if part is not None else 1.0
+    return float(share.tokens) if share.of else 1.0
 
 
 def _each(values: Sequence[Any], combine: Callable[[Sequence[Any]], Any]) -> Any:

@@ -32,18 +32,18 @@ def sync(source: Any, target: Any, timeout_s: float) -> SyncReport:
     """
     from_crew, to_crew = source._running("a weight sync"), target._running("a weight sync")
     session = source._session
-    route = route_between(from_crew, to_crew, session.slots, session.folder, session.hosting.separate)
+    route = route_between(from_crew, to_crew, session.slots, session.id, session.hosting.separate)
     senders, takers = range(len(from_crew.seats)), range(len(to_crew.seats))
     if route.way == "object store":
         sent = [source._submit(rank, "engine.publish", ()) for rank in senders]
         # The first rank's result is the weights: the takers wait for it, this process never sees it.
         taken = [target._submit(rank, "engine.receive", (sent[0],)) for rank in takers]
-        stamps = target._gather([*taken, *sent[1:]], timeout_s)[: len(taken)]
+        stamps = session.gather([*taken, *sent[1:]], timeout_s)[: len(taken)]
     else:
         ticket = source._ask("engine.offer", route, timeout_s=timeout_s)[0]
         sent = [source._submit(rank, "engine.send", (ticket, route)) for rank in senders]
         taken = [target._submit(rank, "engine.take", (ticket, route)) for rank in takers]
-        stamps = source._gather([*taken, *sent], timeout_s)[: len(taken) + 1]
+        stamps = session.gather([*taken, *sent], timeout_s)[: len(taken) + 1]
     if len(set(stamps)) != 1:
         told = "; ".join(f"{target.name}[{rank}] {stamp}" for rank, stamp in zip(takers, stamps, strict=False))
         raise WeightSyncError(f"{target.name} has other weights than {source.name} sent, {stamps[-1]}: {told}")

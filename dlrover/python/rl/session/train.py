@@ -24,6 +24,7 @@ EXECUTORS = ("fsdp2",)
 """What runs a module of the user's own."""
 
 _SHARED = {"train", "eval"}  # The engine's call the module's.
+_TAKEN = {"close"}  # It belongs to the process.
 
 
 class TrainEngine(HandEngine):
@@ -53,19 +54,20 @@ class TrainEngine(HandEngine):
                 " jobs, by the losses that they are handed"
             )
         must_be_empty(module)
-        hidden = set(methods_of(type(module))) & set(dir(TrainEngine)) - _SHARED
+        hidden = set(methods_of(type(module))) & (set(dir(TrainEngine)) - _SHARED | _TAKEN)
         if hidden:
             raise EngineError(
                 f"{type(module).__name__} has methods that the engine has itself: rename {', '.join(sorted(hidden))}"
             )
         self._class, self._merge = type(module), _checked(merge)
         self._payload = cloudpickle.dumps(module)
-        self._replica = 1
+        self._parallel = ParallelSizes()
 
     def build(  # noqa: PLR0913 - the options of a placement, all of them optional
         self,
         *,
         tensor_parallel_size: int = 1,
+        context_parallel_size: int = 1,
         data_parallel_size: int | None = None,
         shards: int | None = None,
         colocate_with: Any = None,
@@ -76,11 +78,14 @@ class TrainEngine(HandEngine):
     ) -> "TrainEngine":
         """Start a process for each slot, and give each its part of the module with its weights.
 
-        The ranks are ``data_parallel_size`` groups of ``shards * tensor_parallel_size``. Each group has one copy of the
-        model. What is not given fills the slots there are: by default one group shards the model over all of them.
+        The ranks are ``data_parallel_size`` groups of ``shards * context_parallel_size * tensor_parallel_size``. Each
+        group has one copy of the model. What is not given fills the slots there are: by default one group shards the
+        model over all of them.
 
         Args:
             tensor_parallel_size: ranks that split each matrix, and get the same rows.
+            context_parallel_size: ranks that share the sequences of the same rows, where a call divides them
+                (``NeedParallel(x, type="seq")``); they shard the parameters, too. Hugging Face models only.
             data_parallel_size: groups.
             shards: ranks of a group that share out the parameters, gradients and optimizer (ZeRO-3), each with rows of
                 its own.
@@ -102,15 +107,19 @@ class TrainEngine(HandEngine):
             return self
         open_wish = wish_of(1, None, False, colocate_with, not_colocate_with, nodes)
         room = len(current().table.room(open_wish))
-        groups, size = train_sizes(room, tensor_parallel_size, data_parallel_size, shards)
+        groups, size = train_sizes(room, tensor_parallel_size, context_parallel_size, data_parallel_size, shards)
+        self._parallel = ParallelSizes(
+            ddp_size=groups,
+            tensor_parallel_size=tensor_parallel_size,
+            context_parallel_size=context_parallel_size,
+        )
         crew = self._seat(replace(open_wish, group=size, groups=groups), TRAIN_PROCESS, whole_groups=False)
-        self._replica = tensor_parallel_size
         try:
             kind = self._session.slots[crew.seats[0][0]].kind
             settings = TrainSettings(
                 device=kind,
                 precision=precision or ("bf16" if kind == "cuda" else "fp32"),
-                parallel=ParallelSizes(ddp_size=groups, tensor_parallel_size=tensor_parallel_size),
+                parallel=self._parallel,
             )
             first = crew.processes[0]
             payload = self._session.hosting.port.put(self._payload)
@@ -118,7 +127,8 @@ class TrainEngine(HandEngine):
                 TrainTerms(self.name, settings, Rendezvous(rank, len(crew.seats), first.address, first.port))
                 for rank in range(len(crew.seats))
             ]
-            self._gather([self._submit(rank, "engine.open", (term, payload)) for rank, term in enumerate(terms)])
+            refs = [self._submit(rank, "engine.open", (term, payload)) for rank, term in enumerate(terms)]
+            self._gather(refs)
         except BaseException:
             self.release()
             raise
@@ -131,7 +141,7 @@ class TrainEngine(HandEngine):
         Raises:
             SessionError: it is not built.
         """
-        return len(self._running("replicas").seats) // self._replica
+        return len(self._running("replicas").seats) // self._parallel.replica_size
 
     # -- the module's methods -----------------------------------------------------------------------------------------
 
@@ -146,20 +156,17 @@ class TrainEngine(HandEngine):
         return sorted([*object.__dir__(self), *methods_of(self._class)])
 
     def _call(self, method: "ModuleMethod", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        replicas, replica = self.replicas, self._replica
-        label = f"{self.name}.{method.name}"
-        shares = arrange(args, kwargs, replicas, label, stored_by(self._session.hosting.port))
+        context, alike = self._parallel.context_parallel_size, self._parallel.tensor_parallel_size
+        sizes, label = (self.replicas, context), f"{self.name}.{method.name}"
+        arranged = arrange(args, kwargs, sizes, label, stored_by(self._session.hosting.port))
         refs = [
-            self._submit(
-                rank,
-                method.name,
-                (shares[rank // replica].part, *shares[rank // replica].args),
-                shares[rank // replica].kwargs,
-            )
-            for rank in range(replicas * replica)
+            self._submit(rank, method.name, (given.share, *given.args), given.kwargs)
+            for rank, given in enumerate(given for given in arranged for _ in range(alike))
         ]
-        results = self._gather(refs, method.timeout_s)[::replica]
-        return merge(results, [share.part for share in shares], method.merge)
+        results = self._gather(refs, method.timeout_s)[::alike]
+        shares = [given.share for given in arranged]
+        speaking = 1 if shares[0].sequences else context
+        return merge(results[::speaking], shares[::speaking], method.merge)
 
     # -- the engine's own verbs ---------------------------------------------------------------------------------------
 
@@ -174,7 +181,7 @@ class TrainEngine(HandEngine):
     @property
     def training(self) -> bool:
         """Whether the module is in training mode."""
-        return bool(self._ask("engine.training")[0])
+        return bool(self._ask("engine.in_training")[0])
 
     def p2p_weight_sync(self, other: HandEngine, timeout_s: float = 600.0) -> SyncReport:
         """Give the weights to another engine, process to process; see :func:`~dlrover.python.rl.session.sync.sync`.

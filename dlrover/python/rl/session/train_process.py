@@ -2,90 +2,73 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from dlrover.python.rl.engine.base import Part, Place
+from dlrover.python.rl.engine.memory import DeviceMemory
+from dlrover.python.rl.engine.module import Share
 from dlrover.python.rl.engine.module_engine import ModuleEngine
-from dlrover.python.rl.engine.sync.base import Ticket
-from dlrover.python.rl.engine.weights import WeightSnapshot, WeightStamp
+from dlrover.python.rl.engine.sync.base import Ticket, WeightTransport
+from dlrover.python.rl.engine.weights import WeightStamp
 from dlrover.python.rl.session.hosted import Hosted
 from dlrover.python.rl.session.routes import Route, Routes
-from dlrover.python.rl.session.split import Part as Share
 from dlrover.python.rl.session.terms import TrainTerms
 
 
-class TrainProcess(Hosted):
-    """Holds a :class:`~dlrover.python.rl.engine.module_engine.ModuleEngine`."""
+class TrainSeat:
+    """Holds a :class:`~dlrover.python.rl.engine.module_engine.ModuleEngine`, and its ends of weight syncs."""
 
     def __init__(self) -> None:
-        self._engine: Any = None
-        self._routes = Routes("", False, "cpu")
+        self.engine: Any = None
+        self._routes: Routes | None = None
 
     def open(self, terms: TrainTerms, payload: bytes) -> None:
         """Make this rank's part of the module; see the engine for what it raises."""
-        who = f"{terms.name}[{terms.rendezvous.rank}]"
-        self._engine = ModuleEngine(who, payload, terms.settings, terms.rendezvous)
-        self._routes = Routes(who, terms.rendezvous.rank == 0, terms.settings.device)
+        who, rank = f"{terms.name}[{terms.rendezvous.rank}]", terms.rendezvous.rank
+        memory = DeviceMemory(terms.settings.device)
+        self.engine = ModuleEngine(who, payload, terms.settings, terms.rendezvous, memory)
+        self._routes = Routes(who, rank == 0, terms.settings.device, memory)
 
     def users_method(self, name: str) -> Callable[..., Any]:
         """A method of the module; its first argument says what part of the rows it gets."""
         return partial(self._call, name)
 
-    def _call(self, name: str, share: Share | None, /, *args: Any, **kwargs: Any) -> Any:
-        rows, of = (share.rows, share.of) if share is not None else (0, 0)
-        return self._engine.call(name, rows, of, args, kwargs)
+    def _call(self, name: str, share: Share, /, *args: Any, **kwargs: Any) -> Any:
+        return self.engine.call(name, share, args, kwargs)
 
-    # -- the engine's verbs: see ModuleEngine -------------------------------------------------------------------------
+    def in_training(self) -> bool:
+        """Whether the module is in training mode."""
+        return bool(self.engine.training)
 
-    def train(self, mode: bool) -> None:
-        self._engine.train(mode)
-
-    def training(self) -> bool:
-        return bool(self._engine.training)
-
-    def publish(self) -> WeightSnapshot | None:
-        weights: WeightSnapshot | None = self._engine.publish()
-        return weights
-
-    def receive(self, weights: WeightSnapshot) -> WeightStamp:
-        stamp: WeightStamp = self._engine.receive(weights)
-        return stamp
+    # -- weight sync --------------------------------------------------------------------------------------------------
 
     def offer(self, route: Route) -> Ticket:
-        return self._routes.end(route).offer(self._engine)
+        """What this engine has to send."""
+        return self._end(route).offer(self.engine)
 
     def send(self, ticket: Ticket, route: Route) -> WeightStamp | None:
-        return self._routes.end(route).send(ticket, self._engine)
+        """Send it; which weights it was, on the rank that leads."""
+        return self._end(route).send(ticket, self.engine)
 
     def take(self, ticket: Ticket, route: Route) -> WeightStamp:
-        return self.receive(self._routes.end(route).receive(ticket))
+        """Take over the weights of a ticket."""
+        stamp: WeightStamp = self.engine.receive(self._end(route).receive(ticket))
+        return stamp
 
-    def save(self, path: Path) -> None:
-        self._engine.save(path)
-
-    def cpu(self) -> None:
-        self._engine.cpu()
-
-    def cuda(self, part: Part) -> None:
-        self._engine.cuda(part)
-
-    def meta(self) -> None:
-        self._engine.meta()
-
-    def place(self) -> Place:
-        place: Place = self._engine.place()
-        return place
-
-    def footprint(self) -> dict[str, int]:
-        held: dict[str, int] = self._engine.footprint()
-        return held
-
-    def release_cache(self) -> None:
-        self._engine.release_cache()
+    def _end(self, route: Route) -> WeightTransport:
+        assert self._routes is not None, "open() comes first"
+        return self._routes.end(route)
 
     def close(self) -> None:
-        self._routes.close()
-        if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+        """Leave the other ranks and release everything."""
+        if self._routes is not None:
+            self._routes.close()
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+
+class TrainProcess(Hosted):
+    """The object in the process."""
+
+    def __init__(self) -> None:
+        super().__init__(TrainSeat())

@@ -303,15 +303,8 @@ def _source(blueprint: Blueprint, module: Any) -> Source:
 
 
 def _check_parallel(module: Any, settings: TrainSettings, grid: Grid) -> None:
-    layout, name = grid.layout, type(module).__name__
+    layout = grid.layout
     if layout.context > 1:
-        if not attention.can_pack(module):
-            raise EngineError(f"{name} mixes tokens by other means than attention: context_parallel_size has to be 1")
-        heads = module.config.get_text_config().num_attention_heads
-        if (heads // layout.tensor) % layout.context:
-            raise EngineError(
-                f"context_parallel_size {layout.context} cannot share {heads} attention heads"
-                f" over tensor_parallel_size {layout.tensor}"
-            )
+        attention.check_sharing(module, layout.context, layout.tensor)
     if settings.lora is not None and layout.tensor > 1:
         raise EngineError(f"adapters cannot be split: tensor_parallel_size is {layout.tensor}, and has to be 1")

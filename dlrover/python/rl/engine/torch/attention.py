@@ -67,6 +67,22 @@ def can_pack(model: Any) -> bool:
     return chosen and kinds <= LAYER_TYPES and getattr(config, "attn_logit_softcapping", None) is None
 
 
+def check_sharing(model: Any, context: int, tensor: int = 1) -> None:
+    """Refuse a model whose sequences ``context`` ranks cannot share, with its heads split over ``tensor`` ranks.
+
+    Raises:
+        EngineError: not all of its layers attend as :func:`packed_attention` does, or its heads cannot be shared out.
+    """
+    if not can_pack(model):
+        name = type(model).__name__
+        raise EngineError(f"{name} mixes tokens by other means than attention: context_parallel_size has to be 1")
+    heads = model.config.get_text_config().num_attention_heads
+    if (heads // tensor) % context:
+        raise EngineError(
+            f"context_parallel_size {context} cannot share {heads} attention heads over tensor_parallel_size {tensor}"
+        )
+
+
 def packed_attention(  # noqa: PLR0913 - Transformers' signature
     module: Any,
     query: Any,
@@ -81,8 +97,8 @@ def packed_attention(  # noqa: PLR0913 - Transformers' signature
 
     Args:
         module: the attention layer.
-        query: ``[1, heads, tokens, dim]``.
-        key: ``[1, key-value heads, tokens, dim]``.
+        query: ``[rows, heads, tokens, dim]``; the documents are those of the first row, then those of the next.
+        key: ``[rows, key-value heads, tokens, dim]``.
         value: as ``key``.
         attention_mask: has to be None.
         dropout: has to be 0.
@@ -90,7 +106,7 @@ def packed_attention(  # noqa: PLR0913 - Transformers' signature
         options: ``documents``, ``sliding_window`` (tokens that a token sees, itself included), and what the model adds.
 
     Returns:
-        ``[1, tokens, heads, dim]``, and None.
+        ``[rows, tokens, heads, dim]``, and None.
 
     Raises:
         EngineError: the model wants attention of another kind, or did not hand ``documents`` on.
@@ -103,10 +119,12 @@ def packed_attention(  # noqa: PLR0913 - Transformers' signature
     if odd or attention_mask is not None or dropout or not causal:
         what = ", ".join(odd) or "a mask, dropout or attention that is not causal"
         raise EngineError(f"{type(module).__name__} wants {what}, which attention over packed documents cannot do")
-    if documents.group is None:
-        return attend(query, key, value, documents, scaling, window), None
-    query, key, value = whole_rows(query, key, value, documents.group)
-    return _to_tokens(attend(query, key, value, documents, scaling, window), documents.group), None
+    if documents.group is not None:
+        query, key, value = whole_rows(query, key, value, documents.group)
+    rows = len(query)
+    query, key, value = (tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key, value))
+    found = attend(query, key, value, documents, scaling, window)[0].unflatten(0, (rows, -1))
+    return found if documents.group is None else _to_tokens(found, documents.group), None
 
 
 AttentionInterface.register(NAME, packed_attention)
@@ -115,7 +133,7 @@ AttentionInterface.register(NAME, packed_attention)
 def attend(  # noqa: PLR0913 - three tensors and how they attend
     query: Any, key: Any, value: Any, documents: Documents, scaling: float | None = None, window: int | None = None
 ) -> Any:
-    """:func:`packed_attention` of whole rows: ``[1, tokens, heads, dim]``."""
+    """:func:`packed_attention` of one whole row: ``[1, tokens, heads, dim]``."""
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and varlen_attn is not None:
         longest = max(documents.lengths)
         return varlen_attn(
@@ -155,7 +173,7 @@ def _run(  # noqa: PLR0913 - three tensors and how they attend
 
 
 def whole_rows(query: Any, key: Any, value: Any, group: Any) -> list[Any]:
-    """All tokens of this rank's share of the heads: ``[1, heads / ranks, tokens * ranks, dim]`` each (Ulysses,
+    """All tokens of this rank's share of the heads: ``[rows, heads / ranks, tokens * ranks, dim]`` each (Ulysses,
     arXiv:2309.14509). Where there are too few key-value heads to share out, each query head gets a copy of its own.
 
     Raises:
@@ -170,13 +188,13 @@ def whole_rows(query: Any, key: Any, value: Any, group: Any) -> list[Any]:
 
 
 def _to_heads(tensor: Any, group: Any) -> Any:
-    parts = tensor[0].unflatten(0, (dist.get_world_size(group), -1))
-    return _Swap.apply(parts, group).transpose(0, 1).flatten(1, 2)[None]
+    parts = tensor.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0)
+    return _Swap.apply(parts, group).movedim(0, 2).flatten(2, 3)
 
 
 def _to_tokens(tensor: Any, group: Any) -> Any:
-    parts = tensor[0].unflatten(0, (dist.get_world_size(group), -1))
-    return _Swap.apply(parts, group).permute(1, 0, 2, 3).flatten(1, 2)[None]
+    parts = tensor.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0)
+    return _Swap.apply(parts, group).movedim(0, 2).flatten(2, 3)
 
 
 class _Swap(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """Engines driven by hand in this process: for a debugger, and for tests."""
 
+import contextlib
 import os
 import socket
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dlrover.python.rl.runtime.executor import starting
 from dlrover.python.rl.runtime.host import MemberHost
 from dlrover.python.rl.runtime.hosting import Device, class_at
 from dlrover.python.rl.runtime.local.port import LocalMember, LocalPort
+from dlrover.python.rl.runtime.node_memory import forget_memory
 from dlrover.python.rl.trainer.workload import MemberContext
 
 HERE = "here"
@@ -44,11 +46,15 @@ class LocalHosting:
         return [here] * world
 
     def end(self, crew: str) -> None:
-        for rank, member in enumerate(self._members.get(crew, [])):
-            if member.alive:
-                member.host.close()
-                self.port.kill(crew, rank)
+        with contextlib.ExitStack() as stack:
+            for member in self._members.pop(crew, []):
+                member.alive = False
+                stack.callback(member.host.close)
+
+    def forget(self, job: str, run: str) -> None:
+        forget_memory(job, run)
 
     def close(self) -> None:
-        for crew in list(self._members):
-            self.end(crew)
+        with contextlib.ExitStack() as stack:
+            for crew in self._members:
+                stack.callback(self.end, crew)

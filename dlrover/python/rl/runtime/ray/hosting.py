@@ -17,27 +17,29 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from dlrover.python.rl.common.errors import ClusterUnavailable, PlacementTimeout, WorkloadStartError
-from dlrover.python.rl.common.log import configure_logging
+from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.control.events import Process
 from dlrover.python.rl.runtime.executor import starting
 from dlrover.python.rl.runtime.host import CallHeader, MemberHost
 from dlrover.python.rl.runtime.hosting import Device, class_at, own_search_path
+from dlrover.python.rl.runtime.node_memory import forget_memory
 from dlrover.python.rl.runtime.ports import HeldPort
 from dlrover.python.rl.runtime.ray.cluster import ray_cluster
 from dlrover.python.rl.runtime.ray.member import locate_with_port, serve
-from dlrover.python.rl.runtime.ray.options import VISIBLE_DEVICES_OFF
+from dlrover.python.rl.runtime.ray.options import ON_CPU, VISIBLE_DEVICES_OFF
 from dlrover.python.rl.runtime.ray.port import RayPort
 from dlrover.python.rl.trainer.workload import MemberContext
 
+_LOG = get_logger(__name__)
+
 _CLOSE_S = 5.0
 _GONE_S = 20.0
-_ON_CPU = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 class HostedActor:
@@ -171,7 +173,7 @@ class RayHosting:
     def _make(self, crew: str, rank: int, seat: Sequence[int]) -> Any:
         group, bundle = self._places[seat[0]]
         devices = [self.devices[slot] for slot in seat]
-        env = dict(_ON_CPU)
+        env = ON_CPU
         if devices[0].kind == "cuda":
             env = {**VISIBLE_DEVICES_OFF, "CUDA_VISIBLE_DEVICES": ",".join(device.name for device in devices)}
         options = {
@@ -199,8 +201,7 @@ class RayHosting:
         handles = self._crews.pop(crew, [])
         if not handles or not ray.is_initialized():
             return
-        with contextlib.suppress(RayError):
-            ray.wait([handle.dlrover_close.remote() for handle in handles], num_returns=len(handles), timeout=_CLOSE_S)
+        self._let_close(crew, handles)
         for handle in handles:
             ray.kill(handle)
         for handle in handles:
@@ -208,14 +209,38 @@ class RayHosting:
             with contextlib.suppress(RayError):
                 ray.get(handle.dlrover_ping.remote(), timeout=_GONE_S)
 
+    def _let_close(self, crew: str, handles: Sequence[Any]) -> None:
+        ranks = {handle.dlrover_close.remote(): rank for rank, handle in enumerate(handles)}
+        closed, _ = ray.wait(list(ranks), num_returns=len(ranks), timeout=_CLOSE_S)
+        for ref in closed:
+            try:
+                ray.get(ref, timeout=_CLOSE_S)
+            except RayActorError:
+                pass  # It is gone already.
+            except RayError as error:
+                _LOG.warning("%s[%d] did not close: %s", crew, ranks[ref], error)
+
+    def forget(self, job: str, run: str) -> None:
+        forget_memory(job, run)
+        if not ray.is_initialized():
+            return
+        others = {device.node for device in self.devices} - {ray.get_runtime_context().get_node_id()}
+        tasks = [
+            ray.remote(forget_memory)
+            .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+            .remote(job, run)
+            for node in others
+        ]
+        if tasks:
+            ray.wait(tasks, num_returns=len(tasks), timeout=_GONE_S)
+
     def close(self) -> None:
-        for crew in list(self._crews):
-            self.end(crew)
         groups, self._groups = self._groups, []
-        if ray.is_initialized():
-            for group in groups:
+        with self._stack:  # the connection goes last, whatever happens before
+            for crew in list(self._crews):
+                self.end(crew)
+            for group in groups if ray.is_initialized() else ():
                 remove_placement_group(group)
-        self._stack.close()
 
 
 def _rooms(per_node: int | None, most_cores: int | None) -> list[_Room]:

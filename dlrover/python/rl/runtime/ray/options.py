@@ -14,6 +14,10 @@ VISIBLE_DEVICES_OFF = {
 }
 
 
+ON_CPU = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+"""Several processes share the cores: threads that spin while they wait take them from the others."""
+
+
 def actor_options(name: str, env: Mapping[str, str], placed: Mapping[str, Any]) -> dict[str, Any]:
     """Ray's options of a process of a job.
 
@@ -38,8 +42,7 @@ def process_env(job: JobSpec) -> dict[str, str]:
     """What every process of the job finds in its environment."""
     if job.trainer.device_type != "CPU":
         return dict(job.env)
-    # Several processes share the cores: threads that spin while they wait take them from the others.
-    return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **job.env}
+    return {**ON_CPU, **job.env}
 
 
 def member_env(job: JobSpec, role: RLRoleType) -> dict[str, str]:

@@ -1,0 +1,90 @@
+"""The package where nothing is installed that it can do without: no Ray, and no engine of anybody else's."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+
+ABSENT = {"ray", "vllm", "sglang", "flash_attn", "deepspeed", "megatron", "peft", "liger_kernel", "accelerate"}
+
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in ABSENT else super().find_spec(name, path, target)
+
+
+sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
+assert not ABSENT & {name.partition(".")[0] for name in sys.modules}
+"""
+
+IMPORTS = """
+import importlib, json, pkgutil
+import dlrover
+import dlrover.python.rl as house
+from dlrover.python.rl.common.errors import MissingExtra
+
+names = [name for name in dlrover.__all__ if name not in ("RLJob", "RLJobBuilder")]
+for name in names:
+    getattr(dlrover, name)
+
+failed = {}
+for found in pkgutil.walk_packages(house.__path__, house.__name__ + ".", onerror=lambda name: None):
+    if found.name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(found.name)
+    except (ImportError, MissingExtra) as error:
+        failed[found.name.removeprefix(house.__name__ + ".")] = getattr(error, "name", "extra")
+print(json.dumps(failed))
+"""
+
+WORKS = """
+import json
+import torch
+import dlrover as rl
+from dlrover.python.rl.recipe.tiny import write_tiny_model
+from session_toys import Policy
+
+with rl.init(local=True):
+    model = write_tiny_model("T", hidden=32, layers=2, max_positions=128)
+    inference = rl.InferenceEngine(model).build()
+    rows = [output.outputs[0].token_ids for output in inference.generate(["a", "b"], {"max_new_tokens": 4})]
+    train = rl.TrainEngine(Policy.from_pretrained(model)).build(colocate_with=inference)
+    train.train_step(rl.NeedParallel(rows))
+    train.optimizer_step()
+    print(json.dumps(train.p2p_weight_sync(inference).stamp.version))
+"""
+
+
+def said(code, folder):
+    """What a script prints as JSON in its last line."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT + code],
+        cwd=folder,
+        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": "/bin"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_002_everything_is_imported_but_what_is_at_home_with_the_absent(tmp_path):
+    failed = said(IMPORTS, tmp_path)
+    homes = ("runtime.ray", "master", "engine.vllm", "engine.deepspeed", "engine.megatron")
+    assert {name for name in failed if not name.startswith(homes)} == set()
+    assert {"runtime.ray.hosting", "engine.vllm"} <= failed.keys(), "the absent packages were there"
+    assert {name.partition(".")[0] for name in failed.values()} <= {"ray", "vllm", "deepspeed", "megatron", "extra"}
+
+
+def test_002_engines_by_hand_work_without_them(tmp_path):
+    assert said(WORKS, tmp_path) == 1
