@@ -88,6 +88,8 @@ def test_014_the_backend_is_chosen_by_name(session, model):
         engine.release()
     with pytest.raises(EngineError, match="no engine is called 'torhc'; did you mean 'torch'"):
         rl.InferenceEngine(model, executor="torhc")
+    with pytest.raises(EngineError, match="did you mean 'prefill_tokens'"):
+        rl.InferenceEngine(model).build(prefil_tokens=3)
     with pytest.raises(EngineError, match="'deepspeed' does not run modules"):
         rl.TrainEngine(empty(TwoLayers), executor="deepspeed")
 

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import even_cuts
 from dlrover.python.rl.engine.base import RolloutSettings, SamplingParams
-from dlrover.python.rl.engine.registry import ROLLOUT, engine_place
+from dlrover.python.rl.engine.registry import ROLLOUT, engine_place, engine_problems
 from dlrover.python.rl.session.engine import HandEngine, wish_of
 from dlrover.python.rl.session.outputs import RequestOutput, outputs_of
 from dlrover.python.rl.session.prompts import as_prompts, as_sampling
@@ -38,8 +39,9 @@ class InferenceEngine(HandEngine):
         super().__init__(name)
         self.model = model
         self._executor: Any = executor
-        if isinstance(executor, str):
-            self._executor = engine_place(ROLLOUT, ALIASES.get(executor, executor))
+        self._known = ALIASES.get(executor, executor) if isinstance(executor, str) else None
+        if self._known is not None:
+            self._executor = engine_place(ROLLOUT, self._known)
         self._calls = 0
 
     def build(  # noqa: PLR0913 - the options of a placement, all of them optional
@@ -69,11 +71,15 @@ class InferenceEngine(HandEngine):
             The engine.
 
         Raises:
+            EngineError: the backend does not know an option, or not this value; nothing was started.
             SessionError: it is built already, or the slots are not there; nothing was started.
             InvocationError: a process could not load the model; none is left.
         """
         if not self._may_build(ignore_rebuild_error):
             return self
+        _, options = divided_settings(settings)
+        if self._known and (problems := engine_problems(ROLLOUT, self._known, options, "backend")):
+            raise EngineError("; ".join(map(str, problems)))
         wish = wish_of(tensor_parallel_size, data_parallel_size, True, colocate_with, not_colocate_with, nodes)
         crew = self._seat(wish, INFERENCE_PROCESS, whole_groups=True)
         try:
@@ -135,9 +141,14 @@ class InferenceEngine(HandEngine):
 
 def rollout_settings(kind: str, tensor_parallel_size: int, given: Mapping[str, Any]) -> RolloutSettings:
     """The settings of a rollout engine on devices of a kind; what they do not know goes to the backend."""
-    fields = {field.name for field in dataclasses.fields(RolloutSettings)} - {"device", "tensor_parallel_size"}
-    own = {"precision": "bf16" if kind == "cuda" else "fp32"} | {
-        name: value for name, value in given.items() if name in fields
-    }
-    backend = {**own.pop("backend", {}), **{name: value for name, value in given.items() if name not in fields}}
+    own, backend = divided_settings(given)
+    own = {"precision": "bf16" if kind == "cuda" else "fp32"} | own
     return RolloutSettings(device=kind, tensor_parallel_size=tensor_parallel_size, backend=backend, **own)
+
+
+def divided_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those that every rollout engine has, and the options of the backend."""
+    fields = {field.name for field in dataclasses.fields(RolloutSettings)} - {"device", "tensor_parallel_size"}
+    own = {name: value for name, value in given.items() if name in fields}
+    rest = {name: value for name, value in given.items() if name not in fields}
+    return own, {**own.pop("backend", {}), **rest}
