@@ -38,11 +38,17 @@ $(VENV)/dev: $(VENV)/core
 	@touch $@
 
 BACKENDS := $(filter-out fsdp2 torch,$(TRAIN) $(ROLLOUT))
-DEMO_ENV := $(if $(BACKENDS),.venv-$(firstword $(BACKENDS))/ready,$(VENV)/core)
+ifneq ($(word 2,$(BACKENDS)),)
+$(error an environment has one backend, not $(BACKENDS): leave TRAIN or ROLLOUT as it is)
+endif
+DEMO_ENV := $(if $(BACKENDS),.venv-$(BACKENDS)/ready,$(VENV)/core)
 DEMO_ENGINES := engine.train=$(TRAIN) engine.rollout=$(ROLLOUT)
+# The demo trains on the host, also where there is CUDA; for that megatron-core needs a shim, and has to be told.
+ifneq ($(filter deepspeed megatron,$(TRAIN)),)
+demo: export CUDA_VISIBLE_DEVICES :=
+endif
 ifeq ($(TRAIN),megatron)
-# megatron-core computes on CUDA only, but for a shim that it has to be told of.
-DEMO_ENGINES += $(if $(shell command -v nvidia-smi),engine.device=cuda,+engine.train_options.cpu_shim=true)
+DEMO_ENGINES += +engine.train_options.cpu_shim=true
 endif
 
 demo: $(DEMO_ENV) ## Train a small model with GRPO on Ray, to a curve and a table (TRAIN= ROLLOUT= SEED=0 ARGS='key=value ...')

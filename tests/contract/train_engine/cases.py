@@ -5,6 +5,8 @@ from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
+import pytest
+
 from dlrover.python.rl.engine.layout import ParallelSizes
 
 HEADS, KV_HEADS = 4, 2
@@ -64,3 +66,18 @@ ENGINES = {
     "deepspeed": Engine("deepspeed", [Case("deepspeed", *case) for case in DEEPSPEED]),
     "megatron": Engine("megatron.core" if find_spec("megatron") else "megatron", MEGATRON),
 }
+
+
+def parameters(slow=lambda case: case.world_size > 2, only=lambda case: True):
+    """The cases as what a test is parametrised with: skipped where the backend is not installed."""
+    for engine in ENGINES.values():
+        for case in filter(only, engine.cases):
+            marks = [pytest.mark.slow] if slow(case) else []
+            if engine.missing:
+                marks.append(pytest.mark.skip(reason=engine.missing))
+            yield pytest.param(case, id=case.name, marks=marks)
+
+
+def named(name):
+    """The case of this name."""
+    return next(case for engine in ENGINES.values() for case in engine.cases if case.name == name)

@@ -18,28 +18,38 @@ NO_GRADIENT = "k_proj.bias"
 """Attention does not change with a key's bias: its gradient is zero but for rounding, which Adam makes steps of."""
 
 
-def write_model(path, vocab_size=260, **shape):
+def write_model(path, vocab_size=260, kind=Qwen2ForCausalLM, **shape):
     """A Qwen2 with random weights and tied embeddings; two key-value heads."""
+    return write_random(path, kind(model_config(Qwen2Config, vocab_size=vocab_size, tie_word_embeddings=True, **shape)))
+
+
+def model_config(kind, **shape):
+    """Of a small model."""
     tokenizer = byte_tokenizer()
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = Qwen2Config(
-        vocab_size=vocab_size,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.06,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **sizes | shape,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Qwen2ForCausalLM(config)
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # Zeros would hide an error in adding them.
-                torch.nn.init.normal_(parameter, std=0.1)
-    return write_atomically(path, model, tokenizer)
+    sizes = {
+        "vocab_size": 260,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.06,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return kind(**sizes | shape)
+
+
+def write_random(path, model):
+    """The model with other random weights, the same at each call, and its tokenizer."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        # Zeros in a bias, or ones in a norm, would hide an error in using them.
+        spread = 0.1 if parameter.ndim == 1 else 0.06
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, spread, generator=generator)
+    return write_atomically(path, model, byte_tokenizer())
 
 
 def make_batch(seed):
@@ -97,9 +107,31 @@ def plain_loss(model, batch):
     return total, entropy
 
 
-def plain_model(path):
+def plain_model(path, kind=AutoModelForCausalLM):
     """The model as the library loads it, with its own slowest attention."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+
+def score_loss(scores, columns):
+    """Squared distance from a column, weighted."""
+    return (columns["weight"] * (scores - columns["old"]).square()).sum(), {"scores": scores.sum() / 50}
+
+
+def plain_scores(model, tokens, mask):
+    """Scores ``[actions]`` of one row."""
+    return model(torch.tensor(tokens)[None]).logits[0, :, 0][torch.tensor(mask)]
+
+
+def plain_score_loss(model, batch):
+    """:func:`score_loss` of a batch, a row at a time, and its metric."""
+    total, metric = torch.zeros(()), torch.zeros(())
+    rows = zip(*(batch.ragged(name) for name in ("tokens", "action_mask", "old")), batch.dense("weight"), strict=True)
+    for tokens, mask, old, weight in rows:
+        scores = plain_scores(model, tokens, mask)
+        columns = {"old": torch.tensor(old[mask], dtype=torch.float32), "weight": torch.tensor(weight)}
+        value, metrics = score_loss(scores, columns)
+        total, metric = total + value, metric + metrics["scores"]
+    return total, metric
 
 
 class PlainAdamW:
@@ -125,15 +157,33 @@ class PlainAdamW:
 
 def plain_run(path):
     """Five steps, a row at a time; what an engine should report, and the weights at the end."""
-    model = plain_model(path)
+    return plain_steps(plain_model(path), plain_loss, "entropy")
+
+
+def plain_steps(model, loss_of, metric):
+    """As :func:`plain_run`, for any model and ``loss_of(model, batch) -> (loss, metric)``."""
     named = dict(model.named_parameters())
     optimizer, told = PlainAdamW(named), []
     for step in range(STEPS):
         model.zero_grad()
-        loss, entropy = plain_loss(model, make_batch(step))
+        loss, value = loss_of(model, make_batch(step))
         loss.backward()
         norm = torch.sqrt(sum(tensor.grad.double().square().sum() for tensor in named.values())).item()
         lr = CONFIG.lr * min(1.0, (step + 1) / CONFIG.warmup_steps)
-        told.append({"loss": loss.item(), "grad_norm": norm, "lr": lr, "entropy": entropy.item()})
+        told.append({"loss": loss.item(), "grad_norm": norm, "lr": lr, metric: value.item()})
         optimizer.step(lr, min(1.0, CONFIG.max_grad_norm / norm))
     return told, {name: tensor.detach().numpy() for name, tensor in named.items()}
+
+
+def reported(step):
+    """What an engine says of a step, in the form of :func:`plain_run`."""
+    return {"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr, **step.metrics}
+
+
+def assert_close(found, expected, tolerance=1e-5):
+    """Weights by name."""
+    assert found.keys() == expected.keys()
+    for name in found:
+        allowed = 3 * STEPS * CONFIG.lr if name.endswith(NO_GRADIENT) else tolerance
+        difference = float(np.abs(found[name] - expected[name]).max())
+        assert difference < allowed, (name, difference)

@@ -5,31 +5,12 @@ import functools
 import numpy as np
 import pytest
 import torch
-from cases import ENGINES
+from cases import ENGINES, named, parameters
 from exercise import SAVED_AFTER, five_steps, go_on
-from plain import (
-    CONFIG,
-    NO_GRADIENT,
-    STEPS,
-    make_batch,
-    plain_model,
-    plain_outputs,
-    plain_run,
-    write_model,
-)
+from plain import assert_close, make_batch, plain_model, plain_outputs, plain_run, reported, write_model
 from processes import run
 
 from dlrover.python.rl.engine.layout import Layout
-
-
-def cases():
-    for engine in ENGINES.values():
-        for case in engine.cases:
-            marks = [pytest.mark.slow] if case.world_size > 2 else []
-            if engine.missing:
-                marks.append(pytest.mark.skip(reason=engine.missing))
-            yield pytest.param(case, id=case.name, marks=marks)
-
 
 # -- what is compared -------------------------------------------------------------------------------------------------
 
@@ -56,45 +37,28 @@ def found(model_path, checkpoints):
 
     @functools.cache
     def of(name):
-        case = next(case for engine in ENGINES.values() for case in engine.cases if case.name == name)
+        case = named(name)
         return run(case.world_size, five_steps, case, model_path, checkpoints / name)
 
     return of
 
 
-def differences(first, second):
-    assert first.keys() == second.keys()
-    return {name: float(np.abs(first[name] - second[name]).max()) for name in first}
-
-
-def assert_close(found, expected, tolerance=1e-5):
-    for name, difference in differences(found, expected).items():
-        allowed = 3 * STEPS * CONFIG.lr if name.endswith(NO_GRADIENT) else tolerance
-        assert difference < allowed, (name, difference)
-
-
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", parameters())
 def test_five_steps_end_in_the_weights_of_the_plain_loop(case, found, expected):
     told, weights = expected
     for rank in found(case.name):
         assert_close(rank["weights"], weights)
         for step, plain in zip(rank["told"], told, strict=True):
-            reported = {
-                "loss": step.loss,
-                "grad_norm": step.grad_norm,
-                "lr": step.lr,
-                "entropy": step.metrics["entropy"],
-            }
-            assert reported == pytest.approx(plain, rel=1e-5)
+            assert reported(step) == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", parameters())
 def test_row_052_what_a_step_reports_is_the_same_on_all_ranks(case, found):
     first, *others = (rank["told"] for rank in found(case.name))
     assert all(told == first for told in others)
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", parameters())
 def test_row_050_logprobs_and_entropies_are_the_dense_models(case, found, model_path):
     model, batch = plain_model(model_path), make_batch(0)
     ranks = found(case.name)
@@ -110,7 +74,7 @@ def test_row_050_logprobs_and_entropies_are_the_dense_models(case, found, model_
             assert not row[~mask].any()
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", parameters())
 def test_row_017_in_host_memory_nothing_is_on_the_device(case, found):
     for rank in found(case.name):
         before, empty, after = rank["footprints"]
@@ -120,7 +84,7 @@ def test_row_017_in_host_memory_nothing_is_on_the_device(case, found):
         assert rank["places"] == ["cpu", "cuda"]
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", parameters())
 def test_row_045_copies_of_a_part_are_equal_to_the_bit(case, found):
     layout = Layout.of(case.world_size, case.sizes)
     by_part = {}
@@ -130,13 +94,13 @@ def test_row_045_copies_of_a_part_are_equal_to_the_bit(case, found):
     assert all(len(digests) == 1 for digests in by_part.values())
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", parameters())
 def test_rank_0_publishes_all_weights(case, found, expected):
     ranks = found(case.name)
     assert ranks[0]["snapshot"] == sorted(expected[1])
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", parameters())
 def test_saved_loaded_and_continued_is_not_stopping_bit_for_bit(case, found, model_path, checkpoints):
     undisturbed = found(case.name)
     alone = f"{case.engine}-1"

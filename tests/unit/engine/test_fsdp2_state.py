@@ -111,6 +111,23 @@ def test_a_checkpoint_on_disk_brings_back_all_and_the_random_state(model_path, t
     assert bits(engine) == kept
 
 
+def test_a_write_that_was_killed_leaves_the_old_checkpoint_and_the_next_one_cleans_up(model_path, tmp_path):
+    engine = Fsdp2TrainEngine(model_path, CONFIG)
+    step(engine, 0)
+    engine.save_checkpoint(tmp_path / "kept")
+    kept = bits(engine)
+    # Killed after it had moved the old one aside, before the new one was in its place.
+    (tmp_path / "kept").rename(tmp_path / ".kept.old-0123")
+    (tmp_path / ".kept.new-4567").mkdir()
+    step(engine, 1)
+    engine.load_checkpoint(tmp_path / "kept")
+    assert bits(engine) == kept
+    engine.save_checkpoint(tmp_path / "kept")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
+    engine.load_checkpoint(tmp_path / "kept")
+    assert bits(engine) == kept
+
+
 def test_a_checkpoint_that_is_not_there_or_of_something_else_is_refused(model_path, tmp_path):
     engine = Fsdp2TrainEngine(model_path, CONFIG)
     with pytest.raises(EngineError, match="no checkpoint at '.*nothing'"):

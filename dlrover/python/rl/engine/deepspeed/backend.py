@@ -21,6 +21,7 @@ from dlrover.python.rl.engine.torch import attention
 from dlrover.python.rl.engine.torch.blueprint import Blueprint
 from dlrover.python.rl.engine.torch.outputs import Reader
 from dlrover.python.rl.engine.torch.packing import MicroBatch, check_tokens
+from dlrover.python.rl.engine.torch.randomness import set_packed_random_state
 from dlrover.python.rl.engine.torch.ranks import Ranks
 from dlrover.python.rl.engine.torch.residence import Residence
 from dlrover.python.rl.engine.torch.state import restore
@@ -298,13 +299,14 @@ class DeepSpeedBackend:
         write_checkpoint(path, self._ranks, {"version": version, **self.local_state()})
 
     def read_checkpoint(self, path: Path) -> int:
-        """Go back to what :meth:`write_checkpoint` wrote in this layout; return the version.
+        """Go back to what :meth:`write_checkpoint` wrote in this layout, the random state too; return the version.
 
         Raises:
             EngineError: there is no checkpoint, or it is of another layout or model.
         """
         state = read_checkpoint(path, self._ranks, self._layout)
         restore(self.local_state(), state)
+        set_packed_random_state(state["random"])
         return int(state["version"])
 
     def release(self) -> None:

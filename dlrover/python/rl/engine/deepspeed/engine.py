@@ -23,6 +23,7 @@ except ImportError as error:
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import __compatible_ops__
+from deepspeed.utils import groups
 
 from dlrover.python.rl.engine.deepspeed.backend import DeepSpeedBackend
 
@@ -62,6 +63,7 @@ class DeepSpeedTrainEngine(TrainShell):
             __compatible_ops__["deepspeed_shm_comm"] = False
         ranks = Ranks.connect(rendezvous, settings.device, always=True)
         deepspeed.init_distributed(dist_init_required=False)
+        ranks.bound(groups._get_data_parallel_group())
         return ranks
 
     def _make(self, loaded: bool) -> DeepSpeedBackend:

@@ -55,6 +55,8 @@ class Grid:
         if layout.context > 1:
             rows = (layout.ddp * layout.shard, layout.context, layout.tensor)
             context = init_device_mesh(kind, rows, mesh_dim_names=("replica", "context", "part")).get_group("context")
+            ranks.bound(context)
+        ranks.bound(*mesh.get_all_groups())
         return cls(
             layout,
             place,

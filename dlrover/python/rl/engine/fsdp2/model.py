@@ -266,13 +266,14 @@ class TrainedModel:
             EngineError: it is of another layout, or exactly one of the two is frozen; nothing was changed.
         """
         restore(self.local_state(), state)
-        if self.residence.on_device:
-            self._refresh()
+        self._refresh()
 
     @torch.no_grad()
     def _refresh(self) -> None:
+        there = self.residence.there
         for shard in self.shards:
-            shard.refresh()
+            if shard.master.dtype != shard.parameter.dtype:
+                there(plain(shard.parameter)).copy_(there(shard.master))
 
     def write_checkpoint(self, path: Path, version: int) -> None:
         """Write model, optimizer, version and random state, each rank its part."""

@@ -10,7 +10,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.base import OptimizerConfig, TokenLoss, TrainSettings
 from dlrover.python.rl.engine.megatron.attention import packed
@@ -27,7 +26,6 @@ from dlrover.python.rl.engine.torch.outputs import VocabularyShard, token_logpro
 from dlrover.python.rl.engine.torch.packing import MicroBatch, check_tokens
 from dlrover.python.rl.engine.torch.ranks import Ranks
 from dlrover.python.rl.engine.torch.residence import Residence
-from dlrover.python.rl.engine.torch.sources import place_names
 from dlrover.python.rl.engine.torch.state import restore
 from dlrover.python.rl.engine.torch.stepping import accumulate
 from dlrover.python.rl.engine.weights import WeightSnapshot
@@ -49,6 +47,7 @@ class MegatronBackend:
         stage: this rank in its replica.
         ranks: all of the engine.
         ground: what Megatron's code has to run in.
+        residence: accounts for its tensors.
     """
 
     packs = True
@@ -95,27 +94,16 @@ class MegatronBackend:
         """Read this rank's part of the weights.
 
         Raises:
-            EngineError: the blueprint's source lacks tensors, or has them in other shapes.
+            EngineError: the blueprint's weights lack tensors, or have them in other shapes.
         """
-        wanted = {name: (name, "lm_head.weight") if name == _EMBEDDING else (name,) for name in self.shapes()}
-        source = blueprint.source_of(wanted, "model")
-        there = source.shapes()
-        found = place_names(wanted, there, "model")
-        faults = []
+        shapes = self.shapes()
+        wanted: dict[str, tuple[str, ...]] = {name: (name,) for name in shapes}
+        if self._shape.tied:
+            wanted[_EMBEDDING] = (_EMBEDDING, "lm_head.weight")
+        read = blueprint.reader(wanted, shapes, "model")
         for shard in self._shards:
-            tensors = []
-            for name, shape in zip(shard.parameter.sources, shard.parameter.shapes, strict=True):
-                made = None if name in found else blueprint.absent(name, shape)
-                if name in found and tuple(there[found[name]]) == shape:
-                    made = source.read(found[name], (slice(None),) * len(shape))
-                if made is None:
-                    faults.append(f"{name} of shape {shape}")
-                tensors.append(made)
-            if not faults:
-                shard.master.copy_(self._shards.part(shard, tensors))
-                shard.refresh()
-        if faults:
-            raise EngineError(f"the checkpoint lacks {', '.join(sorted(faults))}")
+            shard.master.copy_(self._shards.part(shard, [read(name) for name in shard.parameter.sources]))
+            shard.refresh()
 
     def check_tokens(self, tokens: Ragged) -> None:
         """Refuse ids outside the vocabulary and rows of more tokens than the model has positions.
@@ -273,10 +261,10 @@ class MegatronBackend:
             EngineError: it is of another layout, or exactly one of the two is frozen; nothing was changed.
         """
         restore(self.local_state(), state)
-        if self.residence.on_device:
-            with torch.no_grad():
-                for shard in self._shards:
-                    shard.refresh()
+        with torch.no_grad():
+            for shard in self._shards:
+                if shard.master is not shard.tensor:
+                    self.residence.there(shard.tensor).copy_(self._local(shard))
 
     def write_checkpoint(self, path: Path, version: int) -> None:
         """Write model, optimizer, version and random state, each rank its part."""

@@ -48,7 +48,7 @@ class MegatronTrainEngine(TrainShell):
         self._ground = self._choose_ground(options)
         ranks = Ranks.connect(rendezvous, settings.device, always=True)
         with self._ground:
-            self._owns_groups = _divide(self.layout)
+            self._owns_groups = _divide(self.layout, rendezvous.timeout_s)
         self._stage = Stage(
             self.layout,
             self.layout.coordinates(ranks.rank),
@@ -91,14 +91,19 @@ class MegatronTrainEngine(TrainShell):
         self._ranks.close()
 
 
-def _divide(layout: Layout) -> bool:
-    """Make Megatron's process groups; whether they were made here.
+def _divide(layout: Layout, timeout_s: float) -> bool:
+    """Make Megatron's process groups, whose collectives end within ``timeout_s``; whether they were made here.
 
     Raises:
         EngineError: this process has groups of other sizes.
     """
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(layout.tensor, layout.pipeline, order="tp-cp-ep-pp-dp")
+        parallel_state.initialize_model_parallel(
+            layout.tensor,
+            layout.pipeline,
+            order="tp-cp-ep-pp-dp",
+            distributed_timeout_minutes=timeout_s / 60,  # no whole number is needed
+        )
         return True
     there = (
         parallel_state.get_tensor_model_parallel_world_size(),

@@ -1,6 +1,6 @@
 """A Hugging Face model described, not built: its module without weights, its tokenizer, and where its weights are."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,38 @@ class Blueprint:
         found = place_names(wanted, source.shapes(), prefix)
         lacking = [name for name in wanted if name not in found and not name.startswith("score.")]
         return self.library_source() if lacking else source
+
+    def reader(
+        self, wanted: Mapping[str, tuple[str, ...]], shapes: Mapping[str, tuple[int, ...]], prefix: str
+    ) -> Callable[[str], Any]:
+        """Gives each of a module's tensors, whole and on the host, by its first name.
+
+        Args:
+            wanted: a tensor's first name in the module, and all its names.
+            shapes: first name to shape.
+            prefix: what the module puts before the names of its base model.
+
+        Raises:
+            EngineError: the weights lack tensors, or have them in other shapes.
+        """
+        source = self.source_of(wanted, prefix)
+        there = source.shapes()
+        found = place_names(wanted, there, prefix)
+        faults = [name for name in wanted if name not in found and self.absent(name, shapes[name]) is None]
+        faults += [
+            f"{name} of shape {shapes[name]} (it has {tuple(there[at])})"
+            for name, at in found.items()
+            if tuple(there[at]) != shapes[name]
+        ]
+        if faults:
+            raise EngineError(f"the checkpoint '{self.name}' lacks {', '.join(sorted(faults))}")
+
+        def read(name: str) -> Any:
+            if name not in found:
+                return self.absent(name, shapes[name])
+            return source.read(found[name], (slice(None),) * len(shapes[name]))
+
+        return read
 
     def library_source(self) -> Source:
         """The weights as the library loads them, in host memory: for files of older formats and other names.

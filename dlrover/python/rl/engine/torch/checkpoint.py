@@ -3,13 +3,12 @@
 A folder holds what the layout that wrote it had; another layout, and another engine, reads its own parts of it.
 """
 
+import glob
 import shutil
-import struct
 import uuid
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +17,74 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.layout import Layout
-from dlrover.python.rl.engine.torch.randomness import random_state, set_random_state
+from dlrover.python.rl.engine.torch.loading import flush
+from dlrover.python.rl.engine.torch.randomness import packed_random_state, set_packed_random_state
 from dlrover.python.rl.engine.torch.ranks import Ranks
 
 _VERSION, _LAYOUT = "version", "layout"
 
 
-@contextmanager
-def fresh_folder(path: Path, ranks: Ranks) -> Iterator[Path]:
-    """A folder that all ranks write to, and that takes the place of ``path`` at the end: a reader sees the old folder
-    or the new one, never a part."""
+def write_folder(path: Path, ranks: Ranks, write: Callable[[Path], None]) -> None:
+    """Let every rank write its files to a new folder, which then takes the place of ``path``.
+
+    Whenever a process is killed, :func:`present` finds the old folder or the new one, never a part. What earlier writes
+    left behind that were killed is removed.
+
+    Args:
+        path: the folder, where all ranks see it.
+        ranks: all of the engine, which all have to call.
+        write: writes this rank's files to the folder that it is given.
+
+    Raises:
+        EngineError: a rank could not write, which all say; the old folder is as it was, and nothing is left of the new.
+    """
     fresh = path.with_name(f".{path.name}.new-{ranks.gather(uuid.uuid4().hex)[0]}")
+    try:
+        _together(path, ranks, lambda: _fill(fresh, write))
+    except EngineError:
+        if ranks.rank == 0:
+            shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    _together(path, ranks, lambda: None if ranks.rank else _take_place(path, fresh))
+
+
+def _together(path: Path, ranks: Ranks, act: Callable[[], None]) -> None:
+    """Act on every rank; none goes on before all have."""
+    fault = ""
+    cause: BaseException | None = None
+    try:
+        act()
+    except (OSError, RuntimeError, CheckpointException) as error:
+        fault, cause = f"the checkpoint '{path}' cannot be written: {error}", error
+    try:
+        ranks.agree(fault)
+    except EngineError as error:
+        raise error from cause
+
+
+def _fill(fresh: Path, write: Callable[[Path], None]) -> None:
     fresh.mkdir(parents=True, exist_ok=True)
-    yield fresh
-    ranks.gather(None)  # Everybody has written.
-    if ranks.rank == 0:
-        old = path.with_name(f".{path.name}.old-{uuid.uuid4().hex}")
-        if path.exists():
-            path.rename(old)
-        fresh.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
-    ranks.gather(None)  # None goes on before the folder is there.
+    write(fresh)
+
+
+def _take_place(path: Path, fresh: Path) -> None:
+    if path.exists():
+        path.rename(path.with_name(f".{path.name}.old-{uuid.uuid4().hex}"))
+    fresh.rename(path)
+    flush(path.parent)
+    for left in (*_beside(path, "new"), *_beside(path, "old")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _beside(path: Path, kind: str) -> list[Path]:
+    return sorted(path.parent.glob(f".{glob.escape(path.name)}.{kind}-*"))
+
+
+def present(path: Path) -> Path:
+    """``path``; or the folder that a write had moved aside when it was killed, the new one not yet there."""
+    aside = _beside(path, "old")
+    return path if path.exists() or not aside else aside[-1]
 
 
 def write_checkpoint(path: Path, ranks: Ranks, layout: Layout, tensors: Mapping[str, Any], version: int) -> None:
@@ -53,15 +97,22 @@ def write_checkpoint(path: Path, ranks: Ranks, layout: Layout, tensors: Mapping[
         tensors: by name, DTensors where ranks divide them; as :func:`model_tensor` and :func:`optimizer_tensor` name
             them, engines understand each other.
         version: of the weights.
+
+    Raises:
+        EngineError: some rank could not write.
     """
     tree = {
         **tensors,
         _VERSION: torch.tensor(version),
         _LAYOUT: torch.tensor(layout.shape),
-        _random(ranks): _as_tensor(random_state()),
+        _random(ranks): packed_random_state(),
     }
-    with fresh_folder(path, ranks) as fresh, _quiet():
-        dcp.save(tree, checkpoint_id=fresh, no_dist=ranks.world_size == 1)
+
+    def write(fresh: Path) -> None:
+        with _quiet():
+            dcp.save(tree, checkpoint_id=fresh, no_dist=ranks.world_size == 1)
+
+    write_folder(path, ranks, write)
 
 
 def model_tensor(name: str) -> str:
@@ -91,9 +142,10 @@ def read_checkpoint(
     Raises:
         EngineError: there is no checkpoint, or it is of another model or optimizer.
     """
-    if not (path / ".metadata").is_file():
+    folder = present(path)
+    if not (folder / ".metadata").is_file():
         raise EngineError(f"no checkpoint at '{path}'")
-    reader = dcp.FileSystemReader(path)
+    reader = dcp.FileSystemReader(folder)
     there = reader.read_metadata().state_dict_metadata
     _check(path, tensors, names or tensors.keys(), there)
     own = _random(ranks)
@@ -106,7 +158,7 @@ def read_checkpoint(
     except CheckpointException as error:
         raise EngineError(f"the checkpoint '{path}' cannot be read: {error}") from error
     if own in tree and tuple(tree[_LAYOUT].tolist()) == layout.shape:
-        set_random_state(_from_tensor(tree[own]))
+        set_packed_random_state(tree[own])
     return int(tree[_VERSION])
 
 
@@ -116,23 +168,6 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
-
-
-def _as_tensor(state: dict[str, Any]) -> Any:
-    """A tree as bytes: the lengths of its parts, then the parts."""
-    skeleton, buffers = state_tree.dump(state)
-    parts = [skeleton, *map(bytes, buffers)]
-    lengths = struct.pack(f"<{len(parts) + 1}q", len(parts), *map(len, parts))
-    return torch.frombuffer(bytearray(lengths + b"".join(parts)), dtype=torch.uint8)
-
-
-def _from_tensor(packed: Any) -> Any:
-    content = packed.numpy().tobytes()
-    (count,) = struct.unpack_from("<q", content)
-    lengths = struct.unpack_from(f"<{count}q", content, 8)
-    ends = list(accumulate(lengths, initial=8 * (count + 1)))
-    skeleton, *buffers = (content[start:end] for start, end in pairwise(ends))
-    return state_tree.load(skeleton, [memoryview(buffer) for buffer in buffers])
 
 
 def _random(ranks: Ranks) -> str:

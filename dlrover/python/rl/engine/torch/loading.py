@@ -169,18 +169,18 @@ def write_atomically(path: Path, model: Any, tokenizer: Any, tensors: Mapping[st
         if tokenizer is not None:
             tokenizer.save_pretrained(fresh)
         for file in fresh.iterdir():
-            _flush(file)
+            flush(file)
         if path.exists():
             path.rename(old)
         fresh.rename(path)
-        _flush(path.parent)
+        flush(path.parent)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
     return path
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Push a file's or folder's contents to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -2,12 +2,16 @@
 
 import hashlib
 import random
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
+
+from dlrover.python.rl.data import state_tree
 
 
 def seed_random(*parts: int | str) -> None:
@@ -47,3 +51,21 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     if torch.cuda.is_initialized():
         for device, kept in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(kept, device)
+
+
+def packed_random_state() -> Any:
+    """:func:`random_state` as a tensor of bytes: the lengths of its parts, then the parts."""
+    skeleton, buffers = state_tree.dump(random_state())
+    parts = [skeleton, *map(bytes, buffers)]
+    lengths = struct.pack(f"<{len(parts) + 1}q", len(parts), *map(len, parts))
+    return torch.frombuffer(bytearray(lengths + b"".join(parts)), dtype=torch.uint8)
+
+
+def set_packed_random_state(packed: Any) -> None:
+    """Go back to what :func:`packed_random_state` gave."""
+    content = packed.numpy().tobytes()
+    (count,) = struct.unpack_from("<q", content)
+    lengths = struct.unpack_from(f"<{count}q", content, 8)
+    ends = list(accumulate(lengths, initial=8 * (count + 1)))
+    skeleton, *buffers = (content[start:end] for start, end in pairwise(ends))
+    set_random_state(state_tree.load(skeleton, [memoryview(buffer) for buffer in buffers]))

@@ -1,12 +1,13 @@
 """The processes of one engine: meeting, small sums, leaving."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.base import Rendezvous
@@ -25,11 +26,13 @@ class Ranks:
         rank: this process, 0 to ``world_size - 1``.
         world_size: processes in all.
         owns_group: whether the process group was made here, and is ended here.
+        timeout_s: how long a collective may wait.
     """
 
     rank: int = 0
     world_size: int = 1
     owns_group: bool = False
+    timeout_s: float = 300.0
 
     @classmethod
     def connect(cls, rendezvous: Rendezvous, device: str = "cpu", always: bool = False) -> "Ranks":
@@ -52,7 +55,7 @@ class Ranks:
             there = (dist.get_rank(), dist.get_world_size())
             if there != (rank, world_size):
                 raise EngineError(f"this process is rank {there[0]} of {there[1]} already, not {rank} of {world_size}")
-            return cls(rank, world_size)
+            return cls(rank, world_size, timeout_s=rendezvous.timeout_s)
         address = f"{rendezvous.master_addr}:{rendezvous.master_port}"
         where = {"store": dist.HashStore()} if world_size == 1 else {"init_method": f"tcp://{address}"}
         on_cuda = torch.device(device).type == "cuda"
@@ -68,7 +71,13 @@ class Ranks:
             )
         except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
             raise EngineError(f"rank {rank} of {world_size} did not meet the others at {address}: {error}") from error
-        return cls(rank, world_size, owns_group=True)
+        return cls(rank, world_size, owns_group=True, timeout_s=rendezvous.timeout_s)
+
+    def bound(self, *groups: Any) -> None:
+        """Let collectives of other process groups wait no longer than those of the default one: by themselves they
+        would for half an hour."""
+        for group in groups:
+            _set_pg_timeout(timedelta(seconds=self.timeout_s), group)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, which has to be picklable, in the order of the ranks."""
@@ -87,10 +96,28 @@ class Ranks:
                 totals[name] = totals.get(name, 0.0) + value
         return totals
 
+    def agree(self, fault: str) -> None:
+        """Go on together or not at all.
+
+        Args:
+            fault: what has gone wrong on this rank; empty if nothing has.
+
+        Raises:
+            EngineError: something has gone wrong on some rank; all of them say so.
+        """
+        if told := told_by_ranks(self.gather(fault)):
+            raise EngineError(told)
+
     def close(self) -> None:
         """Leave the group; the other ranks' later sums fail."""
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def told_by_ranks(faults: Sequence[str]) -> str:
+    """The faults of all ranks in one line, each with its rank where there are several; empty if there is none."""
+    named = [f"rank {rank}: {fault}" if len(faults) > 1 else fault for rank, fault in enumerate(faults) if fault]
+    return "; ".join(named)
 
 
 def sum_tensors(tensors: Iterable[Any], group: Any) -> None:

@@ -21,7 +21,7 @@ from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.base import OptimizerConfig, TokenLoss
 from dlrover.python.rl.engine.torch.packing import MicroBatch
-from dlrover.python.rl.engine.torch.ranks import Ranks
+from dlrover.python.rl.engine.torch.ranks import Ranks, told_by_ranks
 
 Read: TypeAlias = Callable[[MicroBatch, bool], tuple[Any, Any]]
 """``read(micro, entropy) -> (outputs, entropies or None)``, each ``[actions]``, with gradient."""
@@ -51,9 +51,8 @@ def agreed_micro_batches(
     except EngineError as error:
         fault = str(error)
     told = ranks.gather((fault, len(micros)))
-    faults = [f"rank {rank}: {fault}" if len(told) > 1 else fault for rank, (fault, _) in enumerate(told) if fault]
-    if faults:
-        raise EngineError("; ".join(faults))
+    if faults := told_by_ranks([fault for fault, _ in told]):
+        raise EngineError(faults)
     most = max(count for _, count in told)
     if needs_actions and not most:
         raise EngineError("no row of the batch has an action token: there is nothing to learn from")

@@ -1,0 +1,66 @@
+"""Models of every architecture that megatron takes: five steps of each end where the library's own model ends."""
+
+import pytest
+import torch
+from cases import ENGINES, Case
+from exercise import STEPS, make_engine, train, weights_of
+from plain import assert_close, model_config, plain_model, plain_run, reported, write_random
+from processes import run
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from dlrover.python.rl.engine.layout import ParallelSizes
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+CONFIGS = {
+    "llama": lambda: model_config(LlamaConfig, tie_word_embeddings=False),
+    "llama3": lambda: model_config(LlamaConfig, tie_word_embeddings=True, rope_parameters=LLAMA3),
+    "mistral": lambda: model_config(MistralConfig, tie_word_embeddings=False, sliding_window=None),
+    "qwen2": lambda: model_config(Qwen2Config, tie_word_embeddings=False),
+    "qwen3": lambda: model_config(Qwen3Config, tie_word_embeddings=True, head_dim=16),
+}
+SHIM = {"cpu_shim": True}
+CASES = [
+    Case("megatron", 1, ParallelSizes(), SHIM),
+    Case("megatron", 4, ParallelSizes(tensor_parallel_size=2, pipeline_parallel_size=2), SHIM),
+]
+
+pytestmark = pytest.mark.skipif(bool(ENGINES["megatron"].missing), reason=ENGINES["megatron"].missing)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model_path(request, tmp_path_factory):
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_config(CONFIGS[request.param]())
+    return write_random(tmp_path_factory.mktemp("models") / request.param, model)
+
+
+@pytest.fixture(scope="module")
+def expected(model_path):
+    return plain_run(model_path)
+
+
+def five_steps(rank, world_size, port, case, path):
+    engine = make_engine(case, rank, port, path)
+    frequencies = engine._model._module.rotary_pos_emb.inv_freq.clone()
+    result = train(engine, rank, range(STEPS)), weights_of(engine), frequencies
+    engine.close()
+    return result
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
+def test_five_steps_end_in_the_weights_of_the_plain_loop(case, model_path, expected):
+    told, weights = expected
+    # At the few positions of a test nobody would see from the weights that the slowest of them are wrong.
+    frequencies = plain_model(model_path).model.rotary_emb.inv_freq
+    for steps, found, turning in run(case.world_size, five_steps, case, model_path):
+        assert torch.allclose(turning, frequencies, rtol=1e-6)
+        assert_close(found, weights)
+        for step, plain in zip(steps, told, strict=True):
+            assert reported(step) == pytest.approx(plain, rel=1e-5)
