@@ -114,7 +114,7 @@ def plain_model(path, kind=AutoModelForCausalLM):
 
 def score_loss(scores, columns):
     """Squared distance from a column, weighted."""
-    return (columns["weight"] * (scores - columns["old"]).square()).sum(), {"scores": scores.sum() / 50}
+    return (columns["weight"] * (scores - columns["old"]).square()).sum(), {"scores": scores.abs().sum() / 50}
 
 
 def plain_scores(model, tokens, mask):
