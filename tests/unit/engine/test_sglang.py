@@ -1,24 +1,28 @@
 """What only the SGLang engine has beside the contract of all rollout engines, against a server that stands in."""
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra, OutOfDeviceMemory, WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.base import Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.memory import DeviceMemory
 from dlrover.python.rl.engine.sglang.engine import SglangRolloutEngine
 from dlrover.python.rl.engine.sglang.server import SglangServer
 from dlrover.python.rl.engine.sglang.settings import SglangOptions, launch_arguments
+from dlrover.python.rl.engine.sync.base import SyncSettings
+from dlrover.python.rl.engine.sync.file import shared_memory
 from dlrover.python.rl.engine.torch.loading import load_causal_lm
 from dlrover.python.rl.engine.weights import take_snapshot
 from dlrover.python.rl.recipe.tiny import write_tiny_model
@@ -140,6 +144,32 @@ def test_104_weights_that_did_not_arrive_everywhere_are_not_served(engine, serve
     assert engine.generate(prompts(), SamplingParams(), (0,))["version"].tolist() == [1, 1, 1]
 
 
+def test_104_weights_that_the_server_refuses_are_named_with_its_words(engine, served, model_path, monkeypatch):
+    engine.receive(snapshot(model_path, 0))
+    answer = {"success": False, "message": "no room for this model"}
+    monkeypatch.setattr(served[0], "update_weights_from_disk", lambda body: answer)
+    with pytest.raises(WeightSyncError, match="did not take the weights: .*no room for this model"):
+        engine.receive(snapshot(model_path, 1, scale=1.02))
+    assert engine.version == -1
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 10, 1 << 20])
+def test_105_weights_that_came_in_buckets_are_served(bucket_bytes, engine, served, model_path, tmp_path):
+    """As they come: each tensor a part of one long row of bytes."""
+    wire = shared_memory(tmp_path, "ACTOR", SyncSettings(bucket_bytes=bucket_bytes))
+    trainer = Fsdp2TrainEngine(model_path, None)
+    ticket = wire.offer(trainer)
+    stamp = wire.send(ticket, trainer)
+    received = wire.receive(ticket)
+    engine.receive(received)
+    assert (received.stamp, engine.version) == (stamp, 0)
+    own = dict(served[0].model.named_parameters())
+    assert all(torch.equal(own[name], tensor) for name, tensor in trainer.named_weights())
+    del received
+    wire.close()
+    trainer.close()
+
+
 def test_offload_asks_the_server_for_it(engine, served, model_path):
     engine.receive(snapshot(model_path, 0))
     engine.cpu()
@@ -155,7 +185,10 @@ def test_nothing_that_was_handed_over_stays(served, model_path, tmp_path):
     engine = SglangRolloutEngine(model_path, RolloutSettings(backend=backend))
     for version in range(3):
         engine.receive(snapshot(model_path, version))
-        assert len(list(tmp_path.iterdir())) == 1
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 1
+    engine.meta()
+    assert not list(tmp_path.rglob("*.safetensors"))
+    engine.receive(snapshot(model_path, 3))
     engine.close()
     assert not list(tmp_path.iterdir())
 
@@ -189,23 +222,66 @@ def wait_until(condition, seconds=30.0):
         time.sleep(0.05)
 
 
+LAUNCH = """
+import json, os, sys, threading
+import sglang_stand_in
+
+flags = dict(zip(sys.argv[1:], sys.argv[2:] + [""]))
+open("flags.json", "w").write(json.dumps({**flags, "pid": os.getpid()}))
+sglang_stand_in.serve(flags["--model-path"], int(flags["--port"]))
+threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def launchable(tmp_path, monkeypatch):
+    """A package ``sglang`` whose ``launch_server`` is the stand-in, in an empty folder."""
+    (tmp_path / "packages/sglang").mkdir(parents=True)
+    (tmp_path / "packages/sglang/__init__.py").touch()
+    (tmp_path / "packages/sglang/launch_server.py").write_text(LAUNCH)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    paths = [tmp_path / "packages", Path(sglang_stand_in.__file__).parent, Path(__file__).parents[3]]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+    return tmp_path
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="'sglang' is installed here")
+def test_014_without_a_url_a_server_is_started_and_ended(launchable, model_path):
+    backend = {"start_timeout_s": 120.0, "server_args": {"log-level": "error"}, "exchange": str(launchable)}
+    engine = SglangRolloutEngine(model_path, RolloutSettings(max_batch=4, backend=backend))
+    flags = json.loads(Path("flags.json").read_text())
+    assert (flags["--host"], flags["--max-running-requests"], flags["--log-level"]) == ("127.0.0.1", "4", "error")
+    engine.receive(snapshot(model_path, 0))
+    assert engine.generate(prompts(), SamplingParams(max_new_tokens=3), (0,))["version"].tolist() == [0, 0, 0]
+    engine.close()
+    wait_until(lambda: not alive(flags["pid"]))
+    assert not list(launchable.glob("weights-*"))
+
+
+OWNER = """
+import subprocess, sys
+keeper = [sys.executable, "-m", "dlrover.python.rl.engine.sglang.keeper", sys.argv[1]]
+inner = "import os, subprocess, time; child = subprocess.Popen(['sleep', '600']);"
+inner += "print(os.getpid(), child.pid, flush=True); time.sleep(600)"
+server = subprocess.Popen([*keeper, sys.executable, "-c", inner], stdin=subprocess.PIPE, start_new_session=True)
+from dlrover.python.rl.engine.sglang.server import SglangServer
+sys.stdin.readline()
+SglangServer("http://127.0.0.1:9", server).close()
+"""
+
+
 @pytest.mark.parametrize("how", ["closed", "killed"])
 def test_023_the_servers_process_ends_with_its_owner(how, tmp_path):
-    """The keeper's side of it: whatever command it runs, and what that has started, ends."""
-    script = textwrap.dedent(
-        """
-        import subprocess, sys
-        keeper = [sys.executable, "-m", "dlrover.python.rl.engine.sglang.keeper"]
-        inner = "import os, subprocess, time; child = subprocess.Popen(['sleep', '600']);"
-        inner += "print(os.getpid(), child.pid, flush=True); time.sleep(600)"
-        server = subprocess.Popen([*keeper, sys.executable, "-c", inner], stdin=subprocess.PIPE, start_new_session=True)
-        from dlrover.python.rl.engine.sglang.server import SglangServer
-        sys.stdin.readline()
-        SglangServer("http://127.0.0.1:9", server).close()
-        """
-    )
+    """The keeper's side of it: whatever command it runs, and what that has started, ends, and nothing is left."""
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "model.safetensors").touch()
     owner = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+        [sys.executable, "-c", OWNER, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[3],
     )
     pids = [int(pid) for pid in owner.stdout.readline().split()]
     assert all(alive(pid) for pid in pids)
@@ -215,6 +291,7 @@ def test_023_the_servers_process_ends_with_its_owner(how, tmp_path):
     else:
         os.kill(owner.pid, signal.SIGKILL)
         owner.communicate(timeout=60)
+        wait_until(lambda: not folder.exists())
     wait_until(lambda: not any(alive(pid) for pid in pids))
 
 

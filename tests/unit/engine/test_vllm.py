@@ -2,8 +2,14 @@
 
 import gc
 import importlib.util
+import os
+import pickle
 import random
+import signal
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +17,15 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra, OutOfDeviceMemory, WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.base import OptimizerConfig, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.memory import DeviceMemory
 from dlrover.python.rl.engine.registry import ROLLOUT, engine_class
+from dlrover.python.rl.engine.sync.base import SyncSettings
+from dlrover.python.rl.engine.sync.file import shared_memory
 from dlrover.python.rl.engine.torch.loading import load_causal_lm
 from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
-from dlrover.python.rl.engine.weights import take_snapshot
+from dlrover.python.rl.engine.weights import take_snapshot, verify
 from dlrover.python.rl.recipe.tiny import write_tiny_model
 
 ABSENT = importlib.util.find_spec("vllm") is None
@@ -149,19 +158,43 @@ def test_settings_that_vllm_does_not_have_are_refused(model_path):
         make(model_path, RolloutSettings(backend={"max_model_length": 9}))
     with pytest.raises(EngineError, match="no model"):
         make("/nowhere/at/all", RolloutSettings())
+    with pytest.raises(EngineError, match="vLLM does not start: .*no_such_argument"):
+        make(model_path, RolloutSettings(backend={"engine_args": {"no_such_argument": 1}}))
 
 
 @needs_vllm
-def test_starting_it_leaves_the_process_as_it_was(model_path):
-    threads, python, array = torch.set_num_threads, random.getstate(), np.random.get_state()[1].tolist()
-    random_state = torch.get_rng_state()
+def test_heads_that_vllm_has_no_attention_for_are_refused(tmp_path):
+    narrow = write_tiny_model(tmp_path / "T", hidden=96, layers=1, max_positions=32)
+    with pytest.raises(EngineError, match=r"heads of width 32, 64, .* and this model's have 24"):
+        engine_class(ROLLOUT, "vllm")(narrow, RolloutSettings())
+
+
+@needs_vllm
+def test_what_keeps_vllm_from_starting_is_told_and_the_next_one_starts(engine, model_path):
+    engine.cpu()
+    memory = DeviceMemory()
+    with pytest.raises(EngineError, match="vLLM does not start: No available memory for the cache"):
+        engine_class(ROLLOUT, "vllm")(model_path, RolloutSettings(backend={"kv_cache_bytes": 1000}), memory)
+    assert memory.total() == 0
+    assert not torch.distributed.is_initialized()
+    engine.cuda()
+    engine.receive(snapshot(model_path, 0), rewind=True)
+    assert len(engine.generate(prompts(), SamplingParams(max_new_tokens=2), (0,))) == 3
+
+
+@needs_vllm
+def test_starting_it_leaves_the_process_as_it_was(engine, model_path):
+    engine.cpu()
+    threads, count, environment = torch.set_num_threads, torch.get_num_threads(), dict(os.environ)
+    python, array, random_state = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     made = engine_class(ROLLOUT, "vllm")(model_path, RolloutSettings(max_batch=2, backend={"max_model_len": 40}))
     try:
         with pytest.raises(EngineError, match="41 tokens does not fit the backend's limit of 40"):
             made.generate(prompts(["x" * 31]), SamplingParams(max_new_tokens=10), (0,))
     finally:
         made.close()
-    assert torch.set_num_threads is threads
+    assert (torch.set_num_threads is threads, torch.get_num_threads()) == (True, count)
+    assert dict(os.environ) == environment
     assert torch.equal(torch.get_rng_state(), random_state)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == (python, array)
     assert not torch.distributed.is_initialized()
@@ -181,8 +214,64 @@ def test_two_engines_of_a_process_do_not_end_each_other(engine, model_path):
 
 
 @needs_vllm
+@pytest.mark.parametrize("bucket_bytes", [1 << 10, 1 << 20])
+def test_100_and_105_after_a_step_it_draws_what_a_fresh_engine_on_the_saved_weights_draws(
+    bucket_bytes, engine, model_path, tmp_path
+):
+    trainer, wire = train_a_step(model_path), shared_memory(tmp_path, "ACTOR", SyncSettings(bucket_bytes=bucket_bytes))
+    ticket = wire.offer(trainer)
+    stamp, received = wire.send(ticket, trainer), wire.receive(ticket)
+    engine.cuda()
+    engine.receive(received, rewind=True)
+    trainer.save(tmp_path / "saved")
+    fresh = TorchRolloutEngine(tmp_path / "saved", RolloutSettings(max_batch=8))
+    fresh.receive(trainer.publish())
+    params = SamplingParams(max_new_tokens=20, temperature=0.0)
+    mine, theirs = (drawer.generate(prompts(), params, (0,)) for drawer in (engine, fresh))
+    assert (received.stamp, engine.version) == (stamp, 1)
+    assert mine.ragged("tokens").values.tolist() == theirs.ragged("tokens").values.tolist()
+    told = trainer.evaluate(mine.select("tokens", "action_mask")).ragged("logprobs").values
+    assert np.abs(told - mine.ragged("logprobs").values).max() < 1e-4
+    del received
+    wire.close()
+    trainer.close()
+
+
+def train_a_step(model_path):
+    trainer = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2))
+    rows = [np.random.default_rng(0).integers(0, 256, 12) for _ in range(4)]
+    masks = [np.arange(12) >= 4 for _ in rows]
+    weight = np.full(4, 1 / 32, dtype=np.float32)
+    batch = Batch({"tokens": Ragged.from_rows(rows), "action_mask": Ragged.from_rows(masks), "weight": weight})
+    trainer.step(batch, lambda logprobs, columns: (-(logprobs * columns["weight"]).sum(), {}))
+    return trainer
+
+
+@needs_vllm
+def test_weights_reach_workers_of_other_processes_without_a_file_that_could_stay(model_path):
+    sent = snapshot(model_path, 7)
+    handing = importlib.import_module("dlrover.python.rl.engine.vllm.handing")
+    with handing.handed(sent) as given:
+        given = pickle.loads(pickle.dumps(given))
+        script = "import pickle, sys; print(pickle.load(sys.stdin.buffer).open().tensor(sys.argv[1]).sum().item())"
+        name = "model.layers.1.mlp.up_proj.weight"
+        told = subprocess.run(
+            [sys.executable, "-c", script, name],
+            input=pickle.dumps(given),
+            capture_output=True,
+            cwd=Path(__file__).parents[3],
+            timeout=120,
+        )
+        assert float(told.stdout) == sent.tensor(name).sum().item(), told.stderr
+        verify(given.open(), sent.shapes, -1)
+        assert given.open().stamp == sent.stamp
+    with pytest.raises(FileNotFoundError):
+        given.open()
+
+
+@needs_vllm
 @pytest.mark.slow
-def test_two_ranks_draw_what_one_draws(engine, model_path):
+def test_099_two_ranks_draw_what_one_draws(engine, model_path):
     engine.cuda()
     engine.receive(snapshot(model_path, 1, scale=1.02), rewind=True)
     sampling = SamplingParams(max_new_tokens=20, samples_per_prompt=3)
@@ -192,5 +281,12 @@ def test_two_ranks_draw_what_one_draws(engine, model_path):
     try:
         two.receive(snapshot(model_path, 1, scale=1.02))
         assert two.generate(prompts(), sampling, (2,)).ragged("tokens").values.tolist() == expected
+        pids = [worker.proc.pid for worker in two._resident.runner.llm.model_executor.workers]
+        assert len({*pids, os.getpid()}) == 3
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(EngineError, match="vLLM broke off"):
+            two.generate(prompts(), sampling, (2,))
+        assert two.running == 0
     finally:
         two.close()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "workers outlive their engine"

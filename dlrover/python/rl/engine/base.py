@@ -378,7 +378,7 @@ class RolloutEngine(Offloadable, Protocol):
         ...
 
     def advance(self) -> list[Completion]:
-        """Draw some more of the running requests, at least a token each; return those that have ended."""
+        """Draw some more of those running requests that there is room for; return those that have ended."""
         ...
 
     def abort(self, keys: Sequence[tuple[int, int]] | None = None) -> list[Completion]:

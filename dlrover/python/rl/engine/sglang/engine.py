@@ -5,7 +5,7 @@ import tempfile
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from dlrover.python.rl.engine.tenancy import BROKEN_OFF, RELEASED, Tenancy
 from dlrover.python.rl.engine.torch.outline import DTYPES, cache_bytes_per_token, outline_causal_lm, weight_bytes
 from dlrover.python.rl.engine.torch.sample import Sample
 from dlrover.python.rl.engine.weights import WeightSnapshot
+
+_ABORT_S = 10.0
+"""How long a server may take to be told that nobody waits for a request any more."""
 
 
 class SglangRolloutEngine:
@@ -60,13 +63,13 @@ class SglangRolloutEngine:
         self._folder: Path | None = None
         self._at = Tenancy(memory or DeviceMemory(settings.device), "sglang")
         self._at.bring("weights", weight_bytes(self._lm, self._dtype))
-        self._server = _connect(self._model, settings, options)
-        try:
+        with ExitStack() as owned:
+            folder = tempfile.TemporaryDirectory(prefix="weights-", dir=options.exchange)
+            self._exchange = Path(owned.enter_context(folder))
+            self._server = owned.enter_context(closing(_connect(self._model, settings, options, self._exchange)))
             tokens = int(self._server.call("GET", "/get_server_info")["max_total_num_tokens"])
             self._at.bring("kv_cache", tokens * cache_bytes_per_token(self._lm, self._dtype))
-        except BaseException:
-            self._server.close()
-            raise
+            self._owned = owned.pop_all()
         self._threads = ThreadPoolExecutor(settings.max_batch, "sglang")
 
     @property
@@ -155,9 +158,10 @@ class SglangRolloutEngine:
     def _stop(self, names: dict[int, str], calls: dict[int, Future[Any]]) -> None:
         """Have the server draw nothing more of these."""
         for number, call in calls.items():
-            if not call.cancel() and not call.done():
+            answered = call.done() and not call.cancelled() and call.exception(0.0) is None
+            if not answered and not call.cancel():
                 with suppress(EngineError):
-                    self._server.call("POST", "/abort_request", {"rid": names[number]})
+                    self._server.call("POST", "/abort_request", {"rid": names[number]}, _ABORT_S)
 
     # -- weights and memory -------------------------------------------------------------------------------------------
 
@@ -168,7 +172,7 @@ class SglangRolloutEngine:
         are brought.
         """
         self._lm.check(weights, serving=-1 if rewind else self.version)
-        folder = Path(tempfile.mkdtemp(prefix="weights-", dir=self._options.exchange))
+        folder = Path(tempfile.mkdtemp(prefix=f"{weights.version}-", dir=self._exchange))
         try:
             write_folder(weights, self._lm, folder)
             if self._at.place == "cuda":
@@ -211,10 +215,9 @@ class SglangRolloutEngine:
     def close(self) -> None:
         """End the server if it was started here, and remove what was handed to it."""
         self._roster.samples.clear()
-        self._threads.shutdown(cancel_futures=True)
-        self._server.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)  # a call that is under way ends with the server
+        self._owned.close()
         self._at.leave("meta")
-        self._forget_folder()
 
     def _wake(self, kind: Kind) -> None:
         before = self._at.place
@@ -239,7 +242,10 @@ class SglangRolloutEngine:
             WeightSyncError: it did not, or it has other weights.
         """
         body = {"model_path": str(folder or self._model), "flush_cache": True}
-        answer = self._server.call("POST", "/update_weights_from_disk", body)
+        try:
+            answer = self._server.call("POST", "/update_weights_from_disk", body)
+        except EngineError as error:
+            raise WeightSyncError(f"the SGLang server did not take the weights: {error}") from error
         if not answer["success"]:
             raise WeightSyncError(f"the SGLang server did not take the weights: {answer['message']}")
         if folder is not None and (wrong := differences(self._server, folder, self._dtype)):
@@ -251,10 +257,10 @@ class SglangRolloutEngine:
         self._folder = None
 
 
-def _connect(model: str, settings: RolloutSettings, options: SglangOptions) -> SglangServer:
+def _connect(model: str, settings: RolloutSettings, options: SglangOptions, exchange: Path) -> SglangServer:
     if options.url is None:
         flags = launch_arguments(model, settings, options)
-        return SglangServer.start(flags, options.start_timeout_s, options.timeout_s)
+        return SglangServer.start(flags, exchange, options.start_timeout_s, options.timeout_s)
     server = SglangServer(options.url, timeout_s=options.timeout_s)
     server.wait_until_up(options.start_timeout_s)
     return server

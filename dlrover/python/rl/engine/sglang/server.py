@@ -12,11 +12,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 
 _KEEPER = "dlrover.python.rl.engine.sglang.keeper"
+
+_HEALTH_S = 10.0
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""No proxy stands between an engine and its server, whatever the environment says."""
 
 
 class SglangServer:
@@ -33,8 +39,14 @@ class SglangServer:
         self._process, self._timeout_s = process, timeout_s
 
     @classmethod
-    def start(cls, arguments: Sequence[str], start_timeout_s: float, timeout_s: float) -> "SglangServer":
+    def start(cls, arguments: Sequence[str], folder: Path, start_timeout_s: float, timeout_s: float) -> "SglangServer":
         """Start ``python -m sglang.launch_server`` on a free port of this machine and wait until it answers.
+
+        Args:
+            arguments: of the server.
+            folder: is removed, as the server is ended, when this process is killed.
+            start_timeout_s: how long to wait.
+            timeout_s: how long each call may take.
 
         Raises:
             MissingExtra: SGLang is not installed.
@@ -46,7 +58,7 @@ class SglangServer:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         launch = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port), *arguments]
-        keeper = [sys.executable, "-m", _KEEPER, *launch]
+        keeper = [sys.executable, "-m", _KEEPER, str(folder), *launch]
         process = subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True)
         server = cls(f"http://127.0.0.1:{port}", process, timeout_s)
         try:
@@ -65,7 +77,7 @@ class SglangServer:
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                self.call("GET", "/health")
+                self.call("GET", "/health", timeout_s=min(self._timeout_s, _HEALTH_S))
                 return
             except EngineError as error:
                 if self._process is not None and self._process.poll() is not None:
@@ -74,8 +86,14 @@ class SglangServer:
                     raise EngineError(f"the SGLang server at {self.url} did not come up in {timeout_s} s") from error
                 time.sleep(0.5)
 
-    def call(self, verb: str, path: str, body: Any = None) -> Any:
+    def call(self, verb: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         """Send ``body`` as JSON and return the answer's JSON, or None where it is empty.
+
+        Args:
+            verb: of HTTP.
+            path: on the server.
+            body: what it is sent, if anything.
+            timeout_s: how long to wait; the server's own by default.
 
         Raises:
             EngineError: no answer, or one that is an error, with the server's own words.
@@ -85,7 +103,7 @@ class SglangServer:
             self.url + path, data, {"Content-Type": "application/json"} if data else {}, method=verb
         )
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
+            with _DIRECT.open(request, timeout=timeout_s or self._timeout_s) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
             words = error.read().decode(errors="replace")[:500]

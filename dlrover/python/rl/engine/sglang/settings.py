@@ -26,7 +26,8 @@ class SglangOptions:
     """How long a call may take, whole completions among them."""
 
     exchange: str | None = None
-    """Folder through which weights reach the server, which must see it too; None: shared memory of this machine."""
+    """Where folders are made through which weights reach the server, which must see them too; None: among this
+    machine's temporary files."""
 
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """Further flags of a server that is started: ``{"attention-backend": "triton"}``; True stands for a bare flag."""

@@ -45,5 +45,10 @@ def cache_bytes_per_token(lm: CausalLM, dtype: torch.dtype) -> int:
     """Bytes that the keys and values of one token take in ``dtype``, over all layers."""
     config = lm.model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * int(config.num_hidden_layers) * int(heads) * int(width) * dtype.itemsize
+    return 2 * int(config.num_hidden_layers) * int(heads) * head_width(lm) * dtype.itemsize
+
+
+def head_width(lm: CausalLM) -> int:
+    """Numbers that an attention head has for a token."""
+    config = lm.model.config.get_text_config()
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

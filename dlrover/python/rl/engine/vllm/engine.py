@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from dlrover.python.rl.engine.memory import DeviceMemory, Kind
 from dlrover.python.rl.engine.requests import as_batch
 from dlrover.python.rl.engine.roster import Key, Roster
 from dlrover.python.rl.engine.tenancy import BROKEN_OFF, RELEASED, Tenancy
-from dlrover.python.rl.engine.torch.outline import DTYPES, outline_causal_lm, weight_bytes
+from dlrover.python.rl.engine.torch.outline import DTYPES, head_width, outline_causal_lm, weight_bytes
 from dlrover.python.rl.engine.vllm.residents import Resident, Restarter, Sleeper
-from dlrover.python.rl.engine.vllm.runner import Runner
+from dlrover.python.rl.engine.vllm.runner import Runner, check_head_width
 from dlrover.python.rl.engine.vllm.settings import VllmOptions, engine_arguments
 from dlrover.python.rl.engine.weights import WeightSnapshot
 
@@ -38,7 +39,7 @@ class VllmRolloutEngine:
 
     Raises:
         MissingExtra: vLLM is not installed (when this module is imported).
-        EngineError: there is no such model or option.
+        EngineError: there is no such model or option, or vLLM does not start with them.
         OutOfDeviceMemory: it does not fit what ``memory`` has left.
     """
 
@@ -48,6 +49,8 @@ class VllmRolloutEngine:
             raise EngineError("; ".join(map(str, problems)))
         self.version = -1
         self._lm, folder = outline_causal_lm(model)
+        if settings.device == "cpu":
+            check_head_width(head_width(self._lm))
         arguments = engine_arguments(folder, self._lm, settings, options)
         self._roster = Roster(self._lm, arguments["max_model_len"])
         self._names: dict[int, str] = {}
@@ -55,12 +58,12 @@ class VllmRolloutEngine:
         self._at = Tenancy(memory or DeviceMemory(settings.device), "vllm")
         self._at.bring("weights", weight_bytes(self._lm, DTYPES[settings.precision]))
         resident = Restarter if settings.device == "cpu" else Sleeper
-        self._resident: Resident = resident(partial(Runner, arguments))
-        try:
+        with ExitStack() as undone:
+            undone.callback(self._at.leave, "meta")
+            self._resident: Resident = resident(partial(Runner, arguments))
+            undone.callback(self._resident.close)
             self._at.bring("kv_cache", self._resident.runner.cache_bytes())
-        except EngineError:
-            self._resident.close()
-            raise
+            undone.pop_all()
 
     @property
     def tokenizer(self) -> Any:
@@ -92,7 +95,11 @@ class VllmRolloutEngine:
         self._roster.add(requests, sampling, seed)
 
     def advance(self) -> list[Completion]:
-        """Draw a token more for each sequence that vLLM has room for; return those that have ended."""
+        """One step of vLLM: a token more of each sequence that it has room for, or part of a prompt that is read.
+
+        Returns:
+            Those that have ended, the first added first.
+        """
         self._at.check_ready()
         ended = self._step() if self._roster.samples else {}
         return [ended[number] for number in sorted(ended)]
@@ -109,7 +116,7 @@ class VllmRolloutEngine:
         return len(self._roster)
 
     def _step(self) -> dict[int, Completion]:
-        """Step vLLM until something was drawn, all that runs being submitted; what has ended, by number."""
+        """One step of vLLM, all that runs being submitted; what has ended, by number."""
         runner = self._resident.runner
         for number, sample in self._roster.samples.items():
             if number not in self._names:

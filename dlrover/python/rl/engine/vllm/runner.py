@@ -2,25 +2,24 @@
 
 import gc
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, destroy_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.engine.torch.randomness import random_state_kept
 from dlrover.python.rl.engine.torch.sample import Sample
 from dlrover.python.rl.engine.vllm.drawing import EXTRA, Drawing
+from dlrover.python.rl.engine.vllm.handing import handed
 from dlrover.python.rl.engine.weights import WeightSnapshot
 
 _ENVIRONMENT = {
@@ -31,6 +30,14 @@ _ENVIRONMENT = {
 }
 """What vLLM reads when it starts; what the user has set wins."""
 
+_PATIENCE_S = 600.0
+"""How long a worker in a process of its own may take over weights; vLLM has a deadline of its own for each step."""
+
+_END_S = 10.0
+
+_FAILURES = (RuntimeError, ValueError, TypeError, OSError)
+"""What vLLM raises, ``TimeoutError`` and CUDA's own among them."""
+
 
 class Runner:
     """One engine of vLLM, from its start to its end.
@@ -40,6 +47,9 @@ class Runner:
 
     Args:
         arguments: of vLLM's ``EngineArgs``.
+
+    Raises:
+        EngineError: it does not start; with vLLM's own words.
     """
 
     _alive: ClassVar[set[int]] = set()
@@ -47,10 +57,16 @@ class Runner:
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._ranks = int(arguments["tensor_parallel_size"])
         self._met = torch.distributed.is_initialized() and not Runner._alive
-        with _process_kept():
-            self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         if self._ranks == 1:  # more have processes of their own
             Runner._alive.add(id(self))
+        try:
+            with _process_kept():
+                self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        except BaseException as error:
+            self._leave()
+            if isinstance(error, _FAILURES):
+                raise EngineError(f"vLLM does not start: {error}") from error
+            raise
 
     def submit(self, name: str, sample: Sample, eos_ids: Sequence[int]) -> None:
         """Have the rest of a sample drawn, under a name that was not used before."""
@@ -68,9 +84,17 @@ class Runner:
         self.llm.add_request(name, tokens_input(sample.past.tolist()), params)
 
     def step(self) -> list[tuple[str, int, float]]:
-        """One step of vLLM: the name, token and log-prob of everything drawn in it."""
+        """One step of vLLM: the name, token and log-prob of everything drawn in it.
+
+        Raises:
+            EngineError: it broke off: a worker is gone, or an operation failed; with vLLM's own words.
+        """
+        try:
+            outputs = self.llm.step()
+        except _FAILURES as error:
+            raise EngineError(f"vLLM broke off: {error}") from error
         drawn = []
-        for output in self.llm.step():
+        for output in outputs:
             (new,) = output.outputs
             for token, told in zip(new.token_ids, new.logprobs or (), strict=True):
                 drawn.append((output.request_id, int(token), float(told[token].logprob)))
@@ -84,11 +108,14 @@ class Runner:
         """Load weights in place, and read them back. No request may be under way.
 
         Raises:
-            WeightSyncError: a worker then has others, which are named.
+            WeightSyncError: a worker then has others, which are named; or broke off.
         """
-        with _handed(weights, self._ranks) as handed:
-            self.llm.collective_rpc("take_weights", args=(handed,))
-            faults = self.llm.collective_rpc("read_back", args=(handed,))
+        try:
+            with nullcontext(weights) if self._ranks == 1 else handed(weights) as given:
+                self.llm.collective_rpc("take_weights", _PATIENCE_S, (given,))
+                faults = self.llm.collective_rpc("read_back", _PATIENCE_S, (given,))
+        except _FAILURES as error:
+            raise WeightSyncError(f"vLLM broke off taking the weights of version {weights.version}: {error}") from error
         self.llm.reset_prefix_cache()
         if wrong := sorted({fault for worker in faults for fault in worker}):
             raise WeightSyncError(f"vLLM did not take the weights of version {weights.version}: {'; '.join(wrong)}")
@@ -102,13 +129,21 @@ class Runner:
 
         Not by vLLM's own way, which would end every process group that there is, those of a train engine among them.
         """
-        self.llm.collective_rpc("forget_layers")
+        if self._ranks == 1:
+            self.llm.collective_rpc("forget_layers")
         self.llm.engine_core._finalizer.detach()
         core = self.llm.engine_core.engine_core
+        workers = [] if self._ranks == 1 else core.model_executor.workers
         core.structured_output_manager.clear_backend()
         core.model_executor.shutdown()
         core.scheduler.shutdown()
+        for worker in workers:
+            worker.proc.join(_END_S)  # has ended or been killed; somebody has to take note of it
         del core, self.llm
+        self._leave()
+
+    def _leave(self) -> None:
+        """Give up what this engine had of the process."""
         gc.unfreeze()  # vLLM freezes all that there is when it starts
         last = Runner._alive == {id(self)}
         Runner._alive.discard(id(self))
@@ -119,32 +154,35 @@ class Runner:
         gc.collect()
 
 
+def check_head_width(width: int) -> None:
+    """Refuse what would only fail when the first token is drawn.
+
+    Raises:
+        EngineError: vLLM's attention for CPUs takes no heads of this width.
+    """
+    widths = CPUAttentionBackend.get_supported_head_sizes()
+    if width not in widths:
+        told = ", ".join(map(str, widths))
+        raise EngineError(f"vLLM's attention on a CPU takes heads of width {told}, and this model's have {width}")
+
+
 @contextmanager
 def _process_kept() -> Iterator[None]:
     """What vLLM changes of the process when it starts is as it was, and its environment is set for the start only.
 
-    It seeds all random states, and on a CPU it replaces ``torch.set_num_threads`` by a refusal.
+    It writes to the environment itself, ``LD_PRELOAD`` among it, seeds all random states, and on a CPU replaces
+    ``torch.set_num_threads`` by a refusal.
     """
-    added = [name for name in _ENVIRONMENT if name not in os.environ]
-    threads = torch.set_num_threads
-    os.environ.update({name: _ENVIRONMENT[name] for name in added})
+    before = dict(os.environ)
+    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in before})
     try:
         with random_state_kept():
             yield
     finally:
-        torch.set_num_threads = threads
-        for name in added:
+        torch.set_num_threads = set_threads
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        for name in os.environ.keys() - before.keys():
             del os.environ[name]
-
-
-@contextmanager
-def _handed(weights: WeightSnapshot, ranks: int) -> Iterator[WeightSnapshot | str]:
-    """The weights as workers can have them: themselves in this process, a file in shared memory for several."""
-    if ranks == 1:
-        yield weights
-        return
-    shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="weights-", dir=shared if shared.is_dir() else None) as folder:
-        path = f"{folder}/model.safetensors"
-        save_file({name: weights.tensor(name) for name in weights.buffers}, path)
-        yield path
+        os.environ.update(before)

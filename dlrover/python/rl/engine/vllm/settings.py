@@ -1,4 +1,4 @@
-"""What the vLLM engine can be told, and what that is in vLLM's own words."""
+"""What the vLLM engine can be told, and what that is in vLLM's own words. To check a job by it vLLM is not imported."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -53,6 +53,8 @@ def engine_arguments(model: str, lm: CausalLM, settings: RolloutSettings, option
         "max_model_len": longest,
         "max_num_seqs": settings.max_batch,
         "tensor_parallel_size": settings.tensor_parallel_size,
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",  # never Ray's actors
+        "async_scheduling": False,  # drawing has to know how many tokens there are
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "kv_cache_memory_bytes": cache,
         "enforce_eager": on_cpu or not options.compile,

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers import utils as layers
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.platforms import current_platform
 
+from dlrover.python.rl.engine.vllm.handing import HandedWeights
 from dlrover.python.rl.engine.weights import WeightSnapshot
 
 _dispatch = layers.dispatch_cpu_unquantized_gemm
@@ -36,15 +36,15 @@ class WeightTaker:
 
     model_runner: Any
 
-    def take_weights(self, weights: WeightSnapshot | str) -> None:
+    def take_weights(self, weights: WeightSnapshot | HandedWeights) -> None:
         """Load weights in place.
 
         Args:
-            weights: themselves, or the safetensors file that holds them.
+            weights: themselves, or where they are.
         """
         self.model_runner.reload_weights(weights_iterator=_named(weights), is_checkpoint_format=True)
 
-    def read_back(self, weights: WeightSnapshot | str) -> list[str]:
+    def read_back(self, weights: WeightSnapshot | HandedWeights) -> list[str]:
         """How the model's tensors differ from ``weights``, bit for bit; empty when it has exactly these.
 
         vLLM's own loader says which part of which tensor belongs where; it runs once more, and each of its copies is
@@ -115,9 +115,6 @@ def _owner_of(owners: Mapping[int, str], tensor: Any) -> str | None:
     return owners.get(_storage(tensor).data_ptr())
 
 
-def _named(weights: WeightSnapshot | str) -> Iterator[tuple[str, Any]]:
-    if isinstance(weights, WeightSnapshot):
-        yield from ((name, weights.tensor(name)) for name in weights.buffers)
-        return
-    with safe_open(weights, framework="pt") as file:
-        yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 - it is no mapping
+def _named(weights: WeightSnapshot | HandedWeights) -> Iterator[tuple[str, Any]]:
+    here = weights.open() if isinstance(weights, HandedWeights) else weights
+    yield from ((name, here.tensor(name)) for name in here.buffers)
