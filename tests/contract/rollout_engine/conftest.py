@@ -13,9 +13,9 @@ def one_thread():
 
 
 def _as_parameter(kind):
-    """vLLM warns of what it uses itself."""
-    marks = [pytest.mark.filterwarnings("default")] if kind.package == "vllm" else []
-    return pytest.param(kind, id=kind.label, marks=marks)
+    """vLLM warns of what it uses itself; the server that stands in for SGLang reads everything anew for each token."""
+    marks = {"vllm": [pytest.mark.filterwarnings("default")], "sglang": [pytest.mark.slow]}
+    return pytest.param(kind, id=kind.label, marks=marks.get(kind.name, []))
 
 
 @pytest.fixture(scope="session", params=[_as_parameter(kind) for kind in KINDS])
