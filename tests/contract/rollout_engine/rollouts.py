@@ -27,6 +27,7 @@ class Kind:
         label: what the tests call it.
         name: in the registry.
         package: which has to be installed for it.
+        device: which has to be there for it.
         backend: its own options.
         hidden: width of the model; vLLM's kernels for CPUs want heads of at least 32.
         tells_cut: it gives the log-probs of a distribution that was cut.
@@ -35,16 +36,20 @@ class Kind:
     label: str
     name: str
     package: str = "torch"
+    device: str = "cpu"
     backend: dict = field(default_factory=dict)
     hidden: int = 32
     tells_cut: bool = True
 
     @property
     def missing(self):
-        return importlib.util.find_spec(self.package) is None
+        """What keeps it from running here; empty if nothing does."""
+        if self.device == "cuda" and not torch.cuda.is_available():
+            return "there is no CUDA device here"
+        return "" if importlib.util.find_spec(self.package) else f"'{self.package}' is not installed here"
 
     def make(self, model, memory=None, **settings):
-        settings = RolloutSettings(**{"max_batch": 8, "backend": self.backend, **settings})
+        settings = RolloutSettings(**{"max_batch": 8, "device": self.device, "backend": self.backend, **settings})
         return engine_class(ROLLOUT, self.name)(model, settings, memory)
 
 
@@ -63,6 +68,8 @@ class SglangKind(Kind):
 KINDS = (
     Kind("torch", "torch"),
     Kind("torch-huggingface", "torch", backend={"forward": "huggingface"}),
+    Kind("torch-cuda", "torch", device="cuda"),
+    Kind("torch-huggingface-cuda", "torch", device="cuda", backend={"forward": "huggingface"}),
     Kind("vllm", "vllm", package="vllm", hidden=128),
     SglangKind("sglang", "sglang", backend={"chunk_tokens": 1}, tells_cut=False),
 )

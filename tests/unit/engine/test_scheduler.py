@@ -11,7 +11,9 @@ from dlrover.python.rl.engine.torch.scheduler import GROUP, Scheduler
 
 def test_requests_are_seated_in_order_and_a_free_row_is_taken_at_once():
     scheduler = Scheduler(3)
+    assert not scheduler.busy
     scheduler.add(range(5))
+    assert scheduler.busy
     assert scheduler.admit() == [0, 1, 2]
     assert scheduler.admit() == []
     assert scheduler.end({1}) == [0, 2]

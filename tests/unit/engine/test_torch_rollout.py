@@ -24,6 +24,8 @@ from dlrover.python.rl.recipe.tiny import byte_tokenizer, write_tiny_model
 
 TEXTS = ["a", "what is the answer to this?", "37+45=", "a longer prompt than all of the others, by far", "xyz"]
 BOTH = [{"forward": "fused"}, {"forward": "huggingface"}]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -121,15 +123,30 @@ def test_014_the_registrys_torch_engine_generates_on_a_cpu(model_path):
     assert len(engine.generate(prompts(), sampling(), (0,))) == 5
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", BOTH)
-def test_bfloat16_is_near_float32(model_path, backend):
-    engine = made(model_path, precision="bf16", backend=backend)
+def test_bfloat16_is_near_float32(model_path, backend, device):
+    engine = made(model_path, precision="bf16", backend=backend, device=device)
     memory = engine.footprint()["weights"]
     assert memory == pytest.approx(made(model_path, backend=backend).footprint()["weights"] / 2, rel=0.01)
     out = engine.generate(prompts(), sampling(samples_per_prompt=2), (3,))
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     for tokens, told, mask in zip(*(out.ragged(name) for name in ("tokens", "logprobs", "action_mask")), strict=True):
         assert np.abs(logprobs(model, tokens) - told[1:])[mask[1:]].max() < 0.1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_in_bfloat16_large_scores_are_not_rounded(model_path, device):
+    """Where keys have large biases, scores share a large part: rounding it would drown what they differ in."""
+    decoder = made(model_path, precision="bf16", device=device)._decoder
+    generator, shape = torch.Generator().manual_seed(0), (6, 40, 64)
+    queries, keys, values = (torch.randn(shape, generator=generator) for _ in range(3))
+    queries, keys = queries[:, :2] + 3, keys + 3
+    bias = torch.zeros(6, 1, 40).masked_fill(torch.arange(40) >= torch.arange(10, 40, 5)[:, None, None], -torch.inf)
+    given = [tensor.to(device, torch.bfloat16) for tensor in (queries, keys, values, bias)]
+    exact = [tensor.cpu().double() for tensor in given]
+    weights = torch.softmax(exact[0] @ exact[1].transpose(1, 2) / 8 + exact[3], dim=-1)
+    assert (decoder._look(*given).cpu().double() - weights @ exact[2]).abs().max() < 0.02
 
 
 @pytest.mark.parametrize(
@@ -200,18 +217,30 @@ def test_a_row_that_is_free_is_taken_in_the_next_step(model_path):
 
 
 @pytest.mark.parametrize("budget", [1, 20, 60, 8192])
-def test_prompts_are_read_within_the_token_budget(model_path, budget):
+def test_prompts_are_read_within_the_token_budget_and_seated_before_the_next_are(model_path, budget):
     engine = made(model_path, backend={"prefill_tokens": budget})
-    widths = []
-    prefill = engine._decoder.prefill
-    engine._decoder.prefill = lambda sequences: (
-        widths.append(len(sequences) * max(map(len, sequences))),
-        prefill(sequences),
-    )[1]
+    widths, calls = [], []
+    prefill, seat = engine._decoder.prefill, engine._decoder.seat
+
+    def watched(sequences):
+        widths.append(len(sequences) * max(map(len, sequences)))
+        calls.append("read")
+        return prefill(sequences)
+
+    engine._decoder.prefill = watched
+    engine._decoder.seat = lambda prefixes: (calls.append("seat"), seat(prefixes))[1]
     out = engine.generate(prompts(), sampling(temperature=0.0), (0,))
     longest = max(map(len, TEXTS))
     assert all(width <= max(budget, longest) for width in widths)
+    assert calls == ["read", "seat"] * len(widths)
     assert completions(out) == completions(made(model_path).generate(prompts(), sampling(temperature=0.0), (0,)))
+
+
+def test_only_those_that_have_a_row_have_their_random_numbers_in_memory(model_path):
+    engine = made(model_path, max_batch=2)
+    engine.add([Request.fresh(number, 0, [5, 6, 7]) for number in range(9)], sampling(ignore_eos=True), (1,))
+    engine.advance()
+    assert [number for number, sample in engine._roster.samples.items() if "uniform" in vars(sample)] == [0, 1]
 
 
 @pytest.mark.parametrize("backend", BOTH)
@@ -347,16 +376,29 @@ def test_what_the_engine_holds_is_accounted_for_by_name(model_path):
     assert second.footprint() == {}
 
 
-def test_with_little_memory_fewer_sequences_run_at_a_time_and_draw_the_same(model_path):
-    params = sampling(samples_per_prompt=3)
+@pytest.mark.parametrize(("forward", "copies"), [("fused", 1), ("huggingface", 2)])
+def test_with_little_memory_fewer_sequences_run_at_a_time_and_draw_the_same(model_path, forward, copies):
+    params, backend = sampling(samples_per_prompt=3), {"forward": forward}
     expected = completions(made(model_path).generate(prompts(), params, (0,)))
-    weights = made(model_path).footprint()["weights"]
-    row = 4 * 2 * 2 * 2 * 8 * 128
-    engine = made(model_path, DeviceMemory(capacity=weights + 3 * row), gpu_memory_utilization=1.0)
+    weights = made(model_path, backend=backend).footprint()["weights"]
+    row = 4 * 2 * 2 * 2 * 8 * 128 * copies
+    memory = DeviceMemory(capacity=weights + 3 * row)
+    engine = made(model_path, memory, gpu_memory_utilization=1.0, backend=backend)
     watched = Watched(engine)
     assert completions(engine.generate(prompts(), params, (0,))) == expected
     assert max(watched.rows) == 3
-    assert engine._memory.peak <= weights + 3 * row
+    assert memory.peak <= weights + 3 * row
+
+
+@needs_cuda
+def test_a_cache_that_is_replaced_leaves_its_room_to_the_next(model_path):
+    """PyTorch keeps what was freed, which the device then counts as taken."""
+    memory = DeviceMemory("cuda")
+    whole = torch.cuda.mem_get_info("cuda")[1]
+    engine = made(model_path, memory, device="cuda", gpu_memory_utilization=0.5, max_batch=10**9)
+    for length in (30, 100):
+        engine.generate(prompts(), sampling(max_new_tokens=length), (0,))
+        assert 0.3 * whole < engine.footprint()["kv_cache"] < 0.5 * whole
 
 
 def test_what_does_not_fit_says_who_holds_what(model_path):
@@ -368,6 +410,22 @@ def test_what_does_not_fit_says_who_holds_what(model_path):
     with pytest.raises(OutOfDeviceMemory, match=f"bytes of kv_cache .*rollout engine: {weights:,} of weights"):
         engine.generate(prompts(), sampling(), (0,))
     assert engine.running == 0
+
+
+def test_what_finds_no_room_while_it_computes_says_who_holds_what(model_path):
+    engine = made(model_path)
+    weights, step = engine.footprint()["weights"], engine._decoder.step
+    expected = completions(engine.generate(prompts(), sampling(), (0,)))
+
+    def full(tokens):
+        raise torch.OutOfMemoryError("no room for the scores")
+
+    engine._decoder.step = full
+    message = f"no room to compute on cpu.*rollout engine: {weights:,} of weights \\+ .* of kv_cache"
+    with pytest.raises(OutOfDeviceMemory, match=message):
+        engine.generate(prompts(), sampling(), (0,))
+    engine._decoder.step = step
+    assert completions(engine.generate(prompts(), sampling(), (0,))) == expected
 
 
 def test_022_releasing_the_allocators_cache_is_safe_on_a_cpu():

@@ -5,7 +5,8 @@ of its own and accounted for, so that offload can be tested, with a capacity, an
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -60,11 +61,15 @@ class DeviceMemory:
         return made
 
     def room(self, share: float = 1.0) -> int | None:
-        """Bytes that can still be had within ``share`` of the device; None where there is no limit."""
+        """Bytes that can still be had within ``share`` of the device; None where there is no limit.
+
+        What the allocator of this process keeps unused can be had, too.
+        """
         limits = [] if self.capacity is None else [int(self.capacity * share) - self.total()]
         if torch.device(self.device).type == "cuda":
             free, whole = torch.cuda.mem_get_info(self.device)
-            limits.append(free - int(whole * (1.0 - share)))
+            kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            limits.append(free + kept - int(whole * (1.0 - share)))
         return min(limits) if limits else None
 
     def release_cache(self) -> None:
@@ -136,14 +141,26 @@ class DeviceMemory:
         if self.capacity is not None and self.total() + wanted > self.capacity:
             raise self._refusal(owner, kind, wanted)
 
+    @contextmanager
+    def computing(self, owner: str) -> Iterator[None]:
+        """Say who holds what where PyTorch finds no room for what is computed inside.
+
+        Raises:
+            OutOfDeviceMemory: instead of PyTorch's own error.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemory(f"{owner} has no room to compute on {self.device}, and {self._told()}") from error
+
     def _refusal(self, owner: str, kind: Kind, wanted: int) -> OutOfDeviceMemory:
+        return OutOfDeviceMemory(f"{owner} asks for {wanted:,} bytes of {kind} on {self.device}, and {self._told()}")
+
+    def _told(self) -> str:
         room = "" if self.capacity is None else f" of {self.capacity:,}"
         others = {} if self.board is None else self.board.others()
         told = "".join(f"; process {pid} last told of {phrase(held)}" for pid, held in others.items())
-        return OutOfDeviceMemory(
-            f"{owner} asks for {wanted:,} bytes of {kind} on {self.device}, and {self.total():,}{room} are held"
-            f" ({phrase(self.by_owner()) or 'by nobody here'}{told})"
-        )
+        return f"{self.total():,}{room} are held ({phrase(self.by_owner()) or 'by nobody here'}{told})"
 
 
 @dataclass(frozen=True)

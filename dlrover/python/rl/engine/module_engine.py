@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.common.nearest import hint
 from dlrover.python.rl.engine.backward import Around, backward_by, settling, weight_of
-from dlrover.python.rl.engine.base import Part, Place, Rendezvous, TrainSettings
+from dlrover.python.rl.engine.base import Rendezvous, TrainSettings
 from dlrover.python.rl.engine.fsdp2.grid import Grid
 from dlrover.python.rl.engine.fsdp2.materialize import Making, Materialized, materialize
 from dlrover.python.rl.engine.fsdp2.shards import ParameterShard, plain
@@ -25,6 +25,7 @@ from dlrover.python.rl.engine.memory import DeviceMemory, Kind
 from dlrover.python.rl.engine.module import Share
 from dlrover.python.rl.engine.module_files import saved_tensors, source_of, write_module
 from dlrover.python.rl.engine.module_sequences import SharedSequences
+from dlrover.python.rl.engine.offload import Part, Place
 from dlrover.python.rl.engine.torch.ranks import Ranks
 from dlrover.python.rl.engine.torch.residence import Residence
 from dlrover.python.rl.engine.torch.sources import Source, TensorSource

@@ -1,4 +1,4 @@
-"""The samples that an engine has taken in, for engines whose backend draws whole requests."""
+"""The samples that a rollout engine has taken in, whatever draws them."""
 
 from collections.abc import Sequence
 
@@ -49,8 +49,8 @@ class Roster:
         if self._longest is not None and longest > self._longest:
             raise EngineError(f"a sequence of {longest} tokens does not fit the backend's limit of {self._longest}")
 
-    def add(self, requests: Sequence[Request], sampling: SamplingParams, seed: tuple[int, ...]) -> None:
-        """Take in requests: all of them, or none.
+    def add(self, requests: Sequence[Request], sampling: SamplingParams, seed: tuple[int, ...]) -> list[int]:
+        """Take in requests, all of them or none; returns their numbers in order.
 
         Raises:
             EngineError: what :meth:`check` says; or one runs already, comes twice, or has ended.
@@ -62,7 +62,7 @@ class Roster:
         for sample in taken:
             if why := self.why_ended(sample):
                 raise EngineError(f"request {sample.request.key} has ended already ({why})")
-        self._take(taken)
+        return self._take(taken)
 
     def add_batch(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> list[int]:
         """Take in the samples of a batch, whose prompt ids need not differ; returns their numbers in order.

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.base import Part, Place
 from dlrover.python.rl.engine.memory import DeviceMemory, Kind
+from dlrover.python.rl.engine.offload import Part, Place
 
 _KINDS: dict[Part, tuple[Kind, ...]] = {
     "all": ("weights", "kv_cache"),
@@ -69,17 +69,26 @@ class Tenancy:
         Raises:
             EngineError: says which call brings it.
         """
-        if self.place != "cuda":
-            where = "on the host" if self.place == "cpu" else "nowhere"
-            raise EngineError(f"the weights are {where}: cuda('weights') brings them to the device")
-        if self.lacks:
-            raise EngineError(self.lacks)
-        if "kv_cache" not in self._there:
-            raise EngineError("there is no key-value cache: cuda('kv_cache') brings it back")
+        refuse_unready(self.place, self.lacks, "kv_cache" in self._there)
 
     def footprint(self) -> dict[str, int]:
         """Bytes on the device by kind."""
         return {kind: self._nbytes[kind] for kind in self._there if self._nbytes[kind]}
+
+
+def refuse_unready(place: Place, lacks: str, has_cache: bool) -> None:
+    """Refuse to draw with weights in ``place``, for which ``lacks`` says why they do not serve if it is not empty.
+
+    Raises:
+        EngineError: says which call brings what is missing.
+    """
+    if place != "cuda":
+        where = "on the host" if place == "cpu" else "nowhere"
+        raise EngineError(f"the weights are {where}: cuda('weights') brings them to the device")
+    if lacks:
+        raise EngineError(lacks)
+    if not has_cache:
+        raise EngineError("there is no key-value cache: cuda('kv_cache') brings it back")
 
 
 RELEASED = "the weights have been released: receive new ones"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dlrover.python.rl.common.errors import InvocationError, InvocationTimeout, SessionError, WorkloadDied
-from dlrover.python.rl.engine.base import Part
+from dlrover.python.rl.engine.offload import Part
 from dlrover.python.rl.session.session import Crew, Session, current, slots_of
 from dlrover.python.rl.session.slots import Wish
 from dlrover.python.rl.trainer.port import RAW_CALL, Call, Ref

@@ -12,8 +12,9 @@ from typing import Any
 from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.config.typed import parse
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import Completion, Part, Place, Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.base import Completion, Request, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.memory import DeviceMemory, Kind
+from dlrover.python.rl.engine.offload import Part, Place
 from dlrover.python.rl.engine.requests import as_batch
 from dlrover.python.rl.engine.roster import Key, Roster
 from dlrover.python.rl.engine.sglang.server import SglangServer

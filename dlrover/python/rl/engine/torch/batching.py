@@ -1,55 +1,60 @@
 """Continuous batching: requests wait, are seated in a row of the cache, draw a token per step, and leave."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.base import Completion, Finish
-from dlrover.python.rl.engine.torch.decoder import Decoder, Prefix
-from dlrover.python.rl.engine.torch.sample import Endings, Sample
+from dlrover.python.rl.engine.memory import DeviceMemory
+from dlrover.python.rl.engine.roster import Roster
+from dlrover.python.rl.engine.torch.decoder import Decoder, Ids, Prefix
 from dlrover.python.rl.engine.torch.sampling import choose
 from dlrover.python.rl.engine.torch.scheduler import Scheduler
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What runs at a time at most.
+
+    Attributes:
+        rows: sequences that are decoded.
+        prefill_tokens: tokens, padding included, of one forward pass over prompts.
+    """
+
+    rows: int
+    prefill_tokens: int
+
+
 class ContinuousBatch:
-    """The requests that run, and the decoder that they share.
+    """The samples of a roster, and the decoder that they share.
 
     A step reads the last token of each seated sequence, and the prompts of those that take free rows; then all draw.
     Sequences that end leave their rows, which are taken in the next step.
 
     Args:
+        roster: of the samples that run.
         decoder: runs the model.
-        endings: say when a sample ends.
-        device: of the decoder.
-        max_rows: most sequences that are decoded at a time.
-        prefill_tokens: most tokens, padding included, of one forward pass over prompts.
-
-    Attributes:
-        samples: what runs, by a number that rises in the order of :meth:`take`.
+        limits: on what runs at a time.
+        memory: of the decoder's device.
+        owner: who the decoder's memory is accounted to.
     """
 
-    def __init__(self, decoder: Decoder, endings: Endings, device: str, max_rows: int, prefill_tokens: int) -> None:
-        self.samples: dict[int, Sample] = {}
-        self._decoder, self._endings, self._device = decoder, endings, device
-        self._max_rows, self._prefill_tokens = max_rows, prefill_tokens
-        self._scheduler = Scheduler(max_rows)
-        self._next, self._needed, self._length = 0, 0, 0
-        self._shared: dict[bytes, Prefix] = {}
+    def __init__(self, roster: Roster, decoder: Decoder, limits: Limits, memory: DeviceMemory, owner: str) -> None:
+        self._roster, self._decoder, self._limits = roster, decoder, limits
+        self._memory, self._owner = memory, owner
+        self._scheduler = Scheduler(limits.rows)
+        self._needed, self._length = 0, 0
+        self._kept: dict[bytes, Prefix] = {}
 
-    def take(self, samples: Iterable[Sample]) -> list[int]:
-        """Let samples run, behind those that do; returns their numbers."""
-        taken = []
-        self._needed = self._needed if self.samples else 0
-        for sample in samples:
-            self.samples[self._next] = sample
-            self._needed = max(self._needed, sample.longest)
-            taken.append(self._next)
-            self._next += 1
-        self._scheduler.add(taken)
-        return taken
+    def take(self, numbers: Sequence[int]) -> None:
+        """Let these samples of the roster run, behind those that do."""
+        longest = max((self._roster.samples[number].longest for number in numbers), default=0)
+        self._needed = max(self._needed, longest) if self._scheduler.busy else longest
+        self._scheduler.add(numbers)
 
     @torch.inference_mode()
     def step(self, version: int) -> dict[int, Completion]:
@@ -63,18 +68,19 @@ class ContinuousBatch:
 
         Raises:
             EngineError: the logits are no numbers. Whatever is raised, all that runs is kept as it was.
+            OutOfDeviceMemory: the device is full; names who holds what.
         """
         try:
-            logits = self._run()
-            tokens, logprobs = self._draw(logits)
+            with self._memory.computing(self._owner):
+                tokens, logprobs = self._draw(self._run())
         except BaseException:
             self.forget()
             raise
         finishes: dict[int, Finish] = {}
         for number, token, logprob in zip(self._scheduler.seated, tokens, logprobs, strict=True):
-            sample = self.samples[number]
+            sample = self._roster.samples[number]
             sample.record(token, logprob, version)
-            if (finish := self._endings.finish(sample)) is not None:
+            if (finish := self._roster.endings.finish(sample)) is not None:
                 finishes[number] = finish
         return self.leave(finishes)
 
@@ -84,12 +90,12 @@ class ContinuousBatch:
         rows = self._scheduler.end(finishes)
         if len(rows) < seated:
             self._decoder.keep(rows)
-        return {number: self._endings.completion(self.samples.pop(number), why) for number, why in finishes.items()}
+        return {number: self._roster.end(number, why) for number, why in finishes.items()}
 
     def unseat(self) -> None:
         """Let all wait, to be read anew: what has been computed of them is no longer true."""
         self._scheduler.unseat()
-        self._shared = {}
+        self._kept = {}
         self._decoder.keep([])
 
     def forget(self) -> None:
@@ -104,7 +110,7 @@ class ContinuousBatch:
             OutOfDeviceMemory: there is no room for it.
         """
         if self._length and not self._decoder.capacity:
-            self._scheduler.rows = self._decoder.fit(self._max_rows, self._length)
+            self._scheduler.rows = self._decoder.fit(self._limits.rows, self._length)
 
     # -- schedule, run, record ----------------------------------------------------------------------------------------
 
@@ -113,42 +119,62 @@ class ContinuousBatch:
         self._fit()
         parts = []
         if seated := self._scheduler.seated:
-            last = [self.samples[number].tokens[-1] for number in seated]
-            parts.append(self._decoder.step(torch.tensor(last, device=self._device)))
-        if admitted := self._scheduler.admit():
-            prefixes = self._prefill(admitted)
-            self._decoder.seat(prefixes)
-            parts.append(torch.stack([prefix.logits for prefix in prefixes]))
-        return torch.cat(parts)
+            last = [self._roster.samples[number].tokens[-1] for number in seated]
+            parts.append(self._decoder.step(torch.tensor(last, device=self._memory.device)))
+        parts += self._read(self._scheduler.admit())
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _fit(self) -> None:
         """Make the cache as long as needed; who is seated is read anew where it has to be replaced."""
         if not self._scheduler.waiting:
             return
         needed = _rounded(self._needed)
-        cramped = not self._scheduler.seated and self._scheduler.rows < self._max_rows
+        cramped = not self._scheduler.seated and self._scheduler.rows < self._limits.rows
         if needed > self._decoder.capacity or (cramped and needed < self._decoder.capacity):
             self.unseat()
-            self._scheduler.rows, self._length = self._decoder.fit(self._max_rows, needed), needed
+            self._scheduler.rows, self._length = self._decoder.fit(self._limits.rows, needed), needed
 
-    def _prefill(self, numbers: Sequence[int]) -> list[Prefix]:
-        """What the decoder has left of each sequence's tokens; equal ones are read once.
+    def _read(self, numbers: Sequence[int]) -> list[Any]:
+        """Seat these; logits of their next tokens, ``[rows, vocab]`` in parts.
 
-        What has been read of a prompt is kept while the next sample that waits is one of the same.
+        They are read part by part, within the token budget. Sequences that are equal are read once if they are in one
+        part or follow each other, as the samples of a prompt do.
         """
-        pasts = [self.samples[number].past for number in numbers]
-        keys = [past.tobytes() for past in pasts]
-        known, wanted = dict(self._shared), dict(zip(keys, pasts, strict=True))
-        unread = sorted((key for key in wanted if key not in known), key=lambda key: len(wanted[key]))
-        for chunk in _chunks(unread, [len(wanted[key]) for key in unread], self._prefill_tokens):
-            known.update(zip(chunk, self._decoder.prefill([wanted[key] for key in chunk]), strict=True))
-        following = [self.samples[number].past.tobytes() for number in self._scheduler.next()]
-        self._shared = {key: known[key] for key in following if key in known}
-        return [known[key] for key in keys]
+        logits: list[Any] = []
+        seats: list[bytes] = []
+        unread: dict[bytes, Ids] = {}
+        for number in numbers:
+            past = self._roster.samples[number].past
+            key = past.tobytes()
+            if key not in self._kept and key not in unread:
+                if unread and self._width([*unread.values(), past]) > self._limits.prefill_tokens:
+                    logits.append(self._seat(seats, unread))
+                    seats, unread = [], {}
+                unread[key] = past
+            seats.append(key)
+        if seats:
+            logits.append(self._seat(seats, unread))
+            following = [self._roster.samples[number].past.tobytes() for number in self._scheduler.next()]
+            self._kept = {key: self._kept[key] for key in following if key in self._kept}
+        return logits
+
+    def _seat(self, seats: Sequence[bytes], unread: Mapping[bytes, Ids]) -> Any:
+        """Read what is unread, and use a row for each of ``seats``; the last one's prefix is kept for the next."""
+        if unread:
+            self._kept.update(zip(unread, self._decoder.prefill(list(unread.values())), strict=True))
+        prefixes = [self._kept[key] for key in seats]
+        self._decoder.seat(prefixes)
+        self._kept = {seats[-1]: prefixes[-1]}
+        return torch.stack([prefix.logits for prefix in prefixes])
+
+    @staticmethod
+    def _width(sequences: Sequence[Ids]) -> int:
+        """Tokens of a forward pass over them, padding included."""
+        return len(sequences) * max(map(len, sequences))
 
     def _draw(self, logits: Any) -> tuple[list[int], list[float]]:
         """Each row's next token and its log-prob; rows that are drawn alike are drawn together."""
-        samples = [self.samples[number] for number in self._scheduler.seated]
+        samples = [self._roster.samples[number] for number in self._scheduler.seated]
         alike: dict[tuple[Any, ...], list[int]] = {}
         for row, sample in enumerate(samples):
             alike.setdefault(sample.draw, []).append(row)
@@ -168,13 +194,3 @@ def _rounded(length: int) -> int:
     """Room for a sequence in the cache, so that a little more does not need another cache."""
     step = 64 if length <= 256 else 256
     return -(-length // step) * step
-
-
-def _chunks(items: Sequence[bytes], lengths: Sequence[int], budget: int) -> list[list[bytes]]:
-    """Cut ``items``, of rising ``lengths``, where padding to the longest would go beyond ``budget``."""
-    chunks: list[list[bytes]] = []
-    for item, length in zip(items, lengths, strict=True):
-        if not chunks or (len(chunks[-1]) + 1) * length > budget:
-            chunks.append([])
-        chunks[-1].append(item)
-    return chunks

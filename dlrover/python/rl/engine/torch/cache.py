@@ -13,6 +13,9 @@ _WORTH_A_CUT = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Entries of a layer that must be spared before rows are looked at apart: as many as are read in the time that three
 more operations take."""
 
+_ALIGNED = 16
+"""Entries of a mask's row at a multiple of which CUDA's attention wants it to begin, or makes a copy in each layer."""
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -108,10 +111,13 @@ class SlotCache:
         return found
 
     def _bias(self) -> Any:
-        """Minus infinity beyond each row's length, else 0: ``[rows * kv_heads, 1, seq]``; None when all are as long."""
+        """Minus infinity beyond each row's length, else 0; None when all are as long.
+
+        ``[rows * kv_heads, 1, seq]``, and as many more as alignment asks for.
+        """
         longest, device = max(self.lengths), self._data.device
         if min(self.lengths) == longest:
             return None
-        lengths = torch.tensor(self.lengths, device=device)
-        beyond = torch.arange(longest, device=device) >= lengths.repeat_interleave(self._heads)[:, None, None]
+        lengths, width = torch.tensor(self.lengths, device=device), -(-longest // _ALIGNED) * _ALIGNED
+        beyond = torch.arange(width, device=device) >= lengths.repeat_interleave(self._heads)[:, None, None]
         return torch.zeros(beyond.shape, dtype=self._data.dtype, device=device).masked_fill_(beyond, -torch.inf)

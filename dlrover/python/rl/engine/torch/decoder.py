@@ -58,7 +58,7 @@ class Decoder(Protocol):
         ...
 
     def prefill(self, sequences: Sequence[Ids]) -> list[Prefix]:
-        """Read whole sequences, beside the cache. Each is told alone: padding is not read."""
+        """Read whole sequences of up to ``capacity`` tokens, beside the cache; what comes back has no padding."""
         ...
 
     def seat(self, prefixes: Sequence[Prefix]) -> None:

@@ -171,7 +171,7 @@ class FusedDecoder:
         for row, tokens in enumerate(sequences):
             padded[row, : len(tokens)] = tokens
         hidden = functional.embedding(torch.from_numpy(padded).to(self._memory.device), self._embedding)
-        rotations = self._rotations(max(lengths))
+        rotations = self._cos[: max(lengths)], self._sin[: max(lengths)]
         pasts = [self._read(layer, hidden, rotations) for layer in self._layers]
         last = hidden[torch.arange(len(lengths)), torch.tensor(lengths) - 1]
         logits = self._logits(last)
@@ -235,15 +235,20 @@ class FusedDecoder:
         """Attention of one new token per row over the cache: ``[rows, heads * head_dim]``."""
         shape = self._shape
         queries = heads[:, : shape.heads].reshape(len(heads) * shape.kv_heads, -1, shape.head_dim)
-        parts = []
+        seen = []
         for part in segments:
-            keys, values = self._slots.read(index, part)
             asked = queries[part.start * shape.kv_heads : part.stop * shape.kv_heads]
-            bias, counts = (self._nothing, 0) if part.bias is None else (part.bias, 1)
-            scores = torch.baddbmm(bias, asked, keys.transpose(1, 2), beta=counts, alpha=shape.head_dim**-0.5)
-            parts.append(torch.bmm(torch.softmax(scores, dim=-1), values))
-        seen = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return seen.view(len(heads), -1)
+            seen.append(self._look(asked, *self._slots.read(index, part), part.bias))
+        return (seen[0] if len(seen) == 1 else torch.cat(seen)).view(len(heads), -1)
+
+    def _look(self, queries: Any, keys: Any, values: Any, bias: Any) -> Any:
+        """Attention of ``queries`` ``[heads, new, head_dim]`` over ``[heads, seq, head_dim]``: like ``queries``."""
+        if queries.dtype != torch.float32:  # products would round the scores, which this keeps in float32
+            mask = None if bias is None else bias[None]
+            return functional.scaled_dot_product_attention(queries[None], keys[None], values[None], mask)[0]
+        bias, counts = (self._nothing, 0) if bias is None else (bias, 1)
+        scores = torch.baddbmm(bias, queries, keys.transpose(1, 2), beta=counts, alpha=queries.shape[-1] ** -0.5)
+        return torch.bmm(torch.softmax(scores, dim=-1), values)
 
     def _read(self, layer: _Layer, hidden: Any, rotations: tuple[Any, Any]) -> Any:
         """One layer over whole sequences, added to ``hidden`` ``[rows, seq, hidden]``.

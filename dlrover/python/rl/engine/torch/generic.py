@@ -13,6 +13,7 @@ from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.memory import DeviceMemory
 from dlrover.python.rl.engine.torch.decoder import Ids, Prefix
 from dlrover.python.rl.engine.torch.loading import CausalLM
+from dlrover.python.rl.engine.torch.outline import cache_bytes_per_token
 from dlrover.python.rl.engine.torch.store import WeightStore
 
 Past = list[tuple[Any, Any]]
@@ -30,19 +31,21 @@ class HuggingFaceDecoder:
         dtype: of weights and cache.
         memory: of the device.
         owner: who weights and cache are accounted to.
+        share: of the device, that they may fill together.
 
     Raises:
         EngineError: the model keeps its past in something else than keys and values.
     """
 
-    def __init__(self, lm: CausalLM, dtype: Any, memory: DeviceMemory, owner: str) -> None:
+    def __init__(self, lm: CausalLM, dtype: Any, memory: DeviceMemory, owner: str, share: float) -> None:
         model = lm.model
         if getattr(model, "_is_stateful", False):
             raise EngineError(
                 f"a model of type '{model.config.model_type}' keeps a state, not keys and values: it cannot be batched"
             )
         self.capacity = 0
-        self._pad, self._memory, self._owner = lm.pad_id, memory, owner
+        self._pad, self._memory, self._owner, self._share = lm.pad_id, memory, owner, share
+        self._token_bytes = cache_bytes_per_token(lm, dtype)
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions, self._cuts = "position_ids" in accepted, "logits_to_keep" in accepted
         self._places = dict(_places(lm))
@@ -70,10 +73,11 @@ class HuggingFaceDecoder:
                     module._buffers[attribute] = tensor
 
     def fit(self, rows: int, length: int) -> int:
-        """Nothing to make: the cache grows as it is filled."""
+        """Nothing to make: the cache grows as it is filled, by copies, so that it is there twice at times."""
         self.clear()
         self.capacity = length
-        return rows
+        room = self._memory.room(self._share)
+        return rows if room is None else max(1, min(rows, room // (2 * length * self._token_bytes)))
 
     def clear(self) -> None:
         """Release the cache."""

@@ -5,24 +5,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import Completion, Part, Place, Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.base import Completion, Request, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.memory import DeviceMemory
-from dlrover.python.rl.engine.requests import as_batch, check_requests, check_sampling, fresh_requests
+from dlrover.python.rl.engine.offload import Part, Place
+from dlrover.python.rl.engine.requests import as_batch
+from dlrover.python.rl.engine.roster import Roster
+from dlrover.python.rl.engine.tenancy import BROKEN_OFF, RELEASED, refuse_unready
 from dlrover.python.rl.engine.torch import fused
-from dlrover.python.rl.engine.torch.batching import ContinuousBatch
+from dlrover.python.rl.engine.torch.batching import ContinuousBatch, Limits
 from dlrover.python.rl.engine.torch.decoder import Decoder
 from dlrover.python.rl.engine.torch.generic import HuggingFaceDecoder
 from dlrover.python.rl.engine.torch.loading import CausalLM, load_causal_lm
 from dlrover.python.rl.engine.torch.options import TorchOptions, torch_options
-from dlrover.python.rl.engine.torch.sample import Endings, Sample
+from dlrover.python.rl.engine.torch.outline import DTYPES
 from dlrover.python.rl.engine.weights import WeightSnapshot
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class TorchRolloutEngine:
@@ -59,17 +59,16 @@ class TorchRolloutEngine:
         self.version = -1
         self._name = self._memory.owner("rollout engine")
         self._decoder = _decoder(lm, settings, options, self._memory, self._name)
-        self._lm = dataclasses.replace(lm, model=None)
-        self._endings = Endings.of(lm.tokenizer, lm.eos_ids)
-        device = str(settings.device)
-        self._batch = ContinuousBatch(self._decoder, self._endings, device, settings.max_batch, options.prefill_tokens)
+        self._roster = Roster(dataclasses.replace(lm, model=None))
+        limits = Limits(settings.max_batch, options.prefill_tokens)
+        self._batch = ContinuousBatch(self._roster, self._decoder, limits, self._memory, self._name)
         self._lacks = ""
         self._has_cache = True
 
     @property
     def tokenizer(self) -> Any:
         """The model's Hugging Face tokenizer."""
-        return self._lm.tokenizer
+        return self._roster.endings.tokenizer
 
     # -- generating ---------------------------------------------------------------------------------------------------
 
@@ -80,18 +79,17 @@ class TorchRolloutEngine:
             EngineError: a prompt is empty, holds unknown ids or leaves no room for ``max_new_tokens``; or the engine is
                 offloaded, or requests run that have been added before: nothing has been generated then. Or the weights
                 give logits that are not numbers.
+            OutOfDeviceMemory: the device is full; names who holds what.
         """
-        if running := self.running:
-            raise EngineError(f"{running} requests run: advance until they have ended, or abort them first")
-        self.check(prompts.ragged("tokens"), sampling)
-        self._check_ready()
-        numbers = self._batch.take(Sample.of(request, sampling, seed) for request in fresh_requests(prompts, sampling))
+        numbers = self._roster.add_batch(prompts, sampling, seed)
         done: dict[int, Completion] = {}
         try:
-            while self._batch.samples:
+            self._check_ready()
+            self._batch.take(numbers)
+            while self.running:
                 done.update(self._batch.step(self.version))
         finally:
-            self._batch.leave(dict.fromkeys(self._batch.samples, "aborted"))
+            self.abort()
         return as_batch([done[number] for number in numbers])
 
     def check(self, tokens: Ragged, sampling: SamplingParams) -> None:
@@ -101,11 +99,7 @@ class TorchRolloutEngine:
             EngineError: one is empty, holds unknown ids or leaves no room for ``max_new_tokens``; or the sampling
                 parameters make no sense.
         """
-        check_sampling(sampling)
-        empty = np.flatnonzero(tokens.lengths == 0)
-        if len(empty):
-            raise EngineError(f"prompts {empty.tolist()} are empty: generation needs at least one token to begin with")
-        self._lm.check_tokens(tokens.values, int(tokens.lengths.max(initial=0)) + sampling.max_new_tokens)
+        self._roster.check(tokens, sampling)
 
     def add(self, requests: Sequence[Request], sampling: SamplingParams, seed: tuple[int, ...]) -> None:
         """Take in samples to draw, beside those that run already; nothing is drawn before :meth:`advance`.
@@ -114,20 +108,14 @@ class TorchRolloutEngine:
             EngineError: as :meth:`check`; or a request runs already, comes twice, or has ended. None has been taken in
                 then.
         """
-        self.check(Ragged.from_rows([request.prompt for request in requests], dtype=np.int64), sampling)
-        self._lm.check_tokens(np.concatenate([np.empty(0, np.int64), *(request.done for request in requests)]), 0)
-        check_requests(requests, sampling, (sample.request.key for sample in self._batch.samples.values()))
-        samples = [Sample.of(request, sampling, seed) for request in requests]
-        for sample in samples:
-            if sample.tokens and (why := self._endings.finish(sample)):
-                raise EngineError(f"request {sample.request.key} has ended already ({why})")
-        self._batch.take(samples)
+        self._batch.take(self._roster.add(requests, sampling, seed))
 
     def advance(self) -> list[Completion]:
         """Draw a token more for each sequence in the batch; return those that have ended, the first added first.
 
         Raises:
             EngineError: the engine is offloaded, or its weights are broken; the requests are kept.
+            OutOfDeviceMemory: the device is full; names who holds what. The requests are kept.
         """
         self._check_ready()
         ended = self._batch.step(self.version) if self.running else {}
@@ -139,17 +127,12 @@ class TorchRolloutEngine:
         Raises:
             EngineError: one of them does not run; none has been ended then.
         """
-        running = {sample.request.key: number for number, sample in self._batch.samples.items()}
-        unknown = [key for key in keys or () if key not in running]
-        if unknown:
-            raise EngineError(f"no request {', '.join(map(str, unknown))} runs")
-        chosen = running.values() if keys is None else [running[key] for key in keys]
-        return list(self._batch.leave(dict.fromkeys(chosen, "aborted")).values())
+        return list(self._batch.leave(dict.fromkeys(self._roster.numbers(keys), "aborted")).values())
 
     @property
     def running(self) -> int:
         """Requests taken in that have not ended."""
-        return len(self._batch.samples)
+        return len(self._roster)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -170,7 +153,7 @@ class TorchRolloutEngine:
         if store.place == "meta":
             store.host()
         # Holds if writing breaks off: a mixture has no version, and is not served.
-        self.version, self._lacks = -1, "taking over weights broke off: receive them again"
+        self.version, self._lacks = -1, BROKEN_OFF
         store.write(weights)
         self.version, self._lacks = weights.version, ""
         self._batch.unseat()
@@ -204,7 +187,7 @@ class TorchRolloutEngine:
         self._release()
         self._decoder.store.meta()
         self._moved()
-        self.version, self._lacks = -1, "the weights have been released: receive new ones"
+        self.version, self._lacks = -1, RELEASED
 
     def place(self) -> Place:
         """Where the weights are."""
@@ -216,7 +199,7 @@ class TorchRolloutEngine:
 
     def close(self) -> None:
         """End what runs, and release everything."""
-        self._batch.leave(dict.fromkeys(self._batch.samples, "aborted"))
+        self.abort()
         self.meta()
 
     def _release(self) -> None:
@@ -228,21 +211,15 @@ class TorchRolloutEngine:
         self._memory.release_cache()
 
     def _check_ready(self) -> None:
-        if self.place() != "cuda":
-            where = "on the host" if self.place() == "cpu" else "nowhere"
-            raise EngineError(f"the weights are {where}: cuda('weights') brings them to the device")
-        if self._lacks:
-            raise EngineError(self._lacks)
-        if not self._has_cache:
-            raise EngineError("there is no key-value cache: cuda('kv_cache') brings it back")
+        refuse_unready(self.place(), self._lacks, self._has_cache)
 
 
 def _decoder(
     lm: CausalLM, settings: RolloutSettings, options: TorchOptions, memory: DeviceMemory, owner: str
 ) -> Decoder:
-    dtype, fitting = _DTYPES[settings.precision], options.forward != "huggingface" and fused.fits(lm)
-    if fitting:
-        return fused.FusedDecoder(lm, dtype, memory, owner, settings.gpu_memory_utilization)
+    dtype, share = DTYPES[settings.precision], settings.gpu_memory_utilization
+    if options.forward != "huggingface" and fused.fits(lm):
+        return fused.FusedDecoder(lm, dtype, memory, owner, share)
     if options.forward == "fused":
         raise EngineError(f"the fused forward pass does not fit this model of type '{lm.model.config.model_type}'")
-    return HuggingFaceDecoder(lm, dtype, memory, owner)
+    return HuggingFaceDecoder(lm, dtype, memory, owner, share)

@@ -22,7 +22,7 @@ class Sample:
     Attributes:
         request: as it came in.
         sampling: how it is drawn.
-        uniform: its random numbers, by position: as many as it may have tokens.
+        seed: what its random numbers depend on besides the request.
         tokens: of the completion so far.
         logprobs: theirs.
         versions: the weights that drew each.
@@ -30,7 +30,7 @@ class Sample:
 
     request: Request
     sampling: SamplingParams
-    uniform: list[float]
+    seed: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -38,9 +38,8 @@ class Sample:
     @classmethod
     def of(cls, request: Request, sampling: SamplingParams, seed: tuple[int, ...]) -> "Sample":
         """Go on with ``request``."""
-        numbers = uniforms(seed, request.prompt_id, request.sample_index, sampling.max_new_tokens)
         drawn = request.done.tolist(), request.logprobs.tolist(), request.versions.tolist()
-        return cls(request, sampling, numbers.tolist(), *drawn)
+        return cls(request, sampling, seed, *drawn)
 
     @property
     def past(self) -> npt.NDArray[np.int64]:
@@ -57,6 +56,12 @@ class Sample:
         """Samples for which this is equal draw their tokens the same way."""
         sampling = self.sampling
         return sampling.temperature, sampling.top_k, sampling.top_p, sampling.logprobs
+
+    @cached_property
+    def uniform(self) -> list[float]:
+        """Its random numbers, by position: as many as it may have tokens. Those that wait have none in memory."""
+        asked = self.request
+        return uniforms(self.seed, asked.prompt_id, asked.sample_index, self.sampling.max_new_tokens).tolist()
 
     def next_uniform(self) -> float:
         """The random number of the next token."""

@@ -25,6 +25,11 @@ class Scheduler:
         self.seated: list[int] = []
         self.waiting: deque[int] = deque()
 
+    @property
+    def busy(self) -> bool:
+        """Whether there are any."""
+        return bool(self.seated or self.waiting)
+
     def add(self, numbers: Iterable[int]) -> None:
         """Let requests wait, behind those that do."""
         self.waiting.extend(numbers)

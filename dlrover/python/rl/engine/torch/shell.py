@@ -15,17 +15,10 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.engine.base import (
-    OptimizerConfig,
-    Part,
-    Place,
-    Rendezvous,
-    StepResult,
-    TokenLoss,
-    TrainSettings,
-)
+from dlrover.python.rl.engine.base import OptimizerConfig, Rendezvous, StepResult, TokenLoss, TrainSettings
 from dlrover.python.rl.engine.layout import Layout
 from dlrover.python.rl.engine.memory import DeviceMemory
+from dlrover.python.rl.engine.offload import Part, Place
 from dlrover.python.rl.engine.torch.backend import TrainBackend
 from dlrover.python.rl.engine.torch.blueprint import Blueprint
 from dlrover.python.rl.engine.torch.packing import MicroBatch, check_actions, pack

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from dlrover.python.rl.engine.base import Place
 from dlrover.python.rl.engine.memory import DeviceMemory
+from dlrover.python.rl.engine.offload import Place
 from dlrover.python.rl.engine.weights import WeightSnapshot, verify
 
 _ALIGNMENT = 64
