@@ -19,7 +19,8 @@ class Fsdp2TrainEngine(TrainShell):
         if settings.backend:
             raise EngineError(f"fsdp2 has no options of its own, but was given {', '.join(settings.backend)}")
         ranks = Ranks.connect(rendezvous, settings.device)
-        self._grid = Grid.of(ranks, settings.parallel, settings.device)
+        with ranks.left_on_failure():
+            self._grid = Grid.of(ranks, settings.parallel, settings.device)
         self.layout = self._grid.layout
         return ranks
 

@@ -47,7 +47,7 @@ class MegatronTrainEngine(TrainShell):
         self._shape.check_split(self.layout.tensor, self.layout.pipeline)
         self._ground = self._choose_ground(options)
         ranks = Ranks.connect(rendezvous, settings.device, always=True)
-        with self._ground:
+        with ranks.left_on_failure(), self._ground:
             self._owns_groups = _divide(self.layout, rendezvous.timeout_s)
         self._stage = Stage(
             self.layout,

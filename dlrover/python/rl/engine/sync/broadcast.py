@@ -24,6 +24,7 @@ from dlrover.python.rl.engine.sync.base import (
     stamp_of,
 )
 from dlrover.python.rl.engine.sync.buckets import Staging, Tally, host_bytes, pack, windows
+from dlrover.python.rl.engine.torch.ranks import numbered
 from dlrover.python.rl.engine.weights import WeightSnapshot, WeightStamp
 
 _SOURCE = 0
@@ -123,7 +124,7 @@ class BroadcastTransport(Offers):
             return dist.ProcessGroupGloo(store, rank, sinks + 1, timeout=self._timeout())
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout()
-        torch.cuda.set_device(self.settings.device)
+        torch.cuda.set_device(numbered(self.settings.device))
         return dist.ProcessGroupNCCL(store, rank, sinks + 1, options)
 
     def _timeout(self) -> timedelta:

@@ -1,6 +1,7 @@
 """The processes of one engine: meeting, small sums, leaving."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -60,7 +61,7 @@ class Ranks:
         where = {"store": dist.HashStore()} if world_size == 1 else {"init_method": f"tcp://{address}"}
         on_cuda = torch.device(device).type == "cuda"
         if on_cuda:
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(numbered(device))
         try:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
@@ -108,10 +109,24 @@ class Ranks:
         if told := told_by_ranks(self.gather(fault)):
             raise EngineError(told)
 
+    @contextmanager
+    def left_on_failure(self) -> Iterator[None]:
+        """Leave the group if the block fails: another engine can then meet the ranks."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
     def close(self) -> None:
         """Leave the group; the other ranks' later sums fail."""
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def numbered(device: str) -> str:
+    """``device`` by its number: ``"cuda"`` is the process's current one."""
+    return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
 
 
 def told_by_ranks(faults: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ when it is to have some again.
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from dlrover.python.rl.engine.offload import Part, Place
 from dlrover.python.rl.engine.torch.backend import TrainBackend
 from dlrover.python.rl.engine.torch.blueprint import Blueprint
 from dlrover.python.rl.engine.torch.packing import MicroBatch, check_actions, pack
-from dlrover.python.rl.engine.torch.ranks import Ranks
+from dlrover.python.rl.engine.torch.ranks import Ranks, numbered
 from dlrover.python.rl.engine.torch.stepping import agreed_micro_batches, check_norm, settle
 from dlrover.python.rl.engine.weights import WeightSnapshot, take_snapshot, verify
 
@@ -55,12 +56,14 @@ class TrainShell(ABC):
         memory: DeviceMemory | None = None,
     ) -> None:
         self.version = 0
-        self._settings, self._config = settings or TrainSettings(), optimizer
+        settings = settings or TrainSettings()
+        self._settings, self._config = replace(settings, device=numbered(settings.device)), optimizer
         self._blueprint = model if isinstance(model, Blueprint) else Blueprint.of(model, self._settings.head)
         self._memory = memory or DeviceMemory(self._settings.device)
         self._ranks = self._connect(rendezvous or Rendezvous())
-        self._owner = self._own_name()
-        self._model: TrainBackend | None = self._make(loaded=True)
+        self._owner = self._memory.owner(f"{'trained' if optimizer else 'frozen'} {self._blueprint.name}")
+        with self._ranks.left_on_failure():
+            self._model: TrainBackend | None = self._make(loaded=True)
         self._has_weights = True
 
     @abstractmethod
@@ -73,14 +76,6 @@ class TrainShell(ABC):
 
     layout: Layout
     """How the ranks divide the model and its batch."""
-
-    def _own_name(self) -> str:
-        name = f"{'trained' if self._config else 'frozen'} {self._blueprint.name}"
-        taken, number, own = self._memory.by_owner(), 1, name
-        while own in taken:
-            number += 1
-            own = f"{name} ({number})"
-        return own
 
     @property
     def tokenizer(self) -> Any:
