@@ -154,13 +154,12 @@ class TrlSft:
         clock = _Clock()
         config = SFTConfig(
             str(self._folder),
-            per_device_train_batch_size=work.rows_per_step,
             num_train_epochs=1,
             learning_rate=LR,
             max_length=512,
             use_cpu=True,
             dataset_kwargs={"skip_prepare_dataset": True} if not self._options.get("packing") else None,
-            **QUIET | self._options,
+            **{"per_device_train_batch_size": work.rows_per_step} | QUIET | self._options,
         )
         trainer = SFTTrainer(
             AutoModelForCausalLM.from_pretrained(self._model),

@@ -197,7 +197,7 @@ def test_an_update_that_is_not_finite_is_refused_and_changes_nothing(case, found
 
 
 @pytest.mark.parametrize("case", cases())
-def test_row_020_released_and_restored_it_goes_on_bit_for_bit(case, found):
+def test_020_released_and_restored_it_goes_on_bit_for_bit(case, found):
     result = found(case.name)
     place, footprint, (kind, told) = result["released"]
     assert (place, footprint, kind) == ("meta", {}, "EngineError")
@@ -215,7 +215,7 @@ def test_what_is_saved_is_the_model_in_hugging_face_format(case, found, folder):
 
 
 @pytest.mark.parametrize("case", cases())
-def test_row_107_a_frozen_engine_takes_over_weights_and_holds_no_optimizer(case, found):
+def test_107_a_frozen_engine_takes_over_weights_and_holds_no_optimizer(case, found):
     result = found(case.name)
     assert result["frozen"] == (3, True, ["weights"])
     assert result["step"] == ("EngineError", "a frozen engine (no optimizer) cannot take a step")
@@ -223,7 +223,7 @@ def test_row_107_a_frozen_engine_takes_over_weights_and_holds_no_optimizer(case,
 
 
 @pytest.mark.parametrize("case", cases())
-def test_row_054_recomputed_activations_give_the_same_steps(case, found):
+def test_054_recomputed_activations_give_the_same_steps(case, found):
     steps = found(case.name)["steps"]
     (told, weights, *_), (again, others, *_) = steps["plain"], steps["recomputed"]
     assert told == again
@@ -231,7 +231,7 @@ def test_row_054_recomputed_activations_give_the_same_steps(case, found):
 
 
 @pytest.mark.parametrize("case", cases())
-def test_row_053_bf16_steps_are_near_and_the_weights_are_float32(case, found):
+def test_053_bf16_steps_are_near_and_the_weights_are_float32(case, found):
     steps = found(case.name)["steps"]
     (told, weights, *_), (near, others, types, _) = steps["plain"], steps["bf16"]
     assert types == {"torch.float32"}
@@ -243,7 +243,7 @@ def test_row_053_bf16_steps_are_near_and_the_weights_are_float32(case, found):
 
 
 @pytest.mark.parametrize("case", cases())
-def test_row_020_what_is_held_is_told_and_nothing_is_left_of_it(case, found):
+def test_020_what_is_held_is_told_and_nothing_is_left_of_it(case, found):
     told, held, left = found(case.name)["memory"]
     assert abs(held - told) < 0.05 * told
     assert left < 0.05 * told
@@ -290,7 +290,7 @@ def test_options_that_it_does_not_have_are_refused(case, found):
 
 
 @pytest.mark.parametrize("case", cases())
-def test_row_051_sizes_that_do_not_divide_the_ranks_are_refused_with_the_numbers(case, found):
+def test_051_sizes_that_do_not_divide_the_ranks_are_refused_with_the_numbers(case, found):
     kind, told = found(case.name)["sizes"]
     assert kind == EngineError.__name__
     assert "3" in told

@@ -101,7 +101,7 @@ def test_a_critics_scores_and_steps_are_the_plain_loops(case, found, critic):
 
 
 @pytest.mark.parametrize("case", parameters(slow))
-def test_row_053_bf16_is_near_and_the_weights_are_float32_on_every_rank(case, found, expected):
+def test_053_bf16_is_near_and_the_weights_are_float32_on_every_rank(case, found, expected):
     told, weights = expected
     ranks = found(case.name)
     for rank in ranks:

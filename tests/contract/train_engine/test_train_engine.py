@@ -44,7 +44,7 @@ def found(model_path, checkpoints):
 
 
 @pytest.mark.parametrize("case", parameters())
-def test_five_steps_end_in_the_weights_of_the_plain_loop(case, found, expected):
+def test_044_047_five_steps_end_in_the_weights_of_the_plain_loop(case, found, expected):
     told, weights = expected
     for rank in found(case.name):
         assert_close(rank["weights"], weights)
@@ -53,13 +53,13 @@ def test_five_steps_end_in_the_weights_of_the_plain_loop(case, found, expected):
 
 
 @pytest.mark.parametrize("case", parameters())
-def test_row_052_what_a_step_reports_is_the_same_on_all_ranks(case, found):
+def test_052_what_a_step_reports_is_the_same_on_all_ranks(case, found):
     first, *others = (rank["told"] for rank in found(case.name))
     assert all(told == first for told in others)
 
 
 @pytest.mark.parametrize("case", parameters())
-def test_row_050_logprobs_and_entropies_are_the_dense_models(case, found, model_path):
+def test_047_050_logprobs_and_entropies_are_the_dense_models(case, found, model_path):
     model, batch = plain_model(model_path), make_batch(0)
     ranks = found(case.name)
     parts = [
@@ -75,7 +75,7 @@ def test_row_050_logprobs_and_entropies_are_the_dense_models(case, found, model_
 
 
 @pytest.mark.parametrize("case", parameters())
-def test_row_017_in_host_memory_nothing_is_on_the_device(case, found):
+def test_017_in_host_memory_nothing_is_on_the_device(case, found):
     for rank in found(case.name):
         before, empty, after = rank["footprints"]
         assert before == after
@@ -85,7 +85,7 @@ def test_row_017_in_host_memory_nothing_is_on_the_device(case, found):
 
 
 @pytest.mark.parametrize("case", parameters())
-def test_row_045_copies_of_a_part_are_equal_to_the_bit(case, found):
+def test_045_copies_of_a_part_are_equal_to_the_bit(case, found):
     layout = Layout.of(case.world_size, case.sizes)
     by_part = {}
     for number, rank in enumerate(found(case.name)):

@@ -9,7 +9,7 @@ from dlrover.python.rl.engine.registry import TRAIN, engine_class
 
 
 @pytest.mark.parametrize(("name", "package"), [("deepspeed", "deepspeed"), ("megatron", "megatron-core")])
-def test_row_014_a_backend_that_is_missing_is_named_with_its_extra(name, package):
+def test_014_a_backend_that_is_missing_is_named_with_its_extra(name, package):
     if find_spec(name):
         pytest.skip(f"{name} is installed")
     with pytest.raises(MissingExtra, match=rf"'{package}' is not installed: pip install 'dlrover-rl\[{name}\]'"):

@@ -72,7 +72,7 @@ MODELS = {
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_row_058_packed_gives_the_logits_and_gradients_of_rows_alone(kind, checkpointing):
+def test_058_packed_gives_the_logits_and_gradients_of_rows_alone(kind, checkpointing):
     torch.manual_seed(0)
     model = MODELS[kind]()
     if kind == "sliding":

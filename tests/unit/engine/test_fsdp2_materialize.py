@@ -66,7 +66,7 @@ def plain():
 INPUT = torch.linspace(-1, 1, 24).reshape(4, 6)
 
 
-def test_row_036_row_042_any_module_from_tensors_or_functions():
+def test_036_042_any_module_from_tensors_or_functions():
     sources = [tensors(), {name: (lambda tensor=tensor: tensor) for name, tensor in tensors().items()}]
     for source in sources:
         made = materialize(empty(), TensorSource(source), ALONE, Making())
@@ -75,7 +75,7 @@ def test_row_036_row_042_any_module_from_tensors_or_functions():
         assert list(made.buffers) == ["mean"]
 
 
-def test_row_037_names_can_be_changed_and_a_missing_one_is_named():
+def test_037_names_can_be_changed_and_a_missing_one_is_named():
     renamed = {f"policy.{name}": tensor for name, tensor in tensors().items()}
     made = materialize(empty(), TensorSource(renamed), ALONE, Making(rename="policy.{}".format))
     assert torch.equal(made.module(INPUT), plain()(INPUT))
@@ -116,7 +116,7 @@ def sharded(rank, world_size, port):
     return output.detach().numpy(), whole
 
 
-def test_row_042_a_module_of_ones_own_is_sharded():
+def test_042_a_module_of_ones_own_is_sharded():
     module = plain()
     output = module(INPUT)
     output.square().sum().backward()

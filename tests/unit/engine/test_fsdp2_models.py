@@ -51,7 +51,7 @@ def weights(engine):
 # -- precision --------------------------------------------------------------------------------------------------------
 
 
-def test_row_053_bf16_computes_low_and_trains_float32_masters(model_path):
+def test_053_bf16_computes_low_and_trains_float32_masters(model_path):
     low = Fsdp2TrainEngine(model_path, dataclasses.replace(CONFIG, lr=1e-6), TrainSettings(precision="bf16"))
     full = Fsdp2TrainEngine(model_path, CONFIG)
     found, expected = (engine.evaluate(make_batch()).ragged("logprobs").values for engine in (low, full))
@@ -64,7 +64,7 @@ def test_row_053_bf16_computes_low_and_trains_float32_masters(model_path):
     assert all(0 < distance < 4e-6 for distance in moved.values())
 
 
-def test_row_053_gradients_of_micro_batches_add_up_in_float32(model_path):
+def test_053_gradients_of_micro_batches_add_up_in_float32(model_path):
     norms = [
         Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(precision="bf16", max_tokens_per_microbatch=budget))
         .step(make_batch(), token_loss)
@@ -75,7 +75,7 @@ def test_row_053_gradients_of_micro_batches_add_up_in_float32(model_path):
     assert norms == pytest.approx([full, full], rel=0.02)
 
 
-def test_row_041_four_micro_batches_are_one_big_step(model_path):
+def test_041_four_micro_batches_are_one_big_step(model_path):
     engines = [
         Fsdp2TrainEngine(
             model_path, dataclasses.replace(CONFIG, lr=1e-5), TrainSettings(max_tokens_per_microbatch=size)
@@ -119,7 +119,7 @@ def test_a_critic_scores_the_action_tokens_and_learns(model_path, tmp_path):
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def test_row_038_adapters_are_trained_alone_and_leave_merged(model_path, tmp_path):
+def test_038_adapters_are_trained_alone_and_leave_merged(model_path, tmp_path):
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     lora = LoraSettings(rank=4, alpha=8.0)
     engine = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(lora=lora))
@@ -194,7 +194,7 @@ def test_models_built_otherwise_are_right_too(kind, tmp_path):
     assert engine.step(make_batch(), token_loss).grad_norm > 0
 
 
-def test_row_035_rotary_frequencies_are_those_of_a_normal_load(model_path):
+def test_035_rotary_frequencies_are_those_of_a_normal_load(model_path):
     engine = Fsdp2TrainEngine(model_path, CONFIG)
     engine.cpu()
     engine.cuda()

@@ -43,7 +43,7 @@ def bits(engine):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_row_017_row_055_a_trip_to_the_host_changes_nothing(model_path, precision):
+def test_017_055_a_trip_to_the_host_changes_nothing(model_path, precision):
     settings = TrainSettings(precision=precision)
     stayed, travelled = (Fsdp2TrainEngine(model_path, CONFIG, settings) for _ in range(2))
     for seed in range(3):
@@ -109,7 +109,7 @@ def test_a_call_on_an_offloaded_engine_names_the_way_back(model_path):
     assert bits(engine) == kept
 
 
-def test_row_020_after_meta_no_weight_is_alive_and_new_weights_bring_it_back(model_path):
+def test_020_after_meta_no_weight_is_alive_and_new_weights_bring_it_back(model_path):
     actor, reference = Fsdp2TrainEngine(model_path, CONFIG), Fsdp2TrainEngine(model_path, None)
     step(actor)
     expected = actor.evaluate(batch()).ragged("logprobs").values

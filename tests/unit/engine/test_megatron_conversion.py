@@ -141,6 +141,6 @@ def test_a_model_that_megatron_would_compute_otherwise_is_refused(changes, messa
     ("tensor", "pipeline", "message"),
     [(4, 1, "2 key-value heads cannot be divided by tensor_parallel_size 4"), (1, 3, "4 layers .*_size 3")],
 )
-def test_row_047_sizes_that_do_not_divide_the_model_are_refused_with_the_numbers(tensor, pipeline, message):
+def test_047_sizes_that_do_not_divide_the_model_are_refused_with_the_numbers(tensor, pipeline, message):
     with pytest.raises(EngineError, match=message):
         TransformerShape.of(CONFIGS["qwen2"], "causal").check_split(tensor, pipeline)

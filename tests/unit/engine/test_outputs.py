@@ -90,7 +90,7 @@ def divided(rank, world_size, port, temperature):
     return [tensor.detach().numpy() for tensor in (logprobs, entropies, mine.grad)]
 
 
-def test_row_048_row_049_divided_over_ranks_values_and_gradients_are_the_whole_ones():
+def test_048_049_divided_over_ranks_values_and_gradients_are_the_whole_ones():
     logprobs, entropies, gradient = plain(0.7)
     ranks = run(2, divided, 0.7)
     for found in ranks:

@@ -62,14 +62,14 @@ def test_padded_rows_hold_the_same_documents():
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60), st.integers(0, 6))
-def test_row_057_groups_keep_the_budget_and_hold_every_item_once(lengths, budget, at_least):
+def test_057_groups_keep_the_budget_and_hold_every_item_once(lengths, budget, at_least):
     groups = balanced(lengths, budget, at_least)
     assert len(groups) >= at_least
     assert sorted(item for group in groups for item in group) == list(range(len(lengths)))
     assert all(len(group) <= 1 or sum(lengths[item] for item in group) <= budget for group in groups)
 
 
-def test_row_057_groups_are_no_less_even_than_filling_one_after_the_other():
+def test_057_groups_are_no_less_even_than_filling_one_after_the_other():
     lengths = np.random.default_rng(0).integers(1, 100, 64).tolist()
     loads = [sum(lengths[item] for item in group) for group in balanced(lengths, 400)]
     greedy = [0]
@@ -80,6 +80,19 @@ def test_row_057_groups_are_no_less_even_than_filling_one_after_the_other():
     assert len(loads) <= len(greedy)
     assert max(loads) - min(loads) <= max(greedy) - min(greedy)
     assert max(loads) - min(loads) < 20
+
+
+def test_057_replicas_have_equally_many_groups_with_every_row_once():
+    generator = np.random.default_rng(1)
+    masks = [[at > 0 for at in range(length)] for length in generator.integers(2, 100, 64)]
+    parts = make(masks, "causal").split(4, by="tokens")
+    most = max(len(pack(part, 400)) for part in parts)
+    groups = [pack(part, 400, at_least=most) for part in parts]
+    assert [len(found) for found in groups] == [most] * 4
+    assert all(len(micro.inputs) <= 400 for found in groups for micro in found)
+    targets = np.concatenate([micro.targets for found in groups for micro in found])
+    flat = make(masks, "causal")
+    assert sorted(targets) == sorted(flat.ragged("tokens").values[flat.ragged("action_mask").values])
 
 
 def test_columns_are_picked_or_spread_over_the_actions():

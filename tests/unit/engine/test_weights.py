@@ -88,7 +88,7 @@ def test_an_intact_snapshot_passes():
     verify(snapshot(), SHAPES, serving=1)
 
 
-def test_row_103_missing_and_unknown_names_are_listed_with_the_nearest():
+def test_103_missing_and_unknown_names_are_listed_with_the_nearest():
     with pytest.raises(WeightSyncError) as refused:
         verify(renamed(snapshot(), "embed", "embedd"), SHAPES, serving=0)
     assert "'embed' is missing" in str(refused.value)
@@ -115,7 +115,7 @@ def test_cut_bytes_are_named():
         verify(cut, SHAPES, serving=0)
 
 
-def test_row_104_an_older_version_is_refused_and_the_same_one_is_not():
+def test_104_an_older_version_is_refused_and_the_same_one_is_not():
     verify(snapshot(version=5), SHAPES, serving=5)
     with pytest.raises(WeightSyncError, match="version 4 is older than 5"):
         verify(snapshot(version=4), SHAPES, serving=5)

@@ -49,13 +49,10 @@ class Documents:
         """int32 ``[documents + 1]``: where each begins, and where the last ends."""
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
 
-    def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Neighbours of equal length: where they begin, how many they are, how long each is."""
-        start = 0
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Neighbours of equal length: how many they are, how long each is."""
         for length, run in groupby(self.lengths):
-            count = len(list(run))
-            yield start, count, length
-            start += count * length
+            yield len(list(run)), length
 
 
 def can_pack(model: Any) -> bool:
@@ -146,25 +143,26 @@ def attend(  # noqa: PLR0913 - three tensors and how they attend
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         )[None]
-    outputs = [_run(query, key, value, run, scaling, window) for run in documents.runs()]
+    runs = list(documents.runs())
+    # Split, not sliced: the gradients of the parts are put together at once then.
+    parts = zip(
+        *(tensor[0].split([count * length for count, length in runs], dim=1) for tensor in (query, key, value)),
+        strict=True,
+    )
+    outputs = [_run(part, run, scaling, window) for part, run in zip(parts, runs, strict=True)]
     return torch.cat(outputs)[None]
 
 
-def _run(  # noqa: PLR0913 - three tensors and how they attend
-    query: Any, key: Any, value: Any, run: tuple[int, int, int], scaling: float | None, window: int | None
-) -> Any:
+def _run(part: tuple[Any, Any, Any], run: tuple[int, int], scaling: float | None, window: int | None) -> Any:
     """Attention of neighbours of equal length, which are a batch: ``[count * length, heads, dim]``."""
-    start, count, length = run
-    rows = [
-        tensor[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
-        for tensor in (query, key, value)
-    ]
-    mask = None
+    query, key, value = (tensor.unflatten(1, run).transpose(0, 1) for tensor in part)
+    mask, length = None, run[1]
     if window is not None and length > window:
         at = torch.arange(length, device=query.device)
         mask = (at[:, None] >= at) & (at[:, None] < at + window)
+    grouped = query.shape[1] != key.shape[1]
     found = torch.nn.functional.scaled_dot_product_attention(
-        *rows, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
     )
     return found.transpose(1, 2).flatten(0, 1)
 

@@ -13,6 +13,9 @@ from dlrover.python.rl.engine.torch.packing import Head, MicroBatch
 CHUNK_ELEMENTS = 1 << 24
 """Logits that are in float32 at a time: the rest stays in the model's precision."""
 
+CACHED_ELEMENTS = 1 << 18
+"""The same on a host, whose caches hold no more."""
+
 
 @dataclass(frozen=True, eq=False)
 class VocabularyShard:
@@ -71,12 +74,14 @@ class _TokenLogprobs(torch.autograd.Function):
         # Sums over the vocabulary: of exp(c), of c at the target, of exp(c) c.
         sums = logits.new_zeros((3, len(logits)), dtype=wide)
         for rows in _chunks(logits):
-            centred = (logits[rows].to(wide) - most[rows, None]) / temperature
-            weights = centred.exp()
-            sums[0, rows] = weights.sum(dim=1)
+            centred = logits[rows].to(wide) - most[rows, None]
+            if temperature != 1.0:
+                centred.div_(temperature)
             sums[1, rows] = torch.where(mine[rows], centred.gather(1, places[rows, None]).squeeze(1), 0.0)
+            weights = centred.exp() if entropy else centred.exp_()
+            sums[0, rows] = weights.sum(dim=1)
             if entropy:  # A logit of minus infinity has weight 0, and 0 times infinity is no number.
-                sums[2, rows] = (weights * centred.clamp(min=-1e4)).sum(dim=1)
+                sums[2, rows] = weights.mul_(centred.clamp_(min=-1e4)).sum(dim=1)
         if shard is not None:
             dist.all_reduce(sums, group=shard.group)
         log_total = sums[0].log()
@@ -91,21 +96,21 @@ class _TokenLogprobs(torch.autograd.Function):
         gradient = torch.empty_like(logits)
         by_target = torch.where(mine, by_logprob, 0.0)
         for rows in _chunks(logits):
-            logprobs = (logits[rows].to(most.dtype) - most[rows, None]) / ctx.temperature - log_total[rows, None]
-            part = logprobs.exp()
+            part = logits[rows].to(most.dtype) - most[rows, None]
+            if ctx.temperature != 1.0:
+                part.div_(ctx.temperature)
+            part.sub_(log_total[rows, None])
+            slope = by_logprob[rows, None]
             if ctx.entropy:
-                slope = (logprobs.clamp(min=-1e4) + entropies[rows, None]) * by_entropy[rows, None]
-                part = part * -(slope + by_logprob[rows, None])
-            else:
-                part = part * -by_logprob[rows, None]
-            part.scatter_add_(1, places[rows, None], by_target[rows, None])
-            gradient[rows] = (part / ctx.temperature).to(logits.dtype)
+                slope = part.clamp(min=-1e4).add_(entropies[rows, None]).mul_(by_entropy[rows, None]).add_(slope)
+            part.exp_().mul_(slope).neg_().scatter_add_(1, places[rows, None], by_target[rows, None])
+            gradient[rows] = part.div_(ctx.temperature) if ctx.temperature != 1.0 else part
         return gradient, None, None, None, None
 
 
 def _chunks(logits: Any) -> list[slice]:
     rows, width = logits.shape
-    size = max(1, CHUNK_ELEMENTS // max(1, width))
+    size = max(1, min(CHUNK_ELEMENTS, CHUNK_ELEMENTS if logits.is_cuda else CACHED_ELEMENTS) // max(1, width))
     return [slice(start, start + size) for start in range(0, rows, size)]
 
 
@@ -152,7 +157,8 @@ class Reader:
 
     def _packed(self, model: Any, part: "_Part") -> Any:
         """Logits at the actions: ``[actions, vocab]``."""
-        keep = torch.from_numpy(part.reads).to(self.device)
+        everything = len(part.reads) == len(part.inputs)
+        keep = slice(None) if everything else torch.from_numpy(part.reads).to(self.device)
         arguments = {
             "input_ids": torch.from_numpy(part.inputs).to(self.device)[None],
             "position_ids": torch.from_numpy(part.positions).to(self.device)[None],
@@ -160,7 +166,7 @@ class Reader:
             "use_cache": False,
         }
         if self.head == "causal":
-            return model(**arguments, logits_to_keep=keep).logits[0]
+            return model(**arguments, logits_to_keep=0 if everything else keep).logits[0]
         return model(**arguments).logits[0, keep]
 
     def _padded(self, model: Any, micro: MicroBatch) -> Any:

@@ -104,13 +104,18 @@ def check_tokens(tokens: Ragged, vocab_size: int, max_positions: int | None) -> 
     """Refuse ids that are not below ``vocab_size``, and rows of more than ``max_positions`` tokens.
 
     Raises:
-        EngineError: either is the case.
+        EngineError: either is the case; names a row.
     """
-    ids, longest = tokens.values, int(tokens.lengths.max(initial=0))
-    if max_positions is not None and longest > max_positions:
-        raise EngineError(f"a sequence of {longest} tokens does not fit the model's {max_positions} positions")
+    ids, lengths = tokens.values, tokens.lengths
+    if max_positions is not None and lengths.max(initial=0) > max_positions:
+        row = int(lengths.argmax())
+        raise EngineError(
+            f"row {row} of the batch, of {lengths[row]} tokens, does not fit the model's {max_positions} positions"
+        )
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise EngineError(f"token ids from {ids.min()} to {ids.max()}, but the model knows 0 to {vocab_size - 1}")
+        at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+        row = int(np.searchsorted(tokens.offsets, at, side="right")) - 1
+        raise EngineError(f"row {row} of the batch has the id {ids[at]}, but the model knows 0 to {vocab_size - 1}")
 
 
 def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int = 0) -> list[MicroBatch]:

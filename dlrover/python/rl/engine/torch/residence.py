@@ -35,11 +35,11 @@ class Residence:
         Raises:
             OutOfDeviceMemory: they go beyond the device's capacity.
         """
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage._cdata not in self._tensors:
-                self.memory.hold(self.owner, kind, [tensor])
-                self._tensors[storage._cdata] = _Moving(storage, kind, storage.nbytes())
+        fresh = [tensor for tensor in tensors if tensor.untyped_storage().nbytes()]
+        fresh = [tensor for tensor in fresh if tensor.untyped_storage()._cdata not in self._tensors]
+        self.memory.hold(self.owner, kind, fresh)
+        for storage in (tensor.untyped_storage() for tensor in fresh):
+            self._tensors[storage._cdata] = _Moving(storage, kind, storage.nbytes())
 
     def to_host(self) -> None:
         """Copy all to host memory and free the device's.
@@ -65,12 +65,16 @@ class Residence:
         Raises:
             OutOfDeviceMemory: they do not fit; all of them are in host memory then.
         """
+        away: dict[Kind, list[_Moving]] = {}
+        for moving in self._tensors.values():
+            if moving.host is not None:
+                away.setdefault(moving.kind, []).append(moving)
         try:
-            for moving in self._tensors.values():
-                if moving.host is not None:
-                    self.memory.require(self.owner, moving.kind, moving.nbytes)
+            for kind, several in away.items():
+                self.memory.require(self.owner, kind, sum(moving.nbytes for moving in several))
+                for moving in several:
                     moving.enter()
-                    self.memory.hold(self.owner, moving.kind, [moving.bytes()])
+                self.memory.hold(self.owner, kind, [moving.bytes() for moving in several])
         except OutOfDeviceMemory:
             self.to_host()
             raise
