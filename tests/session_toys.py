@@ -93,6 +93,14 @@ class TwoLayers(Watched):
         time.sleep(seconds)
 
 
+class Heavy(TwoLayers):
+    """It has a buffer that is much larger than what is said about it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("ballast", torch.arange(16384.0))
+
+
 class Silent(TwoLayers):
     """The same without an optimizer: a reference."""
 

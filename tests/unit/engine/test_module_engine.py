@@ -162,6 +162,7 @@ def close(one, other):
     return torch.allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("number", range(len(CALLS)))
@@ -173,6 +174,7 @@ def test_029_the_gradient_is_that_of_the_rows(found, layout, kind, number):
         assert [name for name in expected if not close(gradient[name], expected[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_rows_that_are_not_divided_count_once(found, layout, kind):
@@ -212,6 +214,7 @@ def unsplit(model):
     return loss.item(), {name: parameter.grad for name, parameter in plain.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", SEQUENCE_LAYOUTS)
 @pytest.mark.parametrize("kind", ["Long", "EvenLong"])
 @pytest.mark.parametrize("type", ["seq", "dp"])
@@ -259,6 +262,7 @@ def row_loss(module, row):
     return torch.nn.functional.cross_entropy(module(input_ids=tokens).logits[0, :-1], tokens[0, 1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", ["odd", "even"])
 @pytest.mark.parametrize("layout", [*LAYOUTS, *TENSOR_LAYOUTS])
 def test_044_047_a_language_model_trains_alike_in_every_layout(found, expected, saved, layout, vocabulary):
@@ -274,6 +278,7 @@ def test_044_047_a_language_model_trains_alike_in_every_layout(found, expected, 
     assert [name for name, tensor in loaded.named_parameters() if not torch.equal(tensor, weights[0][name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "parts"), [("shards", 4), ("copies", 1), ("both", 2), ("tensor-shards", 4), ("tensor-copies", 2)]
 )

@@ -63,11 +63,10 @@ with rl.init(local=True):
 """
 
 
-def said(code, folder):
-    """What a script prints as JSON in its last line."""
+def test_002_all_is_imported_but_what_is_at_home_with_the_absent_and_engines_by_hand_work(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT + code],
-        cwd=folder,
+        [sys.executable, "-c", WITHOUT + IMPORTS + WORKS],
+        cwd=tmp_path,
         env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": "/bin"},
         capture_output=True,
         text=True,
@@ -75,16 +74,9 @@ def said(code, folder):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_002_everything_is_imported_but_what_is_at_home_with_the_absent(tmp_path):
-    failed = said(IMPORTS, tmp_path)
+    failed, version = map(json.loads, done.stdout.splitlines()[-2:])
     homes = ("runtime.ray", "master", "engine.vllm", "engine.deepspeed", "engine.megatron")
     assert {name for name in failed if not name.startswith(homes)} == set()
     assert {"runtime.ray.hosting", "engine.vllm"} <= failed.keys(), "the absent packages were there"
     assert {name.partition(".")[0] for name in failed.values()} <= {"ray", "vllm", "deepspeed", "megatron", "extra"}
-
-
-def test_002_engines_by_hand_work_without_them(tmp_path):
-    assert said(WORKS, tmp_path) == 1
+    assert version == 1

@@ -1,0 +1,251 @@
+"""Engines driven by hand on a real Ray: their slots and processes, how they begin and end."""
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from session_toys import EchoEngine, Policy, TwoLayers
+from two_nodes import descendants, users_of
+
+import dlrover as rl
+from dlrover.python.rl.common.errors import SessionError
+from dlrover.python.rl.recipe.tiny import write_tiny_model
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+GREEDY = {"temperature": 0.0, "max_new_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=128)
+
+
+@pytest.fixture(scope="module")
+def session(ray_session):
+    with rl.init(slots_per_node=2, log_to_driver=False) as session:
+        yield session
+        assert session.free_slots == 2, repr(session)
+
+
+@contextlib.contextmanager
+def built(engine, **options):
+    engine.build(**options)
+    try:
+        yield engine
+    finally:
+        engine.release()
+
+
+def empty(cls, *args):
+    with rl.nn.empty_weights():
+        return cls(*args)
+
+
+# -- slots and processes ----------------------------------------------------------------------------------------------
+
+
+def test_006_008_engines_fill_the_slots_and_share_them(session):
+    with built(rl.InferenceEngine("anything", EchoEngine)) as inference:
+        assert inference.groups == ((0,), (1,))
+        assert [len(output.outputs) for output in inference.generate(["a", "b", "c"])] == [1, 1, 1]
+        with pytest.raises(SessionError, match=r"TRAIN_\d+ asks for 1 x 3 = 3 slots, but colocate_with has 2"):
+            rl.TrainEngine(empty(TwoLayers)).build(shards=3, data_parallel_size=1, colocate_with=inference)
+        with pytest.raises(SessionError, match="0 free slots are too few"):
+            rl.TrainEngine(empty(TwoLayers)).build()
+        with built(rl.TrainEngine(empty(TwoLayers)), shards=1, colocate_with=inference) as train:
+            assert (train.slots, train.groups, train.replicas) == (inference.slots, ((0,), (1,)), 2)
+            assert len({facts["pid"] for facts in train.facts()} | {os.getpid()}) == 3
+        assert session.free_slots == 0
+    assert session.free_slots == 2
+
+
+def test_012_engines_that_start_side_by_side_have_ports_of_their_own(session):
+    engines = [rl.InferenceEngine("anything", EchoEngine) for _ in range(2)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda engine: engine.build(data_parallel_size=1), engines))
+    try:
+        assert len({engine.name for engine in engines}) == 2
+        assert len({engine._crew.processes[0].port for engine in engines}) == 2
+        assert [engine.generate("a")[0].outputs[0].token_ids for engine in engines] == [[97], [97]]
+    finally:
+        for engine in engines:
+            engine.release()
+
+
+def test_012_twenty_crews_that_start_at_once_have_twenty_ports(session):
+    """Each holds something that needs no torch: it is about their processes."""
+    names = [f"CROWD_{number}" for number in range(20)]
+    try:
+        with ThreadPoolExecutor(len(names)) as pool:
+            started = list(pool.map(lambda name: session.hosting.start(name, [(0,)], "io:BytesIO"), names))
+        assert len({process.port for (process,) in started} - {0}) == 20
+        assert len({process.pid for (process,) in started}) == 20
+    finally:
+        for name in names:
+            session.hosting.end(name)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def test_100_after_a_step_and_a_sync_the_text_is_that_of_the_saved_weights(session, model, tmp_path):
+    prompts = ["12+13=", "hello"]
+    with built(rl.InferenceEngine(model)) as inference:
+        before = inference.generate(prompts, GREEDY)
+        with built(rl.TrainEngine(Policy.from_pretrained(model)), colocate_with=inference) as train:
+            for _ in range(3):
+                train.train_step(rl.NeedParallel([[49, 50, 43, 49, 51, 61], [104, 101, 108, 108, 111]]))
+                train.optimizer_step()
+            train.save(tmp_path / "saved")
+            report = train.p2p_weight_sync(inference)
+            assert (report.way, report.stamp.version) == ("shared memory", 3)
+        after = inference.generate(prompts, GREEDY)
+    with built(rl.InferenceEngine(tmp_path / "saved"), data_parallel_size=1) as fresh:
+        expected = fresh.generate(prompts, GREEDY)
+    tokens = [[output.outputs[0].token_ids for output in outputs] for outputs in (before, after, expected)]
+    assert tokens[0] != tokens[1] == tokens[2]
+
+
+# -- beginning and end ------------------------------------------------------------------------------------------------
+
+
+def started(code, tmp_path):
+    """A script of its own; prints what it has started as JSON lines."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(code), encoding="utf-8")
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/ray")])
+    return subprocess.Popen(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def gone(pids, timeout_s=20.0):
+    deadline_s = time.monotonic() + timeout_s
+    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        if time.monotonic() > deadline_s:
+            return alive
+        time.sleep(0.1)
+    return []
+
+
+def test_001_init_starts_a_cluster_and_shutdown_leaves_no_process(tmp_path):
+    code = """
+    import json, os
+    import dlrover as rl
+    from dlrover.python.rl.runtime.node_memory import memory_path
+    from dlrover.python.rl.session.session import MEMORY
+    from session_toys import EchoEngine
+    from two_nodes import descendants, users_of
+    session = rl.init(slots_per_node=3, log_to_driver=False)
+    engine = rl.InferenceEngine("anything", EchoEngine).build()
+    answers = [output.outputs[0].token_ids for output in engine.generate(["a", "b", "c", "d"])]
+    import ray
+    folder = ray._private.worker._global_node.get_session_dir_path()
+    below = descendants(os.getpid())
+    rl.shutdown()
+    memory = str(memory_path(MEMORY, session.id))
+    print(json.dumps([len(session.slots), answers, below, folder, memory, descendants(os.getpid())]))
+    """
+    process = started(code, tmp_path)
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err[-3000:]
+    slots, answers, below, folder, memory, left = json.loads(out.splitlines()[-1])
+    assert (slots, answers) == (3, [[97], [98], [99], [100]])
+    assert len(below) > 4
+    assert gone(below) == []
+    assert left == []
+    assert not Path(folder).exists()
+    assert not Path(memory).exists()
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+def test_023_a_script_that_is_ended_during_a_rollout_leaves_no_process_and_no_port(tmp_path, how):
+    began = tmp_path / "began"
+    code = f"""
+    import json, os, sys
+    import dlrover as rl
+    from session_toys import EchoEngine
+    from two_nodes import descendants
+    rl.init(slots_per_node=2, log_to_driver=False)
+    engine = rl.InferenceEngine("anything", EchoEngine).build(pause_s=600, began={str(began)!r})
+    import ray
+    print(json.dumps([ray._private.worker._global_node.get_session_dir_path(), descendants(os.getpid())]), flush=True)
+    engine.generate(["a", "b"])
+    """
+    process = started(code, tmp_path)
+    try:
+        folder, below = json.loads(process.stdout.readline())
+        deadline_s = time.monotonic() + 60
+        while not began.exists():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        if how == "Ctrl-C":
+            os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to the whole group
+        else:
+            process.terminate()
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert ("KeyboardInterrupt" in err) == (how == "Ctrl-C")
+    assert gone(below) == []
+    assert users_of(Path(folder)) == []
+    assert not Path(folder).exists()
+
+
+def test_011_slots_of_two_nodes_come_back_twenty_times(tmp_path):
+    code = """
+    import json
+    import dlrover as rl
+    from session_toys import EchoEngine
+    from two_nodes import two_nodes
+    with two_nodes(workers=1, cpus=4, head_cpus=4, connect=False) as nodes:
+        with rl.init(nodes.address, slots_per_node=2, log_to_driver=False) as session:
+            free = []
+            for number in range(20):
+                engine = rl.InferenceEngine("anything", EchoEngine).build(data_parallel_size=1 + number % 4)
+                answers = len(engine.generate(["a"] * 5))
+                engine.release()
+                free.append([session.free_slots, answers])
+            where = sorted({device.node for device in session.slots})
+            engine = rl.InferenceEngine("anything", EchoEngine).build(nodes=[where[1]])
+            print(json.dumps([free, len(where), len(engine.slots)]))
+    """
+    process = started(code, tmp_path)
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, err[-3000:]
+    assert json.loads(out.splitlines()[-1]) == [[[4, 5]] * 20, 2, 2]
+
+
+def test_011_nothing_is_left_of_released_engines(session):
+    before = set(descendants(os.getpid()))
+    for _ in range(2):
+        with built(rl.InferenceEngine("anything", EchoEngine), data_parallel_size=1):
+            pass
+    gc.collect()
+    deadline_s = time.monotonic() + 20
+    while any("HostedActor" in cmdline(pid) for pid in set(descendants(os.getpid())) - before):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+def cmdline(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
