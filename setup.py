@@ -28,6 +28,7 @@ CORE = [
 LORA = ["peft>=0.17"]
 TEST = [
     *LORA,
+    "accelerate>=1",
     "hypothesis>=6.100",
     "pytest>=8",
     "pytest-timeout>=2.3",
@@ -59,7 +60,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["dlrover", "dlrover.*"]),
-    package_data={"dlrover": ["py.typed"]},
+    package_data={"dlrover": ["py.typed", "python/rl/recipe/*.yaml"]},
     install_requires=CORE,
     extras_require={"dev": DEV + DOCS, "docs": DOCS, "lora": LORA, "test": TEST, **ENGINES},
     entry_points={"console_scripts": ["dlrover-rl = dlrover.python.rl.master.main:main"]},

@@ -2,10 +2,13 @@
 
 import asyncio
 import itertools
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 import ray
+from launched import Launcher
 from omegaconf import OmegaConf
 from toys import Pairs, Toy
 
@@ -19,7 +22,9 @@ from dlrover.python.rl.runtime.host import MemberHost
 from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.port import RayPort
-from dlrover.python.rl.runtime.ray.units import Place
+from dlrover.python.rl.runtime.ray.units import Place as Seat
+from dlrover.python.rl.runtime.torchrun.links import Place, call_in
+from dlrover.python.rl.runtime.torchrun.port import TorchrunPort
 from dlrover.python.rl.trainer.role_group import public_methods
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
 from dlrover.python.rl.trainer.workload import MemberContext
@@ -96,7 +101,7 @@ class RayStage:
         self._executor = RayExecutor(job, "0", placement, methods, None)
         asyncio.run(self._start())
         self.handles = {
-            RLRoleType(role): [self._executor._units.find(Place(role, rank)).handle for rank in range(size)]
+            RLRoleType(role): [self._executor._units.find(Seat(role, rank)).handle for rank in range(size)]
             for role, size in SIZES.items()
         }
         self.port = RayPort(self.handles)
@@ -132,16 +137,57 @@ class RayStage:
         return ray.get(getattr(handle, method).remote(*args), timeout=30)
 
 
+class TorchrunStage:
+    """Rank r of every role in process r of a launch; this process is rank 0."""
+
+    def __init__(self, tmp_path):
+        self._path = tmp_path
+        place = Place(0, max(SIZES.values()), 0, max(SIZES.values()))
+        builder = JobBuilder().device_type("CPU").config(CONFIG).trainer("toys", "unused")
+        for role, size in SIZES.items():
+            builder.role(role, "toys", CLASSES[role].__name__).total(size)
+        job = builder.spec("contract", (str(Path(__file__).parent),))
+        self._launcher = Launcher(place.world_size)
+        self.port = TorchrunPort(place, call_in(place, self._launcher))
+        self._thread = threading.Thread(target=self.port.worker.run, daemon=True)
+        self._thread.start()
+        for role, rank in job.members():
+            context = MemberContext(f"job/{role}-{rank}", role, rank, SIZES[role], 0, 1, "127.0.0.1", 4321)
+            self.port.start(job, "run", context).result(60)
+        self.handles = {
+            RLRoleType(role): [LocalHandle(self.port, role, rank) for rank in range(size)]
+            for role, size in SIZES.items()
+        }
+
+    def close(self):
+        self.port.end(clean=True)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        for child in self._launcher.children:
+            assert child.wait(20) in (0, -signal.SIGKILL)
+
+    def trainer(self, **sizes):
+        return make_trainer(_some(self.handles, sizes), self.port, self._path)
+
+    def kill(self, role, rank):
+        self._launcher.children[rank - 1].kill()
+
+    def call_raw(self, handle, method, *args):
+        return getattr(handle, method).remote(*args).result()
+
+
 def _some(handles, sizes):
     """The first members of each role: a group of any size without starting another one."""
     return {role: members[: sizes.get(role, len(members))] for role, members in handles.items()}
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.fixture(scope="module", params=["local", "torchrun", pytest.param("ray", marks=pytest.mark.ray)])
 def stage(request, tmp_path_factory):
     """A stage shared by tests that leave its members as they were."""
     if request.param == "local":
         made = LocalStage(tmp_path_factory.mktemp("local"))
+    elif request.param == "torchrun":
+        made = TorchrunStage(tmp_path_factory.mktemp("torchrun"))
     else:
         request.getfixturevalue("ray_session")
         made = RayStage(tmp_path_factory.mktemp("ray"))

@@ -254,3 +254,9 @@ def texts(scored: Batch, rows: int) -> Iterator[dict[str, Any]]:
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}
+
+
+if __name__ == "__main__":
+    from dlrover.python.rl.recipe.launch import main
+
+    main("grpo")

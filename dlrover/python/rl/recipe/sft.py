@@ -89,3 +89,9 @@ def annotated(algorithm: SFT, batch: Batch) -> Batch:
     trained = np.array([int(mask.sum()) for mask in batch.ragged("action_mask")], dtype=np.int64)
     rows = algorithm.annotate(Batch({"action_tokens": trained}))
     return batch.with_columns(weight=rows["weight"])
+
+
+if __name__ == "__main__":
+    from dlrover.python.rl.recipe.launch import main
+
+    main("sft")

@@ -1,6 +1,7 @@
 """Values as an object store keeps them."""
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ class Stored:
     data: bytes
     buffers: tuple[memoryview, ...]
     rows: int | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.data, tuple(map(pickle.PickleBuffer, self.buffers)), self.rows)
 
     @classmethod
     def of(cls, value: Any, own: bool = False) -> "Stored":
@@ -33,3 +37,7 @@ class Stored:
     def load(self) -> Any:
         """A copy of the value."""
         return pickle.loads(self.data, buffers=self.buffers)
+
+
+def _received(data: bytes, buffers: Sequence[Any], rows: int | None) -> Stored:
+    return Stored(data, tuple(memoryview(buffer).toreadonly() for buffer in buffers), rows)

@@ -6,7 +6,6 @@ While the trainer runs nobody else does, so members that are killed meanwhile ar
 import os
 import socket
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from uuid import uuid4
 
@@ -35,13 +34,14 @@ from dlrover.python.rl.runtime.durability import checkpoints_of, roots_of
 from dlrover.python.rl.runtime.executor import Emit, cause_of
 from dlrover.python.rl.runtime.host import MemberHost
 from dlrover.python.rl.runtime.loading import load_class
-from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort, process_environment
+from dlrover.python.rl.runtime.local.port import LocalMember, LocalPort, process_environment
 from dlrover.python.rl.runtime.local.recovery import LocalRecovery
+from dlrover.python.rl.runtime.making import trainer_maker
 from dlrover.python.rl.runtime.node_memory import forget_memory
 from dlrover.python.rl.runtime.ports import HeldPort
 from dlrover.python.rl.trainer.recovery import RestartInfo
 from dlrover.python.rl.trainer.runner import run_trainer
-from dlrover.python.rl.trainer.trainer import BaseTrainer, Reporter, TrainerLink
+from dlrover.python.rl.trainer.trainer import Reporter, TrainerLink
 from dlrover.python.rl.trainer.workload import MemberContext
 
 _LOG = get_logger(__name__)
@@ -132,7 +132,7 @@ class LocalExecutor:
 
     def _run_trainer(self, command: StartTrainer, emit: Emit) -> None:
         try:
-            link, make = self._link(command, emit), self._make_trainer()
+            link, make = self._link(command, emit), trainer_maker(self.job)
             emit(TrainerStarted(command.epoch, _here()))
             with process_environment(self.job.env):
                 run_trainer(lambda: make(link), link)
@@ -163,24 +163,6 @@ class LocalExecutor:
             recovery=recovery,
             checkpoints=checkpoints_of(self.job, self.run, command.epoch),
         )
-
-    def _make_trainer(self) -> Callable[[TrainerLink], BaseTrainer]:
-        spec = self.job.trainer
-        trainer_class = load_class(spec.module, spec.class_, self.job.search_path)
-        classes = {
-            role: load_class(workload.module, workload.class_, self.job.search_path)
-            for role, workload in self.job.workloads.items()
-        }
-
-        def make(link: TrainerLink) -> BaseTrainer:
-            handles = {
-                role: [LocalHandle(link.port, role, rank) for rank in range(len(members))]
-                for role, members in self._members.items()
-            }
-            trainer: BaseTrainer = trainer_class(handles, classes, self.job.config)
-            return trainer
-
-        return make
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

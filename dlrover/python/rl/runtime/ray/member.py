@@ -28,7 +28,7 @@ from dlrover.python.rl.runtime.executor import starting
 from dlrover.python.rl.runtime.host import CallHeader, MemberHost
 from dlrover.python.rl.runtime.loading import enter_folder, load_class
 from dlrover.python.rl.runtime.ports import HeldPort
-from dlrover.python.rl.runtime.ray.wire import decode
+from dlrover.python.rl.runtime.wire import decode
 from dlrover.python.rl.trainer.shard import row_count
 from dlrover.python.rl.trainer.workload import MemberContext
 

@@ -18,7 +18,7 @@ from ray.exceptions import (
 
 from dlrover.python.rl.common.errors import InvocationError, ResultLost, WorkloadDied
 from dlrover.python.rl.runtime.host import CallHeader
-from dlrover.python.rl.runtime.ray.wire import encode
+from dlrover.python.rl.runtime.wire import encode
 from dlrover.python.rl.trainer.port import Call, Outcome, Ref
 from dlrover.python.rl.trainer.recovery import MemberId
 

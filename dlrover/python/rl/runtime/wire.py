@@ -1,4 +1,5 @@
-"""How arguments travel to a member: plain values, top-level object refs, and the two shapes that hold nested ones."""
+"""How arguments travel to a member of another process: plain values, top-level refs as the port knows them, and the two
+shapes that hold nested ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from dlrover.python.rl.trainer.shard import Rows, take_rows
 
 @dataclass(frozen=True)
 class ListOfRefs:
-    """A list argument that mixes values and object refs; ``is_ref`` says which is which."""
+    """A list argument that mixes values and refs; ``is_ref`` says which is which."""
 
     items: tuple[Any, ...]
     is_ref: tuple[bool, ...]
@@ -18,7 +19,7 @@ class ListOfRefs:
 
 @dataclass(frozen=True)
 class RowsOfRefs:
-    """One shard of pending results: object refs of the parts and of their row counts."""
+    """One shard of pending results: refs of the parts and of their row counts."""
 
     tokens: tuple[Any, ...]
     sizes: tuple[Any, ...]
@@ -27,7 +28,7 @@ class RowsOfRefs:
 
 
 def encode(value: Any) -> Any:
-    """What is sent for one argument. A :class:`Ref` becomes its object ref, which Ray resolves before the call."""
+    """What is sent for one argument. A :class:`Ref` becomes its token, which Ray resolves before the call."""
     if isinstance(value, Ref):
         return value.token
     if isinstance(value, Rows):
@@ -40,7 +41,8 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any, get: Callable[[Any], Any]) -> Any:
-    """What the workload's method sees of one argument; ``get`` fetches an object ref, or a list of them."""
+    """What the workload's method sees of one argument; ``get`` fetches a token's value, or those of a list of
+    them."""
     if isinstance(value, ListOfRefs):
         return [get(item) if is_ref else item for item, is_ref in zip(value.items, value.is_ref, strict=True)]
     if isinstance(value, RowsOfRefs):

@@ -1,0 +1,29 @@
+"""A process of a launch, for the contract suite: ``python launched.py RANK WORLD_SIZE ADDRESS``."""
+
+import subprocess
+import sys
+
+from dlrover.python.rl.runtime.torchrun.links import Place, join
+from dlrover.python.rl.runtime.torchrun.run import follow
+
+
+class Launcher:
+    """Starts the other processes of a world as soon as rank 0 can be found; to them it is where they find it."""
+
+    def __init__(self, world_size, found=b""):
+        self.world_size, self.found, self.children = world_size, found, []
+
+    def set(self, key, value):
+        self.children = [
+            subprocess.Popen([sys.executable, __file__, str(rank), str(self.world_size), value.hex()])
+            for rank in range(1, self.world_size)
+        ]
+
+    def get(self, key):
+        return self.found
+
+
+if __name__ == "__main__":
+    rank, world_size = map(int, sys.argv[1:3])
+    place = Place(rank, world_size, rank, world_size)
+    sys.exit(not follow(place, join(place, Launcher(world_size, bytes.fromhex(sys.argv[3])))))
