@@ -1,10 +1,13 @@
-"""The same job file in one process and on Ray, whatever the number of rollout and actor workers."""
+"""The same job file in one process, on Ray and under torchrun, whatever the number of rollout and actor workers."""
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
 import torch
-from recipe_jobs import grpo_job, samples
+from recipe_jobs import JOB, grpo_job, inputs, samples
 from transformers import AutoModelForCausalLM
 
 from dlrover.python.rl.control.state import Phase
@@ -43,3 +46,25 @@ def test_two_actor_ranks_end_in_the_weights_of_one(folder):
     for name, tensor in ends[0].items():
         for other in ends[1:]:
             torch.testing.assert_close(tensor, other[name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_two_processes_of_torchrun_end_in_the_weights_of_one(folder):
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "dlrover.python.rl.recipe.grpo"]
+    settings = ["--config", str(JOB), f"job_dir={folder / 'torchrun'}", *inputs(folder), *SHORT]
+    paths = os.pathsep.join([str(JOB.parents[2]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, *launcher, *settings],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert samples(folder / "torchrun") == samples(folder / "local")
+    ends = [
+        AutoModelForCausalLM.from_pretrained(folder / name / "model").state_dict() for name in ("local", "torchrun")
+    ]
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(tensor, ends[1][name], atol=1e-5, rtol=0)

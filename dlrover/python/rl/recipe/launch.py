@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import click
+import torch
 import torch.distributed as dist
 
 from dlrover.python.rl.common.errors import DLRoverRLError, InvalidJob, Problem
@@ -24,7 +25,6 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.inspection import inspect_job
 from dlrover.python.rl.runtime.torchrun.links import MEETING_S, Board, Place, call_in, join, refuse
 from dlrover.python.rl.runtime.torchrun.run import Lead, follow
-from dlrover.python.rl.runtime.torchrun.worker import take_own_device
 from dlrover.python.rl.trainer.trainer import StepReport
 
 _LOG = get_logger(__name__)
@@ -67,7 +67,8 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
     """
     place = Place.from_env(os.environ)
     configure_logging(f"rank {place.rank}" if place.world_size > 1 else "")
-    take_own_device(place.local_rank)
+    if place.local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(place.local_rank)  # what "cuda" means in this thread, where all members run
     board = _store(place) if place.world_size > 1 else None
     if place.rank:
         assert board is not None, "there are others"

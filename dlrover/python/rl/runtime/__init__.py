@@ -1,1 +1,1 @@
-"""Where things run: one process, or Ray. The only room that imports Ray."""
+"""Where things run: one process, those of a launcher, or Ray. The only room that imports Ray."""

@@ -1,6 +1,7 @@
 """What a role group needs from the place where its members run: three verbs.
 
-``runtime`` supplies this port (Ray, one process); one contract suite runs against every implementation.
+``runtime`` supplies this port (Ray, the processes of a launcher, one process); one contract suite runs against every
+implementation.
 """
 
 import asyncio

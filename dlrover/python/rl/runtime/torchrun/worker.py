@@ -120,6 +120,7 @@ class Worker:
         here = {"local_rank": self._place.local_rank, "local_world_size": min(self._place.local_world_size, world_size)}
         context = replace(task.context, **here)
         spec = job.workloads[context.role]
+        os.environ.update(job.env)  # for good: the trainer has it too
         env = {**job.env, **spec.env, **context.to_env()}
         host = MemberHost(node=socket.gethostname())
         try:
@@ -177,11 +178,3 @@ class Worker:
         for job, run in self._runs if clean else ():
             forget_memory(job, run)
         self.ended.set()
-
-
-def take_own_device(local_rank: int) -> None:
-    """Let this process see the accelerator of its number alone, as it would under Ray; before anything has looked."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible is not None else [str(local_rank)] * (local_rank + 1)
-    if local_rank < len(devices):
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank]
