@@ -20,11 +20,12 @@ def write_inputs(folder, problems=40):
 
 def grpo_job(folder, *overrides):
     """The demo's own job file on the small inputs."""
-    inputs = write_inputs(folder) if not (folder / "model").exists() else _inputs(folder)
-    return load_job(JOB, [*inputs, "steps=1", *overrides])
+    given = write_inputs(folder) if not (folder / "model").exists() else inputs(folder)
+    return load_job(JOB, [*given, "steps=1", *overrides])
 
 
-def _inputs(folder):
+def inputs(folder):
+    """What :func:`write_inputs` gave."""
     return [
         f"model={folder / 'model'}",
         f"data.train={folder / 'problems.jsonl'}",
