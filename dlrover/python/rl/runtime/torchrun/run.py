@@ -168,8 +168,9 @@ class Lead:
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the boundary of the job
             self.error = self._first_cause(port, error)
             _LOG.error("%s failed: %s", self.job.name, "".join(traceback.format_exception(self.error)).rstrip())
-        port.end(clean=self.error is None)
-        _end_soon(port.worker, clean=self.error is None)
+        finally:
+            port.end(clean=self.error is None)
+            _end_soon(port.worker, clean=self.error is None)
 
     def _first_cause(self, port: TorchrunPort, error: BaseException) -> BaseException:
         """``error``, or the death that it is the echo of: who waits for a dead rank hears of it in many ways."""
