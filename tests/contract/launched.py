@@ -1,7 +1,9 @@
 """A process of a launch, for the contract suite: ``python launched.py RANK WORLD_SIZE ADDRESS``."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 from dlrover.python.rl.runtime.torchrun.links import Place, join
 from dlrover.python.rl.runtime.torchrun.run import follow
@@ -14,8 +16,9 @@ class Launcher:
         self.world_size, self.found, self.children = world_size, found, []
 
     def set(self, key, value):
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
         self.children = [
-            subprocess.Popen([sys.executable, __file__, str(rank), str(self.world_size), value.hex()])
+            subprocess.Popen([sys.executable, __file__, str(rank), str(self.world_size), value.hex()], env=env)
             for rank in range(1, self.world_size)
         ]
 

@@ -174,9 +174,9 @@ class Lead:
 
     def _first_cause(self, port: TorchrunPort, error: BaseException) -> BaseException:
         """``error``, or the death that it is the echo of: who waits for a dead rank hears of it in many ways."""
-        lost = None
-        if isinstance(error, InvocationError) and not isinstance(error, WorkloadDied) and self.links:
-            lost = port.loses(_ECHO_S)
+        if not isinstance(error, InvocationError) or isinstance(error, WorkloadDied) or not self.links:
+            return error
+        lost = port.loses(_ECHO_S)
         if lost is None:
             return error
         died = WorkloadDied(f"the process of rank {lost} is gone", role=error.role, rank=lost, method=error.method)

@@ -117,8 +117,8 @@ class Worker:
 
     def _start(self, task: Start) -> Ended:
         job, world_size = task.job, task.context.world_size
-        here = {"local_rank": self._place.local_rank, "local_world_size": min(self._place.local_world_size, world_size)}
-        context = replace(task.context, **here)
+        local_world_size = min(self._place.local_world_size, world_size)
+        context = replace(task.context, local_rank=self._place.local_rank, local_world_size=local_world_size)
         spec = job.workloads[context.role]
         os.environ.update(job.env)  # for good: the trainer has it too
         env = {**job.env, **spec.env, **context.to_env()}
