@@ -154,7 +154,7 @@ def test_what_cannot_be_shared_by_so_many_processes_is_refused(desk, monkeypatch
 
 def test_a_world_without_an_address_is_refused():
     assert Place.from_env({}) == Place()
-    with pytest.raises(InvalidJob, match="use torchrun"):
+    with pytest.raises(InvalidJob, match="start with torchrun"):
         Place.from_env({"WORLD_SIZE": "2", "RANK": "1"})
     env = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
     assert Place.from_env({**env, "MASTER_PORT": "1"}) == Place(3, 4, 1, 2, "a", 2)
@@ -250,6 +250,7 @@ def test_a_second_start_in_the_same_folder_is_refused_and_a_finished_run_has_not
 # -- the recipes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_003_torchrun_with_two_processes_leaves_one_model(desk):
     (shown,) = re.findall(
         r"^torchrun --nproc_per_node=2 (-m dlrover.python.rl.recipe.sft .*)$", GUIDE.read_text(), re.M
