@@ -35,7 +35,7 @@ class Adder(BaseWorkload):
         if (step, self.rank) == (fault.step, fault.rank) and not Path(fault.once).exists():
             Path(fault.once).touch()
             self.fail(fault.where)
-        share = torch.tensor(sum(values) * torch.arange(1, 5), dtype=torch.float64)
+        share = sum(values) * torch.arange(1, 5, dtype=torch.float64)
         dist.all_reduce(share)
         self.total = (self.total + share) * 1.1
         return float(self.total[0]), self.rank

@@ -15,7 +15,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import click
-import torch
 import torch.distributed as dist
 
 from dlrover.python.rl.common.errors import DLRoverRLError, InvalidJob, Problem
@@ -67,8 +66,6 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
     """
     place = Place.from_env(os.environ)
     configure_logging(f"rank {place.rank}" if place.world_size > 1 else "")
-    if place.local_rank < torch.cuda.device_count():
-        torch.cuda.set_device(place.local_rank)  # what "cuda" means in this thread, where all members run
     board = _store(place) if place.world_size > 1 else None
     if place.rank:
         assert board is not None, "there are others"
@@ -78,7 +75,7 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
         job = described(recipe, job_file, overrides, place)
     except InvalidJob:
         if board is not None:
-            refuse(board)
+            refuse(place, board)
         raise
     error = Lead(job, place, call_in(place, board) if board is not None else {}, _report).run()
     if error is not None:

@@ -29,7 +29,6 @@ MEETING_S = 300.0
 
 _HELLO_S = 10.0
 _SECRET_BYTES = 32
-_ADDRESS = "dlrover-rl/rank-0"
 # A machine that vanishes without a word is noticed after a minute.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
@@ -41,6 +40,7 @@ class Place:
     Attributes:
         address: of rank 0's machine.
         nodes: machines in all.
+        attempt: of the launcher, which may start all processes again.
     """
 
     rank: int = 0
@@ -49,6 +49,12 @@ class Place:
     local_world_size: int = 1
     address: str = "127.0.0.1"
     nodes: int = 1
+    attempt: int = 0
+
+    @property
+    def board_key(self) -> str:
+        """Where the others find rank 0: a launcher's board lasts longer than its processes."""
+        return f"dlrover-rl/rank-0/{self.attempt}"
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "Place":
@@ -71,6 +77,7 @@ class Place:
             local_world,
             env.get("MASTER_ADDR", "127.0.0.1") if world > 1 else "127.0.0.1",
             int(env.get("GROUP_WORLD_SIZE", -(-world // local_world))),
+            int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
         )
 
 
@@ -168,7 +175,7 @@ def call_in(place: Place, board: Board) -> dict[int, Link]:
     secret = secrets.token_bytes(_SECRET_BYTES)
     deadline_s = time.monotonic() + MEETING_S
     with _server(place.address) as server:
-        board.set(_ADDRESS, secret + str(server.getsockname()[1]).encode())
+        board.set(place.board_key, secret + str(server.getsockname()[1]).encode())
         while len(links) < place.world_size - 1:
             server.settimeout(max(deadline_s - time.monotonic(), 0.001))
             try:
@@ -185,9 +192,9 @@ def call_in(place: Place, board: Board) -> dict[int, Link]:
     return links
 
 
-def refuse(board: Board) -> None:
+def refuse(place: Place, board: Board) -> None:
     """At rank 0: tell the others that nothing will be started."""
-    board.set(_ADDRESS, b"")
+    board.set(place.board_key, b"")
 
 
 def join(place: Place, board: Board) -> Link | None:
@@ -197,7 +204,7 @@ def join(place: Place, board: Board) -> Link | None:
         ClusterUnavailable: it cannot be reached.
     """
     try:
-        found = bytes(board.get(_ADDRESS))  # waits: as long as the store is patient
+        found = bytes(board.get(place.board_key))  # waits: as long as the store is patient
         if not found:
             return None
         secret, port = found[:_SECRET_BYTES], int(found[_SECRET_BYTES:])

@@ -167,7 +167,8 @@ class Lead:
             run_trainer(partial(trainer_maker(self.job), link), link)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the boundary of the job
             self.error = self._first_cause(port, error)
-            _LOG.error("%s failed: %s", self.job.name, "".join(traceback.format_exception(self.error)).rstrip())
+            what, trace = str(self.error).partition("\n")[0], traceback.format_exception(self.error, chain=False)
+            _LOG.error("%s failed: %s\n%s", self.job.name, what, "".join(trace).rstrip())
         finally:
             port.end(clean=self.error is None)
             _end_soon(port.worker, clean=self.error is None)
