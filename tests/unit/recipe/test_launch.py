@@ -53,7 +53,8 @@ def desk(tmp_path):
 SFT = "-m dlrover.python.rl.recipe.sft model=model data.train=examples.jsonl batch_size=15 engine.threads=1"
 GRPO = (
     "-m dlrover.python.rl.recipe.grpo model=model data.train=problems.jsonl data.eval_rows=8 prompts_per_step=4 "
-    "steps=2 rollout.samples_per_prompt=4 rollout.max_new_tokens=4 eval_every=1 engine.threads=1"
+    "steps=2 reward.function=launched_rewards:jumble "
+    "rollout.samples_per_prompt=4 rollout.max_new_tokens=4 eval_every=1 engine.threads=1"
 )
 ADD = "-m dlrover.python.rl.recipe.launch --config toy.yaml"
 

@@ -179,7 +179,7 @@ class TorchrunPort:
         """Let all members close, and all processes end."""
         for link in self._links.values():
             link.send(End(clean))
-        self.worker.accept(End(clean))
+        self.worker.assign(End(clean))
 
     def loses(self, within_s: float) -> int | None:
         """The first process that is lost, if one is within so many seconds."""
@@ -207,7 +207,7 @@ class TorchrunPort:
             return
         self._under_way[held.number] = held, call
         if held.place == 0:
-            self.worker.accept(task)
+            self.worker.assign(task)
         else:
             self._links[held.place].send(task)
 

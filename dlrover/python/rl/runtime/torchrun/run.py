@@ -230,7 +230,7 @@ def follow(place: Place, link: Link) -> bool:
         elif isinstance(message, Fetched):
             message.settle(asked.pop(message.key))
         else:
-            worker.accept(message)
+            worker.assign(message)
             if isinstance(message, End):
                 told.set()
                 _end_soon(worker, message.clean)
@@ -238,7 +238,7 @@ def follow(place: Place, link: Link) -> bool:
     def lose() -> None:
         if not told.is_set():
             _LOG.error("rank 0 is gone: rank %d ends", place.rank)
-            worker.accept(End(clean=False))
+            worker.assign(End(clean=False))
             _end_soon(worker, clean=False)
 
     link.begin(take, lose)

@@ -91,7 +91,7 @@ class Worker:
         self._runs: set[tuple[str, str]] = set()
         self.ended = threading.Event()
 
-    def accept(self, task: Task) -> None:
+    def assign(self, task: Task) -> None:
         """Carry ``task`` out when its turn comes. Thread safe."""
         if isinstance(task, Run) and task.kept:
             self._kept[task.number] = Future()
