@@ -25,6 +25,7 @@ from dlrover.python.rl.engine.sync.base import SyncSettings, WeightTransport
 from dlrover.python.rl.engine.sync.broadcast import BroadcastTransport
 from dlrover.python.rl.engine.sync.file import FileTransport, disk, shared_memory
 from dlrover.python.rl.engine.sync.link import LinkTransport
+from dlrover.python.rl.engine.sync.pull import PullTransport
 from dlrover.python.rl.engine.weights import WeightSnapshot, take_snapshot, verify
 from tests.chaos.tables import markdown
 
@@ -72,6 +73,8 @@ def transports(folders: dict[str, str], settings: SyncSettings) -> dict[str, Wei
         "shared memory, mapped": shared_memory(memory, "MAPPED", settings),
         "shared memory, copied": FileTransport(memory, "COPIED", settings, mapped=False),
         "shared bucket": LinkTransport(memory, "LINK", settings),
+        "fetched, same host": PullTransport(settings),
+        "fetched, through TCP": PullTransport(settings, maps_pages=False),
         "disk": disk(drive, "DISK", settings),
         "broadcast, gloo": BroadcastTransport(settings),
     }

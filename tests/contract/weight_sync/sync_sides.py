@@ -19,12 +19,13 @@ from dlrover.python.rl.engine.sync.broadcast import BroadcastTransport
 from dlrover.python.rl.engine.sync.file import FileTransport, disk, shared_memory
 from dlrover.python.rl.engine.sync.link import LinkTransport
 from dlrover.python.rl.engine.sync.process import ProcessTransport
+from dlrover.python.rl.engine.sync.pull import PullTransport
 from dlrover.python.rl.engine.weights import take_snapshot
 
 LATEST_S = 240.0
 PATIENT = SyncSettings(who="ACTOR[0]", patience_s=20.0, bucket_bytes=4096)
 
-KINDS = ("process", "shared_memory", "shared_memory_copied", "disk", "broadcast", "link")
+KINDS = ("process", "shared_memory", "shared_memory_copied", "disk", "broadcast", "link", "pull", "pull_copied")
 BETWEEN_PROCESSES = KINDS[1:]
 
 
@@ -37,6 +38,8 @@ def transport(kind, folder, settings=PATIENT):
         "disk": lambda: disk(folder, "ACTOR", settings),
         "broadcast": lambda: BroadcastTransport(settings),
         "link": lambda: LinkTransport(folder, "ACTOR", settings),
+        "pull": lambda: PullTransport(settings),
+        "pull_copied": lambda: PullTransport(settings, maps_pages=False),
     }
     return makers[kind]()
 

@@ -166,6 +166,20 @@ def test_107_a_reference_updated_from_its_actor_equals_it(kind, tmp_path, model_
     wire.close()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_017_an_engine_whose_weights_were_sent_can_still_leave_its_device(kind, tmp_path, actor):
+    """A CPU stands in for the device: numpy's hand on a tensor would keep it there for good."""
+    wire = Wire(kind, tmp_path)
+    wire.sync(actor)
+    before = actor.publish().stamp
+    actor.cpu()
+    assert actor.footprint() == {}
+    assert wire.sync(actor)[1][0].stamp == before
+    actor.cuda()
+    step(actor, seed=1)
+    wire.close()
+
+
 def test_a_source_and_its_sinks_agree_on_what_was_sent_without_looking_at_a_byte(tmp_path, actor):
     sender = transport("shared_memory", tmp_path)
     ticket = sender.offer(actor)

@@ -186,7 +186,7 @@ def test_several_sinks_get_the_same(kind, tmp_path):
     wire.close()
 
 
-@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+@pytest.mark.parametrize("kind", [kind for kind in BETWEEN_PROCESSES if not kind.startswith("pull")])
 def test_a_leader_that_fails_still_takes_its_part_in_the_gathering(kind, tmp_path):
     sender = transport(kind, tmp_path, replace(PATIENT, patience_s=0.3))
     source = ToySource(toy_weights(), version=1)

@@ -44,6 +44,7 @@ from dlrover.python.rl.common.errors import (
     VerifierCrashed,
     VerifierError,
     VerifierTimeout,
+    WeightsLost,
     WeightSyncError,
     WorkloadDied,
     WorkloadStartError,
@@ -61,6 +62,7 @@ EXAMPLES = {
     EngineError: EngineError("words"),
     OutOfDeviceMemory: OutOfDeviceMemory("words"),
     WeightSyncError: WeightSyncError("words"),
+    WeightsLost: WeightsLost("version 3 from ACTOR[0] cannot be had"),
     NonFiniteUpdate: NonFiniteUpdate("words"),
     SessionError: SessionError("words"),
     CallError: CallError("words"),
@@ -133,7 +135,8 @@ def test_the_tree_in_the_docstring_is_the_tree_of_classes():
 def test_what_helps_after_an_error():
     retried = {kind for kind in tree_of_classes() if kind.retryable}
     lost = {WorkloadDied, ResultLost, CallSkipped, ReplayDiverged}
-    assert retried == {*lost, InvocationTimeout, PlacementTimeout, ClusterUnavailable, NonFiniteUpdate, WeightSyncError}
+    of_engines = {NonFiniteUpdate, WeightSyncError, WeightsLost}
+    assert retried == {*lost, *of_engines, InvocationTimeout, PlacementTimeout, ClusterUnavailable}
     assert {kind: kind.restarts for kind in tree_of_classes() if kind.restarts is not Scope.NOTHING} == {
         InvocationTimeout: Scope.MEMBER,
         WorkloadDied: Scope.MEMBER,
@@ -141,6 +144,7 @@ def test_what_helps_after_an_error():
         PlacementTimeout: Scope.JOB,
         NonFiniteUpdate: Scope.TRAINER,
         WeightSyncError: Scope.TRAINER,
+        WeightsLost: Scope.TRAINER,
     }
 
 

@@ -10,6 +10,7 @@
     ├── EngineError                  an engine was asked for what it cannot do
     │   ├── OutOfDeviceMemory        tensors do not fit the device; names who holds what
     │   ├── WeightSyncError          received weights are not the ones that were sent
+    │   │   └── WeightsLost          the weights that a ticket names are nowhere any more
     │   └── NonFiniteUpdate          an update had a loss or gradient that is no number; nothing was changed
     ├── SessionError                 an engine driven by hand was used out of order, or asked for slots there are not
     ├── CallError                    a role-group call that was refused before anything was sent
@@ -142,6 +143,13 @@ class WeightSyncError(EngineError):
     restarts = Scope.TRAINER
 
 
+class WeightsLost(WeightSyncError):
+    """The weights that a ticket names cannot be had: their sender is gone, or has gone on to later ones.
+
+    Nothing was received. Whoever has the ticket asks the sender, or who took its place, for another one.
+    """
+
+
 class NonFiniteUpdate(EngineError):
     """An update's loss or gradient is NaN or infinite; the message names the first place where it is.
 
@@ -229,7 +237,11 @@ class WorkloadDied(InvocationError):
 
 
 class ResultLost(InvocationError):
-    """A result that this call was to take, or its own, is gone with the node or process that held it."""
+    """A result that this call was to take, or its own, is gone with the node or process that held it.
+
+    A workload's method may raise it too, when what an argument stands for is gone. The call counts as not run then: the
+    calls that made its arguments are made again, and it after them.
+    """
 
     retryable = True
 

@@ -71,7 +71,8 @@ def pack(pieces: Iterator[tuple[int, Any]], buckets: Sequence[Any]) -> Iterator[
 def copy_to_host(target: Bytes, piece: Any) -> None:
     """Copy a ``uint8`` tensor, wherever it is, to host memory of the same length."""
     if piece.device.type == "cpu":
-        np.copyto(target, piece.numpy())  # a fifth faster than torch's, at the size of a bucket
+        # A fifth faster than torch's copy, at the size of a bucket; numpy() would keep an engine's tensor from moving.
+        np.copyto(target, np.from_dlpack(piece))
     else:
         torch.from_numpy(target).copy_(piece)
 

@@ -27,18 +27,20 @@ from dlrover.python.rl.engine.sync.base import (
     SyncSettings,
     Ticket,
     WeightSource,
-    assemble,
     exhaust,
     stamp_of,
 )
-from dlrover.python.rl.engine.sync.buckets import Arena, Tally, copy_to_host
+from dlrover.python.rl.engine.sync.buckets import Arena
 from dlrover.python.rl.engine.sync.image import (
     CopiedReading,
     MappedReading,
     Reading,
     WritableImage,
+    follow,
     lock,
     opened,
+    told_progress,
+    write_pieces,
 )
 from dlrover.python.rl.engine.sync.waiting import Waiting
 from dlrover.python.rl.engine.weights import WeightSnapshot, WeightStamp
@@ -91,17 +93,12 @@ class FileTransport(Offers):
     def _write(self, ticket: Ticket, stream: Iterator[tuple[int, Any]]) -> WeightStamp:
         with self._sending(ticket):
             image = self._fresh(ticket)
-            tally = Tally(ticket.table)
-            for offset, piece in stream:
-                stop = offset + len(piece)
-                copy_to_host(image.data[offset:stop], piece)
-                tally.take(image.data, 0, stop)
-                image.show(stop)
-            image.finish(tally.crcs, flush=not self._live)
+            crcs = write_pieces(image, stream)
+            image.finish(crcs, flush=not self._live)
             if not self._live:
                 self._path(ticket.id, _PART).rename(self._path(ticket.id))
             self._last = ticket.id
-        return stamp_of(ticket, tally.crcs)
+        return stamp_of(ticket, crcs)
 
     def _path(self, ticket_id: str, kind: str = _WHOLE) -> Path:
         return self._folder / f"{self._name}.{ticket_id}{kind}"
@@ -184,7 +181,7 @@ class FileTransport(Offers):
             if self._sender_ended(ticket) and not path.exists():
                 raise WeightSyncError(self._broken_off(ticket, 0, "before it was there"))
 
-        waiting = Waiting(self.settings.patience_s, lambda: self._told_progress(ticket, 0), alive)
+        waiting = Waiting(self.settings.patience_s, lambda: told_progress(ticket, 0), alive)
         while True:
             descriptor = opened(path)
             if descriptor is not None:
@@ -205,25 +202,12 @@ class FileTransport(Offers):
 
     def _follow(self, ticket: Ticket, reading: Reading) -> WeightSnapshot | None:
         """Read up to the end, as the writer goes on; None when another writer has begun anew."""
-        tally, end, done = Tally(ticket.table), ticket.table.nbytes, 0
 
-        def alive() -> None:
+        def alive(done: int) -> None:
             if self._sender_ended(ticket) and reading.progress() <= done:
                 raise WeightSyncError(self._broken_off(ticket, done, "before it was whole"))
 
-        waiting = Waiting(self.settings.patience_s, lambda: self._told_progress(ticket, done), alive)
-        while (there := reading.progress()) <= end or done < end:
-            stop = min(there, end, done + self.settings.bucket)
-            if stop > done:
-                reading.fetch(done, stop)
-                tally.take(reading.flat, 0, stop)
-                done = stop
-                waiting.moved()
-            elif reading.replaced():
-                return None
-            else:
-                waiting.pause()
-        return assemble(ticket, reading.flat, tally.crcs, reading.crcs().tolist())
+        return follow(ticket, reading, self.settings, alive)
 
     def _sender_ended(self, ticket: Ticket) -> bool:
         """Whether the sender has begun with this ticket, and sends no more."""
@@ -238,13 +222,10 @@ class FileTransport(Offers):
         finally:
             os.close(descriptor)
 
-    def _told_progress(self, ticket: Ticket, done: int) -> str:
-        return f"version {ticket.version} from {ticket.sender}, {done:,} of {ticket.table.nbytes:,} bytes"
-
     def _broken_off(self, ticket: Ticket, done: int, how: str) -> str:
         with (self._folder / f"{self._name}{_SENDER}").open("rb") as file:
             who = _told(file.fileno())
-        return f"{self._told_progress(ticket, done)}: {who} has ended {how}"
+        return f"{told_progress(ticket, done)}: {who} has ended {how}"
 
     def close(self) -> None:
         """Remove the files of this name, if this is the side that sends; who reads one keeps it."""

@@ -15,16 +15,18 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from dlrover.python.rl.common.errors import WeightSyncError
-from dlrover.python.rl.engine.sync.base import ALIGN, Table
-from dlrover.python.rl.engine.sync.buckets import Arena, Bytes
+from dlrover.python.rl.engine.sync.base import ALIGN, SyncSettings, Table, Ticket, assemble
+from dlrover.python.rl.engine.sync.buckets import Arena, Bytes, Tally, copy_to_host
+from dlrover.python.rl.engine.sync.waiting import Waiting
+from dlrover.python.rl.engine.weights import WeightSnapshot
 
 HEAD = 4096
 _KEPT_MAPS = 3
@@ -83,7 +85,7 @@ class WritableImage:
         """Let readers have the bytes up to ``progress``."""
         self._progress[0] = progress  # one store of eight bytes: no reader sees half of it
 
-    def finish(self, crcs: Sequence[int], flush: bool) -> None:
+    def finish(self, crcs: Sequence[int], flush: bool = False) -> None:
         """Write the tensors' fingerprints: the file is whole then. ``flush`` hands it to the disk first."""
         self._map[self._ending :] = np.asarray(crcs, dtype=np.uint32).tobytes()
         if flush:
@@ -91,6 +93,27 @@ class WritableImage:
         self.show(self._nbytes + 1)
         if flush:
             self._map.flush(0, HEAD)
+
+
+def write_pieces(image: WritableImage, stream: Iterator[tuple[int, Any]]) -> list[int]:
+    """Copy pieces, offset and bytes, in their order; readers may follow. The fingerprints of the tensors."""
+    tally = Tally(image.table)
+    for offset, piece in stream:
+        stop = offset + len(piece)
+        copy_to_host(image.data[offset:stop], piece)
+        tally.take(image.data, 0, stop)
+        image.show(stop)
+    return tally.crcs
+
+
+def progress_at(descriptor: int) -> int:
+    """How far the image in an open file is written."""
+    return int.from_bytes(os.pread(descriptor, 8, 0), "little")
+
+
+def crcs_at(descriptor: int, table: Table) -> bytes:
+    """The fingerprints in a file that is whole, as they stand there."""
+    return os.pread(descriptor, 4 * len(table.entries), _ending(table))
 
 
 def _make_room(descriptor: int, size: int) -> None:
@@ -139,16 +162,18 @@ class Reading(Protocol):
 
 
 class _OpenFile:
-    def __init__(self, path: Path, descriptor: int, table: Table) -> None:
+    def __init__(self, path: Path | None, descriptor: int, table: Table) -> None:
         self._path, self._descriptor, self._size, self._end = path, descriptor, file_size(table), _ending(table)
         self._check_length()
 
     def _check_length(self) -> None:
         found = os.fstat(self._descriptor).st_size
         if found != self._size:
-            raise WeightSyncError(f"{self._path} is cut: {found:,} of {self._size:,} bytes")
+            raise WeightSyncError(f"{self._path or 'an image'} is cut: {found:,} of {self._size:,} bytes")
 
     def replaced(self) -> bool:
+        if self._path is None:
+            return False
         try:
             return self._path.stat().st_ino != os.fstat(self._descriptor).st_ino
         except FileNotFoundError:
@@ -167,7 +192,7 @@ class CopiedReading(_OpenFile):
         return os.pread(self._descriptor, 32, _ID.start).decode("ascii", "replace")
 
     def progress(self) -> int:
-        return int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+        return progress_at(self._descriptor)
 
     def fetch(self, start: int, stop: int) -> None:
         while start < stop:
@@ -185,13 +210,13 @@ class MappedReading(_OpenFile):
     """Uses the file's own pages, which all readers of a node share.
 
     Args:
-        path: of the file.
+        path: of the file, None where it has no name.
         descriptor: the open file, with a shared lock; closed when the last view of ``flat`` is gone.
         table: what is in it.
         maps: mappings of files seen before, by inode: a new one costs as much as a copy.
     """
 
-    def __init__(self, path: Path, descriptor: int, table: Table, maps: dict[int, mmap.mmap]) -> None:
+    def __init__(self, path: Path | None, descriptor: int, table: Table, maps: dict[int, mmap.mmap]) -> None:
         super().__init__(path, descriptor, table)
         self._map = self._known_map(maps)
         self._progress: npt.NDArray[np.uint64] = np.frombuffer(self._map, dtype=np.uint64, count=1)
@@ -241,3 +266,41 @@ def opened(path: Path) -> int | None:
         return descriptor
     os.close(descriptor)
     return None
+
+
+def told_progress(ticket: Ticket, done: int) -> str:
+    """What messages say of a sync that is under way."""
+    return f"version {ticket.version} from {ticket.sender}, {done:,} of {ticket.table.nbytes:,} bytes"
+
+
+def follow(
+    ticket: Ticket, reading: Reading, settings: SyncSettings, alive: Callable[[int], None]
+) -> WeightSnapshot | None:
+    """Read an image up to its end, as the writer goes on.
+
+    Args:
+        ticket: whose it is.
+        reading: the image.
+        settings: of the reader.
+        alive: called now and then while nothing moves, with how far the reader is; raises when nothing will come.
+
+    Returns:
+        All of it, compared with the sender's fingerprints; None when another writer has begun anew.
+
+    Raises:
+        WeightSyncError: it is not what was sent, or nothing has moved for too long; and what ``alive`` raises.
+    """
+    tally, end, done = Tally(ticket.table), ticket.table.nbytes, 0
+    waiting = Waiting(settings.patience_s, lambda: told_progress(ticket, done), lambda: alive(done))
+    while (there := reading.progress()) <= end or done < end:
+        stop = min(there, end, done + settings.bucket)
+        if stop > done:
+            reading.fetch(done, stop)
+            tally.take(reading.flat, 0, stop)
+            done = stop
+            waiting.moved()
+        elif reading.replaced():
+            return None
+        else:
+            waiting.pause()
+    return assemble(ticket, reading.flat, tally.crcs, reading.crcs().tolist())

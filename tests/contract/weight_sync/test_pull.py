@@ -1,0 +1,170 @@
+"""Weights that stay with their sender: whoever comes, late or again, gets them, or is told that they are gone."""
+
+import gc
+import os
+import socket
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sync_sides import (
+    PATIENT,
+    ToySource,
+    equal,
+    hear,
+    kill,
+    process,
+    receive_side,
+    send_side,
+    toy_weights,
+    transport,
+)
+
+from dlrover.python.rl.common.errors import WeightsLost
+
+KINDS = ("pull", "pull_copied")
+each_kind = pytest.mark.parametrize("kind", KINDS)
+AT_ONCE_S = 2.0
+
+
+def sent(sender, version):
+    """The ticket of a version that was sent."""
+    source = ToySource(toy_weights(version), version)
+    ticket = sender.offer(source)
+    assert sender.send(ticket, source) == source.stamp()
+    return ticket
+
+
+def pair(kind):
+    return transport(kind, None), transport(kind, None, replace(PATIENT, who="ROLLOUT[0]"))
+
+
+def lost(sink, ticket):
+    """What a sink is told of a ticket whose weights cannot be had."""
+    began_s = time.monotonic()
+    with pytest.raises(WeightsLost, match=rf"version {ticket.version} from ACTOR\[0\]") as caught:
+        sink.receive(ticket)
+    assert time.monotonic() - began_s < AT_ONCE_S
+    return str(caught.value)
+
+
+@each_kind
+def test_who_comes_late_or_again_gets_the_same(kind):
+    sender, _ = pair(kind)
+    ticket = sent(sender, 4)
+    for _ in range(3):
+        assert equal(pair(kind)[1].receive(ticket), toy_weights(4))
+    sender.close()
+
+
+@each_kind
+def test_two_versions_are_kept_and_an_older_one_is_lost_at_once(kind):
+    sender, sink = pair(kind)
+    tickets = [sent(sender, version) for version in range(4)]
+    assert equal(sink.receive(tickets[2]), toy_weights(2))
+    assert equal(sink.receive(tickets[3]), toy_weights(3))
+    for ticket in tickets[:2]:
+        assert "has gone on" in lost(sink, ticket)
+    sender.close()
+
+
+@each_kind
+def test_a_version_that_is_read_stays_whole_and_the_sender_goes_on(kind):
+    sender, sink = pair(kind)
+    kept = [sink.receive(sent(sender, version)) for version in range(5)]
+    assert all(equal(snapshot, toy_weights(version)) for version, snapshot in enumerate(kept))
+    sender.close()
+    assert equal(kept[0], toy_weights(0))
+
+
+@each_kind
+def test_a_closed_sender_has_nothing(kind):
+    sender, sink = pair(kind)
+    ticket = sent(sender, 1)
+    sender.close()
+    deadline_s = time.monotonic() + AT_ONCE_S
+    while any(thread.name == "dlrover-weights" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline_s
+    lost(sink, ticket)
+
+
+@each_kind
+def test_101_a_sender_killed_afterwards_takes_its_weights_along_and_leaves_nothing(kind):
+    before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
+    sink = pair(kind)[1]
+    with process(send_side, kind, "", 4, None) as (child, pipe):
+        ticket = hear(pipe)
+        pipe.send(ticket)
+        stamp = hear(pipe)
+        assert sink.receive(ticket).stamp == stamp
+        kill(child)
+    assert "cannot be had" in lost(sink, ticket)
+    left = set(Path("/dev/shm").iterdir()) - before if before else set()
+    assert [path for path in left if "weights" in path.name] == []
+
+
+@each_kind
+def test_a_receiver_that_is_killed_holds_nothing_back(kind):
+    sender, sink = pair(kind)
+    with process(receive_side, kind, "") as (child, pipe):
+        assert hear(pipe) == "up"
+        for version in (1, 2):
+            pipe.send(sent(sender, version))
+            assert hear(pipe).version == version
+        kill(child)
+    images = []
+    for version in range(3, 9):
+        ticket = sent(sender, version)
+        images.append(sender._shelf._held[ticket.id])
+    assert len({id(image) for image in images}) == 2
+    assert equal(sink.receive(sent(sender, 9)), toy_weights(9))
+    sender.close()
+
+
+@each_kind
+def test_a_ticket_of_another_sender_is_not_served(kind):
+    (sender, sink), (other, _) = pair(kind), pair(kind)
+    ticket = sent(sender, 1)
+    there = sent(other, 1).where
+    assert "is not there" in lost(sink, replace(ticket, where=there))
+    sender.close()
+    other.close()
+
+
+def test_strangers_and_noise_disturb_nobody():
+    sender, sink = pair("pull_copied")
+    ticket = sent(sender, 1)
+    where = ticket.where["host"], ticket.where["port"]
+    for noise in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 32):
+        with socket.create_connection(where, AT_ONCE_S) as stranger:
+            stranger.sendall(noise)
+    assert equal(sink.receive(ticket), toy_weights(1))
+    sender.close()
+
+
+def test_a_sender_that_is_dropped_ends_its_thread_and_frees_its_memory():
+    def resources():
+        names = [thread.name for thread in threading.enumerate()]
+        links = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if _is_there(number)]
+        return names.count("dlrover-weights"), sum("dlrover-weights" in link for link in links)
+
+    gc.collect()
+    before = resources()
+    sender, _ = pair("pull")
+    sent(sender, 1)
+    assert resources() == (before[0] + 1, before[1] + 2)  # the image's own descriptor, and its mapping's
+    del sender
+    gc.collect()
+    deadline_s = time.monotonic() + AT_ONCE_S
+    while resources() != before:
+        assert time.monotonic() < deadline_s, resources()
+
+
+def _is_there(number):
+    try:
+        os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return False
+    return True
