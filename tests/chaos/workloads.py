@@ -11,11 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from dlrover.python.rl.engine.sync.pull import PullTransport
 from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.trainer.workload import trainer_invocation
 from tests.chaos.gates import FOLDER, Gates
 
 EXECUTIONS = "executions.jsonl"
+
+_MIDST = 5
+"""Tensors that are published before the rest, of more than twenty."""
 
 
 def note(workload: Any, method: str, step: int = -1) -> None:
@@ -38,7 +42,19 @@ class Warm:
 
 
 class ChaosActor(Warm, ActorWorkload):
-    """Once its loss is poisoned, and it can be killed while it publishes its weights."""
+    """Once its loss is poisoned, and it can be killed with half of its weights published."""
+
+    def init_model(self, *arguments):
+        super().init_model(*arguments)
+        whole = self._engine.named_weights
+
+        def in_the_midst():
+            for number, named in enumerate(whole()):
+                if number == _MIDST:
+                    Gates.of_this_process().hold("publish_weights")
+                yield named
+
+        self._engine.named_weights = in_the_midst
 
     def update(self, rollouts, reference, rows, temperature):
         if Gates.of_this_process().take("nan_loss"):
@@ -47,20 +63,31 @@ class ChaosActor(Warm, ActorWorkload):
         note(self, "update")
         return result
 
-    @trainer_invocation(blocking=False, target="RANK0")
+    @trainer_invocation(blocking=False)
     def publish_weights(self):
-        Gates.of_this_process().hold("publish_weights")
         published = super().publish_weights()
         note(self, "publish_weights")
         return published
 
 
 class ChaosRollout(Warm, RolloutWorkload):
-    """It can be killed while it receives weights, and waits for the injector where that is behind."""
+    """It can be killed when it has fetched weights and has not taken them over, and waits for the injector where that
+    is behind. All but the first fetch as if the actor were on another host."""
 
-    def receive_weights(self, weights):
-        Gates.of_this_process().hold("receive_weights")
-        received = super().receive_weights(weights)
+    def init_model(self, *arguments):
+        super().init_model(*arguments)
+        if self.rank:
+            self._weights = PullTransport(self._weights.settings, maps_pages=False)
+        take_over = self._engine.receive
+
+        def after_the_fetch(weights, rewind=False):
+            Gates.of_this_process().hold("receive_weights")
+            take_over(weights, rewind)
+
+        self._engine.receive = after_the_fetch
+
+    def receive_weights(self, ticket):
+        received = super().receive_weights(ticket)
         note(self, "receive_weights")
         return received
 

@@ -204,7 +204,7 @@ def test_the_guides_have_commands_and_code():
     languages = [block.language for block in blocks(GUIDES)]
     assert len(GUIDES) >= 3
     assert len(commands()) >= 14
-    assert languages.count("python") == 2
+    assert languages.count("python") == 3
     assert set(languages) <= {*LANGUAGES, "text"}
 
 
@@ -278,6 +278,14 @@ def test_the_script_of_the_debugging_guide_runs(desk):
     done = run(desk, "python script.py", PYTHONBREAKPOINT="0")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "finished the trainer returned\n"
+
+
+def test_the_script_of_the_weight_sync_guide_runs(desk):
+    (block,) = [item for item in blocks(GUIDES) if item.language == "python" and "PullTransport" in item.text]
+    (desk / "script.py").write_text(block.text, encoding="utf-8")
+    done = run(desk, "python script.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True tensor([1., 1., 1., 1.])\n"
 
 
 def test_the_job_files_of_the_reference_are_jobs():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.clock import ManualClock, SystemClock
-from dlrover.python.rl.common.names import check_job_name, master_name, member_name, standby_name, trainer_name
+from dlrover.python.rl.common.names import check_job_name, master_name, member_name, run_of, standby_name, trainer_name
 from dlrover.python.rl.common.nearest import hint, nearest
 from dlrover.python.rl.common.roles import WELL_KNOWN_ROLES, RLRoleType
 
@@ -56,6 +56,7 @@ def test_actor_names_carry_the_job_its_run_and_the_number_of_the_process():
     assert member_name("j", "1a2b", "ROLLOUT", 1, 3) == "j/1a2b/ROLLOUT-1/3"
     assert standby_name("j", "1a2b", "ROLLOUT", 1) == "j/1a2b/ROLLOUT-standby/1"
     assert member_name("j", "1a2b", "ROLLOUT", 1, 3) != member_name("j", "3c4d", "ROLLOUT", 1, 3)
+    assert run_of(member_name("j", "1a2b", "ROLLOUT", 1, 3)) == ("j", "1a2b")
 
 
 def test_the_nearest_name_is_given_without_regard_to_case():

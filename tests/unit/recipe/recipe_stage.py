@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from dlrover.python.rl.common.names import member_name
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.runtime.durability import StoreCheckpoints
 from dlrover.python.rl.runtime.host import MemberHost
@@ -53,6 +54,13 @@ def both(first, second):
     return lambda port: (first(port), second(port))
 
 
+def flip_a_bit(actor, ticket, name):
+    """Damage a tensor that an actor has published."""
+    names = [entry.name for entry in ticket.table.entries]
+    start, _ = ticket.table.spans()[names.index(name)]
+    actor._weights._shelf._held[ticket.id].image.data[start + 5] ^= 1
+
+
 class Stage:
     """A job that is run to its end through whatever faults.
 
@@ -61,10 +69,12 @@ class Stage:
         trainer: the trainer's class.
         roles: role to its workload class and its size.
         config: of the job.
+        collocation: the roles that share a device, as members are told of it.
     """
 
-    def __init__(self, folder, trainer, roles, config):
+    def __init__(self, folder, trainer, roles, config, collocation=""):
         self.folder, self.trainer, self.roles, self.config, self.epoch = folder, trainer, roles, config, 0
+        self.collocation = collocation
         self.port = FaultyPort({RLRoleType(role): [] for role in roles})
         for role, (_, size) in roles.items():
             self.port.members[RLRoleType(role)].extend(self.member(role, rank, 1) for rank in range(size))
@@ -72,7 +82,9 @@ class Stage:
     def member(self, role, rank, incarnation, why=""):
         workload, size = self.roles[role]
         host = MemberHost(incarnation)
-        host.start(workload, MemberContext(f"{role}-{rank}", RLRoleType(role), rank, size), None, self.config)
+        name = member_name("job", "run1", role, rank, incarnation)
+        context = MemberContext(name, RLRoleType(role), rank, size, collocation=self.collocation)
+        host.start(workload, context, None, self.config)
         return LocalMember(host, {}, incarnation, workload.needs_own_process)
 
     def run(self, faults=None):

@@ -10,10 +10,11 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[3]))
 
-from recipe_stage import Stage, both, kill, kill_trainer  # noqa: E402
+from recipe_stage import Stage, both, flip_a_bit, kill, kill_trainer  # noqa: E402
 
-from dlrover.python.rl.common.errors import InvocationError, NonFiniteUpdate  # noqa: E402
+from dlrover.python.rl.common.errors import InvocationError, NonFiniteUpdate, WeightsLost  # noqa: E402
 from dlrover.python.rl.data import state_tree  # noqa: E402
+from dlrover.python.rl.engine.sync.pull import PullTransport  # noqa: E402
 from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
 from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload  # noqa: E402
 from dlrover.python.rl.trainer.workload import trainer_invocation  # noqa: E402
@@ -50,13 +51,13 @@ class Torn(ActorWorkload):
 
     published_times = 0
 
-    @trainer_invocation(blocking=False, target="RANK0")
+    @trainer_invocation(blocking=False)
     def publish_weights(self):
         type(self).published_times += 1
-        weights = super().publish_weights()
+        ticket = super().publish_weights()
         if self.published_times == 2:
-            weights.buffers["model.norm.weight"][5] ^= 1
-        return weights
+            flip_a_bit(self, ticket, "model.norm.weight")
+        return ticket
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +124,33 @@ def test_whatever_dies_the_end_is_the_same(tmp_path, inputs, undisturbed, seed):
     end = end_of(stage(tmp_path, inputs), faults)
     for name, value in expected.items():
         assert end[name] == value, f"{name}, faults at {sorted(faults)}"
+
+
+def test_a_rollout_lost_with_the_actor_asks_for_the_weights_anew(tmp_path, inputs, undisturbed, monkeypatch):
+    """Its replacement is given the ticket of an actor that is gone, and whose memory went with it."""
+    expected, calls = undisturbed
+    lost = []
+    receive = PullTransport.receive
+
+    def noted(transport, ticket):
+        try:
+            return receive(transport, ticket)
+        except WeightsLost as error:
+            lost.append(str(error))
+            raise
+
+    monkeypatch.setattr(PullTransport, "receive", noted)
+    drawing = [at for at, call in enumerate(calls) if call[1:] == (1, "generate")]
+    fault = both(kill("ACTOR", 0), both(kill("ROLLOUT", 0), kill("ROLLOUT", 1)))
+    made = stage(tmp_path, inputs)
+    end = end_of(made, {(drawing[1], "before"): fault})
+    assert [name for name, value in expected.items() if end[name] != value] == []
+    assert lost
+    assert all("from ACTOR[0] cannot be had" in each for each in lost)
+    again = [call[2] for call in made.port.calls].count("publish_weights") - [call[2] for call in calls].count(
+        "publish_weights"
+    )
+    assert again >= 2  # by the new actor for its own replay, and for the rollouts
 
 
 def test_a_nan_of_the_moment_heals(tmp_path, inputs, undisturbed):

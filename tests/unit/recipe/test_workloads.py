@@ -23,6 +23,10 @@ from dlrover.python.rl.recipe.tiny import write_tiny_model
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.trainer.workload import MemberContext, member_context
 
+sys.path.append(str(Path(__file__).parent))
+
+from recipe_stage import flip_a_bit  # noqa: E402
+
 ENGINE = EngineConfig(threads=1)
 SAMPLING = SamplingParams(max_new_tokens=8, temperature=1.0, samples_per_prompt=4)
 
@@ -38,12 +42,18 @@ def actor(model):
     return made
 
 
-def rollout(model, weights=None, engine=ENGINE):
+def rollout(model, ticket=None, engine=ENGINE):
     made = RolloutWorkload(None, {})
     made.init_model(model, engine)
-    if weights is not None:
-        made.receive_weights(weights)
+    if ticket is not None:
+        made.receive_weights(ticket)
     return made
+
+
+def synced(model):
+    """A rollout with the weights of an actor at its start."""
+    first = actor(model)
+    return rollout(model, first.publish_weights())
 
 
 def prompts(*ids):
@@ -129,8 +139,8 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_worth_another_try(m
 
 def test_what_was_published_is_known_by_its_stamp(model):
     first = actor(model)
-    weights = first.publish_weights()
-    assert first.published() == weights.stamp == rollout(model).receive_weights(weights)
+    ticket = first.publish_weights()
+    assert first.published() == rollout(model).receive_weights(ticket) == first._engine.publish().stamp
 
 
 # -- the rollout ------------------------------------------------------------------------------------------------------
@@ -147,15 +157,15 @@ def test_a_rollout_whose_sync_was_refused_serves_the_old_weights(model):
     before = server.generate(prompts(1, 2), SAMPLING, (1, 1))
     train(first, rollout(model), 1)
     torn = first.publish_weights()
-    torn.buffers["model.norm.weight"][0] ^= 1
-    with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' does not match"):
+    flip_a_bit(first, torn, "model.norm.weight")
+    with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' came with other bytes than were sent"):
         server.receive_weights(torn)
     assert same(before, server.generate(prompts(1, 2), SAMPLING, (1, 1)))
 
 
 def test_a_run_that_has_gone_back_takes_its_rollouts_with_it(model, caplog):
-    first = actor(model)
-    older = first.publish_weights()
+    first, gone_back = actor(model), actor(model)
+    older = gone_back.publish_weights()
     server = rollout(model, older)
     before = server.generate(prompts(1, 2), SAMPLING, (1, 1))
     train(first, server, 1)
@@ -181,7 +191,7 @@ def state_of(batch):
 
 
 def test_a_repeated_call_gives_the_same_bits_whatever_was_asked_in_between(model):
-    server = rollout(model, actor(model).publish_weights())
+    server = synced(model)
     first = server.generate(prompts(1, 2), SAMPLING, (1, 1))
     server.generate(prompts(7, 8, 9), SAMPLING, (1, 2))
     torch.rand(5), np.random.random(5)
@@ -189,14 +199,16 @@ def test_a_repeated_call_gives_the_same_bits_whatever_was_asked_in_between(model
 
 
 def test_another_rollout_gives_the_same_bits(model):
-    weights = actor(model).publish_weights()
+    publisher = actor(model)
+    weights = publisher.publish_weights()
     draws = [rollout(model, weights).generate(prompts(1, 2, 3), SAMPLING, (1, 1)) for _ in range(2)]
     assert same(*draws)
 
 
 def test_a_sample_depends_on_its_seed_prompt_and_index_alone(model):
     """Not on which member drew it, nor on what was drawn beside it."""
-    weights = actor(model).publish_weights()
+    publisher = actor(model)
+    weights = publisher.publish_weights()
     whole = rollout(model, weights).generate(prompts(1, 2, 3, 4), SAMPLING, (1, 1))
     parts = [rollout(model, weights, EngineConfig(threads=1, max_batch=3)) for _ in range(2)]
     cut = Batch.concat(
@@ -222,7 +234,7 @@ def judge(monkeypatch, tmp_path):
 
 
 def test_failed_samples_have_a_reason_and_no_reward_and_the_others_are_untouched(judge, model):
-    drawn = rollout(model, actor(model).publish_weights()).generate(prompts(1, 2), SAMPLING, (1, 1))
+    drawn = synced(model).generate(prompts(1, 2), SAMPLING, (1, 1))
     words = ["fine", "loop", "abort", "loop", "raise", "fine", "kill-parent", "fine"]
     scored = judge.score(drawn.with_columns(completion=words))
     assert np.isnan(scored.dense("reward")).tolist() == [word in ("loop", "abort", "raise") for word in words]

@@ -12,6 +12,7 @@ from dlrover.python.rl.common.errors import (
     CheckpointMissing,
     InvocationError,
     ReplayDiverged,
+    ResultLost,
     StaleCall,
 )
 from dlrover.python.rl.common.roles import RLRoleType
@@ -36,6 +37,11 @@ class Work(BaseWorkload):
 
     def refuse(self):
         raise LookupError("the user's own words")
+
+    def fetch(self, ticket):
+        if ticket == "old":
+            raise ResultLost("it is gone", role=self.role, rank=self.rank, method="fetch")
+        return ticket
 
     def generator(self):
         return (item for item in "unpicklable")
@@ -75,6 +81,15 @@ def test_a_repeated_id_has_the_same_answer_and_is_not_carried_out(host):
     assert again.tolist() == [2.0] * 3  # as it was given, not what has become of the array since
     assert first.tolist() == [7.0] * 3
     assert host.executed == {"add": 2}
+
+
+def test_a_call_that_finds_what_its_argument_stands_for_gone_has_not_run(host):
+    with pytest.raises(ResultLost, match=r"ACTOR\[1\].fetch: it is gone"):
+        call(host, 1, 0, "fetch", "old")
+    with pytest.raises(CallSkipped):
+        call(host, 1, 1, "add", 2, after=(1, 0))
+    assert call(host, 1, 0, "fetch", "new") == "new"
+    assert call(host, 1, 1, "add", 2, after=(1, 0)).tolist() == [2.0] * 3
 
 
 def test_results_are_kept_until_their_step_is_committed_and_those_of_init_for_ever(host):

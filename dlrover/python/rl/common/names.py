@@ -38,3 +38,9 @@ def member_name(job: str, run: str, role: str, rank: int, incarnation: int) -> s
 def standby_name(job: str, run: str, role: str, number: int) -> str:
     """The actor name of a standby; it keeps the name when it has taken a member's place."""
     return f"{job}/{run}/{role}-standby/{number}"
+
+
+def run_of(member: str) -> tuple[str, str]:
+    """The job and the run that a member's name carries."""
+    job, run, *_ = member.split("/")
+    return job, run

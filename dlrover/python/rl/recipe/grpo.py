@@ -129,8 +129,8 @@ class GRPOTrainer(BaseTrainer):
         Raises:
             WeightSyncError: a rollout holds others.
         """
-        weights, *_ = self.RG_ACTOR.publish_weights()
-        received = self.RG_ROLLOUT.receive_weights(Replicate(weights))
+        ticket, *_ = self.RG_ACTOR.publish_weights()
+        received = self.RG_ROLLOUT.receive_weights(Replicate(ticket))
         (self.synced,) = self.RG_ACTOR.published()
         for rank, stamp in enumerate(received):
             if stamp != self.synced:

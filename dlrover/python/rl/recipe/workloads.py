@@ -14,7 +14,15 @@ import numpy as np
 import torch
 
 from dlrover.python.rl.algorithm.base import Algorithm
-from dlrover.python.rl.common.errors import DataError, EngineError, Problem, VerifierError, WeightSyncError
+from dlrover.python.rl.common.errors import (
+    DataError,
+    EngineError,
+    Problem,
+    ResultLost,
+    VerifierError,
+    WeightsLost,
+    WeightSyncError,
+)
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.batch import Batch, Ragged
@@ -31,12 +39,15 @@ from dlrover.python.rl.engine.base import (
 )
 from dlrover.python.rl.engine.layout import ParallelSizes
 from dlrover.python.rl.engine.registry import ROLLOUT, TRAIN, engine_class
+from dlrover.python.rl.engine.sync.base import SyncSettings, Ticket
+from dlrover.python.rl.engine.sync.pull import PullTransport
 from dlrover.python.rl.engine.torch.randomness import random_state, seed_random, set_random_state
-from dlrover.python.rl.engine.weights import WeightSnapshot, WeightStamp
+from dlrover.python.rl.engine.weights import WeightStamp
 from dlrover.python.rl.environment.deadline import DeadlineVerifier
 from dlrover.python.rl.environment.pool import VerifierPool
 from dlrover.python.rl.environment.verifiers import exact
 from dlrover.python.rl.recipe.config import EngineConfig, RewardConfig, SFTData
+from dlrover.python.rl.recipe.device_turns import EngineWorkload, on_device
 from dlrover.python.rl.recipe.disk import patiently
 from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
 
@@ -44,8 +55,11 @@ _LOG = get_logger(__name__)
 
 TRAINED = ("tokens", "action_mask")
 
+_PATIENCE_S = 5.0
+"""How long a receiver of weights stands by a sender that is silent; it asks the role again then."""
 
-class ActorWorkload(BaseWorkload):
+
+class ActorWorkload(EngineWorkload):
     """ACTOR: holds the policy that is trained. Several members are data-parallel ranks.
 
     Every rank saves the whole state, the model's too, which is the same on all of them: 12 bytes a parameter and rank,
@@ -67,9 +81,12 @@ class ActorWorkload(BaseWorkload):
         use_threads(engine.threads)
         self._algorithm = algorithm
         meeting = Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
-        settings = train_settings(engine, device_of(self, engine), _sizes(engine, self.world_size))
-        settings = replace(settings, lora=engine.lora)
-        self._engine: TrainEngine = engine_class(TRAIN, engine.train)(model, optimizer, settings, meeting)
+        device = device_of(self, engine)
+        settings = replace(train_settings(engine, device, _sizes(engine, self.world_size)), lora=engine.lora)
+        made = engine_class(TRAIN, engine.train)
+        with self._first_turn(device) as memory:
+            self._engine: TrainEngine = made(model, optimizer, settings, meeting, memory)
+        self._weights = _weight_transport(self, leads=self.rank == 0)
         seed_random(seed, self.role, self.rank)
 
     @classmethod
@@ -78,6 +95,7 @@ class ActorWorkload(BaseWorkload):
         engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
         return world_size // (engine.parallel or ParallelSizes()).replica_size
 
+    @on_device
     def update(self, rollouts: Batch, reference: Batch | None, rows: Batch, temperature: float) -> StepResult:
         """One optimizer step on this rank's share.
 
@@ -94,6 +112,7 @@ class ActorWorkload(BaseWorkload):
             batch = batch.with_columns(ref_logprobs=reference["logprobs"])
         return self._engine.step(batch, self._algorithm.loss, temperature)
 
+    @on_device
     def train(self, batch: Batch) -> StepResult:
         """One optimizer step on annotated rows with ``tokens`` and ``action_mask``."""
         return self._engine.step(batch, self._algorithm.loss)
@@ -103,15 +122,18 @@ class ActorWorkload(BaseWorkload):
         return load_sft(data.train, self._engine.tokenizer, data.max_length, data.assistant)
 
     @trainer_invocation(blocking=False)
-    def publish_weights(self) -> WeightSnapshot:
-        """The current weights, for rollout members to receive: rank 0's are whole, the others' empty."""
-        snapshot = self._engine.publish()
-        self._published = snapshot.stamp
-        return snapshot
+    def publish_weights(self) -> Ticket:
+        """Keep the current weights for rollout members to fetch from here, with the ticket that rank 0 gives.
+
+        The last two versions are kept, in memory that is gone with this process.
+        """
+        ticket = self._weights.offer(self._engine)
+        self._published = self._weights.send(ticket, self._engine)
+        return ticket
 
     @trainer_invocation(target="RANK0")
-    def published(self) -> WeightStamp:
-        """What :meth:`publish_weights` gave last."""
+    def published(self) -> WeightStamp | None:
+        """Which weights :meth:`publish_weights` kept last."""
         return self._published
 
     def save(self, path: Path) -> None:
@@ -128,12 +150,13 @@ class ActorWorkload(BaseWorkload):
         set_random_state(state["random"])
 
     def close(self) -> None:
-        """Leave the group of ranks."""
-        if hasattr(self, "_engine"):
-            self._engine.close()
+        """Leave the group of ranks, and keep no weights."""
+        if hasattr(self, "_weights"):
+            self._weights.close()
+        super().close()
 
 
-class ReferenceWorkload(BaseWorkload):
+class ReferenceWorkload(EngineWorkload):
     """REFERENCE: a frozen copy of the policy at its start."""
 
     @classmethod
@@ -144,16 +167,19 @@ class ReferenceWorkload(BaseWorkload):
     def init_model(self, model: str, engine: EngineConfig) -> None:
         """Load the frozen policy."""
         use_threads(engine.threads)
-        settings = train_settings(engine, device_of(self, engine), ParallelSizes())
-        self._engine: TrainEngine = engine_class(TRAIN, engine.train)(model, None, settings)
+        device = device_of(self, engine)
+        settings, made = train_settings(engine, device, ParallelSizes()), engine_class(TRAIN, engine.train)
+        with self._first_turn(device) as memory:
+            self._engine: TrainEngine = made(model, None, settings, Rendezvous(), memory)
 
     @trainer_invocation(blocking=False)
+    @on_device
     def logprobs(self, rollouts: Batch, temperature: float) -> Batch:
         """``logprobs`` of the completions, for the actor's update."""
         return self._engine.evaluate(rollouts.select(*TRAINED), temperature)
 
 
-class RolloutWorkload(BaseWorkload):
+class RolloutWorkload(EngineWorkload):
     """ROLLOUT: generates completions. Each member serves a whole copy of the policy.
 
     It holds no state that a step depends on: each step begins by giving it the weights. Samples depend on those, the
@@ -168,22 +194,33 @@ class RolloutWorkload(BaseWorkload):
     def init_model(self, model: str, engine: EngineConfig) -> None:
         """Load the policy; it serves nothing before the actor's weights have arrived."""
         use_threads(engine.threads)
+        device = device_of(self, engine)
         settings = RolloutSettings(
-            device_of(self, engine),
+            device,
             engine.precision,
             engine.max_batch,
             engine.rollout_tensor_parallel_size,
             engine.gpu_memory_utilization,
             engine.rollout_options,
         )
-        self._engine: RolloutEngine = engine_class(ROLLOUT, engine.rollout)(model, settings)
+        with self._first_turn(device) as memory:
+            self._engine: RolloutEngine = engine_class(ROLLOUT, engine.rollout)(model, settings, memory)
+        self._weights = _weight_transport(self)
 
-    def receive_weights(self, weights: WeightSnapshot) -> WeightStamp:
-        """Take over the actor's weights, verified; returns which they are.
+    def receive_weights(self, ticket: Ticket) -> WeightStamp:
+        """Fetch the actor's weights and take them over, verified; returns which they are.
 
         They may be older than those served: a run that has gone back to a checkpoint redoes a step. Nothing stale can
         get here otherwise, since calls of an earlier trainer are refused; and the trainer compares what it gets back.
+
+        Raises:
+            ResultLost: the actor does not have them any more: it is another process now. It is asked for a new ticket.
+            WeightSyncError: they are not those that were sent; the old ones keep serving.
         """
+        try:
+            weights = self._weights.receive(ticket)
+        except WeightsLost as error:
+            raise ResultLost(str(error), role=self.role, rank=self.rank, method="receive_weights") from error
         if weights.version < self._engine.version:
             _LOG.warning("weights go back from version %d to %d", self._engine.version, weights.version)
         self._engine.receive(weights, rewind=True)
@@ -211,6 +248,7 @@ class RolloutWorkload(BaseWorkload):
         return problems
 
     @trainer_invocation(blocking=False)
+    @on_device
     def generate(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> Batch:
         """Complete the prompts.
 
@@ -233,11 +271,6 @@ class RolloutWorkload(BaseWorkload):
         rows = np.repeat(np.arange(len(prompts)), sampling.samples_per_prompt).tolist()
         told = prompts.select("prompt", "answer", "extra_info").take(rows)
         return drawn.with_columns(**told.columns)
-
-    def close(self) -> None:
-        """End what the engine has started."""
-        if hasattr(self, "_engine"):
-            self._engine.close()
 
 
 class RewardWorkload(BaseWorkload):
@@ -297,6 +330,12 @@ def device_of(workload: BaseWorkload, engine: EngineConfig) -> str:
     if engine.device != "cuda":
         return engine.device
     return f"cuda:{workload.devices[0] if workload.devices else workload.local_rank}"
+
+
+def _weight_transport(member: BaseWorkload, leads: bool = False) -> PullTransport:
+    """How weights get from the actor to the rollouts: each fetches them, from its own node's memory or through TCP."""
+    settings = SyncSettings(f"{member.role}[{member.rank}]", leads=leads, patience_s=_PATIENCE_S)
+    return PullTransport(settings, member.torch_master_addr or "127.0.0.1")
 
 
 def train_settings(engine: EngineConfig, device: str, parallel: ParallelSizes) -> TrainSettings:

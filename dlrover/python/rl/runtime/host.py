@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import cloudpickle
 
 from dlrover.python.rl.common.clock import Clock, SystemClock
-from dlrover.python.rl.common.errors import CallSkipped, InvocationError, ReplayDiverged, StaleCall
+from dlrover.python.rl.common.errors import CallSkipped, InvocationError, ReplayDiverged, ResultLost, StaleCall
 from dlrover.python.rl.runtime.beats import CONSTRUCTING
 from dlrover.python.rl.runtime.member_state import (
     CommitAnswer,
@@ -177,6 +177,7 @@ class MemberHost:
             StaleCall: of a trainer that has been replaced, or meant for another incarnation.
             ReplayDiverged: the id belongs to another method, or to the past.
             CallSkipped: the call that must have run before has not.
+            ResultLost: the method raised it: what an argument stands for is gone, and the call has not run.
             InvocationError: the method raised; carries role, rank, method, host, traceback, and the exception itself
                 (as ``original``) when it can be pickled.
         """
@@ -250,6 +251,8 @@ class MemberHost:
         try:
             result = self._call(header.method, header.call_id, args, kwargs)
             stored = Stored.of(result, own=True) if header.keep else None
+        except ResultLost:  # the workload says that what an argument stands for is gone: nothing has run
+            raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
             failure = self.failure(header.method, error)
             self._keep(header, _Kept(header.method, error=failure))

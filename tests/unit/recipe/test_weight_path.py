@@ -1,0 +1,106 @@
+"""How weights get from the actor to the rollouts in a recipe: a ticket through the trainer, the bytes past it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[3]))
+sys.path.append(str(Path(__file__).parent))
+
+from recipe_stage import Stage  # noqa: E402
+
+from dlrover.python.rl.algorithm.grpo import GRPO  # noqa: E402
+from dlrover.python.rl.common.errors import ResultLost, WeightSyncError  # noqa: E402
+from dlrover.python.rl.engine.base import OptimizerConfig  # noqa: E402
+from dlrover.python.rl.engine.sync.pull import PullTransport  # noqa: E402
+from dlrover.python.rl.recipe.config import EngineConfig  # noqa: E402
+from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
+from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload  # noqa: E402
+from dlrover.python.rl.runtime.stored import Stored  # noqa: E402
+from dlrover.python.rl.trainer.port import Ref  # noqa: E402
+from tests.chaos.job import tiny_job, write_inputs  # noqa: E402
+
+ENGINE = EngineConfig(threads=1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    return str(folder / "model")
+
+
+@pytest.fixture
+def actor(model):
+    made = ActorWorkload(None, {})
+    made.init_model(model, ENGINE, OptimizerConfig(lr=1e-3), GRPO())
+    yield made
+    made.close()
+
+
+def rollout(model, maps_pages=True):
+    made = RolloutWorkload(None, {})
+    made.init_model(model, ENGINE)
+    made._weights = PullTransport(made._weights.settings, maps_pages=maps_pages)
+    return made
+
+
+def size(value):
+    """Bytes of a value on its way."""
+    stored = value.token.result if isinstance(value, Ref) else Stored.of(value)
+    return 0 if stored is None else len(stored.data) + sum(buffer.nbytes for buffer in stored.buffers)
+
+
+def test_101_no_byte_of_the_weights_passes_through_the_trainer(tmp_path):
+    sizes = {"publish_weights": [], "receive_weights": [], "published": []}
+    small = {"samples_per_prompt": 4, "max_new_tokens": 3, "temperature": 1.0}
+    job = tiny_job(tmp_path, 2, rollout=small, prompts_per_step=4)
+    roles = {"ACTOR": (ActorWorkload, 1), "ROLLOUT": (RolloutWorkload, 2), "REWARD": (RewardWorkload, 1)}
+    made = Stage(tmp_path / "out", GRPOTrainer, roles, job.config)
+    submit = made.port.submit
+
+    def measured(role, rank, call):
+        ref = submit(role, rank, call)
+        if call.method in sizes:
+            assert not call.kwargs
+            sizes[call.method] += [size(ref), *map(size, call.args)]
+        return ref
+
+    made.port.submit = measured
+    made.run()
+    weights = made.workload("ACTOR")._engine.publish()
+    assert made.workload("ROLLOUT", 1).receive_weights(made.workload("ACTOR").publish_weights()) == weights.stamp
+    passed = [each for found in sizes.values() for each in found]
+    assert len(passed) == 3 * (1 + 2 * 2 + 1)
+    assert max(passed) < 150 * len(weights.buffers) < weights.nbytes / 50
+    made.workload("ACTOR").close()
+    made.workload("REWARD").close()
+
+
+@pytest.mark.parametrize("maps_pages", [True, False], ids=["same host", "another host"])
+def test_102_a_rollout_of_this_host_or_another_gets_the_same_weights(model, actor, maps_pages):
+    server = rollout(model, maps_pages)
+    assert server.receive_weights(actor.publish_weights()) == actor.published()
+    assert server._engine.version == 0
+
+
+def test_104_a_rollout_that_takes_another_ones_place_serves_nothing_before_it_has_weights(model, actor):
+    first = rollout(model)
+    first.receive_weights(actor.publish_weights())
+    replacement = rollout(model)
+    assert replacement._engine.version == -1
+    with pytest.raises(WeightSyncError, match="no weights yet"):
+        replacement.generate(None, None, ())
+
+
+def test_104_weights_that_are_gone_with_their_actor_leave_the_old_ones_serving(model, actor):
+    server = rollout(model)
+    server.receive_weights(actor.publish_weights())
+    other = ActorWorkload(None, {})
+    other.init_model(model, ENGINE, OptimizerConfig(lr=1e-3), GRPO())
+    ticket = other.publish_weights()
+    other.close()
+    with pytest.raises(ResultLost, match=r"ACTOR\[0\]\.receive_weights: version 0 from ACTOR\[0\] cannot be had"):
+        server.receive_weights(ticket)
+    assert server._engine.version == 0
