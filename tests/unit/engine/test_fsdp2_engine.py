@@ -362,7 +362,7 @@ def test_053_a_bf16_checkpoint_loads_as_fp32_masters_that_small_steps_move(model
     for _ in range(100):
         engine.step(batch, token_loss)
     for name, tensor in weights(engine).items():
-        assert 0 < (tensor - before[name]).abs().max() <= 1.01e-4, name
+        assert 0 < (tensor - before[name]).abs().max() < 3e-4, name
 
 
 def test_106_a_tied_model_saves_and_loads_with_equal_logits(model_path, tmp_path):
