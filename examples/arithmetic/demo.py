@@ -74,7 +74,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="key=value for grpo.yaml")
     options = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
-    write_tiny_model(OUT / "random-model", hidden=96, layers=2, intermediate=384, max_positions=64, seed=options.seed)
+    shape = {"hidden": 96, "heads": 3, "kv_heads": 3, "intermediate": 384}  # vLLM on a CPU takes no heads under 32 wide
+    write_tiny_model(OUT / "random-model", layers=2, max_positions=64, seed=options.seed, **shape)
     write_data(options.seed)
     began_s = time.monotonic()
     run("run", str(HERE / "sft.yaml"), "--local", f"seed={options.seed}")
