@@ -84,10 +84,9 @@ class OwnSft:
 
     def run(self, work: Work) -> float:
         """See :class:`Side`."""
-        batches = [self._batch(work.rows[at : at + work.rows_per_step]) for at in range(0, len(work.rows), 16)]
         begun = time.perf_counter()
-        for batch in batches:
-            self._engine.step(batch, SFT().loss)
+        for at in range(0, len(work.rows), work.rows_per_step):
+            self._engine.step(self._batch(work.rows[at : at + work.rows_per_step]), SFT().loss)
         return time.perf_counter() - begun
 
     def _batch(self, rows: Sequence[Sequence[int]]) -> Batch:

@@ -37,10 +37,12 @@ GOAL = 1.5
 def sides(model: Path, folder: Path, defaults: bool) -> dict[str, list[Side]]:
     """By kind of work; this project's first."""
     grouped = {"train_sampling_strategy": "group_by_length"}
+    passes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
     found: dict[str, list[Side]] = {
         "sft": [
             OwnSft(model),
             TrlSft(model, "group_by_length, fp32", folder, **BEST, **grouped),
+            TrlSft(model, "group_by_length in passes of 4, fp32", folder, **BEST, **grouped, **passes),
             TrlSft(model, "wrapped packing, fp32", folder, **BEST, packing=True, packing_strategy="wrapped"),
             TrlSft(model, "no packing, fp32", folder, **BEST),
         ],

@@ -20,6 +20,7 @@ from dlrover.python.rl.engine.memory import DeviceMemory
 from dlrover.python.rl.engine.torch import attention
 from dlrover.python.rl.engine.torch.blueprint import Blueprint
 from dlrover.python.rl.engine.torch.checkpoint import read_checkpoint, write_checkpoint
+from dlrover.python.rl.engine.torch.norms import lighten
 from dlrover.python.rl.engine.torch.optimizer import MasterAdamW
 from dlrover.python.rl.engine.torch.outputs import Reader
 from dlrover.python.rl.engine.torch.packing import MicroBatch, check_tokens
@@ -80,6 +81,7 @@ class TrainedModel:
         """
         module = blueprint.empty()
         _check_parallel(module, settings, grid)
+        lighten(module)
         if settings.lora is not None:
             add_adapters(module, settings.lora)
         if config is None:
