@@ -293,6 +293,7 @@ def on_four(rank, world_size, port, path):
         "pairs": pairs(*place),
         "refused": refused(*place, settings(ParallelSizes(tensor_parallel_size=4))),
     }
+    ranks.gather(None)  # The first to leave takes the meeting place along.
     ranks.close()
     return found
 
