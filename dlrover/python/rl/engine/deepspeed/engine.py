@@ -2,6 +2,7 @@
 
 import logging
 import os
+import warnings
 
 import torch
 
@@ -26,6 +27,9 @@ from deepspeed.ops import __compatible_ops__
 from deepspeed.utils import groups
 
 from dlrover.python.rl.engine.deepspeed.backend import DeepSpeedBackend
+
+# DeepSpeed calls torch's collectives by the names that older versions of torch have, at every step.
+warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 _NOT_HERE = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size", "ddp_size")
 
