@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams as VllmSamplingParams
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
+from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from dlrover.python.rl.engine.base import SamplingParams
@@ -55,8 +55,8 @@ class PositionDrawing(LogitsProcessor):
         """It decides what the largest logit is."""
         return False
 
-    def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow vLLM's batch: which request is in which row."""
+    def update_state(self, batch_update: Any) -> None:
+        """Follow vLLM's batch, which request is in which row: a ``BatchUpdate``, or None where nothing changed."""
         if process_dict_updates(self._rows, batch_update, _row):
             self._groups = _grouped(self._rows.items())
 
