@@ -50,7 +50,10 @@ def desk(tmp_path):
     return tmp_path
 
 
-SFT = "-m dlrover.python.rl.recipe.sft model=model data.train=examples.jsonl batch_size=15 engine.threads=1"
+SFT = (
+    "-m dlrover.python.rl.recipe.sft model=model data.train=examples.jsonl batch_size=15 optimizer.lr=1e-3 "
+    "engine.threads=1"
+)
 GRPO = (
     "-m dlrover.python.rl.recipe.grpo model=model data.train=problems.jsonl data.eval_rows=8 prompts_per_step=4 "
     "steps=2 reward.function=launched_rewards:jumble "
