@@ -56,10 +56,11 @@ def compare(cache, rows):
     assert cache.lengths == [row.shape[3] for row in rows]
     if not rows:
         return
-    segments = cache.segments()
+    segments = cache.segments(HEADS)
     assert [row for part in segments for row in range(part.start, part.stop)] == list(range(len(rows)))
     for part, layer in product(segments, range(LAYERS)):
         assert part.longest == max(cache.lengths[part.start : part.stop])
+        assert torch.equal(cache.entries(layer)[part.values], cache.read(layer, part)[1])
         for kind, stored in enumerate(cache.read(layer, part)):
             assert stored.shape == ((part.stop - part.start) * HEADS, part.longest, DIM)
             for number, head in product(range(part.start, part.stop), range(HEADS)):
@@ -72,10 +73,13 @@ def test_rows_that_differ_much_in_length_are_read_apart():
     cache = SlotCache((1, 2, 40, 2, 600, 32), torch.float32, DeviceMemory(), "rollout")
     for length in (*[600] * 16, *[590] * 16, *[100] * 7, 130):
         cache.seat(torch.zeros(1, 2, 2, length, 32))
-    parts = [(part.start, part.stop, part.longest) for part in cache.segments()]
+    segments = cache.segments(heads=4)
+    parts = [(part.start, part.stop, part.longest) for part in segments]
     assert parts == [(0, 32, 600), (32, 40, 130)]
-    assert [part.bias.shape for part in cache.segments()] == [(64, 1, 600), (16, 1, 130)]
-    assert (cache.segments()[1].bias[0, 0] == 0).tolist() == [True] * 100 + [False] * 30
+    assert [part.bias.shape for part in segments] == [(64, 1, 600), (16, 1, 130)]
+    assert [part.values.shape for part in segments] == [(128, 600), (32, 130)]
+    assert torch.equal(segments[1].values[0], segments[1].values[1]), "two queries share a head's values"
+    assert (segments[1].bias[0, 0] == 0).tolist() == [True] * 100 + [False] * 30
 
 
 def test_the_cache_is_accounted_for_and_its_views_copy_nothing():
@@ -83,7 +87,7 @@ def test_the_cache_is_accounted_for_and_its_views_copy_nothing():
     cache = SlotCache((LAYERS, 2, ROWS, HEADS, LENGTH, DIM), torch.float32, memory, "rollout")
     cache.seat(torch.zeros(LAYERS, 2, HEADS, 3, DIM))
     cache.seat(torch.zeros(LAYERS, 2, HEADS, 5, DIM))
-    keys, values = cache.read(1, cache.segments()[0])
+    keys, values = cache.read(1, cache.segments(HEADS)[0])
     assert keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() == cache._data.data_ptr()
     assert memory.held("rollout") == {"kv_cache": 4 * LAYERS * 2 * ROWS * HEADS * LENGTH * DIM}
     with pytest.raises(OutOfDeviceMemory):

@@ -138,15 +138,19 @@ def test_bfloat16_is_near_float32(model_path, backend, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_in_bfloat16_large_scores_are_not_rounded(model_path, device):
     """Where keys have large biases, scores share a large part: rounding it would drown what they differ in."""
-    decoder = made(model_path, precision="bf16", device=device)._decoder
-    generator, shape = torch.Generator().manual_seed(0), (6, 40, 64)
-    queries, keys, values = (torch.randn(shape, generator=generator) for _ in range(3))
-    queries, keys = queries[:, :2] + 3, keys + 3
-    bias = torch.zeros(6, 1, 40).masked_fill(torch.arange(40) >= torch.arange(10, 40, 5)[:, None, None], -torch.inf)
-    given = [tensor.to(device, torch.bfloat16) for tensor in (queries, keys, values, bias)]
-    exact = [tensor.cpu().double() for tensor in given]
-    weights = torch.softmax(exact[0] @ exact[1].transpose(1, 2) / 8 + exact[3], dim=-1)
-    assert (decoder._look(*given).cpu().double() - weights @ exact[2]).abs().max() < 0.02
+    decoder, generator = made(model_path, precision="bf16", device=device)._decoder, torch.Generator().manual_seed(0)
+    assert decoder.fit(3, 64) == 3
+    queries = (torch.randn(3 * 2, 2, 8, generator=generator) + 10).to(device, torch.bfloat16)
+    pasts = [torch.randn(2, 2, 2, length, 8, generator=generator) for length in (10, 25, 40)]
+    for past in pasts:
+        past[:, 0] += 10
+        decoder._cache.seat(past.to(device, torch.bfloat16))
+    (part,) = decoder._cache.segments(heads=4)
+    told = decoder._by_kernel(0, queries, part).cpu().double().unflatten(0, (3, 2))
+    for row, past in enumerate(pasts):
+        keys, values = past[0].bfloat16().double()
+        shares = torch.softmax(queries.cpu().double().unflatten(0, (3, 2))[row] @ keys.mT / 8**0.5, dim=-1)
+        assert (told[row] - shares @ values).abs().max() < 0.02
 
 
 @pytest.mark.parametrize(

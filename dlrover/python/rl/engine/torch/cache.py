@@ -25,12 +25,15 @@ class Segment:
         longest: tokens of the longest of them.
         bias: what to add to the scores so that no row looks beyond its end, ``[rows * kv_heads, 1, longest]``; None
             where there is nothing to hide.
+        values: where in a layer the values are that each query looks at, ``[rows * heads, longest]``, on a CPU; None
+            elsewhere.
     """
 
     start: int
     stop: int
     longest: int
     bias: Any
+    values: Any
 
 
 class SlotCache:
@@ -96,19 +99,35 @@ class SlotCache:
         rows, (keys, values) = slice(part.start * self._heads, part.stop * self._heads), self._parts[layer]
         return keys[rows, : part.longest], values[rows, : part.longest]
 
-    def segments(self) -> list[Segment]:
-        """All rows in use, the first to the last; those that differ much in length apart."""
-        bias, found = self._bias(), list[Segment]()
+    def entries(self, layer: int) -> Any:
+        """Keys and values of all rows of a layer, one below the other: ``[entries, head_dim]``."""
+        return self._flat[layer]
+
+    def segments(self, heads: int) -> list[Segment]:
+        """All rows in use, the first to the last; those that differ much in length apart.
+
+        Args:
+            heads: queries of each row.
+        """
+        found: list[tuple[int, int, int]] = []
         for start in range(0, len(self.lengths), GROUP):
             lengths, begin = self.lengths[start : start + GROUP], start
             longest = max(lengths)
-            if found and abs(found[-1].longest - longest) * len(lengths) * self._entry < self._worth:
-                last = found.pop()
-                longest, begin = max(longest, last.longest), last.start
-            stop = start + len(lengths)
-            hidden = None if bias is None else bias[begin * self._heads : stop * self._heads, :, :longest]
-            found.append(Segment(begin, stop, longest, hidden))
-        return found
+            if found and abs(found[-1][2] - longest) * len(lengths) * self._entry < self._worth:
+                begin, _, beside = found.pop()
+                longest = max(longest, beside)
+            found.append((begin, start + len(lengths), longest))
+        bias = self._bias()
+        return [self._segment(*part, bias, heads // self._heads) for part in found]
+
+    def _segment(self, start: int, stop: int, longest: int, bias: Any, sharing: int) -> Segment:
+        """``sharing`` queries look at one head's keys and values; ``bias`` is that of all rows."""
+        hidden = None if bias is None else bias[start * self._heads : stop * self._heads, :, :longest]
+        values = None
+        if self._data.device.type == "cpu":
+            begin = self._starts[start:stop, 1].flatten().repeat_interleave(sharing)
+            values = begin[:, None] + torch.arange(longest)
+        return Segment(start, stop, longest, hidden, values)
 
     def _bias(self) -> Any:
         """Minus infinity beyond each row's length, else 0; None when all are as long.

@@ -192,7 +192,7 @@ class FusedDecoder:
         """Read a token more in each row: int64 ``[rows]`` to the logits of the next, ``[rows, vocab]``."""
         where, positions = self._slots.grow()
         rotations = self._cos[positions][:, None], self._sin[positions][:, None]
-        segments = self._slots.segments()
+        segments = self._slots.segments(self._shape.heads)
         hidden = functional.embedding(tokens, self._embedding)
         for index, layer in enumerate(self._layers):
             heads = self._heads(layer, self._normed(hidden, layer.before), rotations)
@@ -235,20 +235,30 @@ class FusedDecoder:
         """Attention of one new token per row over the cache: ``[rows, heads * head_dim]``."""
         shape = self._shape
         queries = heads[:, : shape.heads].reshape(len(heads) * shape.kv_heads, -1, shape.head_dim)
-        seen = []
-        for part in segments:
-            asked = queries[part.start * shape.kv_heads : part.stop * shape.kv_heads]
-            seen.append(self._look(asked, *self._slots.read(index, part), part.bias))
+        look = self._by_products if self._dtype == torch.float32 else self._by_kernel
+        seen = [
+            look(index, queries[part.start * shape.kv_heads : part.stop * shape.kv_heads], part) for part in segments
+        ]
         return (seen[0] if len(seen) == 1 else torch.cat(seen)).view(len(heads), -1)
 
-    def _look(self, queries: Any, keys: Any, values: Any, bias: Any) -> Any:
-        """Attention of ``queries`` ``[heads, new, head_dim]`` over ``[heads, seq, head_dim]``: like ``queries``."""
-        if queries.dtype != torch.float32:  # products would round the scores, which this keeps in float32
-            mask = None if bias is None else bias[None]
-            return functional.scaled_dot_product_attention(queries[None], keys[None], values[None], mask)[0]
-        bias, counts = (self._nothing, 0) if bias is None else (bias, 1)
+    def _by_kernel(self, index: int, queries: Any, part: Segment) -> Any:
+        """Attention of ``queries`` ``[heads, new, head_dim]``; scores stay float32, which bfloat16 would round."""
+        keys, values = self._slots.read(index, part)
+        mask = None if part.bias is None else part.bias[None]
+        return functional.scaled_dot_product_attention(queries[None], keys[None], values[None], mask)[0]
+
+    def _by_products(self, index: int, queries: Any, part: Segment) -> Any:
+        """The same as matrix products, which are faster in float32."""
+        keys, values = self._slots.read(index, part)
+        bias, counts = (self._nothing, 0) if part.bias is None else (part.bias, 1)
         scores = torch.baddbmm(bias, queries, keys.transpose(1, 2), beta=counts, alpha=queries.shape[-1] ** -0.5)
-        return torch.bmm(torch.softmax(scores, dim=-1), values)
+        shares = torch.softmax(scores, dim=-1)
+        if part.values is None:
+            return torch.bmm(shares, values)
+        # A CPU's kernel for weighted sums of rows fetches ahead; the product takes two to three times as long.
+        entries = self._slots.entries(index)
+        summed = functional.embedding_bag(part.values, entries, per_sample_weights=shares.flatten(0, 1), mode="sum")
+        return summed.view_as(queries)
 
     def _read(self, layer: _Layer, hidden: Any, rotations: tuple[Any, Any]) -> Any:
         """One layer over whole sequences, added to ``hidden`` ``[rows, seq, hidden]``.
