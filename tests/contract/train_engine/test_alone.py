@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from cases import ENGINES, Case, named, parameters
 from exercise import digest, make_engine, share, train, weights_of
 from plain import TEMPERATURE, EntropyLoss, assert_close, make_batch, write_model
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from dlrover.python.rl.common.errors import DLRoverRLError, EngineError
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.layout import ParallelSizes
+from dlrover.python.rl.engine.memory import DeviceMemory
 
 BAD = {
     "loss": lambda outputs, columns: (outputs.sum() * math.nan, {}),
@@ -75,9 +77,10 @@ def alone(rank, world_size, port, case, path, folder):
     def make(**changes):
         return make_engine(case, rank, port, path, **changes)
 
+    result = {"no room": refusal(lambda: make(memory=DeviceMemory(capacity=10_000))), "met": dist.is_initialized()}
     before = live_bytes()
     first = make()
-    result = {"memory": memory_of(first, rank, before)}
+    result["memory"] = memory_of(first, rank, before)
     engine = make()
     train(engine, rank, range(2))
     result |= refused_steps(engine, rank)
@@ -240,6 +243,15 @@ def test_053_bf16_steps_are_near_and_the_weights_are_float32(case, found):
         assert rough.grad_norm == pytest.approx(exact.grad_norm, rel=0.05)
     assert near != told
     assert all(np.abs(weights[name] - others[name]).max() < 2e-3 for name in weights)
+
+
+@pytest.mark.parametrize("case", cases())
+def test_an_engine_that_does_not_fit_leaves_its_ranks_and_another_one_can_be_made(case, found):
+    result = found(case.name)
+    kind, told = result["no room"]
+    assert kind == "OutOfDeviceMemory"
+    assert "10,000 are held" in told
+    assert not result["met"]
 
 
 @pytest.mark.parametrize("case", cases())

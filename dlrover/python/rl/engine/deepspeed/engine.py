@@ -76,9 +76,8 @@ class DeepSpeedTrainEngine(TrainShell):
             self._blueprint, self._config, self._settings, self._stage, self._ranks, residence, loaded
         )
 
-    def close(self) -> None:
-        """Leave the other ranks and release everything."""
-        self.meta()
+    def _leave(self) -> None:
+        """Leave the other ranks, with all that DeepSpeed has noted of them."""
         if self._ranks.owns_group:
-            deepspeed.comm.destroy_process_group()  # with all that DeepSpeed has noted of it
-        self._ranks.close()
+            deepspeed.comm.destroy_process_group()
+        super()._leave()

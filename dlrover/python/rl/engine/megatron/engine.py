@@ -83,12 +83,11 @@ class MegatronTrainEngine(TrainShell):
             backend.load(self._blueprint)
         return backend
 
-    def close(self) -> None:
-        """Leave the other ranks and release everything."""
-        self.meta()
+    def _leave(self) -> None:
+        """Leave the other ranks, and Megatron's groups with them."""
         if self._owns_groups:
             parallel_state.destroy_model_parallel()
-        self._ranks.close()
+        super()._leave()
 
 
 def _divide(layout: Layout, timeout_s: float) -> bool:

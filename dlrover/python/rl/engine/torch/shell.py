@@ -7,6 +7,7 @@ when it is to have some again.
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,10 @@ class TrainShell(ABC):
         self._memory = memory or DeviceMemory(self._settings.device)
         self._ranks = self._connect(rendezvous or Rendezvous())
         self._owner = self._memory.owner(f"{'trained' if optimizer else 'frozen'} {self._blueprint.name}")
-        with self._ranks.left_on_failure():
+        with ExitStack() as failing:
+            failing.callback(self._leave)
             self._model: TrainBackend | None = self._make(loaded=True)
+            failing.pop_all()
         self._has_weights = True
 
     @abstractmethod
@@ -144,8 +147,10 @@ class TrainShell(ABC):
             norm = backend.gradient_norm()
             check_norm(norm, backend.first_bad_gradient, self.version)
             lr = backend.update(self.version, norm)
-        finally:
-            backend.drop_gradients()
+        except BaseException as error:
+            _drop_gradients(backend, error)
+            raise
+        backend.drop_gradients()
         self.version += 1
         return StepResult(value, norm, lr, totals)
 
@@ -283,6 +288,10 @@ class TrainShell(ABC):
     def close(self) -> None:
         """Leave the other ranks and release everything."""
         self.meta()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Leave the other ranks; nothing stays behind that keeps another engine from meeting them."""
         self._ranks.close()
 
     def _revived(self) -> TrainBackend:
@@ -303,3 +312,11 @@ class TrainShell(ABC):
         if not backend.residence.on_device:
             raise EngineError(f"{what} needs the engine on its device, and it is in host memory: cuda() brings it back")
         return backend
+
+
+def _drop_gradients(backend: TrainBackend, error: BaseException) -> None:
+    """After a step that failed; where that fails too, since ranks are gone, the step's own error is the one to know."""
+    try:
+        backend.drop_gradients()
+    except RuntimeError as another:
+        error.add_note(f"Its gradients could not be dropped: {another}")
