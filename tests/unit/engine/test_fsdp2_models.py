@@ -1,5 +1,6 @@
 """Kinds of models and settings of the fsdp2 engine in one process: precision, heads, adapters, loading."""
 
+import copy
 import dataclasses
 import json
 import sys
@@ -155,8 +156,11 @@ def test_adapters_come_back_after_meta(model_path):
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     engine = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(lora=LoraSettings(rank=2)))
     engine.step(make_batch(), token_loss)
-    kept, state = weights(engine), engine.state_dict()
+    kept, live = weights(engine), engine.state_dict()
+    state = copy.deepcopy(live)
     engine.meta()
+    with pytest.raises(EngineError, match="the state's tensors were released with their engine"):
+        engine.load_state_dict(live)
     engine.load_state_dict(state)
     assert all(torch.equal(tensor, kept[name]) for name, tensor in weights(engine).items())
 

@@ -22,7 +22,8 @@ def restore(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
     Raises:
         WeightSyncError: the state is of another model; nothing was changed.
-        EngineError: it is of another layout, or exactly one of the two has an optimizer; nothing was changed.
+        EngineError: it is of another layout, exactly one of the two has an optimizer, or its tensors were an engine's
+            live ones, and have been released with it; nothing was changed.
     """
     moments, own_moments = state["optimizer"], own["optimizer"]
     if (moments is None) != (own_moments is None):
@@ -37,8 +38,14 @@ def restore(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     faults += [f"the optimizer's '{name}' is missing" for name in own_moments or {} if name not in moments]
     if faults:
         raise WeightSyncError("the state is of another model: " + "; ".join(faults))
+    if any(map(_emptied, state["model"].values())):
+        raise EngineError("the state's tensors were released with their engine: take a copy before meta()")
     for name, tensor in own["model"].items():
         tensor.copy_(state["model"][name])
     for name, kept in (own_moments or {}).items():
         for kind, tensor in kept.items():
             tensor.copy_(moments[name][kind])
+
+
+def _emptied(tensor: Any) -> bool:
+    return bool(tensor.numel()) and tensor.untyped_storage().nbytes() == 0
