@@ -41,8 +41,8 @@ nitpicky = True
 # No network, so nothing outside this package has a page to point to; and names that only an annotation shows.
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!dlrover).*\..*"),
-    (r"py:class", r"dlrover\..*\.([A-Z]|_\w+)"),
-    (r"py:.*", r"[A-Z_][A-Za-z_]?|Any|inf|str|int|float|bool|bytes|type|None|list|dict|tuple|set|object|\w+\[str"),
+    (r"py:(class|obj)", r"dlrover\..*\.([A-Z]|_\w+)"),
+    (r"py:.*", r"[A-Z_][A-Za-z_]?|Any|inf|str|int|float|bool|bytes|type|None|list|dict|tuple|set|object|\w+\[(str|int)"),
 ]
 
 _MODULES = re.compile(r"<!-- modules: (\S+) -->")

@@ -51,7 +51,8 @@ def saved(state):
 def live_bytes():
     """Of all tensors of this process."""
     gc.collect()
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and not thing.is_meta]
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in map(whole_storage, tensors)}.values())
 
 

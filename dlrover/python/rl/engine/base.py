@@ -126,7 +126,7 @@ class TrainEngine(Offloadable, Protocol):
 
     Batches have the ragged columns ``tokens`` (int64, prompt and completion) and ``action_mask`` (bool, True on the
     tokens that the policy chose; for a causal head never on a row's first token), both ``[rows, seq]``. The ranks of
-    one model replica (:attr:`layout`) pass the same rows, different replicas different ones.
+    one model replica (``layout``) pass the same rows, different replicas different ones.
     """
 
     version: int

@@ -140,8 +140,9 @@ class TrainModule(torch.nn.Module):
         return name, tensor
 
 
-def must_be_empty(module: Any) -> None:
-    """Refuse a module that is not meant to be sent to ranks.
+def check_empty(module: Any) -> None:
+    """Refuse a module that is not meant to be sent to ranks; tie again what belongs together in it, since contexts that
+    keep parameters without memory (``accelerate.init_empty_weights``) make a new one of each.
 
     Raises:
         EngineError: it is no :class:`TrainModule`, or has real parameters.
@@ -156,3 +157,5 @@ def must_be_empty(module: Any) -> None:
             f"{type(module).__name__} has weights already ('{real[0]}' and {len(real) - 1} more): build it with"
             " from_pretrained(...) of its own class, or within empty_weights()"
         )
+    if hasattr(module, "tie_weights"):
+        module.tie_weights()

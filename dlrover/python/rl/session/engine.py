@@ -15,7 +15,7 @@ _SETTLE_S = 5.0
 
 
 class HandEngine:
-    """An engine of a script. It is described when it is made, and runs from :meth:`build` to :meth:`release`.
+    """An engine of a script. It is described when it is made, and runs from ``build`` to :meth:`release`.
 
     Attributes:
         name: what messages call it.
@@ -73,7 +73,7 @@ class HandEngine:
         return crew
 
     def release(self) -> None:
-        """End the processes and give the slots back; :meth:`build` starts anew. Safe to repeat."""
+        """End the processes and give the slots back; ``build`` starts anew. Safe to repeat."""
         crew, self._crew, self._failed = self._crew, None, []
         if crew is not None:
             self._session.unseat(crew)

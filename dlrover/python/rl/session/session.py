@@ -266,7 +266,7 @@ def current() -> Session:
 
 
 def slots_of(engines: Any) -> tuple[int, ...]:
-    """The slots of one engine or several, as :meth:`build` takes them.
+    """The slots of one engine or several, as ``build`` takes them.
 
     Raises:
         SessionError: one is not built.

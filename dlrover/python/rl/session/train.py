@@ -12,7 +12,7 @@ from dlrover.python.rl.common.errors import EngineError, SessionError, UnknownMe
 from dlrover.python.rl.common.nearest import hint
 from dlrover.python.rl.engine.base import Rendezvous, TrainSettings
 from dlrover.python.rl.engine.layout import ParallelSizes
-from dlrover.python.rl.engine.module import must_be_empty
+from dlrover.python.rl.engine.module import check_empty
 from dlrover.python.rl.session.engine import HandEngine, wish_of
 from dlrover.python.rl.session.session import current
 from dlrover.python.rl.session.slots import train_sizes
@@ -53,7 +53,7 @@ class TrainEngine(HandEngine):
                 f"'{executor}' does not run modules{hint(executor, EXECUTORS)}; deepspeed and megatron train models of"
                 " jobs, by the losses that they are handed"
             )
-        must_be_empty(module)
+        check_empty(module)
         hidden = set(methods_of(type(module))) & (set(dir(TrainEngine)) - _SHARED | _TAKEN)
         if hidden:
             raise EngineError(

@@ -159,7 +159,7 @@ class TrainedModel:
                 self.module.reshard()
 
     def check_tokens(self, tokens: Ragged) -> None:
-        """Refuse ids outside the vocabulary and rows of more than :attr:`max_positions` tokens.
+        """Refuse ids outside the vocabulary and rows of more than ``max_positions`` tokens.
 
         Raises:
             EngineError: either is the case.

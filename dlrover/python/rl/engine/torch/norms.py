@@ -47,6 +47,7 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, Any, None]:
+        """``gradient`` ``[..., width]``; gives those of ``hidden`` and ``weight``."""
         hidden, weight, factor = ctx.saved_tensors
         width = len(weight)
         rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (hidden, factor, gradient)]

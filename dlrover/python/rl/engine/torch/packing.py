@@ -50,7 +50,7 @@ class MicroBatch:
         Under causal attention nothing on the left sees the filling, so no attention mask is needed.
 
         Returns:
-            Ids ``[documents, longest]``, and ``[actions]``: :attr:`reads` as places in their flat form.
+            Ids ``[documents, longest]``, and ``[actions]``: ``reads`` as places in their flat form.
         """
         longest = int(self.lengths.max(initial=1))
         document = np.repeat(np.arange(len(self.lengths)), self.lengths)
