@@ -42,7 +42,8 @@ nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!dlrover).*\..*"),
     (r"py:(class|obj)", r"dlrover\..*\.([A-Z]|_\w+)"),
-    (r"py:.*", r"[A-Z_][A-Za-z_]?|Any|inf|str|int|float|bool|bytes|type|None|list|dict|tuple|set|object|\w+\[(str|int)"),
+    (r"py:.*", r"[A-Z_][A-Za-z_]?|Any|inf|str|int|float|bool|bytes|type|None|list|dict|tuple|set|object"),
+    (r"py:.*", r"\w+\[(str|int)"),
 ]
 
 _MODULES = re.compile(r"<!-- modules: (\S+) -->")

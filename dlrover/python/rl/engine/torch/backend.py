@@ -39,7 +39,7 @@ class TrainBackend(Protocol):
     def add_gradients(
         self, micros: Sequence[MicroBatch], batch: Batch, loss: TokenLoss, temperature: float
     ) -> dict[str, float]:
-        """Gradients of the loss, and its sums for :func:`~dlrover.python.rl.engine.torch.stepping.settle`: empty on ranks that another one speaks for."""
+        """Gradients of the loss, and its sums for ``settle``: empty on ranks that another one speaks for."""
         ...
 
     def reduce_gradients(self) -> list[Any]:
