@@ -132,6 +132,26 @@ def test_020_after_meta_no_weight_is_alive_and_new_weights_bring_it_back(model_p
         assert np.array_equal(engine.evaluate(batch()).ragged("logprobs").values, expected)
 
 
+@pytest.mark.parametrize("call", ["evaluate", "step", "cuda"])
+def test_a_device_that_is_full_while_it_computes_is_told_by_who_holds_it(model_path, monkeypatch, call):
+    engine = Fsdp2TrainEngine(model_path, CONFIG)
+    before = bits(engine)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    if call == "cuda":
+        engine.cpu()
+        monkeypatch.setattr(torch.UntypedStorage, "resize_", full)
+    else:
+        monkeypatch.setattr(torch.nn.functional, "embedding", full)
+    with pytest.raises(OutOfDeviceMemory, match=r"trained .*T has no room to compute on cpu, and .* are held"):
+        {"evaluate": lambda: engine.evaluate(batch()), "step": lambda: step(engine), "cuda": engine.cuda}[call]()
+    monkeypatch.undo()
+    assert engine.place() == ("cpu" if call == "cuda" else "cuda")
+    assert bits(engine) == before
+
+
 def copies(tree):
     return {name: copies(value) if isinstance(value, dict) else value.clone() for name, value in tree.items()}
 

@@ -4,7 +4,7 @@ A tensor that moves stays the same object, with its views, ties and wrappers: it
 filled again when it comes back. So nothing that refers to it has to know.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,15 +70,19 @@ class Residence:
             if moving.host is not None:
                 away.setdefault(moving.kind, []).append(moving)
         try:
-            for kind, several in away.items():
-                self.memory.require(self.owner, kind, sum(moving.nbytes for moving in several))
-                for moving in several:
-                    moving.enter()
-                self.memory.hold(self.owner, kind, [moving.bytes() for moving in several])
+            with self.memory.computing(self.owner):
+                self._bring(away)
         except OutOfDeviceMemory:
             self.to_host()
             raise
         self.on_device = True
+
+    def _bring(self, away: Mapping[Kind, Sequence["_Moving"]]) -> None:
+        for kind, several in away.items():
+            self.memory.require(self.owner, kind, sum(moving.nbytes for moving in several))
+            for moving in several:
+                moving.enter()
+            self.memory.hold(self.owner, kind, [moving.bytes() for moving in several])
 
     def release(self) -> None:
         """Free the memory of all, on the device and on the host, whoever still refers to them."""

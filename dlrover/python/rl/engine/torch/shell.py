@@ -65,7 +65,8 @@ class TrainShell(ABC):
         self._owner = self._memory.owner(f"{'trained' if optimizer else 'frozen'} {self._blueprint.name}")
         with ExitStack() as failing:
             failing.callback(self._leave)
-            self._model: TrainBackend | None = self._make(loaded=True)
+            with self._memory.computing(self._owner):
+                self._model: TrainBackend | None = self._make(loaded=True)
             failing.pop_all()
         self._has_weights = True
 
@@ -93,6 +94,7 @@ class TrainShell(ABC):
 
         Raises:
             EngineError: tokens, lengths or the action mask do not fit the model; or it is offloaded.
+            OutOfDeviceMemory: there is no room for what has to be computed.
         """
         backend, head = self._ready("evaluate"), self._settings.head
         if entropy and head != "causal":
@@ -101,7 +103,7 @@ class TrainShell(ABC):
         tokens = batch.ragged("tokens")
         names = ["logprobs" if head == "causal" else "scores", *(["entropy"] if entropy else [])]
         found = {name: np.zeros(len(tokens.values), dtype=np.float32) for name in names}
-        with torch.no_grad():
+        with torch.no_grad(), self._memory.computing(self._owner):
             for micro, outputs in backend.outputs(micros, temperature, entropy):
                 for name, values in zip(names, outputs, strict=False):
                     found[name][micro.flat] = values.cpu().numpy()
@@ -133,6 +135,7 @@ class TrainShell(ABC):
             EngineError: the engine is frozen or offloaded, or no rank has an action token.
             NonFiniteUpdate: the loss or the gradient norm is not finite. The weights, the optimizer and the version are
                 then what they were, on every rank.
+            OutOfDeviceMemory: there is no room for what has to be computed; names who holds what.
         """
         backend = self._ready("step")
         if self._config is None:
@@ -141,12 +144,13 @@ class TrainShell(ABC):
             raise EngineError("the loss wants the entropy, which scores have not: only a causal head draws tokens")
         micros = self._micro_batches(batch, backend, needs_actions=True)
         try:
-            totals = self._ranks.sum_scalars(backend.add_gradients(micros, batch, loss, temperature))
-            value = settle(totals, self.version)
-            self._memory.hold(self._owner, "gradients", backend.reduce_gradients())
-            norm = backend.gradient_norm()
-            check_norm(norm, backend.first_bad_gradient, self.version)
-            lr = backend.update(self.version, norm)
+            with self._memory.computing(self._owner):
+                totals = self._ranks.sum_scalars(backend.add_gradients(micros, batch, loss, temperature))
+                value = settle(totals, self.version)
+                self._memory.hold(self._owner, "gradients", backend.reduce_gradients())
+                norm = backend.gradient_norm()
+                check_norm(norm, backend.first_bad_gradient, self.version)
+                lr = backend.update(self.version, norm)
         except BaseException as error:
             _drop_gradients(backend, error)
             raise
