@@ -22,8 +22,8 @@ CORE = [
     "rich>=13",
     "safetensors>=0.4",
     "tensorboardX>=2.6",
-    "torch>=2.6",
-    "transformers>=5",
+    "torch>=2.13",
+    "transformers>=5.19",
 ]
 LORA = ["peft>=0.17"]
 TEST = [

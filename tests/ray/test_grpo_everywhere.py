@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,10 @@ from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
 
 pytestmark = pytest.mark.ray
 
-SHORT = ("steps=2", "algorithm.kl_coef=0")
+REWARDS = Path(__file__).parents[1] / "unit" / "recipe"
+SHORT = ("steps=2", "algorithm.kl_coef=0", "optimizer.warmup_steps=0", "reward.function=launched_rewards:jumble")
+"""A model that has learnt nothing gives no right answers: with rewards that tell them apart the weights move."""
+
 SPLIT = "+engine.parallel={tensor_parallel_size: 2}"
 PLACES = {"local": (1, 2), "ray-1": (1, 1), "ray-2": (2, 2), "ray-split": (2, 1, SPLIT)}
 """Where, how many actors and rollouts, and what else is different."""
@@ -25,10 +29,12 @@ PLACES = {"local": (1, 2), "ray-1": (1, 1), "ray-2": (2, 2), "ray-split": (2, 1,
 def folder(tmp_path_factory, ray_session):
     """A folder with the output of the job in each place."""
     path = tmp_path_factory.mktemp("everywhere")
+    sys.path.append(str(REWARDS))
     for name, (actors, rollouts, *others) in PLACES.items():
         sizes = [f"workload.actor.num={actors}", f"workload.rollout.num={rollouts}", "trainer.device_per_node=8"]
         groups = f"workload_group.0={{actor: {actors}}}"
-        job = grpo_job(path, f"name={name}", f"job_dir={path / name}", *sizes, *others, groups, *SHORT)
+        told = [f"name={name}", f"job_dir={path / name}", f"+env.PYTHONPATH={REWARDS}", *sizes, groups]
+        job = grpo_job(path, *told, *others, *SHORT)
         local = name == "local"
         status = run_here(check_job(job, local=True)) if local else run_on_ray(check_job(job), connected=True)
         assert status.phase is Phase.FINISHED, status
@@ -42,7 +48,11 @@ def test_the_samples_of_the_first_step_are_the_same_everywhere(folder):
 
 
 def test_two_actor_ranks_end_in_the_weights_of_one(folder):
-    ends = [AutoModelForCausalLM.from_pretrained(folder / name / "model").state_dict() for name in PLACES]
+    start, *ends = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (folder / "model", *(folder / name / "model" for name in PLACES))
+    )
+    assert max((start[name] - tensor).abs().max() for name, tensor in ends[0].items()) > 1e-4
     for name, tensor in ends[0].items():
         for other in ends[1:]:
             torch.testing.assert_close(tensor, other[name], atol=1e-5, rtol=0)
@@ -52,7 +62,7 @@ def test_two_actor_ranks_end_in_the_weights_of_one(folder):
 def test_two_processes_of_torchrun_end_in_the_weights_of_one(folder):
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "dlrover.python.rl.recipe.grpo"]
     settings = ["--config", str(JOB), f"job_dir={folder / 'torchrun'}", *inputs(folder), *SHORT]
-    paths = os.pathsep.join([str(JOB.parents[2]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(JOB.parents[2]), str(REWARDS), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, *launcher, *settings],
         env={**os.environ, "PYTHONPATH": paths},
