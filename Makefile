@@ -72,8 +72,8 @@ test-slow: $(VENV)/dev test-backends ## Run the slow tests (every kind of fault,
 	$(BIN)/python -m pytest -m slow
 
 test-backends: .venv-deepspeed/ready .venv-megatron/ready .venv-vllm/ready ## Run the contracts on deepspeed, megatron, vllm
-	.venv-deepspeed/bin/python -m pytest tests/contract/train_engine -k deepspeed
-	.venv-megatron/bin/python -m pytest tests/contract/train_engine -k megatron
+	.venv-deepspeed/bin/python -m pytest tests/contract/train_engine tests/contract/weight_sync -k deepspeed
+	.venv-megatron/bin/python -m pytest tests/contract/train_engine tests/contract/weight_sync -k megatron
 	.venv-vllm/bin/python -m pytest tests/contract/rollout_engine -k vllm
 	.venv-vllm/bin/python -m pytest tests/unit/engine/test_vllm.py
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from dlrover.python.rl.engine.base import TrainSettings
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.registry import TRAIN, engine_class
 from dlrover.python.rl.engine.sync.base import SyncSettings
 from dlrover.python.rl.engine.sync.broadcast import BroadcastTransport
 from dlrover.python.rl.engine.sync.file import FileTransport, disk, shared_memory
@@ -152,10 +152,10 @@ def receive_side(kind, folder, pipe):
             pipe.send(error)
 
 
-def rank_side(kind, folder, pipe, model, place, sizes):
+def rank_side(kind, folder, pipe, model, place, name, settings):
     """A rank of a train engine that divides its model; all ranks offer and send, the first one leads."""
     torch.set_num_threads(1)
-    engine = Fsdp2TrainEngine(model, None, TrainSettings(parallel=sizes), place)
+    engine = engine_class(TRAIN, name)(model, None, settings, place)
     wire = transport(kind, Path(folder), replace(PATIENT, leads=place.rank == 0))
     pipe.send(wire.offer(engine))
     pipe.send(wire.send(pipe.recv(), engine))

@@ -3,6 +3,7 @@
 import dataclasses
 import pickle
 from contextlib import ExitStack
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from sync_sides import KINDS, PATIENT, ToySource, Wire, free_port, hear, process
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import OptimizerConfig, Rendezvous, SamplingParams
+from dlrover.python.rl.engine.base import OptimizerConfig, Rendezvous, SamplingParams, TrainSettings
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.layout import ParallelSizes
 from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
@@ -188,15 +189,35 @@ def test_a_source_and_its_sinks_agree_on_what_was_sent_without_looking_at_a_byte
     sender.close()
 
 
+def two_ranks():
+    """Train engines and how two ranks of each divide a model."""
+    tensors, stages = ParallelSizes(tensor_parallel_size=2), ParallelSizes(pipeline_parallel_size=2)
+    shim = {"cpu_shim": True}
+    ways = {
+        "fsdp2": [("shards", TrainSettings()), ("tensors", TrainSettings(parallel=tensors))],
+        "deepspeed": [("shards", TrainSettings(backend={"zero_stage": 3}))],
+        "megatron": [
+            ("tensors", TrainSettings(parallel=tensors, backend=shim)),
+            ("stages", TrainSettings(parallel=stages, backend=shim)),
+        ],
+    }
+    for engine, layouts in ways.items():
+        absent = engine != "fsdp2" and find_spec(engine) is None
+        marks = [pytest.mark.skip(reason=f"{engine} is not installed")] if absent else []
+        for layout, settings in layouts:
+            yield pytest.param(engine, settings, id=f"{engine}-{layout}", marks=marks)
+
+
 @pytest.mark.parametrize("kind", ["shared_memory", "broadcast"])
-@pytest.mark.parametrize("sizes", [ParallelSizes(), ParallelSizes(tensor_parallel_size=2)], ids=["shards", "tensors"])
-def test_weights_divided_among_ranks_arrive_whole(kind, sizes, tmp_path, model_path):
+@pytest.mark.parametrize(("engine", "settings"), two_ranks())
+def test_weights_divided_among_ranks_arrive_whole(kind, engine, settings, tmp_path, model_path):
     stamp = Fsdp2TrainEngine(model_path, None).publish().stamp
     first = Rendezvous(0, 2, master_port=free_port(), timeout_s=60.0)
     places = (first, dataclasses.replace(first, rank=1))
     with ExitStack() as stack:
         ranks = [
-            stack.enter_context(process(rank_side, kind, tmp_path, str(model_path), place, sizes)) for place in places
+            stack.enter_context(process(rank_side, kind, tmp_path, str(model_path), place, engine, settings))
+            for place in places
         ]
         ticket = [hear(pipe) for _, pipe in ranks][0]
         for _, pipe in ranks:

@@ -12,15 +12,16 @@ import torch.distributed as dist
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
 from deepspeed.utils import safe_get_full_grad
 
-from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.base import OptimizerConfig, TokenLoss, TrainSettings
 from dlrover.python.rl.engine.deepspeed.checkpoint import read_checkpoint, write_checkpoint
 from dlrover.python.rl.engine.deepspeed.loading import fill
 from dlrover.python.rl.engine.layout import Layout
 from dlrover.python.rl.engine.torch import attention
 from dlrover.python.rl.engine.torch.blueprint import Blueprint
+from dlrover.python.rl.engine.torch.loading import prepare
 from dlrover.python.rl.engine.torch.outputs import Reader
-from dlrover.python.rl.engine.torch.packing import MicroBatch, check_tokens
+from dlrover.python.rl.engine.torch.packing import MicroBatch
 from dlrover.python.rl.engine.torch.randomness import set_packed_random_state
 from dlrover.python.rl.engine.torch.ranks import Ranks
 from dlrover.python.rl.engine.torch.residence import Residence
@@ -59,10 +60,11 @@ class DeepSpeedBackend:
         self.residence, self._unspent = residence, False
         module = blueprint.empty()
         self.packs = attention.can_pack(module)
-        self._prepare(module)
+        # Divided parameters are put together anew when activations are recomputed.
+        prepare(module, config is not None, settings.gradient_checkpointing, reentrant=stage == 3)
         told = self._told(sum(parameter.numel() for parameter in module.parameters()))
         self._fill(module, blueprint, told, loaded)
-        self._limits = (
+        self.limits = (
             module.get_input_embeddings().num_embeddings,
             getattr(module.config.get_text_config(), "max_position_embeddings", None),
         )
@@ -80,15 +82,6 @@ class DeepSpeedBackend:
         self._reside()
 
     # -- making -------------------------------------------------------------------------------------------------------
-
-    def _prepare(self, module: Any) -> None:
-        if self._config is None:
-            module.requires_grad_(False)
-        elif self._settings.gradient_checkpointing:
-            # Transformers recomputes in training mode only; dropout is off, so nothing else changes with the mode.
-            trained = module.train()
-            enable = getattr(trained, "activation_checkpointing_enable", None) or trained.gradient_checkpointing_enable
-            enable({"use_reentrant": self._stage == 3})  # divided parameters are put together anew when recomputed
 
     def _told(self, elements: int) -> dict[str, Any]:
         """DeepSpeed's configuration. The loss carries the normaliser, so nothing is averaged over steps or ranks."""
@@ -148,14 +141,6 @@ class DeepSpeedBackend:
     def _part(self, parameter: Any) -> Any:
         """What this rank has of a parameter: a flat part, or all of it."""
         return parameter.ds_tensor if self._stage == 3 else parameter
-
-    def check_tokens(self, tokens: Ragged) -> None:
-        """Refuse ids outside the vocabulary and rows of more tokens than the model has positions.
-
-        Raises:
-            EngineError: either is the case.
-        """
-        check_tokens(tokens, *self._limits)
 
     # -- passes -------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.base import OptimizerConfig, TokenLoss, TrainSettings
 from dlrover.python.rl.engine.fsdp2.adapters import add_adapters, fresh_adapter, is_adapter, merge, model_name
 from dlrover.python.rl.engine.fsdp2.checkpoint import checkpoint_tensors
@@ -20,18 +20,18 @@ from dlrover.python.rl.engine.memory import DeviceMemory
 from dlrover.python.rl.engine.torch import attention
 from dlrover.python.rl.engine.torch.blueprint import Blueprint
 from dlrover.python.rl.engine.torch.checkpoint import read_checkpoint, write_checkpoint
+from dlrover.python.rl.engine.torch.loading import prepare
 from dlrover.python.rl.engine.torch.norms import lighten
 from dlrover.python.rl.engine.torch.optimizer import MasterAdamW
 from dlrover.python.rl.engine.torch.outputs import Reader
-from dlrover.python.rl.engine.torch.packing import MicroBatch, check_tokens
+from dlrover.python.rl.engine.torch.packing import MicroBatch
+from dlrover.python.rl.engine.torch.precision import DTYPES
 from dlrover.python.rl.engine.torch.ranks import Ranks
 from dlrover.python.rl.engine.torch.residence import Residence
 from dlrover.python.rl.engine.torch.sources import Source
 from dlrover.python.rl.engine.torch.state import restore
 from dlrover.python.rl.engine.torch.stepping import accumulate
 from dlrover.python.rl.engine.weights import WeightSnapshot
-
-_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(eq=False)
@@ -84,13 +84,7 @@ class TrainedModel:
         lighten(module)
         if settings.lora is not None:
             add_adapters(module, settings.lora)
-        if config is None:
-            module.requires_grad_(False)
-        elif settings.gradient_checkpointing:
-            # Transformers recomputes in training mode only; dropout is off, so nothing else changes with the mode.
-            trained = module.train()
-            enable = getattr(trained, "activation_checkpointing_enable", None) or trained.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+        prepare(module, config is not None, settings.gradient_checkpointing)
 
         def absent(name: str, shape: tuple[int, ...]) -> Any:
             head = blueprint.absent(name, shape)
@@ -98,7 +92,7 @@ class TrainedModel:
 
         making = Making(
             settings.device,
-            _PRECISIONS[settings.precision],
+            DTYPES[settings.precision],
             prefix=module.base_model_prefix,
             rename=model_name if settings.lora else None,
             absent=absent,
@@ -158,13 +152,10 @@ class TrainedModel:
             if hasattr(self.module, "reshard"):
                 self.module.reshard()
 
-    def check_tokens(self, tokens: Ragged) -> None:
-        """Refuse ids outside the vocabulary and rows of more than ``max_positions`` tokens.
-
-        Raises:
-            EngineError: either is the case.
-        """
-        check_tokens(tokens, self.vocab_size, self.max_positions)
+    @property
+    def limits(self) -> tuple[int, int | None]:
+        """Ids have to be below the first, and rows of at most the second's tokens; None: the model names no limit."""
+        return self.vocab_size, self.max_positions
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

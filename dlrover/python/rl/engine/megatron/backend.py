@@ -10,7 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.base import OptimizerConfig, TokenLoss, TrainSettings
 from dlrover.python.rl.engine.megatron.attention import packed
 from dlrover.python.rl.engine.megatron.checkpoint import CheckpointTensors
@@ -23,7 +23,8 @@ from dlrover.python.rl.engine.torch.blueprint import Blueprint
 from dlrover.python.rl.engine.torch.checkpoint import read_checkpoint, write_checkpoint
 from dlrover.python.rl.engine.torch.optimizer import MasterAdamW
 from dlrover.python.rl.engine.torch.outputs import VocabularyShard, token_logprobs
-from dlrover.python.rl.engine.torch.packing import MicroBatch, check_tokens
+from dlrover.python.rl.engine.torch.packing import MicroBatch
+from dlrover.python.rl.engine.torch.precision import DTYPES
 from dlrover.python.rl.engine.torch.ranks import Ranks
 from dlrover.python.rl.engine.torch.residence import Residence
 from dlrover.python.rl.engine.torch.state import restore
@@ -31,7 +32,6 @@ from dlrover.python.rl.engine.torch.stepping import accumulate
 from dlrover.python.rl.engine.weights import WeightSnapshot
 
 _EMBEDDING = "model.embed_tokens.weight"
-_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Finish = Callable[[MicroBatch, Any], tuple[Any, Any, Any]]
 """What the last stage does with a micro-batch's logits; gives the loss, a number that nobody uses, and what is kept."""
@@ -64,7 +64,8 @@ class MegatronBackend:
     ) -> None:
         self._shape, self._settings, self._stage, self._ranks, self._ground = shape, settings, stage, ranks, ground
         self.residence, self._reads = residence, None
-        precision = _PRECISIONS[settings.precision]
+        self.limits = shape.vocab, shape.max_positions
+        precision = DTYPES[settings.precision]
         with ground:
             self._module = build(
                 shape, stage.layout, stage.place, precision, settings.gradient_checkpointing, settings.device
@@ -104,14 +105,6 @@ class MegatronBackend:
         for shard in self._shards:
             shard.master.copy_(self._shards.part(shard, [read(name) for name in shard.parameter.sources]))
             shard.refresh()
-
-    def check_tokens(self, tokens: Ragged) -> None:
-        """Refuse ids outside the vocabulary and rows of more tokens than the model has positions.
-
-        Raises:
-            EngineError: either is the case.
-        """
-        check_tokens(tokens, self._shape.vocab, self._shape.max_positions)
 
     # -- passes -------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ _DIVIDED: Mapping[Form, int] = {"vocab": 0, "columns": 1, "qkv": 0, "gate_up": 0
 
 
 class CheckpointTensors:
-    """Copies of a rank's masters and moments, taken apart into Hugging Face's tensors.
+    """Copies of a rank's masters and moments in host memory, taken apart into Hugging Face's tensors.
 
     Attributes:
         tensors: by the checkpoint's name: to be written, or read into.
@@ -33,7 +33,7 @@ class CheckpointTensors:
         self._shards, self._optimizer = shards, optimizer
         self._mesh = None
         if stage.layout.tensor > 1:
-            self._mesh = DeviceMesh.from_group(stage.tensors, next(iter(shards)).master.device.type)
+            self._mesh = DeviceMesh.from_group(stage.tensors, "cpu")
         self.tensors: dict[str, Any] = {}
         for shard in shards:
             self._take_apart(shard, shard.master.detach(), model_tensor)
@@ -41,12 +41,12 @@ class CheckpointTensors:
             for kind in ("exp_avg", "exp_avg_sq"):
                 self._take_apart(shard, state[kind], lambda name, kind=kind: optimizer_tensor(name, kind))
             for source in shard.parameter.sources:
-                self.tensors[optimizer_tensor(source, "step")] = state["step"].clone()
+                self.tensors[optimizer_tensor(source, "step")] = state["step"].to("cpu", copy=True)
 
     def _take_apart(self, shard: MegatronShard, tensor: Any, named: Any) -> None:
         item = shard.parameter
         for source, whole, part in zip(item.sources, item.shapes, join(item, [tensor], self._local), strict=True):
-            self.tensors[named(source)] = self._divided(part.contiguous().clone(), whole, item.form)
+            self.tensors[named(source)] = self._divided(part.to("cpu", copy=True).contiguous(), whole, item.form)
 
     def _divided(self, part: Any, whole: tuple[int, ...], form: Form) -> Any:
         if self._mesh is None or form == "whole":

@@ -115,10 +115,6 @@ class MegatronShards:
         """Those that steps change: all."""
         return list(self)
 
-    def sources(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Hugging Face's name and shape of every tensor that this rank needs for its part."""
-        return [pair for shard in self for pair in zip(shard.parameter.sources, shard.parameter.shapes, strict=True)]
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name to shape of every tensor of the whole model."""
         pairs = [pair for item in self._table for pair in zip(item.sources, item.shapes, strict=True)]

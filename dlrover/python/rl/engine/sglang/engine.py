@@ -21,7 +21,8 @@ from dlrover.python.rl.engine.sglang.server import SglangServer
 from dlrover.python.rl.engine.sglang.settings import SglangOptions, launch_arguments
 from dlrover.python.rl.engine.sglang.weights import differences, write_folder
 from dlrover.python.rl.engine.tenancy import BROKEN_OFF, RELEASED, Tenancy
-from dlrover.python.rl.engine.torch.outline import DTYPES, cache_bytes_per_token, outline_causal_lm, weight_bytes
+from dlrover.python.rl.engine.torch.outline import cache_bytes_per_token, outline_causal_lm, weight_bytes
+from dlrover.python.rl.engine.torch.precision import DTYPES
 from dlrover.python.rl.engine.torch.sample import Sample
 from dlrover.python.rl.engine.weights import WeightSnapshot
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.base import TokenLoss
 from dlrover.python.rl.engine.torch.packing import MicroBatch
 from dlrover.python.rl.engine.torch.residence import Residence
@@ -22,12 +22,9 @@ class TrainBackend(Protocol):
         """Whether it keeps packed documents apart."""
         ...
 
-    def check_tokens(self, tokens: Ragged) -> None:
-        """Refuse ids outside the vocabulary and rows of more tokens than the model has positions.
-
-        Raises:
-            EngineError: either is the case.
-        """
+    @property
+    def limits(self) -> tuple[int, int | None]:
+        """Ids have to be below the first, and rows of at most the second's tokens; None: the model names no limit."""
         ...
 
     def outputs(

@@ -156,6 +156,23 @@ def disable_dropout(model: Any) -> None:
             module.attention_dropout = 0.0
 
 
+def prepare(module: Any, trained: bool, recomputing: bool, reentrant: bool = False) -> None:
+    """Freeze a module that is not trained; let a trained one recompute activations in its backward pass, if asked.
+
+    Args:
+        module: whose dropout is off: recomputing puts it in training mode, since Transformers recomputes in no other.
+        trained: whether it is.
+        recomputing: whether a trained one trades time for memory.
+        reentrant: whether autograd is entered anew for each part that is recomputed.
+    """
+    if not trained:
+        module.requires_grad_(False)
+    elif recomputing:
+        module.train()
+        enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+        enable({"use_reentrant": reentrant})
+
+
 def write_atomically(path: Path, model: Any, tokenizer: Any, tensors: Mapping[str, Any] | None = None) -> Path:
     """Write model and tokenizer to the folder ``path``; a reader sees the old folder or the new one, never a part.
 

@@ -9,9 +9,6 @@ from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.torch.blueprint import Blueprint
 from dlrover.python.rl.engine.torch.loading import CausalLM, as_causal_lm
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""What the precisions of rollout settings are."""
-
 
 def outline_causal_lm(source: str | Path) -> tuple[CausalLM, str]:
     """A model on the meta device, with its tokenizer: names and shapes of its weights, vocabulary, end tokens.

@@ -21,7 +21,7 @@ from dlrover.python.rl.engine.torch.decoder import Decoder
 from dlrover.python.rl.engine.torch.generic import HuggingFaceDecoder
 from dlrover.python.rl.engine.torch.loading import CausalLM, load_causal_lm
 from dlrover.python.rl.engine.torch.options import TorchOptions, torch_options
-from dlrover.python.rl.engine.torch.outline import DTYPES
+from dlrover.python.rl.engine.torch.precision import DTYPES
 from dlrover.python.rl.engine.weights import WeightSnapshot
 
 

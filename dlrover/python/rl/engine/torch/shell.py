@@ -23,7 +23,7 @@ from dlrover.python.rl.engine.memory import DeviceMemory
 from dlrover.python.rl.engine.offload import Part, Place
 from dlrover.python.rl.engine.torch.backend import TrainBackend
 from dlrover.python.rl.engine.torch.blueprint import Blueprint
-from dlrover.python.rl.engine.torch.packing import MicroBatch, check_actions, pack
+from dlrover.python.rl.engine.torch.packing import MicroBatch, check_actions, check_tokens, pack
 from dlrover.python.rl.engine.torch.ranks import Ranks, numbered
 from dlrover.python.rl.engine.torch.stepping import agreed_micro_batches, check_norm, settle
 from dlrover.python.rl.engine.weights import WeightSnapshot, take_snapshot, verify
@@ -115,7 +115,7 @@ class TrainShell(ABC):
 
         def check() -> None:
             check_actions(batch, settings.head)
-            backend.check_tokens(batch.ragged("tokens"))
+            check_tokens(batch.ragged("tokens"), *backend.limits)
 
         def cut(at_least: int) -> list[MicroBatch]:
             return pack(batch, budget, settings.head, at_least)

@@ -16,7 +16,8 @@ from dlrover.python.rl.engine.offload import Part, Place
 from dlrover.python.rl.engine.requests import as_batch
 from dlrover.python.rl.engine.roster import Key, Roster
 from dlrover.python.rl.engine.tenancy import BROKEN_OFF, RELEASED, Tenancy
-from dlrover.python.rl.engine.torch.outline import DTYPES, head_width, outline_causal_lm, weight_bytes
+from dlrover.python.rl.engine.torch.outline import head_width, outline_causal_lm, weight_bytes
+from dlrover.python.rl.engine.torch.precision import DTYPES
 from dlrover.python.rl.engine.vllm.residents import Resident, Restarter, Sleeper
 from dlrover.python.rl.engine.vllm.runner import Runner, check_head_width
 from dlrover.python.rl.engine.vllm.settings import VllmOptions, engine_arguments

@@ -8,7 +8,8 @@ from annotated_types import Gt
 
 from dlrover.python.rl.engine.base import RolloutSettings
 from dlrover.python.rl.engine.torch.loading import CausalLM
-from dlrover.python.rl.engine.torch.outline import DTYPES, cache_bytes_per_token
+from dlrover.python.rl.engine.torch.outline import cache_bytes_per_token
+from dlrover.python.rl.engine.torch.precision import DTYPES
 
 _HERE = "dlrover.python.rl.engine.vllm"
 _BLOCK = 128
