@@ -332,6 +332,25 @@ def test_a_sync_that_breaks_off_while_it_writes_leaves_nothing_that_is_served(mo
     assert len(engine.generate(prompts(), sampling(), (0,))) == 5
 
 
+@pytest.mark.parametrize("backend", BOTH)
+def test_some_requests_are_aborted_from_a_cache_that_has_only_been_stepped(model_path, backend):
+    engine = made(model_path, backend=backend)
+    engine.receive(weights_of(model_path))
+    asked = sampling(ignore_eos=True)
+    undisturbed = completions(engine.generate(prompts(), asked, (0,)))
+    engine = made(model_path, backend=backend)
+    engine.receive(weights_of(model_path))
+    rows = prompts().ragged("tokens")
+    engine.add([Request.fresh(number, 0, tokens) for number, tokens in enumerate(rows)], asked, (0,))
+    engine.advance()
+    aborted = engine.abort([(0, 0), (2, 0)])
+    assert [completion.finish for completion in aborted] == ["aborted", "aborted"]
+    ended = {}
+    while engine.running:
+        ended |= {each.request.prompt_id: each.request.done.tolist() for each in engine.advance()}
+    assert ended == {number: undisturbed[number] for number in range(len(rows)) if number not in (0, 2)}
+
+
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 

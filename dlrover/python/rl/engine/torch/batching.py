@@ -84,6 +84,7 @@ class ContinuousBatch:
                 finishes[number] = finish
         return self.leave(finishes)
 
+    @torch.inference_mode()
     def leave(self, finishes: Mapping[int, Finish]) -> dict[int, Completion]:
         """End the samples of these numbers; their rows are free."""
         seated = len(self._scheduler.seated)
@@ -103,6 +104,7 @@ class ContinuousBatch:
         self.unseat()
         self._decoder.clear()
 
+    @torch.inference_mode()
     def restore(self) -> None:
         """Take a cache as large as the last one.
 
