@@ -14,6 +14,7 @@ from ray._private import services, worker
 
 from dlrover.python.rl.common.errors import ClusterUnavailable
 from dlrover.python.rl.common.names import NAMESPACE
+from dlrover.python.rl.runtime.ray.ending import children_end, sigterm_unwinds
 from dlrover.python.rl.runtime.ray.head import (
     GcsKeeper,
     has_durable_gcs,
@@ -92,14 +93,17 @@ def _joined(address: str, common: Mapping[str, Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def _started(needed: Mapping[str, float], common: Mapping[str, Any]) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    with private_folder() as folder, on_loopback():
+    with private_folder() as folder, on_loopback(), sigterm_unwinds() as take_sigterm_back:
         keeper = _start(folder, needed, common)
+        take_sigterm_back()
+        raylet = worker._global_node.all_processes["raylet"][0].process.pid
         try:
             yield
         finally:
             if keeper is not None:
                 keeper.rest()
-            ray.shutdown()
+            with children_end(raylet):
+                ray.shutdown()
             if keeper is not None:
                 keeper.close()
 
