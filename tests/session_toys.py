@@ -116,7 +116,7 @@ class Summing(TwoLayers):
     def train_step(self, x, divide_by=1):
         self.eval()
         loss = self(torch.as_tensor(x, dtype=torch.float32)).square().sum() / divide_by
-        loss.backward()
+        torch.autograd.backward(loss)
         return loss.item()
 
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.common.nearest import hint
-from dlrover.python.rl.engine.backward import Around, backward_by, settling, weight_of
+from dlrover.python.rl.engine.backward import Gradients, weight_of
 from dlrover.python.rl.engine.base import Rendezvous, TrainSettings
 from dlrover.python.rl.engine.fsdp2.grid import Grid
 from dlrover.python.rl.engine.fsdp2.materialize import Making, Materialized, materialize
@@ -62,6 +62,7 @@ class ModuleEngine:
         self._who, self._payload, self._settings = who, payload, settings
         self._memory = memory or DeviceMemory(settings.device)
         self._made: Materialized | None = None
+        self._gradients: Any = None  # as long as there are weights
         self._away: Residence | None = None
         self._awaits_weights = False
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -81,6 +82,7 @@ class ModuleEngine:
         if self._grid.context is not None:
             self._sequences = SharedSequences(module, self._grid)
         self._made = made = materialize(module, source or source_of(module), self._grid, self._making(module))
+        self._gradients = Gradients(module, made.shards)
         if made.vocabulary is not None:
             _whole_logits(module, self._grid.tensors)
         self._account()
@@ -114,22 +116,19 @@ class ModuleEngine:
         """
         made = self._ready(method)
         layout, shared = self._grid.layout, self._sequences
-        weight = weight_of(made.module.gradients, share, layout.data_parallel_size, layout.context)
+        self._gradients.weight = weight_of(made.module.gradients, share, layout.data_parallel_size, layout.context)
         low = self._settings.precision == "bf16" and self._grid.shards is None
         kind = torch.device(self._settings.device).type
-        with (
-            backward_by(weight, self._around(made)),
-            torch.autocast(kind, torch.bfloat16, enabled=low),
-            nullcontext() if shared is None else shared.divided(share.sequences),
-        ):
-            result = getattr(made.module, method)(*args, **kwargs)
+        try:
+            with (
+                torch.autocast(kind, torch.bfloat16, enabled=low),
+                nullcontext() if shared is None else shared.divided(share.sequences),
+            ):
+                result = getattr(made.module, method)(*args, **kwargs)
+        finally:
+            self._gradients.forget()
         self._account()
         return result
-
-    def _around(self, made: Materialized) -> Around | None:
-        if self._grid.tensors is None and self._grid.copies is None:
-            return None  # FSDP adds up, or there is nobody else.
-        return settling(made.shards)
 
     def _ready(self, what: str) -> Materialized:
         if self._made is None:
@@ -280,6 +279,7 @@ class ModuleEngine:
     def meta(self) -> None:
         """Release the module with everything that it made."""
         self._made, self._away, self._awaits_weights, self._sequences = None, None, False, None
+        self._gradients = None
         gc.collect()  # A module and its hooks refer to each other.
         self.release_cache()
 
