@@ -290,3 +290,25 @@ def test_099_two_ranks_draw_what_one_draws(engine, model_path):
     finally:
         two.close()
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "workers outlive their engine"
+
+
+@needs_vllm
+def test_buffers_of_weights_that_sleep_are_read_from_the_copies_of_their_memory():
+    """The device's memory is stood in for by the host's; that it sleeps, by other values in it."""
+    from dlrover.python.rl.engine.vllm.worker import read_copies
+
+    blocks = [torch.arange(64, dtype=torch.uint8), torch.arange(100, 132, dtype=torch.uint8)]
+    buffers = {
+        "whole": blocks[1].view(torch.bfloat16).view(4, 4),
+        "at the end": blocks[0][32:].view(torch.float32),
+        "of other memory": torch.ones(3),
+    }
+    wanted = {name: tensor.clone() for name, tensor in buffers.items()}
+    copies = {block.data_ptr(): block.clone() for block in blocks}
+    for block in blocks:
+        block.zero_()
+    found = read_copies(buffers, copies)
+    assert found.keys() == {"whole", "at the end"}
+    for name, tensor in found.items():
+        assert (tensor.shape, tensor.dtype) == (wanted[name].shape, wanted[name].dtype)
+        assert tensor.view(torch.uint8).tolist() == wanted[name].view(torch.uint8).tolist()

@@ -50,10 +50,14 @@ class Sleeper:
             self._pending = None
 
     def sleep(self, keep: bool) -> None:
-        """Free the device. Weights that sleep already are woken for a moment: vLLM would leave the cache alone then."""
-        if "weights" in self._asleep:
-            self.runner.llm.wake_up(tags=["weights"])
-        self.runner.llm.sleep(level=1 if keep else 2)
+        """Free the device. Weights that sleep already are not woken for it: somebody else may have their room."""
+        if "weights" not in self._asleep:
+            self.runner.llm.sleep(level=1 if keep else 2)
+        else:
+            if "kv_cache" not in self._asleep:
+                self.runner.release_cache()
+            if not keep:
+                self.runner.forget_copies()
         self._asleep = {"weights", "kv_cache"}
         self._pending = self._pending if keep else None
 

@@ -124,6 +124,15 @@ class Runner:
         """Bytes of the key-value cache, on all workers."""
         return int(sum(self.llm.collective_rpc("cache_bytes")))
 
+    def release_cache(self) -> None:
+        """Free the key-value cache while the weights sleep; vLLM's own call would take that for sleep enough."""
+        self.llm.collective_rpc("sleep", _PATIENCE_S, (1,))
+        self.llm.engine_core.engine_core.model_executor.sleeping_tags.add("kv_cache")
+
+    def forget_copies(self) -> None:
+        """Free what sleeping weights have in host memory: they come anew."""
+        self.llm.collective_rpc("forget_copies", _PATIENCE_S)
+
     def close(self) -> None:
         """End the engine and its workers, and free what they had.
 

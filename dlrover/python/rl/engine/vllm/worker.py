@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.device_allocator import get_mem_allocator_instance
 from vllm.model_executor.layers import utils as layers
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.platforms import current_platform
@@ -35,6 +36,7 @@ class WeightTaker:
     """Takes weights in, reads them back, and tells how much memory the cache has."""
 
     model_runner: Any
+    _sleep_saved_buffers: dict[str, Any]
 
     def take_weights(self, weights: WeightSnapshot | HandedWeights) -> None:
         """Load weights in place.
@@ -59,6 +61,17 @@ class WeightTaker:
         """Drop what vLLM notes to load a layer again, which keeps the layer alive for ever: before the engine ends."""
         for layer in self.model_runner.model.modules():
             LAYERWISE_INFO.pop(layer, None)
+
+    def forget_copies(self) -> None:
+        """Drop the host's copies of weights that sleep. The buffers among them stay: no loader brings them back."""
+        blocks = {
+            start: block for start, block in get_mem_allocator_instance().pointer_to_data.items() if _is_copied(block)
+        }
+        buffers = dict(self.model_runner.model.named_buffers())
+        copies = {start: block.cpu_backup_tensor for start, block in blocks.items()}
+        self._sleep_saved_buffers |= read_copies(buffers, copies)  # vLLM writes these back when it wakes the weights
+        for block in blocks.values():
+            block.cpu_backup_tensor = None
 
     def cache_bytes(self) -> int:
         """Bytes of the key-value cache."""
@@ -101,6 +114,30 @@ class _Comparing(TorchDispatchMode):
             self._untouched.discard(owner)
             return held
         return func(*args, **(kwargs or {}))
+
+
+def read_copies(tensors: Mapping[str, Any], copies: Mapping[int, Any]) -> dict[str, Any]:
+    """The values of tensors whose memory is gone, from copies of it.
+
+    Args:
+        tensors: contiguous ones; only their addresses are looked at.
+        copies: bytes that were copied, by the address that they began at.
+
+    Returns:
+        On the host, those whose memory was copied.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        for start, copy in copies.items():
+            offset = tensor.data_ptr() - start
+            if 0 <= offset < copy.numel():
+                values = copy[offset : offset + tensor.nbytes].clone().view(tensor.dtype)
+                found[name] = values.view(tensor.shape)
+    return found
+
+
+def _is_copied(block: Any) -> bool:
+    return block.tag == "weights" and block.cpu_backup_tensor is not None
 
 
 def _storage(tensor: Any) -> Any:
