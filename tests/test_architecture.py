@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,14 @@ def test_the_whole_package_keeps_the_rules():
 def test_every_room_exists_and_no_other_does():
     folders = {path.name for path in (REPOSITORY / "dlrover/python/rl").iterdir() if (path / "__init__.py").is_file()}
     assert folders == set(ROW_OF)
+
+
+def test_make_looks_for_tests_on_ray_wherever_there_are_any():
+    (named,) = re.findall(r"^ON_RAY := (.*)$", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    looked = tuple(str(REPOSITORY / name) for name in named.split())
+    files = (REPOSITORY / "tests").rglob("test_*.py")
+    marked = [str(file) for file in files if re.search(r"mark\.ray\b", file.read_text(encoding="utf-8"))]
+    assert [name for name in marked if not name.startswith((*looked, str(REPOSITORY / "tests/slow")))] == []
 
 
 # -- the checker itself: each rule can fail ---------------------------------------------------------------------------

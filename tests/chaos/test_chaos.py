@@ -33,6 +33,15 @@ def run_chaos(folder, faults, steps, seed, kinds, timeout_s):
     return json.loads((folder / str(seed) / "report.json").read_text())
 
 
+@pytest.mark.timeout(300)
+def test_everyone_is_killed_once_in_twelve_steps(tmp_path):
+    report = run_chaos(tmp_path, 5, 12, 7, KILLED, 280)
+    kinds = [finding["fault"]["kind"] for finding in report["findings"]]
+    assert (sorted(kinds), report["problems"]) == (sorted(kind.value for kind in KILLED), [])
+    assert any(finding["overlaps"] for finding in report["findings"])
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_nine_faults_in_thirty_steps(tmp_path):
     report = run_chaos(tmp_path, 9, 30, 120, FAST, 580)

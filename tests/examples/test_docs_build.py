@@ -10,6 +10,7 @@ import pytest
 from dlrover.python.rl.common import errors
 
 pytest.importorskip("sphinx")
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "dlrover" / "python" / "rl"

@@ -46,6 +46,15 @@ class Command:
         return "dlrover-rl run" in self.line and "--local" not in self.line
 
     @property
+    def trains_a_model(self) -> bool:
+        return "runs/tiny" in self.line or "own_data" in self.line
+
+    @property
+    def marks(self) -> list[pytest.MarkDecorator]:
+        found = [pytest.mark.ray] if self.on_ray else []
+        return [*found, pytest.mark.slow] if self.on_ray or self.trains_a_model else found
+
+    @property
     def typed(self) -> str:
         """What somebody types into the debugger, if it opens."""
         return "p self.rank, texts\nup\nc\nc\n" if "debug_locally" in self.line and " check " not in self.line else ""
@@ -218,11 +227,9 @@ def test_every_included_file_is_there():
     assert [file for file in included if not file.is_file()] == []
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(item, marks=[pytest.mark.ray] if item.on_ray else [], id=item.line) for item in commands()]
-)
+@pytest.mark.parametrize("command", [pytest.param(item, marks=item.marks, id=item.line) for item in commands()])
 def test_the_command_ends_as_its_page_says(desk, command):
-    if "runs/tiny" in command.line or "own_data" in command.line:
+    if command.trains_a_model:
         made = run(desk, "python -m dlrover.python.rl.recipe.tiny --out runs/tiny")
         assert made.returncode == 0, made.stderr
     done = run(desk, command.line, command.typed)
@@ -238,7 +245,11 @@ def test_the_command_ends_as_its_page_says(desk, command):
         ("run examples/first_trainer/job.yaml --local pulls_per_step=1", "too few to split"),
         ("run examples/first_trainer/job.yaml --local lr=fast", "user_error is not retried"),
         ("check examples/debug_locally/job.yaml --local workload.actor.num=2", "meet in collectives"),
-        ("check docs/guides/own_data/grpo.yaml data.train=docs/guides/own_data/broken.jsonl", "unknown key 'promt'"),
+        pytest.param(
+            "check docs/guides/own_data/grpo.yaml data.train=docs/guides/own_data/broken.jsonl",
+            "unknown key 'promt'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_errors_read_as_their_page_shows(desk, line, words):

@@ -159,6 +159,7 @@ def test_a_cluster_of_our_own_listens_on_loopback_only_and_is_found_by_its_addre
     in_own_process(code)
 
 
+@pytest.mark.slow
 def test_killed_and_stopped_nodes_are_found_and_a_partitioned_one_ends_itself():
     code = """
     import asyncio, sys, threading, time

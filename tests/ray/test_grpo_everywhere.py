@@ -21,7 +21,7 @@ SHORT = ("steps=2", "algorithm.kl_coef=0", "optimizer.warmup_steps=0", "reward.f
 """A model that has learnt nothing gives no right answers: with rewards that tell them apart the weights move."""
 
 SPLIT = "+engine.parallel={tensor_parallel_size: 2}"
-PLACES = {"local": (1, 2), "ray-1": (1, 1), "ray-2": (2, 2), "ray-split": (2, 1, SPLIT)}
+PLACES = {"local": (1, 2), "ray-2": (2, 2), "ray-split": (2, 1, SPLIT)}
 """Where, how many actors and rollouts, and what else is different."""
 
 

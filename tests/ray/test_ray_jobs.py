@@ -124,7 +124,7 @@ def test_a_constructor_that_fails_is_reported_as_such(tmp_path, monkeypatch):
     assert not (tmp_path / "count").exists()
 
 
-@pytest.mark.parametrize("act", ["death", "swallowed_death", "trainer_death"])
+@pytest.mark.parametrize("act", ["death", pytest.param("swallowed_death", marks=pytest.mark.slow), "trainer_death"])
 def test_a_process_that_dies_restarts_the_job_exactly_once(tmp_path, monkeypatch, act):
     name = act.replace("_", "-")
     status, _ = run(describe(tmp_path, monkeypatch, act, name))
@@ -168,6 +168,7 @@ def test_the_master_answers_at_once_and_stops_a_running_job(tmp_path, monkeypatc
     wait_until(lambda: nothing_is_left("endless"))
 
 
+@pytest.mark.slow
 def test_the_name_of_an_ended_job_can_be_used_again(tmp_path, monkeypatch):
     checked = check_job(describe(tmp_path, monkeypatch, "steps_only", "again"))
     first = start_master(checked)

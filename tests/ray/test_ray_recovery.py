@@ -167,6 +167,7 @@ def test_whoever_hangs_is_found_in_time_with_its_stack_and_replaced(stage):
 # -- together ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_deaths_at_the_same_time_lead_to_one_recovery_each(stage):
     """Both rollouts in one call; then a rollout and the trainer."""
     faults = ("ROLLOUT-0:generate:2:kill", "ROLLOUT-1:generate:2:kill", hold := "trainer:end:4:hold")
@@ -201,6 +202,7 @@ def test_a_users_exception_in_a_step_is_not_retried(stage):
     assert job.nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_crash_loop_ends_at_its_limit_with_the_first_cause(stage):
     job = stage("loops", "ROLLOUT-0:generate:2:die", rollout_restarts=1).run()
     assert (job.status.phase, job.status.restarts, job.status.recoveries) == (Phase.FAILED, 0, {"ROLLOUT": 1})
@@ -210,6 +212,7 @@ def test_a_crash_loop_ends_at_its_limit_with_the_first_cause(stage):
     assert job.nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_job_without_durable_steps_is_restarted_exactly_once(stage):
     job = stage("plain-fit", "ROLLOUT-1:generate:2:kill", trainer="Plain").run()
     assert (job.status.phase, job.status.restarts, job.status.recoveries) == (Phase.FINISHED, 1, {})

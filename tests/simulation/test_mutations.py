@@ -3,6 +3,7 @@
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
+import pytest
 import sim_modules
 import sim_specs
 from mutations import MUTATIONS
@@ -11,6 +12,7 @@ from sim_mutants import caught_by
 LEAST, SHARE = 30, 0.95
 
 
+@pytest.mark.slow
 def test_at_least_95_of_100_seeded_bugs_are_caught():
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         found = dict(zip(MUTATIONS, pool.map(caught_by, MUTATIONS, timeout=280), strict=True))
