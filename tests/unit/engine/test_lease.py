@@ -181,6 +181,30 @@ def test_what_a_dead_process_held_is_forgotten(tmp_path, start):
     assert list(tmp_path.glob("*.holdings")) == []
 
 
+def test_a_closed_lease_tells_no_more_also_when_its_memory_is_used_on(tmp_path):
+    memory, other = DeviceMemory(), HoldingsBoard(tmp_path)
+    lease = DeviceLease(tmp_path, "ACTOR[0]", memory)
+    with lease.turn():
+        kept = [memory.bring("actor", "weights", torch.zeros(10))]
+    assert list(other.others().values()) == [{"actor": {"weights": 40}}]
+    lease.close()
+    kept.append(memory.bring("actor", "weights", torch.zeros(10)))
+    assert other.others() == {}
+    assert list(tmp_path.glob("*.holdings")) == []
+    assert len(kept) == 2
+
+
+def test_of_several_devices_each_is_told_what_a_process_holds(tmp_path):
+    memory, boards = DeviceMemory(), [HoldingsBoard(tmp_path / name) for name in ("cuda-0", "cuda-1")]
+    leases = [DeviceLease(tmp_path / name, "ACTOR[0]", memory) for name in ("cuda-0", "cuda-1")]
+    with leases[0].turn(), leases[1].turn():
+        kept = memory.bring("actor", "weights", torch.zeros(10))
+    assert [list(board.others().values()) for board in boards] == [[{"actor": {"weights": 40}}]] * 2
+    assert kept is not None
+    for lease in leases:
+        lease.close()
+
+
 def test_a_board_tells_the_last_that_was_published_until_it_is_closed(tmp_path):
     mine, other = HoldingsBoard(tmp_path), HoldingsBoard(tmp_path)
     mine.publish({"a": {"weights": 10_000}})

@@ -98,11 +98,13 @@ class DeviceLease:
         """Give the device back, if this role has it, and say no more what this process holds."""
         if self._turn is not None:
             self.give()
+        if self._memory is not None and self._memory.board is self._board:
+            self._memory.board = None
         self._board.close()
 
     def _publish(self) -> None:
         if self._memory is not None:
-            self._memory.publish()
+            self._board.publish(self._memory.by_owner())
 
     # -- the queue ----------------------------------------------------------------------------------------------------
 
