@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a few of everything, to try it")
     parser.add_argument("--megabytes", type=int, default=256, help="of weights (default 256)")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--bucket", type=int, default=SyncSettings().bucket_bytes, help="bytes")
+    parser.add_argument("--bucket", type=int, default=SyncSettings().bucket, help="bytes")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a folder in memory")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
     parser.add_argument("--work", type=Path, default=REPOSITORY / "build" / "bench-weight-sync")

@@ -14,7 +14,7 @@ import torch
 
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.registry import TRAIN, engine_class
-from dlrover.python.rl.engine.sync.base import SyncSettings
+from dlrover.python.rl.engine.sync.base import Seal, SyncSettings
 from dlrover.python.rl.engine.sync.broadcast import BroadcastTransport
 from dlrover.python.rl.engine.sync.file import FileTransport, disk, shared_memory
 from dlrover.python.rl.engine.sync.link import LinkTransport
@@ -24,6 +24,9 @@ from dlrover.python.rl.engine.weights import take_snapshot
 
 LATEST_S = 240.0
 PATIENT = SyncSettings(who="ACTOR[0]", patience_s=20.0, bucket_bytes=4096)
+
+WAITING = ("broadcast", "link")
+"""Those in which the sender waits for its receivers."""
 
 KINDS = ("process", "shared_memory", "shared_memory_copied", "disk", "broadcast", "link", "pull", "pull_copied")
 BETWEEN_PROCESSES = KINDS[1:]
@@ -88,11 +91,11 @@ class Wire:
         self.kind, self.folder = kind, folder
         self.source = transport(kind, folder, settings)
         others = [replace(settings, who=f"ROLLOUT[{rank}]") for rank in range(sinks)]
-        self.sinks = [self.source if kind == "process" else transport(kind, folder, other) for other in others]
+        self.sinks = [transport(kind, folder, other) for other in others]
 
-    def attempt(self, ticket, source):
-        """Both sides at once where they can be: what sending and each receiving gave, or raised."""
-        workers = 1 if self.kind == "process" else 1 + len(self.sinks)
+    def attempt(self, ticket, source, in_turn=False):
+        """Both sides, at once where they can be: what sending and each receiving gave, or raised."""
+        workers = 1 if in_turn or self.kind == "process" else 1 + len(self.sinks)
         with ThreadPoolExecutor(workers) as pool:
             sending = pool.submit(self.source.send, ticket, source)
             receiving = [pool.submit(sink.receive, ticket) for sink in self.sinks]
@@ -109,6 +112,17 @@ class Wire:
     def close(self):
         for each in (self.source, *self.sinks):
             each.close()
+
+
+def forged(monkeypatch, version):
+    """From now on senders of this process seal what they send as another version."""
+    true = Seal.of
+
+    def seal(ticket, crcs):
+        made = true(ticket, crcs)
+        return made._replace(stamp=replace(made.stamp, version=version))
+
+    monkeypatch.setattr(Seal, "of", seal)
 
 
 def equal(snapshot, weights):
@@ -152,13 +166,26 @@ def receive_side(kind, folder, pipe):
             pipe.send(error)
 
 
-def rank_side(kind, folder, pipe, model, place, name, settings):
+def rank_side(kind, folder, pipe, model, place, name, settings, sinks=1):  # noqa: PLR0913 - as a process is started
     """A rank of a train engine that divides its model; all ranks offer and send, the first one leads."""
     torch.set_num_threads(1)
     engine = engine_class(TRAIN, name)(model, None, settings, place)
-    wire = transport(kind, Path(folder), replace(PATIENT, leads=place.rank == 0))
+    wire = transport(kind, Path(folder), replace(PATIENT, leads=place.rank == 0, sinks=sinks))
     pipe.send(wire.offer(engine))
     pipe.send(wire.send(pipe.recv(), engine))
+    pipe.recv()
+
+
+def taking_rank_side(kind, folder, pipe, model, place, settings):
+    """A rank of a frozen engine that divides its model; all ranks receive and take their part. The first one tells
+    which weights it has then, gathered anew."""
+    torch.set_num_threads(1)
+    engine = Fsdp2TrainEngine(model, None, settings, place)
+    wire = transport(kind, Path(folder), replace(PATIENT, who=f"ROLLOUT[{place.rank}]", sinks=place.world_size))
+    pipe.send("up")
+    engine.receive(wire.receive(pipe.recv()))
+    weights = engine.publish()
+    pipe.send(weights.stamp if place.rank == 0 else None)
     pipe.recv()
 
 

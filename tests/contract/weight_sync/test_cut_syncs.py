@@ -2,15 +2,19 @@
 
 import os
 import resource
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import torch
 from sync_sides import (
     BETWEEN_PROCESSES,
+    KINDS,
+    LATEST_S,
     PATIENT,
+    WAITING,
     ToySource,
     Wire,
     equal,
@@ -24,7 +28,7 @@ from sync_sides import (
 )
 
 from dlrover.python.rl.common.errors import WeightSyncError
-from dlrover.python.rl.engine.sync.file import memory_mark
+from dlrover.python.rl.engine.sync.broadcast import Group
 
 FILES = ("shared_memory", "shared_memory_copied", "disk")
 each_kind = pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
@@ -116,15 +120,15 @@ def test_a_receiver_that_takes_the_place_of_a_killed_one_gets_the_same_version(k
     sender.close()
 
 
-@pytest.mark.parametrize("kind", ["broadcast", "link"])
+@pytest.mark.parametrize("kind", WAITING)
 def test_a_receiver_killed_before_it_asks_ends_the_sync_and_the_next_one_works(kind, tmp_path):
-    sender = transport(kind, tmp_path, replace(PATIENT, patience_s=3.0))
+    sender = transport(kind, tmp_path, replace(PATIENT, patience_s=1.0))
     source = ToySource(toy_weights(2), 2)
     sender.offer(source)
     with process(receive_side, kind, tmp_path) as (child, _):
         ticket = sender.offer(source)
         kill(child)
-    with pytest.raises(WeightSyncError, match="of 1 receivers|receivers broke off"):
+    with pytest.raises(WeightSyncError, match="0 of 1 receivers of version 2 came within 1 s"):
         sender.send(ticket, source)
     with process(receive_side, kind, tmp_path) as (_, pipe):
         assert hear(pipe) == "up"
@@ -146,6 +150,91 @@ def test_a_version_read_at_its_time_stays_whole_while_the_next_ones_are_sent(kin
         wire.sync(ToySource(toy_weights(version), version))
     assert len(list(tmp_path.glob("*.weights"))) <= 2
     wire.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_104_a_sync_cut_in_the_middle_leaves_the_old_version_and_the_same_ticket_works_again(kind, tmp_path):
+    wire = Wire(kind, tmp_path, settings=replace(PATIENT, patience_s=5.0))
+    first, cut = ToySource(toy_weights(1), 1), True
+    _, (serving,) = wire.sync(first)
+
+    def fail(number):
+        if cut and number == 5:
+            raise OSError("the source broke")
+
+    source = ToySource(toy_weights(2), 2, halt=fail)
+    ticket = wire.source.offer(source)
+    for _ in range(2):
+        sent, received = wire.attempt(ticket, source)
+        assert isinstance(sent, OSError)
+        assert isinstance(received, WeightSyncError)
+        assert "version 2 from ACTOR[0]" in str(received)
+        assert equal(serving, toy_weights(1))
+    cut = False
+    sent, received = wire.attempt(ticket, source, in_turn=kind not in WAITING)
+    assert sent == received.stamp == source.stamp()
+    assert equal(received, toy_weights(2))
+    assert equal(serving, toy_weights(1))
+    wire.close()
+
+
+@pytest.mark.parametrize("kind", WAITING)
+def test_a_receiver_that_never_comes_is_counted_in_the_error_and_the_same_ticket_works_once_it_does(kind, tmp_path):
+    wire = Wire(kind, tmp_path, sinks=2, settings=replace(PATIENT, patience_s=0.5))
+    wire.sync(ToySource(toy_weights(1), 1))
+    source, (late, *others) = ToySource(toy_weights(2), 2), wire.sinks
+    ticket, wire.sinks = wire.source.offer(source), others
+    began_s = time.monotonic()
+    sent, received = wire.attempt(ticket, source)
+    assert time.monotonic() - began_s < 5.0
+    assert "1 of 2 receivers of version 2 came within 0.5 s" in str(sent)
+    assert "version 2 from ACTOR[0]" in str(received)
+    wire.sinks = [late, *others]
+    stamp, *received = wire.attempt(ticket, source)
+    assert [each.stamp for each in received] == [stamp, stamp]
+    wire.close()
+
+
+def test_a_receiver_that_takes_anothers_place_between_broadcasts_is_let_in_at_once(tmp_path):
+    wire = Wire("broadcast", tmp_path, sinks=2)
+    wire.sync(ToySource(toy_weights(1), 1))
+    wire.sinks[1].close()
+    wire.sinks[1] = transport("broadcast", tmp_path, replace(PATIENT, who="ROLLOUT[1]", sinks=2))
+    stamp, received = wire.sync(ToySource(toy_weights(2), 2))
+    assert [each.stamp for each in received] == [stamp, stamp]
+    wire.close()
+
+
+class StuckDevices:
+    """nccl as a host sees it while a rank is missing: a call that does not come back, or work that never ends."""
+
+    def __init__(self, calls_return):
+        self.calls_return, self.over, self.aborted = calls_return, threading.Event(), False
+
+    def name(self):
+        return "nccl"
+
+    def broadcast(self, tensor, root):
+        if not self.calls_return:
+            self.over.wait(LATEST_S)
+        return self
+
+    def is_completed(self):
+        return False
+
+    def abort(self):
+        self.aborted = True
+        self.over.set()
+
+
+@pytest.mark.parametrize("calls_return", [True, False])
+def test_a_broadcast_between_devices_has_an_end_on_the_host(calls_return):
+    stuck = StuckDevices(calls_return)
+    group = Group("group", stuck, patience_s=0.1)
+    with pytest.raises(ConnectionError, match=r"has not ended within 0\.1 s"):
+        group.broadcast(torch.zeros(1))
+    group.leave()
+    assert stuck.aborted
 
 
 @each_file
@@ -218,12 +307,11 @@ def test_what_a_crash_has_left_is_used_again_or_removed_and_others_files_are_lef
     assert list(tmp_path.iterdir()) == [others]
 
 
-@each_file
-def test_two_senders_of_one_name_do_not_mix(kind, tmp_path):
-    with process(send_side, kind, tmp_path, 1, 6) as (child, pipe):
+def test_two_senders_of_one_name_do_not_mix(tmp_path):
+    with process(send_side, "shared_memory", tmp_path, 1, 6) as (child, pipe):
         pipe.send(hear(pipe))
         assert hear(pipe) == "midway"
-        second = transport(kind, tmp_path, replace(PATIENT, who="ACTOR[1]"))
+        second = transport("shared_memory", tmp_path, replace(PATIENT, who="ACTOR[1]"))
         source = ToySource(toy_weights(2), 2)
         with pytest.raises(WeightSyncError, match=rf"ACTOR\[0\] \(process {child.pid}\) sends already"):
             second.send(second.offer(source), source)
@@ -231,14 +319,14 @@ def test_two_senders_of_one_name_do_not_mix(kind, tmp_path):
 
 def test_a_sink_follows_the_sender_bucket_by_bucket(tmp_path):
     """The sink has fetched what is there while the sender stands still in the middle."""
-    sink = transport("shared_memory", tmp_path, replace(PATIENT, who="ROLLOUT[0]", patience_s=1.0))
+    sink = transport("shared_memory", tmp_path, replace(PATIENT, who="ROLLOUT[0]", patience_s=0.5))
     with process(send_side, "shared_memory", tmp_path, 4, 6) as (_, pipe):
         ticket = hear(pipe)
         pipe.send(ticket)
         assert hear(pipe) == "midway"
         sent = ticket.table.spans()[5][1]
         with pytest.raises(
-            WeightSyncError, match=f"{sent:,} of {ticket.table.nbytes:,} bytes: nothing has moved for 1 s"
+            WeightSyncError, match=f"{sent:,} of {ticket.table.nbytes:,} bytes: nothing has moved for 0.5 s"
         ):
             sink.receive(ticket)
 
@@ -258,10 +346,3 @@ def test_no_room_is_an_error_with_the_figures(tmp_path):
     sender.send(ticket, source)
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".sender", ".weights"]
     sender.close()
-
-
-def test_processes_that_see_the_same_folder_have_the_same_mark(tmp_path):
-    (tmp_path / "other").mkdir()
-    mark = memory_mark(tmp_path)
-    assert memory_mark(Path(str(tmp_path))) == mark
-    assert memory_mark(tmp_path / "other") != mark

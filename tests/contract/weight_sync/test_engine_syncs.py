@@ -8,11 +8,22 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from sync_sides import KINDS, PATIENT, ToySource, Wire, free_port, hear, process, rank_side, transport
+from sync_sides import (
+    KINDS,
+    PATIENT,
+    ToySource,
+    Wire,
+    free_port,
+    hear,
+    process,
+    rank_side,
+    taking_rank_side,
+    transport,
+)
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import OptimizerConfig, Rendezvous, SamplingParams, TrainSettings
+from dlrover.python.rl.engine.base import LoraSettings, OptimizerConfig, Rendezvous, SamplingParams, TrainSettings
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.layout import ParallelSizes
 from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
@@ -181,12 +192,61 @@ def test_017_an_engine_whose_weights_were_sent_can_still_leave_its_device(kind, 
     wire.close()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_038_adapters_arrive_merged_whatever_way_they_take(kind, tmp_path, model_path):
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    adapters = TrainSettings(lora=LoraSettings(rank=4, alpha=8.0))
+    engine, wire = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), adapters), Wire(kind, tmp_path / "wire")
+    before = dict(Fsdp2TrainEngine(model_path, None).named_weights())
+    step(engine)
+    step(engine, seed=1)
+    stamp, (received,) = wire.sync(engine)
+    assert (stamp, list(received.buffers)) == (received.stamp, list(before))
+    state = engine.state_dict()["model"]
+    for name, tensor in before.items():
+        up, down = (state.get(name.replace(".weight", f".lora_{side}.default.weight")) for side in "BA")
+        merged = tensor if up is None else tensor + 2.0 * up @ down
+        assert torch.allclose(received.tensor(name), merged, atol=1e-6), name
+    trained = [name for name, tensor in before.items() if not torch.equal(received.tensor(name), tensor)]
+    assert len(trained) == 7 * 2
+    rollout = TorchRolloutEngine(model_path)
+    rollout.receive(received)
+    assert completions(rollout)[1] == [2, 2, 2]
+    wire.close()
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "broadcast"])
+def test_weights_of_ranks_that_shard_them_reach_ranks_that_split_each_matrix(kind, tmp_path, model_path):
+    """Two ranks that shard the parameters send, two ranks that split each matrix receive: four processes."""
+    stamp, splits = Fsdp2TrainEngine(model_path, None).publish().stamp, ParallelSizes(tensor_parallel_size=2)
+    with ExitStack() as stack:
+        model = str(model_path)
+        senders, takers = (
+            [stack.enter_context(process(side, kind, tmp_path, model, place, *more)) for place in two_places()]
+            for side, more in (
+                (rank_side, ("fsdp2", TrainSettings(), 2)),
+                (taking_rank_side, (TrainSettings(parallel=splits),)),
+            )
+        )
+        ticket = [hear(pipe) for _, pipe in senders][0]
+        assert [hear(pipe) for _, pipe in takers] == ["up", "up"]
+        for _, pipe in (*senders, *takers):
+            pipe.send(ticket)
+        assert [hear(pipe) for _, pipe in (*senders, *takers)] == [stamp, None, stamp, None]
+
+
 def test_a_source_and_its_sinks_agree_on_what_was_sent_without_looking_at_a_byte(tmp_path, actor):
     sender = transport("shared_memory", tmp_path)
     ticket = sender.offer(actor)
     stamp = sender.send(ticket, actor)
     assert stamp == transport("shared_memory", tmp_path).receive(ticket).stamp
     sender.close()
+
+
+def two_places():
+    """Where two ranks meet."""
+    first = Rendezvous(0, 2, master_port=free_port(), timeout_s=60.0)
+    return first, dataclasses.replace(first, rank=1)
 
 
 def two_ranks():
@@ -212,12 +272,10 @@ def two_ranks():
 @pytest.mark.parametrize(("engine", "settings"), two_ranks())
 def test_weights_divided_among_ranks_arrive_whole(kind, engine, settings, tmp_path, model_path):
     stamp = Fsdp2TrainEngine(model_path, None).publish().stamp
-    first = Rendezvous(0, 2, master_port=free_port(), timeout_s=60.0)
-    places = (first, dataclasses.replace(first, rank=1))
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(process(rank_side, kind, tmp_path, str(model_path), place, engine, settings))
-            for place in places
+            for place in two_places()
         ]
         ticket = [hear(pipe) for _, pipe in ranks][0]
         for _, pipe in ranks:

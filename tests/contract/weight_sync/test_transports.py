@@ -1,7 +1,9 @@
 """Whatever way weights take, they arrive whole, the same, and under the fingerprint that they were sent with."""
 
+import os
 import pickle
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -10,10 +12,13 @@ import torch
 from sync_sides import (
     BETWEEN_PROCESSES,
     KINDS,
+    LATEST_S,
     PATIENT,
+    WAITING,
     ToySource,
     Wire,
     equal,
+    forged,
     hear,
     process,
     receive_side,
@@ -22,7 +27,8 @@ from sync_sides import (
 )
 
 from dlrover.python.rl.common.errors import WeightSyncError
-from dlrover.python.rl.engine.sync.base import SyncSettings
+from dlrover.python.rl.engine.memory import DeviceMemory
+from dlrover.python.rl.engine.sync.base import SyncSettings, Table
 from dlrover.python.rl.engine.sync.file import shared_memory
 from dlrover.python.rl.engine.sync.link import LinkTransport
 from dlrover.python.rl.engine.weights import verify
@@ -155,6 +161,34 @@ def test_103_a_sink_of_another_model_names_what_does_not_fit(tmp_path):
 
 
 @each_kind
+def test_104_what_the_sender_seals_is_compared_with_the_ticket(wire, monkeypatch):
+    source = ToySource(toy_weights(), version=3)
+    ticket = wire.source.offer(source)
+    forged(monkeypatch, 4)
+    sent, received = wire.attempt(ticket, source)
+    assert sent.version == 4
+    assert isinstance(received, WeightSyncError)
+    fingerprint = source.stamp().fingerprint
+    assert f"version 4 ({fingerprint}) was sent, and the ticket makes version 3 ({fingerprint}) of it" in str(received)
+
+
+@each_kind
+def test_104_a_ticket_whose_version_or_names_are_others_than_the_senders_is_refused(wire):
+    source = ToySource(toy_weights(), version=3)
+    ticket = wire.source.offer(source)
+    entries = ticket.table.entries
+    renamed = Table((entries[0]._replace(name="other"), *entries[1:]))
+    for wrong in (replace(ticket, version=4), replace(ticket, table=renamed)):
+        with ThreadPoolExecutor(1) as pool:
+            sending = pool.submit(wire.source.send, ticket, source)
+            if wire.kind not in WAITING:
+                sending.result(LATEST_S)
+            with pytest.raises(WeightSyncError, match=r"version 3 \([0-9a-f]{16}\) was sent"):
+                wire.sinks[0].receive(wrong)
+            sending.result(LATEST_S)
+
+
+@each_kind
 def test_104_a_source_that_has_gone_on_is_an_error_with_both_versions(wire):
     source = ToySource(toy_weights(), version=1)
     ticket = wire.source.offer(source)
@@ -197,6 +231,64 @@ def test_a_leader_that_fails_still_takes_its_part_in_the_gathering(kind, tmp_pat
     with pytest.raises((WeightSyncError, OSError)):
         sender.send(ticket, source)
     assert taken == list(range(len(source.weights)))
+    sender.close()
+
+
+@pytest.mark.parametrize("kind", WAITING)
+def test_all_that_a_device_holds_for_a_sync_is_a_bucket(kind, tmp_path):
+    """A host stands in for the devices; they have no room for the weights."""
+    bucket = 8192
+    source, sink = (DeviceMemory(capacity=bucket) for _ in range(2))
+    settings = replace(PATIENT, bucket_bytes=bucket)
+    wire = Wire(kind, tmp_path, settings=replace(settings, memory=source))
+    wire.sinks = [transport(kind, tmp_path, replace(settings, memory=sink))]
+    toy = ToySource(toy_weights(), version=1)
+    _, (received,) = wire.sync(toy)
+    assert received.nbytes > 8 * bucket
+    assert (source.peak, sink.peak) == (bucket, bucket if kind == "broadcast" else 0)
+    wire.close()
+    deadline_s = time.monotonic() + 5.0
+    while source.total() + sink.total():  # gloo's own thread lets go of what it has sent
+        assert time.monotonic() < deadline_s
+
+
+@pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
+def test_each_rank_of_a_rollout_that_splits_its_matrices_takes_its_part(kind, tmp_path):
+    """Two ranks: the first matrix by columns of outputs, the second by those of inputs; their sum is the whole's."""
+    generator = torch.Generator().manual_seed(0)
+    up, down, x = (torch.randn(*shape, generator=generator) for shape in ((24, 16), (16, 24), (5, 16)))
+    wire = Wire(kind, tmp_path, sinks=2)
+    stamp, received = wire.sync(ToySource({"up": up, "down": down}, version=1))
+    parts = [
+        (x @ each.tensor("up").chunk(2, 0)[rank].T).relu() @ each.tensor("down").chunk(2, 1)[rank].T
+        for rank, each in enumerate(received)
+    ]
+    assert torch.allclose(sum(parts), (x @ up.T).relu() @ down.T, atol=1e-5)
+    assert [each.stamp for each in received] == [stamp, stamp]
+    wire.close()
+
+
+def test_a_sink_of_a_shared_bucket_needs_no_device_of_its_own(tmp_path):
+    """Whatever it is on, the version is put together on the host; here there may be no device at all."""
+    wire = Wire("link", tmp_path)
+    wire.sinks = [transport("link", tmp_path, replace(PATIENT, device="cuda"))]
+    source = ToySource(toy_weights(), version=1)
+    assert wire.sync(source)[1][0].stamp == source.stamp()
+    wire.close()
+
+
+def test_the_default_size_of_a_bucket_is_that_of_a_cache_or_of_a_devices_copy():
+    assert SyncSettings().bucket == 1 << 20
+    assert SyncSettings(device="cuda:1").bucket == 1 << 26
+    assert SyncSettings(device="cuda:1", bucket_bytes=1000).bucket == 1024
+
+
+def test_weights_of_another_process_are_not_those_of_this_one(tmp_path):
+    sender = transport("process", tmp_path)
+    ticket = sender.offer(ToySource(toy_weights(), version=1))
+    elsewhere = replace(ticket, where={"process": 7, "sender": "elsewhere"})
+    with pytest.raises(WeightSyncError, match=rf"in process {os.getpid()}: process 7 has offered them"):
+        transport("process", tmp_path).receive(elsewhere)
     sender.close()
 
 

@@ -86,7 +86,7 @@ class ActorWorkload(EngineWorkload):
         made = engine_class(TRAIN, engine.train)
         with self._first_turn(device) as memory:
             self._engine: TrainEngine = made(model, optimizer, settings, meeting, memory)
-        self._weights = _weight_transport(self, leads=self.rank == 0)
+        self._weights = _weight_transport(self, device, leads=self.rank == 0)
         seed_random(seed, self.role, self.rank)
 
     @classmethod
@@ -205,7 +205,7 @@ class RolloutWorkload(EngineWorkload):
         )
         with self._first_turn(device) as memory:
             self._engine: RolloutEngine = engine_class(ROLLOUT, engine.rollout)(model, settings, memory)
-        self._weights = _weight_transport(self)
+        self._weights = _weight_transport(self, device)
 
     def receive_weights(self, ticket: Ticket) -> WeightStamp:
         """Fetch the actor's weights and take them over, verified; returns which they are.
@@ -332,9 +332,9 @@ def device_of(workload: BaseWorkload, engine: EngineConfig) -> str:
     return f"cuda:{workload.devices[0] if workload.devices else workload.local_rank}"
 
 
-def _weight_transport(member: BaseWorkload, leads: bool = False) -> PullTransport:
+def _weight_transport(member: BaseWorkload, device: str, leads: bool = False) -> PullTransport:
     """How weights get from the actor to the rollouts: each fetches them, from its own node's memory or through TCP."""
-    settings = SyncSettings(f"{member.role}[{member.rank}]", leads=leads, patience_s=_PATIENCE_S)
+    settings = SyncSettings(f"{member.role}[{member.rank}]", leads=leads, patience_s=_PATIENCE_S, device=device)
     return PullTransport(settings, member.torch_master_addr or "127.0.0.1")
 
 

@@ -12,10 +12,13 @@
 
 A ticket says which weights come, how they look and where; it is a few dozen bytes for each tensor, and all that passes
 through the trainer. :meth:`WeightTransport.send` and :meth:`WeightTransport.receive` run at the same time where the
-transport can, in any order. What comes out of ``receive`` is a whole version or an error: an engine never sees a part.
+transport can, in any order. Behind the bytes the sender puts a :class:`Seal`. What comes out of ``receive`` is a whole
+version, put together in host memory and compared with the seal, or an error: an engine never sees a part, and a device
+never holds more for it than a bucket.
 """
 
 import math
+import struct
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +27,8 @@ from itertools import zip_longest
 from typing import Annotated, Any, NamedTuple, Protocol
 from uuid import uuid4
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from annotated_types import Ge, Gt
 
@@ -34,6 +39,9 @@ from dlrover.python.rl.engine.weights import WeightSnapshot, WeightStamp
 
 ALIGN = 64
 """Where tensors begin, and what the size of a bucket is a multiple of."""
+
+HOST_BUCKET, DEVICE_BUCKET = 1 << 20, 1 << 26
+"""Bytes of a bucket by default: what stays in a core's cache; what makes a device's copy long beside its start."""
 
 
 class WeightSource(Protocol):
@@ -120,6 +128,41 @@ class Ticket:
     where: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Seal(NamedTuple):
+    """What a sender puts behind the weights: which they were."""
+
+    crcs: tuple[int, ...]
+    """CRC-32 of each tensor, in the order of the table."""
+
+    stamp: WeightStamp
+    """Version and fingerprint of all of them together."""
+
+    @classmethod
+    def of(cls, ticket: Ticket, crcs: Sequence[int]) -> "Seal":
+        """The seal of weights of ``ticket`` with these fingerprints."""
+        return cls(tuple(map(int, crcs)), _snapshot(ticket, {}, crcs).stamp)
+
+    @staticmethod
+    def size(table: Table) -> int:
+        """Bytes of the seal of a table."""
+        return _STAMP.size + 4 * len(table.entries)
+
+    def packed(self) -> bytes:
+        """As bytes."""
+        stamp = _STAMP.pack(self.stamp.version, bytes.fromhex(self.stamp.fingerprint))
+        return stamp + struct.pack(f"<{len(self.crcs)}I", *self.crcs)
+
+    @classmethod
+    def unpacked(cls, told: bytes) -> "Seal":
+        """What :meth:`packed` gave."""
+        version, fingerprint = _STAMP.unpack_from(told)
+        crcs = struct.unpack_from(f"<{(len(told) - _STAMP.size) // 4}I", told, _STAMP.size)
+        return cls(crcs, WeightStamp(version, fingerprint.hex()))
+
+
+_STAMP = struct.Struct("<q8s")
+
+
 @dataclass(frozen=True)
 class SyncSettings:
     """What all transports can be told."""
@@ -133,22 +176,29 @@ class SyncSettings:
     sinks: Annotated[int, Gt(0)] = 1
     """Receivers that take part in each sync, where the transport has to know."""
 
-    bucket_bytes: Annotated[int, Ge(ALIGN)] = 1 << 20
-    """Bytes that are handed over at a time, rounded up to a multiple of 64. A tensor may span buckets."""
+    bucket_bytes: Annotated[int, Ge(ALIGN)] | None = None
+    """Bytes that are handed over at a time, rounded up to a multiple of 64. A tensor may span buckets. None: 1 MiB, and
+    64 MiB where ``device`` is an accelerator."""
 
     patience_s: Annotated[float, Gt(0.0)] = 60.0
     """How long to wait for the other side while nothing moves."""
 
     device: str = "cpu"
-    """Where a sink puts the weights together: on the host, or on a device that then holds two versions for a while."""
+    """What the weights of this process are on, and so the buckets of transports that can pass them between devices."""
 
     memory: DeviceMemory | None = None
-    """Accounts for what is on the device."""
+    """Accounts for those buckets."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether ``device`` is the host."""
+        return bool(torch.device(self.device).type == "cpu")
 
     @property
     def bucket(self) -> int:
-        """``bucket_bytes``, rounded up."""
-        return -(-self.bucket_bytes // ALIGN) * ALIGN
+        """Bytes of a bucket: ``bucket_bytes``, rounded up, or the default."""
+        wanted = self.bucket_bytes or (HOST_BUCKET if self.on_host else DEVICE_BUCKET)
+        return -(-wanted // ALIGN) * ALIGN
 
 
 class WeightTransport(Protocol):
@@ -162,7 +212,7 @@ class WeightTransport(Protocol):
         ...
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
-        """Send what ``ticket`` offers; all train ranks call it. May be repeated, by another process too.
+        """Send what ``ticket`` offers; all train ranks call it. May be repeated, after a failure too.
 
         Returns:
             Which weights were sent; None on ranks that do not lead.
@@ -173,10 +223,10 @@ class WeightTransport(Protocol):
         ...
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
-        """All of the weights, each tensor compared with the sender's fingerprint of it.
+        """All of the weights, compared with the sender's seal: version, names, shapes, dtypes and bytes.
 
         Raises:
-            WeightSyncError: they did not come, not whole or not intact; names the sender or the tensors.
+            WeightSyncError: they did not come, not whole or not intact, or are others; names the sender or the tensors.
         """
         ...
 
@@ -202,6 +252,11 @@ class Offers:
 
     def _where(self) -> dict[str, Any]:
         return {}
+
+    def _account(self, bucket: Any) -> None:
+        """Account for a bucket on this process's device."""
+        if self.settings.memory is not None:
+            self.settings.memory.hold(f"weight sync of {self.settings.who}", "buffer", [bucket])
 
     def _pieces(self, ticket: Ticket, source: WeightSource, bucket: int) -> Iterator[tuple[int, Any]]:
         """Offset and bytes (``uint8``) of one piece after the other; none crosses the end of a bucket of this size.
@@ -240,38 +295,38 @@ def exhaust(stream: Iterator[Any]) -> None:
     deque(stream, maxlen=0)
 
 
-def assemble(ticket: Ticket, flat: Any, found: Sequence[int], sent: Sequence[int]) -> WeightSnapshot:
-    """The snapshot whose bytes are in ``flat``, if its fingerprints are those that the sender took.
+def assemble(ticket: Ticket, flat: npt.NDArray[np.uint8], found: Sequence[int], seal: Seal) -> WeightSnapshot:
+    """The snapshot whose bytes are in ``flat``, if it is what the sender's seal says.
 
     Args:
-        ticket: what it is.
-        flat: ``uint8 [table.nbytes]``, a numpy array or a tensor.
+        ticket: what it shall be.
+        flat: ``[table.nbytes]``.
         found: CRC-32 of each tensor in ``flat``.
-        sent: those that the sender took.
+        seal: the sender's.
 
     Raises:
-        WeightSyncError: names the tensors that differ.
+        WeightSyncError: names the tensors that differ, or both stamps where version, names, shapes or dtypes do.
     """
     entries, spans = ticket.table.entries, ticket.table.spans()
-    damaged = [f"'{entry.name}'" for entry, ours, theirs in zip(entries, found, sent, strict=True) if ours != theirs]
+    refused = f"weights of version {ticket.version} from {ticket.sender} refused"
+    pairs = zip(entries, found, seal.crcs, strict=False)  # of other lengths: the stamps differ, too
+    damaged = [f"'{entry.name}'" for entry, ours, theirs in pairs if ours != theirs]
     if damaged:
-        raise WeightSyncError(
-            f"weights of version {ticket.version} from {ticket.sender} refused: {', '.join(damaged)} came with other"
-            " bytes than were sent"
-        )
+        raise WeightSyncError(f"{refused}: {', '.join(damaged)} came with other bytes than were sent")
+    buffers = {entry.name: flat[start:stop] for entry, (start, stop) in zip(entries, spans, strict=True)}
+    snapshot = _snapshot(ticket, buffers, found)
+    if snapshot.stamp != seal.stamp:
+        raise WeightSyncError(f"{refused}: {seal.stamp} was sent, and the ticket makes {snapshot.stamp} of it")
+    return snapshot
+
+
+def _snapshot(ticket: Ticket, buffers: Mapping[str, Any], crcs: Sequence[int]) -> WeightSnapshot:
+    entries = ticket.table.entries
     return WeightSnapshot(
         ticket.version,
-        buffers={entry.name: flat[start:stop] for entry, (start, stop) in zip(entries, spans, strict=True)},
+        buffers,
         shapes={entry.name: entry.shape for entry in entries},
         dtypes={entry.name: entry.dtype for entry in entries},
-        fingerprints={entry.name: int(crc) for entry, crc in zip(entries, sent, strict=True)},
+        fingerprints={entry.name: int(crc) for entry, crc in zip(entries, crcs, strict=True)},
         checked=True,
     )
-
-
-def stamp_of(ticket: Ticket, sent: Sequence[int]) -> WeightStamp:
-    """Which weights those are that were sent with ``ticket`` and these fingerprints."""
-    names = [entry.name for entry in ticket.table.entries]
-    shapes = {entry.name: entry.shape for entry in ticket.table.entries}
-    dtypes = {entry.name: entry.dtype for entry in ticket.table.entries}
-    return WeightSnapshot(ticket.version, {}, shapes, dtypes, dict(zip(names, map(int, sent), strict=True))).stamp

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from isal.isal_zlib import crc32
 
-from dlrover.python.rl.engine.sync.base import SyncSettings, Table
+from dlrover.python.rl.engine.sync.base import Table
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -77,10 +77,21 @@ def copy_to_host(target: Bytes, piece: Any) -> None:
         torch.from_numpy(target).copy_(piece)
 
 
-def host_bytes(part: Any) -> Bytes:
-    """The bytes of a ``uint8`` tensor: a view of them if they are on the host, a copy if not."""
-    found: Bytes = part.cpu().numpy()
-    return found
+class HostSide:
+    """The bytes of buckets as the host sees them: themselves, or a copy in page-locked memory that is used again."""
+
+    def __init__(self) -> None:
+        self._copy: Any = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, part: Any) -> Bytes:
+        """The bytes of a ``uint8`` tensor, until the next call. On a device, all that was to write it has been done."""
+        seen = part
+        if part.device.type != "cpu":
+            if len(self._copy) < len(part):
+                self._copy = torch.empty(len(part), dtype=torch.uint8, pin_memory=True)
+            seen = self._copy[: len(part)].copy_(part)
+        found: Bytes = seen.numpy()
+        return found
 
 
 class Arena:
@@ -100,20 +111,3 @@ class Arena:
         view = np.frombuffer(block.data, dtype=np.uint8)  # numpy would name the block itself as a slice's base
         self._blocks.append((block, weakref.ref(view)))
         return view
-
-
-class Staging:
-    """Where a sink puts a version together: memory of the host, or of a device."""
-
-    def __init__(self, settings: SyncSettings) -> None:
-        self._settings, self._arena = settings, Arena()
-
-    def take(self, nbytes: int) -> tuple[Any, Any]:
-        """Room for ``nbytes``: as a tensor to write to, and as what :func:`assemble` takes."""
-        if self._settings.device == "cpu":
-            flat = self._arena.take(nbytes)
-            return torch.from_numpy(flat), flat
-        staged = torch.empty(nbytes, dtype=torch.uint8, device=self._settings.device)
-        if self._settings.memory is not None:
-            self._settings.memory.hold(f"sync to {self._settings.who}", "buffer", [staged])
-        return staged, staged

@@ -24,11 +24,11 @@ from uuid import uuid4
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.sync.base import (
     Offers,
+    Seal,
     SyncSettings,
     Ticket,
     WeightSource,
     exhaust,
-    stamp_of,
 )
 from dlrover.python.rl.engine.sync.buckets import Arena
 from dlrover.python.rl.engine.sync.image import (
@@ -93,12 +93,12 @@ class FileTransport(Offers):
     def _write(self, ticket: Ticket, stream: Iterator[tuple[int, Any]]) -> WeightStamp:
         with self._sending(ticket):
             image = self._fresh(ticket)
-            crcs = write_pieces(image, stream)
-            image.finish(crcs, flush=not self._live)
+            seal = Seal.of(ticket, write_pieces(image, stream))
+            image.finish(seal, flush=not self._live)
             if not self._live:
                 self._path(ticket.id, _PART).rename(self._path(ticket.id))
             self._last = ticket.id
-        return stamp_of(ticket, crcs)
+        return seal.stamp
 
     def _path(self, ticket_id: str, kind: str = _WHOLE) -> Path:
         return self._folder / f"{self._name}.{ticket_id}{kind}"
@@ -267,19 +267,3 @@ def disk(folder: Path, name: str, settings: SyncSettings | None = None) -> FileT
         settings: see there.
     """
     return FileTransport(folder, name, settings, live=False, mapped=False)
-
-
-def memory_mark(folder: Path) -> str:
-    """A text that is the same for processes that see the same ``folder``, and for no others.
-
-    Who shall be served through :func:`shared_memory` compares theirs with the sender's.
-    """
-    path = folder / "mark"
-    fresh = folder / f".mark-{uuid4().hex}"
-    fresh.write_text(uuid4().hex, encoding="ascii")
-    try:
-        with suppress(FileExistsError):
-            os.link(fresh, path)
-    finally:
-        fresh.unlink()
-    return path.read_text(encoding="ascii")

@@ -5,7 +5,7 @@
     head      a page: progress u64 (bytes of data that are there; one more than there are: everything is)
               | ticket's id, 32 characters
     data      the tensors, each at a multiple of 64
-    ending    CRC-32 of each tensor, u32, from a multiple of 64
+    ending    the sender's seal, from a multiple of 64
 
 A file that is not needed any more is written over: the pages of a new one cost more than what is copied into them.
 """
@@ -15,7 +15,7 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlrover.python.rl.common.errors import WeightSyncError
-from dlrover.python.rl.engine.sync.base import ALIGN, SyncSettings, Table, Ticket, assemble
+from dlrover.python.rl.engine.sync.base import ALIGN, Seal, SyncSettings, Table, Ticket, assemble
 from dlrover.python.rl.engine.sync.buckets import Arena, Bytes, Tally, copy_to_host
 from dlrover.python.rl.engine.sync.waiting import Waiting
 from dlrover.python.rl.engine.weights import WeightSnapshot
@@ -35,7 +35,7 @@ _ID = slice(8, 40)
 
 def file_size(table: Table) -> int:
     """Length of the file for ``table``."""
-    return _ending(table) + 4 * len(table.entries)
+    return _ending(table) + Seal.size(table)
 
 
 def _ending(table: Table) -> int:
@@ -85,9 +85,9 @@ class WritableImage:
         """Let readers have the bytes up to ``progress``."""
         self._progress[0] = progress  # one store of eight bytes: no reader sees half of it
 
-    def finish(self, crcs: Sequence[int], flush: bool = False) -> None:
-        """Write the tensors' fingerprints: the file is whole then. ``flush`` hands it to the disk first."""
-        self._map[self._ending :] = np.asarray(crcs, dtype=np.uint32).tobytes()
+    def finish(self, seal: Seal, flush: bool = False) -> None:
+        """Write the seal: the file is whole then. ``flush`` hands it to the disk first."""
+        self._map[self._ending :] = seal.packed()
         if flush:
             self._map.flush()
         self.show(self._nbytes + 1)
@@ -111,9 +111,9 @@ def progress_at(descriptor: int) -> int:
     return int.from_bytes(os.pread(descriptor, 8, 0), "little")
 
 
-def crcs_at(descriptor: int, table: Table) -> bytes:
-    """The fingerprints in a file that is whole, as they stand there."""
-    return os.pread(descriptor, 4 * len(table.entries), _ending(table))
+def seal_at(descriptor: int, table: Table) -> bytes:
+    """The seal in a file that is whole, as it stands there."""
+    return os.pread(descriptor, Seal.size(table), _ending(table))
 
 
 def _make_room(descriptor: int, size: int) -> None:
@@ -152,8 +152,8 @@ class Reading(Protocol):
         """Bring these bytes, which are written, to ``flat``."""
         ...
 
-    def crcs(self) -> npt.NDArray[np.uint32]:
-        """The sender's fingerprints, once everything is written."""
+    def seal(self) -> Seal:
+        """The sender's, once everything is written."""
         ...
 
     def replaced(self) -> bool:
@@ -201,9 +201,9 @@ class CopiedReading(_OpenFile):
                 self._check_length()
             start += count
 
-    def crcs(self) -> npt.NDArray[np.uint32]:
+    def seal(self) -> Seal:
         self._check_length()
-        return np.frombuffer(os.pread(self._descriptor, self._size - self._end, self._end), dtype=np.uint32)
+        return Seal.unpacked(os.pread(self._descriptor, self._size - self._end, self._end))
 
 
 class MappedReading(_OpenFile):
@@ -243,8 +243,8 @@ class MappedReading(_OpenFile):
     def fetch(self, start: int, stop: int) -> None:
         """They are there."""
 
-    def crcs(self) -> npt.NDArray[np.uint32]:
-        return np.frombuffer(self._map, dtype=np.uint32, offset=self._end)
+    def seal(self) -> Seal:
+        return Seal.unpacked(self._map[self._end :])
 
 
 def _map(descriptor: int, size: int, access: int) -> mmap.mmap:
@@ -303,4 +303,4 @@ def follow(
             return None
         else:
             waiting.pause()
-    return assemble(ticket, reading.flat, tally.crcs, reading.crcs().tolist())
+    return assemble(ticket, reading.flat, tally.crcs, reading.seal())

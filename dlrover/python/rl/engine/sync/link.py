@@ -5,22 +5,23 @@
     source                                             each sink
       listens at folder/name.socket      <-- connects, says which ticket
       shares its two buckets             -->  opens them
-      fills one                          -->  copies it to where the version is put together, fingerprints it
+      fills one                          -->  copies it to host memory, fingerprints it
       fills the other ...                <--  may be filled again
-      sends the fingerprints             -->  compares
+      sends the seal                     -->  compares
 
-Neither side ever holds a second version for this: what is shared is a bucket, halved.
+A device holds nothing for this but the shared bucket, halved: the version is put together in host memory.
 """
 
 import mmap
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
@@ -28,14 +29,14 @@ from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.sync.base import (
     ALIGN,
     Offers,
+    Seal,
     SyncSettings,
     Ticket,
     WeightSource,
     assemble,
     exhaust,
-    stamp_of,
 )
-from dlrover.python.rl.engine.sync.buckets import Staging, Tally, host_bytes, pack, windows
+from dlrover.python.rl.engine.sync.buckets import Arena, HostSide, Tally, pack, windows
 from dlrover.python.rl.engine.sync.waiting import Waiting
 from dlrover.python.rl.engine.weights import WeightSnapshot, WeightStamp
 
@@ -48,14 +49,14 @@ class LinkTransport(Offers):
     Args:
         folder: where both sides see the same files; its owner removes it at the end.
         name: of the sender among those who use the folder.
-        settings: ``device`` of the sender is what its buckets are on; ``sinks`` is how many receive.
+        settings: ``device`` of the sender is what the bucket is on, a sink has it open; ``sinks`` is how many receive.
     """
 
     def __init__(self, folder: Path, name: str, settings: SyncSettings | None = None) -> None:
         super().__init__(settings or SyncSettings())
         self._folder, self._name = Path(folder), name
         self._listener: socket.socket | None = None
-        self._staging = Staging(self.settings)
+        self._arena, self._host = Arena(), HostSide()
         self._half = max(ALIGN, self.settings.bucket // _HALVES // ALIGN * ALIGN)
 
     @property
@@ -87,18 +88,21 @@ class LinkTransport(Offers):
         tally, spans = Tally(ticket.table), windows(ticket.table, self._half)
         with ExitStack() as stack:
             sinks = self._accept(ticket, stack)
-            halves, shared = stack.enter_context(self._buckets())
-            self._tell(sinks, shared)
+            whole, opening = stack.enter_context(self._shared())
+            self._account(whole)
+            for sink in sinks:
+                sink.tell(opening())
+            halves = whole.split(self._half)
             for number in pack(stream, halves):
                 start, stop = spans[number]
-                tally.take(host_bytes(halves[number % _HALVES][: stop - start]), start, stop)
-                self._settle()
+                tally.take(self._host.of(halves[number % _HALVES][: stop - start]), start, stop)
                 self._tell(sinks, number)
                 if number:  # the next to be filled is the one before this
                     self._hear(sinks, number - 1)
             self._hear(sinks, len(spans) - 1)
-            self._tell(sinks, tally.crcs)
-        return stamp_of(ticket, tally.crcs)
+            seal = Seal.of(ticket, tally.crcs)
+            self._tell(sinks, seal.packed())
+        return seal.stamp
 
     def _accept(self, ticket: Ticket, stack: ExitStack) -> list["_Peer"]:
         """The sinks that ask for this ticket; those that ask for another one are turned away."""
@@ -123,32 +127,21 @@ class LinkTransport(Offers):
         return found
 
     @contextmanager
-    def _buckets(self) -> Iterator[tuple[list[Any], Any]]:
-        """The two halves, and what tells another process how to open them."""
-        if self.settings.device != "cpu":
+    def _shared(self) -> Iterator[tuple[Any, Callable[[], Any]]]:
+        """The bucket, and what gives what one other process needs to open it."""
+        if not self.settings.on_host:
             whole = torch.empty(_HALVES * self._half, dtype=torch.uint8, device=self.settings.device)
-            self._account(whole)
-            yield list(whole.split(self._half)), reduce_tensor(whole)
+            yield whole, lambda: reduce_tensor(whole)  # for each anew: torch counts who has it open
             return
         path = self._folder / f"{self._name}.bucket"
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, _HALVES * self._half)
-            whole = _mapped_tensor(descriptor, _HALVES * self._half)
-            self._account(whole)
-            yield list(whole.split(self._half)), str(path)
+            yield _mapped_tensor(descriptor, _HALVES * self._half), lambda: str(path)
         finally:
             os.close(descriptor)
             path.unlink(missing_ok=True)
-
-    def _account(self, bucket: Any) -> None:
-        if self.settings.memory is not None:
-            self.settings.memory.hold(f"sync from {self.settings.who}", "buffer", [bucket])
-
-    def _settle(self) -> None:
-        if self.settings.device != "cpu":
-            torch.cuda.synchronize(self.settings.device)
 
     def _tell(self, peers: list["_Peer"], what: Any) -> None:
         for peer in peers:
@@ -164,7 +157,7 @@ class LinkTransport(Offers):
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
         """See :meth:`~dlrover.python.rl.engine.sync.base.WeightTransport.receive`."""
-        staged, flat = self._staging.take(ticket.table.nbytes)
+        flat = self._arena.take(ticket.table.nbytes)
         tally, half = Tally(ticket.table), ticket.where["half"]
         with self._connect(ticket) as source:
             source.tell((ticket.id, self.settings.who))
@@ -173,13 +166,11 @@ class LinkTransport(Offers):
                 told = source.hear()
                 if told != number:
                     raise WeightSyncError(f"{ticket.sender} sent bucket {told} where {number} was due")
-                part = staged[start:stop]
-                part.copy_(halves[number % _HALVES][: stop - start])
-                tally.take(host_bytes(part), start, stop)
-                self._settle()
+                np.copyto(flat[start:stop], self._host.of(halves[number % _HALVES][: stop - start]))
                 source.tell(number)
-            crcs = source.hear()
-        return assemble(ticket, flat, tally.crcs, crcs)
+                tally.take(flat, 0, stop)
+            seal = Seal.unpacked(source.hear())
+        return assemble(ticket, flat, tally.crcs, seal)
 
     def _connect(self, ticket: Ticket) -> "_Peer":
         told = f"version {ticket.version} from {ticket.sender}"

@@ -13,17 +13,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
-
 from dlrover.python.rl.common.errors import WeightsLost, WeightSyncError
 from dlrover.python.rl.engine.sync.base import (
     Offers,
+    Seal,
     SyncSettings,
     Ticket,
     WeightSource,
     assemble,
     exhaust,
-    stamp_of,
 )
 from dlrover.python.rl.engine.sync.buckets import Arena, Tally, windows
 from dlrover.python.rl.engine.sync.image import MappedReading, follow, told_progress, write_pieces
@@ -75,10 +73,10 @@ class PullTransport(Offers):
             if not self.settings.leads:
                 return None
             image = self._shelf.begin(ticket)
-            crcs = write_pieces(image, stream)
-            image.finish(crcs)
+            seal = Seal.of(ticket, write_pieces(image, stream))
+            image.finish(seal)
             whole = True
-            return stamp_of(ticket, crcs)
+            return seal.stamp
         finally:
             self._shelf.end(ticket.id, whole)
             exhaust(stream)
@@ -141,8 +139,7 @@ class PullTransport(Offers):
         for start, stop in windows(ticket.table, self.settings.bucket):
             read_into(connection, flat[start:stop].data)
             tally.take(flat, 0, stop)
-        crcs = np.frombuffer(read(connection, 4 * len(ticket.table.entries)), dtype=np.uint32)
-        return assemble(ticket, flat, tally.crcs, crcs.tolist())
+        return assemble(ticket, flat, tally.crcs, Seal.unpacked(read(connection, Seal.size(ticket.table))))
 
     def _gone(self, ticket: Ticket) -> WeightsLost:
         return WeightsLost(

@@ -24,7 +24,7 @@ from contextlib import suppress
 from uuid import uuid4
 
 from dlrover.python.rl.engine.sync.base import Table, Ticket
-from dlrover.python.rl.engine.sync.image import HEAD, WritableImage, crcs_at, lock, progress_at
+from dlrover.python.rl.engine.sync.image import HEAD, WritableImage, lock, progress_at, seal_at
 
 HERE, GONE = b"+", b"-"
 """The answer to who asks for a ticket."""
@@ -209,7 +209,7 @@ def _is_welcome(connection: socket.socket) -> bool:
 
 
 def _stream(connection: socket.socket, descriptor: int, table: Table, is_writing: Callable[[], bool]) -> None:
-    """The tensors' bytes as they are written, then their fingerprints; closes the descriptor before the last of it."""
+    """The tensors' bytes as they are written, then the seal; closes the descriptor before the last of it."""
     sent, end = 0, table.nbytes
     with open(descriptor, "rb", buffering=0) as image:
         while True:
@@ -223,8 +223,8 @@ def _stream(connection: socket.socket, descriptor: int, table: Table, is_writing
             if not more:
                 return
             time.sleep(_PAUSE_S)
-        crcs = crcs_at(descriptor, table)
-    connection.sendall(crcs)
+        seal = seal_at(descriptor, table)
+    connection.sendall(seal)
 
 
 def read(connection: socket.socket, count: int) -> bytes:
