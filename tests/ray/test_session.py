@@ -127,6 +127,18 @@ def test_101_weights_go_through_shared_memory_and_none_of_them_through_the_scrip
     assert [path.name for path in folder.glob("ACTOR-INFERENCE_1.*.weights")] != []
 
 
+@pytest.mark.parametrize("way", ["device memory", "broadcast", "disk", "object store"])
+def test_102_the_script_can_choose_the_way_and_no_weight_passes_through_it(
+    session, train, inference, monkeypatch, tmp_path, way
+):
+    seen = bytes_through(session, monkeypatch)
+    report = train.p2p_weight_sync(inference, way=way, folder=tmp_path if way == "disk" else None)
+    assert sum(seen) < 20_000 < 4 * len(Heavy().ballast)
+    assert (report.way, report.stamp.version) == (way, 3)
+    assert inference.generate("ab")[0].outputs[0].version == 3
+    assert train.p2p_weight_sync(inference).stamp == report.stamp
+
+
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 

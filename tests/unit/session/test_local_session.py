@@ -4,6 +4,7 @@ import contextlib
 import gc
 import pickle
 import weakref
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -21,6 +22,7 @@ from dlrover.python.rl.common.errors import (
     UnknownMethod,
     WeightSyncError,
 )
+from dlrover.python.rl.engine.module_engine import ModuleEngine
 from dlrover.python.rl.engine.registry import ROLLOUT, register
 from dlrover.python.rl.recipe.tiny import write_tiny_model
 
@@ -573,6 +575,32 @@ def test_100_after_a_step_and_a_sync_the_text_is_that_of_the_saved_weights(sessi
     tokens = [[o.outputs[0].token_ids for o in outputs] for outputs in (before, after, expected)]
     assert tokens[0] != tokens[1] == tokens[2]
     assert after[0].outputs[0].version == 3
+
+
+@pytest.mark.parametrize("way", ["process", "shared memory", "disk", "object store"])
+def test_102_the_weights_are_the_same_whatever_way_they_take(session, tmp_path, way):
+    with building(rl.TrainEngine(empty(TwoLayers))) as actor, building(rl.TrainEngine(empty(Silent))) as reference:
+        actor.train_step(ROWS)
+        actor.optimizer_step()
+        folder = tmp_path if way == "disk" else None
+        report = actor.p2p_weight_sync(reference, way=way, folder=folder)
+        assert (report.way, report.stamp.version) == (way, 1)
+        for name, tensor in actor.state_dict().items():
+            assert torch.equal(tensor, reference.state_dict()[name])
+        assert actor.p2p_weight_sync(reference).way == "process"
+
+
+@pytest.mark.parametrize("way", ["process", "shared memory", "object store"])
+def test_104_a_receiver_with_other_weights_than_the_sender_says_is_an_error(session, monkeypatch, way):
+    with building(rl.TrainEngine(empty(TwoLayers))) as actor, building(rl.TrainEngine(empty(Silent))) as reference:
+        receive = ModuleEngine.receive
+
+        def another(engine, weights):
+            return replace(receive(engine, weights), version=7)
+
+        monkeypatch.setattr(ModuleEngine, "receive", another)
+        with pytest.raises(WeightSyncError, match=r"has other weights than TRAIN_1 sent, version 0 .*version 7"):
+            actor.p2p_weight_sync(reference, way=way)
 
 
 def test_103_a_renamed_parameter_is_an_error_that_lists_names(session, model):

@@ -14,6 +14,7 @@ from dlrover.python.rl.engine.base import Rendezvous, TrainSettings
 from dlrover.python.rl.engine.layout import ParallelSizes
 from dlrover.python.rl.engine.module import check_empty
 from dlrover.python.rl.session.engine import HandEngine, wish_of
+from dlrover.python.rl.session.routes import Way
 from dlrover.python.rl.session.session import current
 from dlrover.python.rl.session.slots import train_sizes
 from dlrover.python.rl.session.split import MERGES, Merge, arrange, merge, stored_by
@@ -183,14 +184,24 @@ class TrainEngine(HandEngine):
         """Whether the module is in training mode."""
         return bool(self._ask("engine.in_training")[0])
 
-    def p2p_weight_sync(self, other: HandEngine, timeout_s: float = 600.0) -> SyncReport:
+    def p2p_weight_sync(
+        self,
+        other: HandEngine,
+        timeout_s: float = 600.0,
+        *,
+        way: Way | None = None,
+        folder: str | Path | None = None,
+    ) -> SyncReport:
         """Give the weights to another engine, process to process; see :func:`~dlrover.python.rl.session.sync.sync`.
 
         Args:
             other: an inference engine, or a train engine whose module has no optimizer (a reference).
             timeout_s: for all of it.
+            way: ``"device memory"``, ``"shared memory"``, ``"broadcast"``, ``"disk"``, ``"object store"``, or with
+                ``init(local=True)`` ``"process"``: how they go; None for the shortest.
+            folder: for ``"disk"``: one that both engines' nodes see.
         """
-        return sync(self, other, timeout_s)
+        return sync(self, other, timeout_s, way, folder)
 
     def save(self, path: str | Path) -> None:
         """Write what the module exports, a Hugging Face model in its format, whole or not at all; rank 0 writes."""

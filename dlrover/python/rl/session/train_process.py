@@ -8,7 +8,7 @@ from dlrover.python.rl.engine.memory import DeviceMemory
 from dlrover.python.rl.engine.module import Share
 from dlrover.python.rl.engine.module_engine import ModuleEngine
 from dlrover.python.rl.engine.sync.base import Ticket, WeightTransport
-from dlrover.python.rl.engine.weights import WeightStamp
+from dlrover.python.rl.engine.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.session.hosted import Hosted
 from dlrover.python.rl.session.routes import Route, Routes
 from dlrover.python.rl.session.terms import TrainTerms
@@ -20,6 +20,7 @@ class TrainSeat:
     def __init__(self) -> None:
         self.engine: Any = None
         self._routes: Routes | None = None
+        self._published: WeightStamp | None = None
 
     def open(self, terms: TrainTerms, payload: bytes) -> None:
         """Make this rank's part of the module; see the engine for what it raises."""
@@ -40,6 +41,16 @@ class TrainSeat:
         return bool(self.engine.training)
 
     # -- weight sync --------------------------------------------------------------------------------------------------
+
+    def publish(self) -> WeightSnapshot | None:
+        """All weights, in host memory; None on all ranks but the first."""
+        weights: WeightSnapshot | None = self.engine.publish()
+        self._published = None if weights is None else weights.stamp
+        return weights
+
+    def published(self) -> WeightStamp | None:
+        """Which weights :meth:`publish` gave last; None on all ranks but the first."""
+        return self._published
 
     def offer(self, route: Route) -> Ticket:
         """What this engine has to send."""
