@@ -1,5 +1,7 @@
 """Packed micro-batches: every action once, within the budget, balanced, nothing read that is not needed."""
 
+from itertools import zip_longest
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -37,6 +39,21 @@ def test_every_action_is_read_once_at_the_right_place(masks, budget, head, at_le
         assert part.targets.tolist() == batch.ragged("tokens").values[part.flat].tolist()
         # Tokens are consecutive numbers: what is read is the token itself, or the one before.
         assert (part.inputs[part.reads] + (head == "causal")).tolist() == part.targets.tolist()
+
+
+@given(rows, rows, st.integers(1, 30))
+def test_062_two_batches_under_way_at_a_time_both_come_back_in_their_order(first, second, budget):
+    """Nothing but a micro-batch itself knows where its rows came from."""
+    batches = [make(masks, "causal") for masks in (first, second)]
+    packed = [pack(batch, budget) for batch in batches]
+    found = [np.zeros(len(batch.ragged("tokens").values), dtype=np.int64) for batch in batches]
+    for parts in zip_longest(*packed):
+        for which, part in reversed(list(enumerate(parts))):
+            if part is not None:
+                found[which][part.flat] = part.inputs[part.reads] + 1
+    for batch, outputs in zip(batches, found, strict=True):
+        tokens, actions = batch.ragged("tokens").values, batch.ragged("action_mask").values
+        assert outputs.tolist() == np.where(actions, tokens, 0).tolist()
 
 
 def test_documents_end_where_nothing_more_is_needed_and_positions_restart():

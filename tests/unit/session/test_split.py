@@ -197,6 +197,14 @@ def test_a_type_that_there_is_not_is_refused():
 THREE_TO_ONE = [Share(1, 3, 2), Share(1, 1, 2)]
 
 
+def test_062_two_calls_under_way_at_a_time_both_come_back_in_their_order():
+    first, second = arranged(NeedParallel(list(range(7)))), arranged(NeedParallel(list("abc")))
+    results = [[[row * 2 for row in given.args[0]] for given in each] for each in (first, second)]
+    shares = [[given.share for given in each] for each in (first, second)]
+    assert merge(results[1], shares[1], "flat") == ["aa", "bb", "cc"]
+    assert merge(results[0], shares[0], "flat") == [0, 2, 4, 6, 8, 10, 12]
+
+
 def test_032_results_come_as_a_list_unless_asked_otherwise():
     results = [[1, 2], [3]]
     assert merge(results, THREE_TO_ONE, "list") == [[1, 2], [3]]
