@@ -16,6 +16,10 @@ ARGS ?=
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
+# One process has the machine to itself, whatever library it measures: as many threads as it asks for, which wait as
+# they do by default.
+ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-backends chaos bench-recovery bench-rollout bench-training bench-weight-sync check lint types docs format clean
 
@@ -87,7 +91,7 @@ bench-recovery: $(VENV)/dev ## Measure detection, recovery and their cost (ARGS=
 	$(BIN)/python -m benchmarks.recovery $(ARGS)
 
 bench-rollout: $(VENV)/dev ## Measure the torch rollout engine against transformers and vLLM (ARGS=--quick to try it)
-	$(BIN)/python -m benchmarks.rollout $(ARGS)
+	$(ALONE) $(BIN)/python -m benchmarks.rollout $(ARGS)
 
 $(VENV)-trl/ready: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)-trl

@@ -60,7 +60,9 @@ def compare(cache, rows):
     assert [row for part in segments for row in range(part.start, part.stop)] == list(range(len(rows)))
     for part, layer in product(segments, range(LAYERS)):
         assert part.longest == max(cache.lengths[part.start : part.stop])
-        assert torch.equal(cache.entries(layer)[part.values], cache.read(layer, part)[1])
+        values = cache.entries(layer)[part.values].view(-1, part.longest, DIM)
+        assert torch.equal(values, cache.read(layer, part)[1])
+        assert part.begins.tolist() == [part.longest * bag for bag in range(len(values))]
         for kind, stored in enumerate(cache.read(layer, part)):
             assert stored.shape == ((part.stop - part.start) * HEADS, part.longest, DIM)
             for number, head in product(range(part.start, part.stop), range(HEADS)):
@@ -77,8 +79,9 @@ def test_rows_that_differ_much_in_length_are_read_apart():
     parts = [(part.start, part.stop, part.longest) for part in segments]
     assert parts == [(0, 32, 600), (32, 40, 130)]
     assert [part.bias.shape for part in segments] == [(64, 1, 600), (16, 1, 130)]
-    assert [part.values.shape for part in segments] == [(128, 600), (32, 130)]
-    assert torch.equal(segments[1].values[0], segments[1].values[1]), "two queries share a head's values"
+    assert [part.values.shape for part in segments] == [(128 * 600,), (32 * 130,)]
+    first, second, third = segments[1].values.view(32, 130)[:3]
+    assert torch.equal(first, second) and not torch.equal(second, third), "two queries share a head's values"
     assert (segments[1].bias[0, 0] == 0).tolist() == [True] * 100 + [False] * 30
 
 

@@ -153,6 +153,26 @@ def test_in_bfloat16_large_scores_are_not_rounded(model_path, device):
         assert (told[row] - shares @ values).abs().max() < 0.02
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_rows_of_any_length_attend_to_what_is_theirs(model_path, apart):
+    decoder, generator = made(model_path)._decoder, torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 65, (40,), generator=generator).tolist()
+    assert decoder.fit(40, 64) == 40
+    if apart:
+        decoder._cache._worth = 0
+    pasts = [torch.randn(2, 2, 2, length, 8, generator=generator) for length in lengths]
+    for past in pasts:
+        decoder._cache.seat(past)
+    segments = decoder._cache.segments(heads=4)
+    assert len(segments) == (3 if apart else 1)
+    heads = torch.randn(40, 8, 8, generator=generator)
+    found = decoder._attend(1, heads, segments).view(40, 2, 2, 8)
+    for row, past in enumerate(pasts):
+        keys, values = past[1].double()
+        shares = torch.softmax(heads[row, :4].double().view(2, 2, 8) @ keys.mT / 8**0.5, dim=-1)
+        assert torch.allclose(found[row].double(), shares @ values, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

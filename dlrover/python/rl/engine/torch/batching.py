@@ -33,7 +33,7 @@ class ContinuousBatch:
     """The samples of a roster, and the decoder that they share.
 
     A step reads the last token of each seated sequence, and the prompts of those that take free rows; then all draw.
-    Sequences that end leave their rows, which are taken in the next step.
+    Sequences that end leave their rows, which are taken as the scheduler says.
 
     Args:
         roster: of the samples that run.

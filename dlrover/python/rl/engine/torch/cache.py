@@ -25,8 +25,9 @@ class Segment:
         longest: tokens of the longest of them.
         bias: what to add to the scores so that no row looks beyond its end, ``[rows * kv_heads, 1, longest]``; None
             where there is nothing to hide.
-        values: where in a layer the values are that each query looks at, ``[rows * heads, longest]``, on a CPU; None
-            elsewhere.
+        values: where in a layer the values are that each query looks at, int32 ``[rows * heads * longest]``, on a CPU;
+            None elsewhere.
+        begins: where in ``values`` each query's begin, int32 ``[rows * heads]``.
     """
 
     start: int
@@ -34,6 +35,7 @@ class Segment:
     longest: int
     bias: Any
     values: Any
+    begins: Any
 
 
 class SlotCache:
@@ -66,6 +68,9 @@ class SlotCache:
         self._parts = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self._data]
         self._starts = starts.to(memory.device)
         """Where in a layer, counted in entries, row, key or value, and head begin: ``[rows, 2, kv_heads]``."""
+        hidden = torch.full((length + _ALIGNED,), -torch.inf, dtype=dtype)
+        self._shown = torch.cat([torch.zeros(length, dtype=dtype), hidden]).to(memory.device)
+        """What a row of ``n`` tokens adds to its scores begins ``n`` before the infinities."""
 
     def seat(self, past: Any) -> None:
         """Use one row more, for ``past``: ``[layers, 2, kv_heads, seq, head_dim]``."""
@@ -123,20 +128,20 @@ class SlotCache:
     def _segment(self, start: int, stop: int, longest: int, bias: Any, sharing: int) -> Segment:
         """``sharing`` queries look at one head's keys and values; ``bias`` is that of all rows."""
         hidden = None if bias is None else bias[start * self._heads : stop * self._heads, :, :longest]
-        values = None
-        if self._data.device.type == "cpu":
-            begin = self._starts[start:stop, 1].flatten().repeat_interleave(sharing)
-            values = begin[:, None] + torch.arange(longest)
-        return Segment(start, stop, longest, hidden, values)
+        if self._data.device.type != "cpu":
+            return Segment(start, stop, longest, hidden, None, None)
+        first = self._starts[start:stop, 1].to(torch.int32).view(-1, 1, 1).expand(-1, sharing, 1)
+        values = (first + torch.arange(longest, dtype=torch.int32)).flatten()
+        return Segment(start, stop, longest, hidden, values, torch.arange(0, len(values), longest, dtype=torch.int32))
 
     def _bias(self) -> Any:
         """Minus infinity beyond each row's length, else 0; None when all are as long.
 
         ``[rows * kv_heads, 1, seq]``, and as many more as alignment asks for.
         """
-        longest, device = max(self.lengths), self._data.device
+        longest = max(self.lengths)
         if min(self.lengths) == longest:
             return None
-        lengths, width = torch.tensor(self.lengths, device=device), -(-longest // _ALIGNED) * _ALIGNED
-        beyond = torch.arange(width, device=device) >= lengths.repeat_interleave(self._heads)[:, None, None]
-        return torch.zeros(beyond.shape, dtype=self._data.dtype, device=device).masked_fill_(beyond, -torch.inf)
+        windows = self._shown.unfold(0, -(-longest // _ALIGNED) * _ALIGNED, 1)
+        begins = [self._data.shape[4] - length for length in self.lengths for _ in range(self._heads)]
+        return windows.index_select(0, torch.tensor(begins, device=windows.device))[:, None]

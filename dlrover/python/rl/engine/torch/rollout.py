@@ -29,7 +29,7 @@ class TorchRolloutEngine:
     """Implements :class:`~dlrover.python.rl.engine.base.RolloutEngine`.
 
     A step draws a token for each sequence in the batch; sequences that have ended leave it, and those that wait take
-    their places in the next step. A prompt is read once for all its samples.
+    their places as soon as a sixteenth of all places is free. A prompt is read once for all its samples.
 
     A completion depends on the weights, its prompt and its own seed. What it is batched with changes its logits only by
     the rounding of matrix products (about 1e-6 in float32, 1e-2 in bfloat16), which decides a token only at a tie of

@@ -35,7 +35,8 @@ def choose(logits: Any, sampling: SamplingParams, uniform: Any) -> tuple[Any, An
     Returns:
         Token ids int64 ``[batch]`` and their log-probs float32 ``[batch]``; NaN where the logits are no numbers.
     """
-    policy = torch.log_softmax(logits.float() / (sampling.temperature or 1.0), dim=-1)
+    cooled = logits.float() if sampling.temperature in (0.0, 1.0) else logits.float() / sampling.temperature
+    policy = torch.log_softmax(cooled, dim=-1)
     drawn = policy
     if sampling.temperature == 0:
         tokens = logits.argmax(dim=-1)

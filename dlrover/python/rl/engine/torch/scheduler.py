@@ -6,13 +6,16 @@ from collections.abc import Collection, Iterable
 GROUP = 16
 """Rows that stay side by side: those of a group are about equally old."""
 
+TOGETHER = 16
+"""One of so many rows has to be free before waiting requests are seated."""
+
 
 class Scheduler:
     """Requests, by number, in two states: waiting in order, or seated in rows 0, 1, 2, ... without a gap.
 
     What is computed is always the first rows of the cache, and older requests sit before newer ones, group by group:
-    the row of one that ends is taken by the oldest of the next group, whose row is taken likewise, and so on; one that
-    waits takes the last row in the next step. So rows that are about equally long lie together, at a few moves.
+    the row of one that ends is taken by the oldest of the next group, whose row is taken likewise, and so on; those
+    that wait take the last rows. So rows that are about equally long lie together, at a few moves.
 
     Attributes:
         rows: most requests that are seated at a time.
@@ -35,8 +38,14 @@ class Scheduler:
         self.waiting.extend(numbers)
 
     def admit(self) -> list[int]:
-        """Seat as many as there is room for, in the rows after those that are taken; returns them."""
+        """Seat as many as there is room for, in the rows after those that are taken; returns them.
+
+        Reading a single prompt takes nearly as long as reading several, so a few free rows are waited for if there are
+        many rows.
+        """
         room = max(0, min(self.rows - len(self.seated), len(self.waiting)))
+        if room < min(self.rows // TOGETHER, len(self.waiting)):
+            return []
         admitted = [self.waiting.popleft() for _ in range(room)]
         self.seated += admitted
         return admitted
