@@ -30,7 +30,7 @@ def session(ray_session):
 def train(session):
     with rl.nn.empty_weights():
         module = Heavy()
-    return rl.TrainEngine(module, name="actor").build(shards=2, data_parallel_size=1)
+    return rl.TrainEngine(module, name="actor").build(data_parallel_size=2)
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ def test_006_008_engines_fill_the_slots_and_share_them(session):
         assert inference.groups == ((0,), (1,))
         assert [len(output.outputs) for output in inference.generate(["a", "b", "c"])] == [1, 1, 1]
         with pytest.raises(SessionError, match=r"TRAIN_\d+ asks for 1 x 3 = 3 slots, but colocate_with has 2"):
-            rl.TrainEngine(empty(TwoLayers)).build(shards=3, data_parallel_size=1, colocate_with=inference)
+            rl.TrainEngine(empty(TwoLayers)).build(data_parallel_size=3, colocate_with=inference)
         with pytest.raises(SessionError, match="0 free slots are too few"):
             rl.TrainEngine(empty(TwoLayers)).build()
         with built(rl.TrainEngine(empty(TwoLayers)), shards=1, colocate_with=inference) as train:

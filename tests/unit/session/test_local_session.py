@@ -174,7 +174,7 @@ def test_engines_have_names_of_their_own(session):
 
 def test_several_ranks_need_processes(session):
     with pytest.raises(SessionError, match="TRAIN_1 needs 2 processes"):
-        rl.TrainEngine(empty(TwoLayers)).build(shards=2, data_parallel_size=1)
+        rl.TrainEngine(empty(TwoLayers)).build(shards=2, data_parallel_size=2)
     assert session.free_slots == 4
 
 

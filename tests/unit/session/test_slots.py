@@ -21,7 +21,7 @@ def table(*per_node):
 def test_006_groups_fill_the_machine_by_default():
     assert table(4).take("A", Wish(group=2)) == [(0, 1), (2, 3)]
     assert table(5).take("A", Wish(group=2)) == [(0, 1), (2, 3)]
-    assert train_sizes(4, tensor=1, context=1, groups=None, shards=2) == (2, 2)
+    assert train_sizes(4, tensor=1, context=1, replicas=None, shards=2) == (2, 2)
 
 
 def test_007_an_explicit_number_of_groups_leaves_the_rest_free():
@@ -32,22 +32,24 @@ def test_007_an_explicit_number_of_groups_leaves_the_rest_free():
 
 
 @pytest.mark.parametrize(
-    ("room", "replica", "groups", "shards", "expected"),
+    ("room", "replica", "replicas", "shards", "expected"),
     [
         (4, (1, 1), None, None, (1, 4)),  # ZeRO-3 over everything
         (4, (2, 1), None, None, (1, 4)),  # two tensor ranks, two shards of them
         (4, (4, 1), None, None, (1, 4)),
         (5, (2, 1), None, None, (1, 4)),
-        (4, (1, 1), 2, None, (2, 2)),
+        (4, (1, 1), 2, None, (1, 2)),
+        (4, (2, 1), 1, None, (1, 2)),
         (4, (1, 1), None, 1, (4, 1)),
-        (8, (2, 1), 2, 2, (2, 4)),
-        (8, (1, 1), 1, 2, (1, 2)),
+        (5, (1, 1), None, 2, (2, 2)),
+        (8, (2, 1), 2, 2, (1, 4)),
+        (8, (1, 1), 6, 2, (3, 2)),
         (8, (2, 2), None, None, (1, 8)),  # two context ranks of two tensor ranks each, two shards of them
         (8, (1, 2), None, 1, (4, 2)),
     ],
 )
-def test_train_sizes_that_are_not_given_fill_the_room(room, replica, groups, shards, expected):
-    assert train_sizes(room, *replica, groups, shards) == expected
+def test_train_sizes_that_are_not_given_fill_the_room(room, replica, replicas, shards, expected):
+    assert train_sizes(room, *replica, replicas, shards) == expected
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, -1)])
@@ -61,11 +63,15 @@ def test_sizes_are_positive(sizes):
 def test_too_little_room_is_refused_with_the_numbers():
     with pytest.raises(SessionError, match="3 free slots are too few for one group: tensor_parallel_size 4"):
         train_sizes(3, 4, 1, None, None)
+    with pytest.raises(SessionError, match="3 free slots are too few for one group: .*, shards 4"):
+        train_sizes(3, 1, 1, None, 4)
+    with pytest.raises(SessionError, match="data_parallel_size 3 is no multiple of shards 2"):
+        train_sizes(4, 1, 1, 3, 2)
     slots = table(4)
     slots.take("A", Wish(group=2, groups=1))
     with pytest.raises(SessionError, match=r"B asks for 3 x 1 = 3 slots; free are \[2, 3\] of 4 \(A holds \[0, 1\]\)"):
         slots.take("B", Wish(group=1, groups=3))
-    assert slots.held_by("B") == ()
+    assert slots.free == (2, 3)
 
 
 # -- sharing ----------------------------------------------------------------------------------------------------------

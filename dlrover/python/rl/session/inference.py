@@ -59,7 +59,7 @@ class InferenceEngine(HandEngine):
 
         Args:
             tensor_parallel_size: slots over which each copy of the model is split; they are on one node.
-            data_parallel_size: copies of the model; as many as fit by default.
+            data_parallel_size: model replicas, each with prompts of its own; as many as fit by default.
             colocate_with: an engine, or a list of them, whose slots to use, all of them; free ones by default.
             not_colocate_with: engines whose slots not to use.
             nodes: addresses or ids of the nodes to use.

@@ -53,10 +53,6 @@ class SlotTable:
         held = {slot for slots in self._held.values() for slot in slots}
         return tuple(slot for slot in range(len(self.devices)) if slot not in held)
 
-    def held_by(self, owner: str) -> Group:
-        """The slots of an engine; none before it took any."""
-        return self._held.get(owner, ())
-
     def room(self, wish: Wish) -> Group:
         """The slots that ``wish`` may choose from.
 
@@ -125,38 +121,39 @@ class SlotTable:
         return f"{asked}{where}; free{limits} are {list(room)} of {len(self.devices)} ({held})"
 
 
-def train_sizes(room: int, tensor: int, context: int, groups: int | None, shards: int | None) -> tuple[int, int]:
+def train_sizes(room: int, tensor: int, context: int, replicas: int | None, shards: int | None) -> tuple[int, int]:
     """Fill in the sizes of a train engine that were not given.
 
     Args:
         room: slots there are.
         tensor: ranks that split each matrix.
         context: ranks that share each sequence.
-        groups: copies of the model; by default as many as fit, or one if ``shards`` is open too.
-        shards: ranks that share the parameters of a copy (ZeRO-3); by default as many as fit.
+        replicas: of the model, each with rows of its own; by default as many as fit.
+        shards: replicas that have one copy of the parameters between them (ZeRO-3); by default all.
 
     Returns:
-        Groups, and slots of one group.
+        Groups with a copy of the parameters each, and slots of one group.
 
     Raises:
-        SessionError: a size is not positive, or there is no room for one group.
+        SessionError: a size is not positive, the shards do not divide the replicas, or there is no room for one group.
     """
     given = {
         "tensor_parallel_size": tensor,
         "context_parallel_size": context,
-        "data_parallel_size": groups,
+        "data_parallel_size": replicas,
         "shards": shards,
     }
     for name, size in given.items():
         if size is not None and size < 1:
             raise SessionError(f"{name} is {size}: it must be positive")
     replica = tensor * context
-    if shards is None:
-        groups = groups or 1
-        shards = room // (replica * groups)
-    elif groups is None:
-        groups = room // (replica * shards)
-    if not groups or not shards:
+    if replicas is None:
+        replicas = room // replica
+        replicas -= replicas % (shards or 1)
+    if not replicas:
         told = ", ".join(f"{name} {size}" for name, size in given.items() if size is not None)
         raise SessionError(f"{room} free slots are too few for one group: {told}")
-    return groups, shards * replica
+    shards = shards or replicas
+    if replicas % shards:
+        raise SessionError(f"data_parallel_size {replicas} is no multiple of shards {shards}")
+    return replicas // shards, shards * replica

@@ -79,17 +79,17 @@ class TrainEngine(HandEngine):
     ) -> "TrainEngine":
         """Start a process for each slot, and give each its part of the module with its weights.
 
-        The ranks are ``data_parallel_size`` groups of ``shards * context_parallel_size * tensor_parallel_size``. Each
-        group has one copy of the model. What is not given fills the slots there are: by default one group shards the
-        model over all of them.
+        The ranks are ``data_parallel_size`` replicas of ``context_parallel_size * tensor_parallel_size``, which have
+        ``data_parallel_size / shards`` copies of the parameters between them. What is not given fills the slots there
+        are: by default one copy is sharded over all of them.
 
         Args:
             tensor_parallel_size: ranks that split each matrix, and get the same rows.
             context_parallel_size: ranks that share the sequences of the same rows, where a call divides them
                 (``NeedParallel(x, type="seq")``); they shard the parameters, too. Hugging Face models only.
-            data_parallel_size: groups.
-            shards: ranks of a group that share out the parameters, gradients and optimizer (ZeRO-3), each with rows of
-                its own.
+            data_parallel_size: model replicas, each with rows of its own: what ``NeedParallel`` divides by.
+            shards: replicas that share out one copy of the parameters, gradients and optimizer (ZeRO-3); all of them by
+                default. Copies stay equal.
             colocate_with: an engine, or a list of them, whose slots to use, all of them; free ones by default.
             not_colocate_with: engines whose slots not to use.
             nodes: addresses or ids of the nodes to use.
