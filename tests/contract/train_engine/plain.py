@@ -187,3 +187,16 @@ def assert_close(found, expected, tolerance=1e-5):
         allowed = 3 * STEPS * CONFIG.lr if name.endswith(NO_GRADIENT) else tolerance
         difference = float(np.abs(found[name] - expected[name]).max())
         assert difference < allowed, (name, difference)
+
+
+def apart(found, expected, start):
+    """How far weights are from the expected ones, as a share of the way that these have gone from the start."""
+    names = [name for name in expected if not name.endswith(NO_GRADIENT)]
+    off = sum(float(np.square(found[name] - expected[name]).sum()) for name in names)
+    way = sum(float(np.square(expected[name] - start[name]).sum()) for name in names)
+    return (off / way) ** 0.5
+
+
+def start_weights(path):
+    """By name."""
+    return {name: parameter.detach().numpy() for name, parameter in plain_model(path).named_parameters()}

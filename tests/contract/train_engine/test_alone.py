@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from cases import ENGINES, Case, named, parameters
 from exercise import digest, make_engine, share, train, weights_of
-from plain import TEMPERATURE, EntropyLoss, assert_close, make_batch, write_model
+from plain import TEMPERATURE, EntropyLoss, apart, assert_close, make_batch, start_weights, write_model
 from processes import run
 from transformers import AutoModelForCausalLM
 
@@ -235,15 +235,15 @@ def test_054_recomputed_activations_give_the_same_steps(case, found):
 
 
 @pytest.mark.parametrize("case", cases())
-def test_053_bf16_steps_are_near_and_the_weights_are_float32(case, found):
+def test_053_bf16_steps_are_near_and_the_weights_are_float32(case, found, model_path):
     steps = found(case.name)["steps"]
     (told, weights, *_), (near, others, types, _) = steps["plain"], steps["bf16"]
     assert types == {"torch.float32"}
     for exact, rough in zip(told, near, strict=True):
         assert rough.loss == pytest.approx(exact.loss, rel=0.02)
         assert rough.grad_norm == pytest.approx(exact.grad_norm, rel=0.05)
-    assert near != told
-    assert all(np.abs(weights[name] - others[name]).max() < 2e-3 for name in weights)
+    # One step less, or the two in another order, are 0.5 apart.
+    assert 1e-3 < apart(others, weights, start_weights(model_path)) < 0.1
 
 
 @pytest.mark.parametrize("case", cases())

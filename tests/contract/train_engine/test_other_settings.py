@@ -10,6 +10,7 @@ from cases import named, parameters
 from exercise import STEPS, make_engine, replica_of, share, train, weights_of
 from plain import (
     EntropyLoss,
+    apart,
     assert_close,
     make_batch,
     plain_model,
@@ -19,6 +20,7 @@ from plain import (
     plain_steps,
     reported,
     score_loss,
+    start_weights,
     write_model,
 )
 from processes import run
@@ -101,7 +103,7 @@ def test_a_critics_scores_and_steps_are_the_plain_loops(case, found, critic):
 
 
 @pytest.mark.parametrize("case", parameters(slow))
-def test_053_bf16_is_near_and_the_weights_are_float32_on_every_rank(case, found, expected):
+def test_053_bf16_is_near_and_the_weights_are_float32_on_every_rank(case, found, expected, model_path):
     told, weights = expected
     ranks = found(case.name)
     for rank in ranks:
@@ -111,8 +113,8 @@ def test_053_bf16_is_near_and_the_weights_are_float32_on_every_rank(case, found,
             assert step.loss == pytest.approx(plain["loss"], rel=0.02)
             assert step.grad_norm == pytest.approx(plain["grad_norm"], rel=0.05)
         assert {tensor.dtype for tensor in rough.values()} == {np.dtype(np.float32)}
-        assert all(np.abs(rough[name] - weights[name]).max() < 5e-3 for name in weights)
-        assert any(np.abs(rough[name] - weights[name]).max() > 1e-6 for name in weights)
+        # One step less, or two in another order, are 0.2 apart.
+        assert 1e-3 < apart(rough, weights, start_weights(model_path)) < 0.05
 
 
 # -- a rank that stalls -----------------------------------------------------------------------------------------------

@@ -182,9 +182,14 @@ def test_a_head_of_one_label_trains_in_every_dimension(name, two, model_path):
 
 @pytest.mark.parametrize("name", [name for name in WAYS if name.startswith("bf16")])
 def test_053_bf16_has_float32_masters_in_every_dimension(name, two, model_path):
-    # A gradient's sign decides about a step of the whole rate, and bf16 does not know all signs.
-    assert_like_alone(model_path, WAYS[name], two[name], tolerance=6 * CONFIG.lr)
-    assert all(rank["dtypes"] == {"torch.float32"} for rank in two[name])
+    # A gradient's sign decides about a step of the whole rate, and bf16 does not know all signs: few of them, in sum.
+    alone = assert_like_alone(model_path, WAYS[name], two[name], tolerance=6 * CONFIG.lr)["weights"]
+    start = weights(make_engine(0, 1, 0, model_path, settings(), frozen=True))
+    names = [weight for weight in alone if not weight.endswith("k_proj.bias")]
+    for rank in two[name]:
+        assert rank["dtypes"] == {"torch.float32"}
+        off = sum(np.square(rank["weights"][weight] - alone[weight]).sum() for weight in names)
+        assert off < 0.08**2 * sum(np.square(alone[weight] - start[weight]).sum() for weight in names)
 
 
 def test_adapters_are_sharded_too(two, model_path):
