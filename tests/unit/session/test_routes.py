@@ -67,7 +67,8 @@ def test_102_a_broadcast_is_nccls_where_each_device_is_in_it_once(place, target,
 @pytest.mark.parametrize(
     ("place", "target", "way", "why"),
     [
-        (Place(), [(1,)], "device memory", r"INFERENCE_1 has not the device of TRAIN_1\[0\]"),
+        (Place(), [(1,)], "device memory", r"TRAIN_1\[0\] has not the first device of INFERENCE_1"),
+        (Place(), [(1, 0)], "device memory", r"TRAIN_1\[0\] has not the first device of INFERENCE_1"),
         (Place(), [(2,)], "device memory", "they are on 2 nodes"),
         (Place(), [(2,)], "shared memory", "they are on 2 nodes"),
         (Place(), [(1,)], "process", "their ranks are processes of their own"),

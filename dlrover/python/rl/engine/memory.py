@@ -133,10 +133,10 @@ class DeviceMemory:
         return self._held
 
     def require(self, owner: str, kind: Kind, wanted: int) -> None:
-        """Refuse what does not fit.
+        """Refuse what goes beyond ``capacity``; the device's own limit shows when it is asked.
 
         Raises:
-            OutOfDeviceMemory: there is no room for ``wanted`` bytes; names who holds what.
+            OutOfDeviceMemory: ``wanted`` bytes more do; names who holds what.
         """
         if self.capacity is not None and self.total() + wanted > self.capacity:
             raise self._refusal(owner, kind, wanted)

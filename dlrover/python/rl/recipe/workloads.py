@@ -60,11 +60,12 @@ _PATIENCE_S = 5.0
 
 
 class ActorWorkload(EngineWorkload):
-    """ACTOR: holds the policy that is trained. Several members are data-parallel ranks.
+    """ACTOR: holds the policy that is trained. Several members divide the rows, and the model by ``engine.parallel``.
 
-    Every rank saves the whole state, the model's too, which is the same on all of them: 12 bytes a parameter and rank,
-    written side by side. So a rank comes back from its own file whatever became of the others, without a collective in
-    the middle of a recovery that another loss could break.
+    Every rank saves its own state. Where each has a copy of the model, which is the default where the engine can, that
+    is the whole, the same on all of them: 12 bytes a parameter and rank, written side by side. So a rank comes back
+    from its own file whatever became of the others, without a collective in the middle of a recovery that another loss
+    could break.
     """
 
     needs_own_process = True

@@ -119,11 +119,12 @@ def _closed(source: Crew, target: Crew, session: Session, folder: str | Path | N
     nodes = {process.node for process in (source.processes[0], *target.processes)}
     apart = f"they are on {len(nodes)} nodes" if len(nodes) > 1 else ""
     alone = "" if session.hosting.separate else "init(local=True) has one process, where nobody can wait for another"
-    # A process sees its own devices only: the memory of one can be opened where both see it.
-    seen = session.slots[first].kind != "cuda" or all(first in seat for seat in target.seats)
+    # A process sees its own devices only, and CUDA opens memory on the device of the same number.
+    seen = session.slots[first].kind != "cuda" or all(seat[0] == first for seat in target.seats)
+    unseen = "" if seen else f"{source.name}[0] has not the first device of {target.name}"
     return {
         "process": "their ranks are processes of their own" if session.hosting.separate else "",
-        "device memory": alone or apart or ("" if seen else f"{target.name} has not the device of {source.name}[0]"),
+        "device memory": alone or apart or unseen,
         "shared memory": apart,
         "object store": "",
         "broadcast": alone,
