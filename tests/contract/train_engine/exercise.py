@@ -16,7 +16,7 @@ BUDGET = 40
 
 def make_engine(case, rank, port, path, frozen=False, timeout_s=240, memory=None, **changes):
     settings = TrainSettings(max_tokens_per_microbatch=BUDGET, parallel=case.sizes, backend=case.backend)
-    settings = dataclasses.replace(settings, **changes)
+    settings = dataclasses.replace(settings, **case.settings | changes)
     rendezvous = Rendezvous(rank, case.world_size, "127.0.0.1", port, timeout_s=timeout_s)
     return engine_class(TRAIN, case.engine)(path, None if frozen else CONFIG, settings, rendezvous, memory)
 
