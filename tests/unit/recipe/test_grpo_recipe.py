@@ -74,6 +74,7 @@ def test_the_model_loads_with_transformers_and_the_held_out_rows_were_never_trai
     assert not held & trained
     summary = json.loads((out / "summary.json").read_text())
     assert summary["held-out problems"] == 8
+    assert (summary["train engine"], summary["rollout engine"]) == ("Fsdp2TrainEngine", "TorchRolloutEngine")
 
 
 def problems_of(folder, *overrides):

@@ -63,8 +63,9 @@ class GRPOTrainer(BaseTrainer):
         ]
         if self._uses_reference:
             loading.append(self.RG_REFERENCE.init_model.options(blocking=False)(cfg.model, cfg.engine))
-        for pending in loading:
-            pending.result()  # waits: for models to load, which the members' own limits bound
+        # Waits for models to load, which the members' own limits bound.
+        actors, rollouts, *_ = [pending.result() for pending in loading]
+        self.engines = {"train engine": actors[0], "rollout engine": rollouts[0]}
 
     def fit(self) -> None:
         """The whole training."""
@@ -176,6 +177,7 @@ class GRPOTrainer(BaseTrainer):
             {
                 "held-out problems": len(self.problems.held_out),
                 **before_and_after(before, after.dense("reward")),
+                **{name: told for name, told in self.engines.items() if told},
                 "model": str(self.job_dir / "model"),
             }
         )

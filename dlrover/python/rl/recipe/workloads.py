@@ -77,8 +77,12 @@ class ActorWorkload(EngineWorkload):
 
     def init_model(
         self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, algorithm: Algorithm, seed: int = 0
-    ) -> None:
-        """Load the policy and meet the other ranks; the process's random generators then follow from ``seed``."""
+    ) -> str:
+        """Load the policy and meet the other ranks; the process's random generators then follow from ``seed``.
+
+        Returns:
+            The class of the engine that runs.
+        """
         use_threads(engine.threads)
         self._algorithm = algorithm
         meeting = Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
@@ -89,6 +93,7 @@ class ActorWorkload(EngineWorkload):
             self._engine: TrainEngine = made(model, optimizer, settings, meeting, memory)
         self._weights = _weight_transport(self, device, leads=self.rank == 0)
         seed_random(seed, self.role, self.rank)
+        return type(self._engine).__name__
 
     @classmethod
     def data_parallel_size(cls, config: Any, world_size: int) -> int:
@@ -192,8 +197,12 @@ class RolloutWorkload(EngineWorkload):
         """Import and build what loading a model and generating with it need."""
         _warming().warm_rollout()
 
-    def init_model(self, model: str, engine: EngineConfig) -> None:
-        """Load the policy; it serves nothing before the actor's weights have arrived."""
+    def init_model(self, model: str, engine: EngineConfig) -> str:
+        """Load the policy; it serves nothing before the actor's weights have arrived.
+
+        Returns:
+            The class of the engine that runs.
+        """
         use_threads(engine.threads)
         device = device_of(self, engine)
         settings = RolloutSettings(
@@ -207,6 +216,7 @@ class RolloutWorkload(EngineWorkload):
         with self._first_turn(device) as memory:
             self._engine: RolloutEngine = engine_class(ROLLOUT, engine.rollout)(model, settings, memory)
         self._weights = _weight_transport(self, device)
+        return type(self._engine).__name__
 
     def receive_weights(self, ticket: Ticket) -> WeightStamp:
         """Fetch the actor's weights and take them over, verified; returns which they are.
