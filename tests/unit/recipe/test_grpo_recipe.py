@@ -116,6 +116,8 @@ def test_all_problems_of_the_configuration_are_found_before_anything_starts(tmp_
         ("+engine.rollout_options={prefil_tokens: 2}", "config.engine.rollout_options.prefil_tokens", "prefill_tokens"),
         ("+engine.train_options={zero_stage: 2}", "config.engine.train_options.zero_stage", "unknown"),
         ("+engine.parallel={ddp_size: 2}", "config.engine.parallel", "1 ranks cannot be divided by ddp_size 2"),
+        ("+engine.parallel={pipeline_parallel_size: 2}", "config.engine", "fsdp2 runs with 1 only"),
+        ("+engine.rollout_tensor_parallel_size=2", "config.engine.rollout_tensor_parallel_size", "runs on one device"),
     ],
 )
 def test_a_bad_value_is_named_with_its_place(tmp_path, override, where, what):

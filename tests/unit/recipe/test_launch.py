@@ -16,7 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dlrover.python.rl.common.errors import InvalidJob
-from dlrover.python.rl.recipe.launch import described
+from dlrover.python.rl.config.load import load_job
+from dlrover.python.rl.recipe.launch import _sharing_problems, described
 from dlrover.python.rl.recipe.tiny import write_tiny_model
 from dlrover.python.rl.runtime.torchrun.links import Place
 from tests.processes import free_port
@@ -154,6 +155,14 @@ def test_what_cannot_be_shared_by_so_many_processes_is_refused(desk, monkeypatch
     monkeypatch.chdir(desk)
     found = problems_of("model=model", "data.train=examples.jsonl", "batch_size=3", place=Place(0, 4, 0, 4))
     assert found == {"config.batch_size": "4 actor members cannot share a batch of 3"}
+
+
+@pytest.mark.parametrize(("engine", "refused"), [("fsdp2", False), ("deepspeed", True), ("megatron", True)])
+def test_an_engine_that_takes_a_process_for_itself_has_no_reference_beside_several_ranks(engine, refused):
+    for processes in (1, 2):
+        job = load_job(ROOT / "examples/arithmetic/grpo.yaml", [f"engine.train={engine}"])
+        problems = _sharing_problems(job, Place(0, processes, 0, processes))
+        assert bool(problems) == (refused and processes == 2)
 
 
 def test_a_world_without_an_address_is_refused():

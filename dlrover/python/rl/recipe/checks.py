@@ -7,6 +7,7 @@ from pathlib import Path
 from dlrover.python.rl.common.errors import EngineError, Problem, VerifierError
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.data.problems import check_prompts, load_prompts
+from dlrover.python.rl.engine.abilities import rollout_faults, train_faults
 from dlrover.python.rl.engine.layout import Layout, ParallelSizes
 from dlrover.python.rl.engine.registry import ROLLOUT, TRAIN, engine_problems
 from dlrover.python.rl.environment.lookup import load_function
@@ -23,18 +24,25 @@ def reward_problems(function: str) -> list[Problem]:
 
 
 def train_engine_problems(engine: EngineConfig, actors: int) -> list[Problem]:
-    """Whether there is such an engine, with such options, and whether its sizes divide the actor's members."""
+    """Whether there is such an engine, that can do what is asked of it, and whether its sizes divide the actor's
+    members."""
     problems = engine_problems(TRAIN, engine.train, engine.train_options, "config.engine.train")
+    sizes = engine.parallel or ParallelSizes()
+    problems += [
+        Problem("config.engine", fault) for fault in train_faults(engine.train, sizes, engine.lora is not None)
+    ]
     try:
-        Layout.of(actors, engine.parallel or ParallelSizes())
+        Layout.of(actors, sizes)
     except EngineError as error:
         problems.append(Problem("config.engine.parallel", f"{error}: they are members of the actor"))
     return problems
 
 
 def rollout_engine_problems(engine: EngineConfig) -> list[Problem]:
-    """Whether there is such an engine, with such options."""
-    return engine_problems(ROLLOUT, engine.rollout, engine.rollout_options, "config.engine.rollout")
+    """Whether there is such an engine, that can do what is asked of it."""
+    problems = engine_problems(ROLLOUT, engine.rollout, engine.rollout_options, "config.engine.rollout")
+    split = rollout_faults(engine.rollout, engine.rollout_tensor_parallel_size)
+    return [*problems, *(Problem("config.engine.rollout_tensor_parallel_size", fault) for fault in split)]
 
 
 def role_problems(cfg: GRPOConfig, roles: Mapping[RLRoleType, int]) -> list[Problem]:

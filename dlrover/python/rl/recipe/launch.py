@@ -19,8 +19,11 @@ import torch.distributed as dist
 
 from dlrover.python.rl.common.errors import DLRoverRLError, InvalidJob, Problem
 from dlrover.python.rl.common.log import configure_logging, get_logger
+from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.load import load_job, search_folders
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.engine.abilities import shares_process
+from dlrover.python.rl.recipe.config import EngineConfig
 from dlrover.python.rl.runtime.inspection import inspect_job
 from dlrover.python.rl.runtime.torchrun.links import MEETING_S, Board, Place, call_in, join, refuse
 from dlrover.python.rl.runtime.torchrun.run import Lead, follow
@@ -109,7 +112,8 @@ def described(recipe: str, job_file: str | None, overrides: Sequence[str], place
     if job is not None:
         job = _over_processes(job, place)
         said = {problem.where for problem in problems}
-        problems += [problem for problem in inspect_job(job).problems if problem.where not in said]
+        found = [*inspect_job(job).problems, *_sharing_problems(job, place)]
+        problems += [problem for problem in found if problem.where not in said]
     if problems or job is None:
         raise InvalidJob(problems)
     return job
@@ -125,6 +129,15 @@ def _over_processes(job: JobSpec, place: Place) -> JobSpec:
     return replace(
         job, workloads=workloads, trainer=trainer, groups=(), work_dir=str(Path.cwd()), search_path=search_folders()
     )
+
+
+def _sharing_problems(job: JobSpec, place: Place) -> list[Problem]:
+    """Some engines cannot run alone in a process that is one of several ranks of another."""
+    engine = getattr(getattr(job.config, "engine", None), "train", None) or EngineConfig.train
+    if place.world_size == 1 or RLRoleType.REFERENCE not in job.workloads or shares_process(engine):
+        return []
+    what = f"{engine} cannot run the reference's model in the processes of the actor's ranks: use fsdp2, or Ray"
+    return [Problem("config.engine.train", what)]
 
 
 def _store(place: Place) -> Board:

@@ -8,6 +8,7 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.config.typed import require
+from dlrover.python.rl.engine.abilities import refuse, train_faults
 from dlrover.python.rl.engine.base import Rendezvous
 from dlrover.python.rl.engine.deepspeed.options import DeepSpeedOptions
 from dlrover.python.rl.engine.layout import Layout
@@ -31,8 +32,6 @@ from dlrover.python.rl.engine.deepspeed.backend import DeepSpeedBackend
 # DeepSpeed calls torch's collectives by the names that older versions of torch have, at every step.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
-_NOT_HERE = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size", "ddp_size")
-
 
 class DeepSpeedTrainEngine(TrainShell):
     """Implements :class:`~dlrover.python.rl.engine.base.TrainEngine` on DeepSpeed.
@@ -48,11 +47,7 @@ class DeepSpeedTrainEngine(TrainShell):
     def _connect(self, rendezvous: Rendezvous) -> Ranks:
         settings = self._settings
         self._stage = require(DeepSpeedOptions, settings.backend, "backend").zero_stage
-        for name in _NOT_HERE:
-            if (size := getattr(settings.parallel, name)) > 1:
-                raise EngineError(f"{name} is {size}, but deepspeed runs with 1 only here")
-        if settings.lora is not None:
-            raise EngineError("deepspeed trains whole models only here: adapters need fsdp2")
+        refuse(train_faults("deepspeed", settings.parallel, settings.lora is not None))
         device = torch.device(settings.device)
         if get_accelerator().device_name() != device.type:
             raise EngineError(

@@ -1,6 +1,7 @@
 """The default train engine: PyTorch's FSDP2, DTensor and DCP over any Hugging Face model."""
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.abilities import refuse, train_faults
 from dlrover.python.rl.engine.base import Rendezvous
 from dlrover.python.rl.engine.fsdp2.grid import Grid
 from dlrover.python.rl.engine.fsdp2.model import TrainedModel
@@ -18,6 +19,7 @@ class Fsdp2TrainEngine(TrainShell):
         settings = self._settings
         if settings.backend:
             raise EngineError(f"fsdp2 has no options of its own, but was given {', '.join(settings.backend)}")
+        refuse(train_faults("fsdp2", settings.parallel, settings.lora is not None))
         ranks = Ranks.connect(rendezvous, settings.device)
         with ranks.left_on_failure():
             self._grid = Grid.of(ranks, settings.parallel, settings.device)

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.layout import Layout, ParallelSizes
 from dlrover.python.rl.engine.torch.ranks import Ranks
 
@@ -43,8 +42,6 @@ class Grid:
             EngineError: the sizes do not divide the ranks, or ask for what this backend has not; gives the numbers.
         """
         layout = Layout.of(ranks.world_size, sizes)
-        if layout.pipeline > 1:
-            raise EngineError(f"pipeline_parallel_size is {layout.pipeline}, but fsdp2 has no pipeline: 1 is possible")
         place = layout.coordinates(ranks.rank)
         if ranks.world_size == 1:
             return cls(layout, place)

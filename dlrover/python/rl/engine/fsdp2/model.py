@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.base import OptimizerConfig, TokenLoss, TrainSettings
 from dlrover.python.rl.engine.fsdp2.adapters import add_adapters, fresh_adapter, is_adapter, merge, model_name
@@ -300,5 +299,3 @@ def _check_parallel(module: Any, settings: TrainSettings, grid: Grid) -> None:
     layout = grid.layout
     if layout.context > 1:
         attention.check_sharing(module, layout.context, layout.tensor)
-    if settings.lora is not None and layout.tensor > 1:
-        raise EngineError(f"adapters cannot be split: tensor_parallel_size is {layout.tensor}, and has to be 1")

@@ -7,6 +7,7 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.config.typed import require
+from dlrover.python.rl.engine.abilities import refuse, train_faults
 from dlrover.python.rl.engine.base import Rendezvous
 from dlrover.python.rl.engine.layout import Layout
 from dlrover.python.rl.engine.megatron.options import MegatronOptions
@@ -38,11 +39,8 @@ class MegatronTrainEngine(TrainShell):
     def _connect(self, rendezvous: Rendezvous) -> Ranks:
         settings = self._settings
         options = require(MegatronOptions, settings.backend, "backend")
+        refuse(train_faults("megatron", settings.parallel, settings.lora is not None))
         self.layout = Layout.of(rendezvous.world_size, settings.parallel)
-        if self.layout.context > 1:
-            raise EngineError(f"context_parallel_size is {self.layout.context}, but megatron runs with 1 only here")
-        if settings.lora is not None:
-            raise EngineError("megatron trains whole models only here: adapters need fsdp2")
         self._shape = TransformerShape.of(self._blueprint.config, settings.head)
         self._shape.check_split(self.layout.tensor, self.layout.pipeline)
         self._ground = self._choose_ground(options)

@@ -7,6 +7,7 @@ from annotated_types import Gt
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.config.typed import parse
+from dlrover.python.rl.engine.abilities import refuse, rollout_faults
 from dlrover.python.rl.engine.base import RolloutSettings
 
 
@@ -31,7 +32,5 @@ def torch_options(settings: RolloutSettings) -> TorchOptions:
     options, problems = parse(TorchOptions, dict(settings.backend), "backend")
     if options is None:
         raise EngineError("; ".join(map(str, problems)))
-    if settings.tensor_parallel_size != 1:
-        size = settings.tensor_parallel_size
-        raise EngineError(f"tensor_parallel_size is {size}, but the torch rollout engine runs on one device")
+    refuse(rollout_faults("torch", settings.tensor_parallel_size))
     return options

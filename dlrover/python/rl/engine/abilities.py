@@ -1,0 +1,73 @@
+"""What the engines that come along can do: asked before a job starts, and by the engines themselves.
+
+An engine that a user has registered is not known here: it says itself what it cannot do, when it is made.
+"""
+
+from dataclasses import asdict, dataclass
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.layout import ParallelSizes
+
+
+@dataclass(frozen=True)
+class TrainAbilities:
+    """What a train engine can do.
+
+    Attributes:
+        divides: the fields of :class:`~dlrover.python.rl.engine.layout.ParallelSizes` that it may have above 1.
+        adapters: whether it trains adapters.
+        shares_process: whether an engine of one rank runs in a process that is a rank of another engine already.
+    """
+
+    divides: tuple[str, ...] = ()
+    adapters: bool = False
+    shares_process: bool = False
+
+
+_TRAIN = {
+    "fsdp2": TrainAbilities(("ddp_size", "tensor_parallel_size", "context_parallel_size"), True, True),
+    "deepspeed": TrainAbilities(),
+    "megatron": TrainAbilities(("tensor_parallel_size", "pipeline_parallel_size")),
+}
+_ON_ONE_DEVICE = ("torch",)
+"""Rollout engines that cannot split a model."""
+
+
+def train_faults(engine: str, sizes: ParallelSizes, lora: bool) -> list[str]:
+    """What is asked of a train engine that it cannot do.
+
+    Args:
+        engine: its name.
+        sizes: how its ranks shall divide the model.
+        lora: whether it shall train adapters.
+    """
+    if (can := _TRAIN.get(engine)) is None:
+        return []
+    above = {name: size for name, size in asdict(sizes).items() if size > 1 and name not in can.divides}
+    faults = [f"{name} is {size}, but {engine} runs with 1 only here" for name, size in above.items()]
+    if lora and not can.adapters:
+        faults.append(f"{engine} trains whole models only here: adapters need fsdp2")
+    elif lora and sizes.tensor_parallel_size > 1:
+        faults.append(
+            f"adapters cannot be split: tensor_parallel_size is {sizes.tensor_parallel_size}, and has to be 1"
+        )
+    return faults
+
+
+def rollout_faults(engine: str, tensor_parallel_size: int) -> list[str]:
+    """What is asked of a rollout engine that it cannot do."""
+    if engine in _ON_ONE_DEVICE and tensor_parallel_size > 1:
+        return [f"tensor_parallel_size is {tensor_parallel_size}, but the {engine} rollout engine runs on one device"]
+    return []
+
+
+def shares_process(engine: str) -> bool:
+    """Whether a train engine of one rank runs in a process that is a rank of another one; of a user's own: unknown, so
+    yes."""
+    return _TRAIN.get(engine, TrainAbilities(shares_process=True)).shares_process
+
+
+def refuse(faults: list[str]) -> None:
+    """Raise EngineError if there are any."""
+    if faults:
+        raise EngineError("; ".join(faults))
