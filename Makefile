@@ -83,6 +83,7 @@ test-backends: .venv-deepspeed/ready .venv-megatron/ready .venv-vllm/ready ## Ru
 	.venv-megatron/bin/python -m pytest tests/contract/train_engine tests/contract/weight_sync -k megatron
 	.venv-vllm/bin/python -m pytest tests/contract/rollout_engine -k vllm
 	.venv-vllm/bin/python -m pytest tests/unit/engine/test_vllm.py
+	.venv-vllm/bin/python -m pytest tests/examples/test_engines_by_hand.py -k 'tutorial_step_by_step and vllm'
 
 chaos: $(VENV)/dev ## Kill, stop and spoil everything under a GRPO job on Ray (FAULTS=100 STEPS=400 SEED=0 KINDS=)
 	$(BIN)/python -m tests.chaos.run --faults $(FAULTS) --steps $(STEPS) --seed $(SEED) --kinds '$(KINDS)' $(ARGS)
@@ -90,8 +91,8 @@ chaos: $(VENV)/dev ## Kill, stop and spoil everything under a GRPO job on Ray (F
 bench-recovery: $(VENV)/dev ## Measure detection, recovery and their cost (ARGS=--quick to try it)
 	$(BIN)/python -m benchmarks.recovery $(ARGS)
 
-bench-rollout: $(VENV)/dev ## Measure the torch rollout engine against transformers and vLLM (ARGS=--quick to try it)
-	$(ALONE) $(BIN)/python -m benchmarks.rollout $(ARGS)
+bench-rollout: $(VENV)/dev ## Measure rollout against transformers, and vLLM if .venv-vllm is there (ARGS=--quick to try it)
+	$(ALONE) $(BIN)/python -m benchmarks.rollout $(addprefix --vllm-python ,$(wildcard .venv-vllm/bin/python)) $(ARGS)
 
 $(VENV)-trl/ready: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)-trl

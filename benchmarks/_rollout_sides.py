@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,8 @@ from transformers import AutoModelForCausalLM, StoppingCriteria
 from dlrover.python.rl.engine.base import Request, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
 
-START_S = 300.0
-"""How long vLLM may take until it is ready."""
+ANSWER_S = 600.0
+"""How long vLLM may take to start, or for one work."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,7 @@ class Vllm:
             text=True,
             env=environment,
         )
-        if self._answer() != "ready":
-            raise RuntimeError("vLLM did not start; its own messages are above")
+        self._answer()
 
     def run(self, work: Work) -> list[int]:
         """Hand over the prompts and lengths, which takes a millisecond, and wait."""
@@ -165,11 +165,16 @@ class Vllm:
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("# "):
-                return line[2:].strip()
-            sys.stderr.write(line)
-        return ""
+        overdue = threading.Timer(ANSWER_S, self._process.kill)
+        overdue.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith("# "):
+                    return line[2:].strip()
+                sys.stderr.write(line)
+        finally:
+            overdue.cancel()
+        raise RuntimeError(f"vLLM ended, or did not answer within {ANSWER_S:.0f} s; its own messages are above")
 
     def close(self) -> None:
         """End the process."""

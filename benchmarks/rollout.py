@@ -7,7 +7,8 @@ engines have the same model, prompts, lengths and threads, and decode 64 sequenc
 * mixed: 256 such prompts, 8 to 256 new tokens each, in random order. An engine that knows continuous batching gives a
   sequence's place to the next one when it ends; ``transformers`` waits for the longest of each batch of 64.
 
-``transformers`` is measured at several settings, and compared with at the best of them.
+``transformers`` is measured at several settings, and compared with at the best of them. Not among these is a compiled
+forward pass, which is compiled for more than a minute before the first token.
 """
 
 import argparse

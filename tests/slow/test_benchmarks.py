@@ -1,0 +1,25 @@
+"""Every benchmark of engines runs, a little of everything, and leaves its table."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+@pytest.mark.parametrize(
+    ("target", "name"), [("rollout", "rollout"), ("training", "training"), ("weight-sync", "weight_sync")]
+)
+def test_a_quick_run_leaves_a_table(tmp_path, target, name):
+    arguments = f"ARGS=--quick --out {tmp_path}"
+    done = subprocess.run(
+        ["make", f"bench-{target}", arguments], cwd=ROOT, capture_output=True, text=True, timeout=1100
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (results,) = tmp_path.glob(f"{name}*.json")
+    assert json.loads(results.read_text(encoding="utf-8"))["machine"]["torch"]
+    assert results.with_suffix(".md").read_text(encoding="utf-8").strip() in done.stdout
