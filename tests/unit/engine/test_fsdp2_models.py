@@ -146,6 +146,19 @@ def test_038_adapters_are_trained_alone_and_leave_merged(model_path, tmp_path):
     assert all(torch.equal(merged[name], tensor) for name, tensor in after.items())
 
 
+def test_adapters_beside_a_model_in_bf16_leave_in_one_precision(model_path, tmp_path):
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    engine = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(lora=LoraSettings(rank=2), precision="bf16"))
+    start = {name: tensor.bfloat16().float() for name, tensor in weights(Fsdp2TrainEngine(model_path, None)).items()}
+    assert all(torch.equal(tensor, start[name]) for name, tensor in weights(engine).items())
+    engine.step(make_batch(), token_loss)
+    moved = {name for name, tensor in weights(engine).items() if not torch.equal(tensor, start[name])}
+    assert moved and all(name.removesuffix(".weight").endswith("proj") for name in moved)
+    engine.save(tmp_path / "merged")
+    saved = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+
 def test_without_peft_the_extra_is_named(model_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingExtra, match=r"'peft' is not installed: pip install 'dlrover-rl\[lora\]'"):

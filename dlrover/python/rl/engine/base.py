@@ -39,7 +39,10 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Low-rank adapters instead of full training; what is published is merged, ``W + B A alpha / rank``."""
+    """Low-rank adapters instead of full training; what is published is merged, ``W + B A alpha / rank``.
+
+    With ``precision: bf16`` the model beside them is kept in bf16: what is published and saved is so rounded.
+    """
 
     rank: Annotated[int, Gt(0)] = 16
     """Rank of the adapters."""

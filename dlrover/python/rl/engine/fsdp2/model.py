@@ -207,14 +207,20 @@ class TrainedModel:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
-        """Name and whole tensor of everything, adapters merged. A collective where ranks divide the model."""
+        """Name and whole tensor of everything, adapters merged. A collective where ranks divide the model.
+
+        Of a model in training all are float32, also what is kept in another precision because it is frozen.
+        """
         lora = self.settings.lora
         for shard in self.shards:
             if lora is None:
-                yield shard.name, self._whole(shard)
+                yield shard.name, self._told(self._whole(shard))
             elif not is_adapter(shard):
-                yield model_name(shard.name), merge(self.shards, shard, self._whole, lora)
+                yield model_name(shard.name), self._told(merge(self.shards, shard, self._whole, lora))
         yield from ((name, self.residence.there(buffer)) for name, buffer in self.buffers.items())
+
+    def _told(self, tensor: Any) -> Any:
+        return tensor if self.optimizer is None else tensor.float()
 
     def _whole(self, shard: ParameterShard) -> Any:
         local = self.residence.there(shard.master)
