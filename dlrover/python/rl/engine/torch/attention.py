@@ -1,7 +1,7 @@
 """Attention over packed documents, for any Hugging Face model that lets its attention be chosen.
 
 Each document attends to itself alone. On CUDA in half precision that is one FlashAttention call for all documents; else
-one SDPA call for each run of documents of equal length.
+one call for each run of documents of equal length: SDPA, or what is faster on a host.
 """
 
 from collections.abc import Iterator
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import AttentionInterface
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.torch.bands import band_attention, suits_bands
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -157,7 +158,10 @@ def _run(part: tuple[Any, Any, Any], run: tuple[int, int], scaling: float | None
     """Attention of neighbours of equal length, which are a batch: ``[count * length, heads, dim]``."""
     query, key, value = (tensor.unflatten(1, run).transpose(0, 1) for tensor in part)
     mask, length = None, run[1]
-    if window is not None and length > window:
+    slides = window is not None and length > window
+    if not slides and suits_bands(query):
+        return band_attention(query, key, value, scaling).transpose(1, 2).flatten(0, 1)
+    if slides:
         at = torch.arange(length, device=query.device)
         mask = (at[:, None] >= at) & (at[:, None] < at + window)
     grouped = query.shape[1] != key.shape[1]
