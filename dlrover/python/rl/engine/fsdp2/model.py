@@ -19,8 +19,8 @@ from dlrover.python.rl.engine.memory import DeviceMemory
 from dlrover.python.rl.engine.torch import attention
 from dlrover.python.rl.engine.torch.blueprint import Blueprint
 from dlrover.python.rl.engine.torch.checkpoint import read_checkpoint, write_checkpoint
+from dlrover.python.rl.engine.torch.lighter import lighten
 from dlrover.python.rl.engine.torch.loading import prepare
-from dlrover.python.rl.engine.torch.norms import lighten
 from dlrover.python.rl.engine.torch.optimizer import MasterAdamW
 from dlrover.python.rl.engine.torch.outputs import Reader
 from dlrover.python.rl.engine.torch.packing import MicroBatch

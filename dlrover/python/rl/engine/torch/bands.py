@@ -66,15 +66,16 @@ class _BandAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, Any, Any, None]:
         query, key, value, *kept = ctx.saved_tensors
-        by_query, by_key, by_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        by_query, by_key, by_value = (tensor.new_zeros(tensor.shape) for tensor in (query, key, value))
         for (begin, end), weights in zip(_bands(query.shape[1]), kept, strict=True):
-            band, outer = slice(begin, end), gradient[:, begin:end]
-            by_value[:, :end].baddbmm_(weights.transpose(1, 2), outer)
+            outer = gradient[:, begin:end]
             slope = torch.bmm(outer, value[:, :end].transpose(1, 2))
             slope = torch._softmax_backward_data(slope, weights, -1, weights.dtype)
-            by_query[:, band].baddbmm_(slope, key[:, :end], beta=0, alpha=ctx.factor)
-            by_key[:, :end].baddbmm_(slope.transpose(1, 2), query[:, band], alpha=ctx.factor)
-        return by_query, by_key, by_value, None
+            # Not baddbmm_: into a part of a tensor, that is a product for each of the batch.
+            by_value[:, :end] += torch.bmm(weights.transpose(1, 2), outer)
+            by_query[:, begin:end] = torch.bmm(slope, key[:, :end])
+            by_key[:, :end] += torch.bmm(slope.transpose(1, 2), query[:, begin:end])
+        return by_query.mul_(ctx.factor), by_key.mul_(ctx.factor), by_value, None
 
 
 def _bands(length: int) -> Iterator[tuple[int, int]]:
