@@ -63,8 +63,8 @@ class GRPOTrainer(BaseTrainer):
         ]
         if self._uses_reference:
             loading.append(self.RG_REFERENCE.init_model.options(blocking=False)(cfg.model, cfg.engine))
-        # Waits for models to load, which the members' own limits bound.
-        actors, rollouts, *_ = [pending.result() for pending in loading]
+        told = [pending.result() for pending in loading]  # waits: for models, which the members' limits bound
+        actors, rollouts, *_ = told
         self.engines = {"train engine": actors[0], "rollout engine": rollouts[0]}
 
     def fit(self) -> None:
