@@ -100,7 +100,7 @@ $(VENV)-trl/ready: setup.py constraints.txt
 	@touch $@
 
 bench-training: $(VENV)-trl/ready ## Measure training against TRL, in an environment that has it (ARGS=--quick to try it)
-	$(VENV)-trl/bin/python -m benchmarks.training $(ARGS)
+	$(ALONE) $(VENV)-trl/bin/python -m benchmarks.training $(ARGS)
 
 bench-weight-sync: $(VENV)/dev ## Measure weight sync against a plain memory copy (ARGS=--quick to try it)
 	$(BIN)/python -m benchmarks.weight_sync $(ARGS)
