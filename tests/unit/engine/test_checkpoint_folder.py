@@ -41,3 +41,12 @@ def test_names_with_signs_of_patterns_are_names(tmp_path):
     (tmp_path / ".a1.old-0").mkdir()
     (tmp_path / "a[1]*").rename(tmp_path / ".a[1]*.old-1")
     assert present(tmp_path / "a[1]*").name == ".a[1]*.old-1"
+
+
+def test_of_several_folders_that_were_moved_aside_the_last_one_is_it(tmp_path, monkeypatch):
+    path = tmp_path / "kept"
+    monkeypatch.setattr("shutil.rmtree", lambda *args, **kwargs: None)  # killed before it removed anything
+    for content in "0123456789":
+        write_folder(path, Ranks(), lambda folder, content=content: (folder / "content").write_text(content))
+    path.rename(tmp_path / "gone")
+    assert (present(path) / "content").read_text() == "8"

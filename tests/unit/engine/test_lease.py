@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
-from dlrover.python.rl.engine.holdings import HoldingsBoard
+from dlrover.python.rl.engine.holdings import HoldingsBoard, Told
 from dlrover.python.rl.engine.lease import DeviceLease
 from dlrover.python.rl.engine.memory import DeviceMemory
 
@@ -174,7 +174,7 @@ def test_what_a_dead_process_held_is_forgotten(tmp_path, start):
     child, pipe = start("ACTOR[0]")
     assert hear(pipe) == "has it"
     board = HoldingsBoard(tmp_path)
-    assert board.others() == {child.pid: {"ACTOR[0]": {"weights": 1000}}}
+    assert list(board.others().values()) == [Told(child.pid, {"ACTOR[0]": {"weights": 1000}})]
     os.kill(child.pid, signal.SIGKILL)
     child.join(LATEST_S)
     assert board.others() == {}
@@ -186,7 +186,7 @@ def test_a_closed_lease_tells_no_more_also_when_its_memory_is_used_on(tmp_path):
     lease = DeviceLease(tmp_path, "ACTOR[0]", memory)
     with lease.turn():
         kept = [memory.bring("actor", "weights", torch.zeros(10))]
-    assert list(other.others().values()) == [{"actor": {"weights": 40}}]
+    assert [told.held for told in other.others().values()] == [{"actor": {"weights": 40}}]
     lease.close()
     kept.append(memory.bring("actor", "weights", torch.zeros(10)))
     assert other.others() == {}
@@ -199,7 +199,8 @@ def test_of_several_devices_each_is_told_what_a_process_holds(tmp_path):
     leases = [DeviceLease(tmp_path / name, "ACTOR[0]", memory) for name in ("cuda-0", "cuda-1")]
     with leases[0].turn(), leases[1].turn():
         kept = memory.bring("actor", "weights", torch.zeros(10))
-    assert [list(board.others().values()) for board in boards] == [[{"actor": {"weights": 40}}]] * 2
+    told = [each for board in boards for each in board.others().values()]
+    assert told == [Told(os.getpid(), {"actor": {"weights": 40}})] * 2
     assert kept is not None
     for lease in leases:
         lease.close()
@@ -209,7 +210,36 @@ def test_a_board_tells_the_last_that_was_published_until_it_is_closed(tmp_path):
     mine, other = HoldingsBoard(tmp_path), HoldingsBoard(tmp_path)
     mine.publish({"a": {"weights": 10_000}})
     mine.publish({"a": {"weights": 1}})
-    assert list(other.others().values()) == [{"a": {"weights": 1}}]
+    assert list(other.others().values()) == [Told(os.getpid(), {"a": {"weights": 1}})]
     assert mine.others() == {}
     mine.close()
     assert other.others() == {}
+
+
+def test_holders_of_one_process_do_not_hide_each_other(tmp_path):
+    memories = [DeviceMemory(), DeviceMemory()]
+    leases = [
+        DeviceLease(tmp_path, name, memory) for name, memory in zip(("ACTOR[0]", "ROLLOUT[0]"), memories, strict=True)
+    ]
+    kept = []
+    for lease, memory, size in zip(leases, memories, (10, 20), strict=True):
+        with lease.turn():
+            kept.append(memory.bring("engine", "weights", torch.zeros(size)))
+    third = DeviceMemory(capacity=100, board=HoldingsBoard(tmp_path))
+    with pytest.raises(OutOfDeviceMemory) as caught:
+        third.bring("reference", "weights", torch.zeros(30))
+    for size in (40, 80):
+        assert f"process {os.getpid()} last told of engine: {size} of weights" in str(caught.value)
+    with leases[1].turn(), pytest.raises(EngineError, match="ROLLOUT.* with 80 bytes: engine: 80 of weights"):
+        leases[0].take(0.01)
+    for lease in leases:
+        lease.close()
+
+
+def test_a_board_tells_of_any_number_of_owners(tmp_path):
+    mine, other = HoldingsBoard(tmp_path), HoldingsBoard(tmp_path)
+    many = {f"engine {number}": {"weights": 10**9} for number in range(2000)}
+    for held in (many, {"a": {"weights": 1}}, many):
+        mine.publish(held)
+        assert [told.held for told in other.others().values()] == [held]
+    mine.close()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlrover.python.rl.common.errors import OutOfDeviceMemory
+from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
 from dlrover.python.rl.engine.memory import DeviceMemory
 
 
@@ -36,3 +36,15 @@ def test_what_does_not_fit_is_refused_with_who_holds_what():
     )
     kept.pop()
     assert memory.bring("rollout", "kv_cache", torch.zeros(10)).shape == (10,)
+
+
+@pytest.mark.parametrize("words", ["CUDA Error: out of memory at cumem_allocator.cpp:62", "CUDA out of memory."])
+def test_what_another_program_says_in_words_is_told_with_who_holds_what(words):
+    memory = DeviceMemory()
+    kept = memory.bring("actor", "weights", torch.zeros(10))
+    told = pytest.raises(OutOfDeviceMemory, match=r"vllm has no room .* 40 are held \(actor: 40 of weights\)")
+    with told, memory.computing("vllm"):
+        raise EngineError("it broke off") from RuntimeError(words)
+    with pytest.raises(EngineError, match="^it broke off$"), memory.computing("vllm"):
+        raise EngineError("it broke off")
+    assert kept is not None

@@ -298,3 +298,53 @@ def test_023_the_servers_process_ends_with_its_owner(how, tmp_path):
 def test_what_the_server_says_is_in_the_error(served):
     with pytest.raises(EngineError, match="SGLang refused /generate with status 400: .*sampling_params"):
         SglangServer(served[1]).call("POST", "/generate", {"rid": "x"})
+
+
+def test_samples_that_end_beside_one_that_is_broken_are_not_lost(engine, served, monkeypatch):
+    drawn = {}
+
+    def generate(body):
+        return {"meta_info": {"output_token_logprobs": drawn[len(body["input_ids"])]}}
+
+    monkeypatch.setattr(served[0], "generate", generate)
+    asked = [Request.fresh(number, 0, row) for number, row in enumerate(prompts(2).ragged("tokens"))]
+    engine.add(asked, SamplingParams(max_new_tokens=2, ignore_eos=True), (1,))
+    drawn |= {2: [[-1.0, 7, None], [-1.0, 8, None]], 3: [[-1.0, 7, None], [None, 8, None]]}
+    with pytest.raises(EngineError, match="not numbers"):
+        engine.advance()
+    assert engine.running == 2
+    drawn[3] = drawn[2]
+    assert [done.request.done.tolist() for done in engine.advance()] == [[7, 8]] * 2
+
+
+def test_a_device_without_room_is_told_with_who_holds_what(engine, served, monkeypatch):
+    engine.cpu()
+
+    def resume(body):
+        raise RuntimeError("CUDA out of memory.")
+
+    monkeypatch.setattr(served[0], "resume_memory_occupation", resume)
+    with pytest.raises(OutOfDeviceMemory, match="sglang has no room to compute on cpu, and .* are held"):
+        engine.cuda()
+    assert (engine.place(), engine.footprint()) == ("cpu", {})
+
+
+def test_weights_that_were_woken_and_not_taken_do_not_stay_on_the_device(engine, served, model_path, monkeypatch):
+    engine.receive(snapshot(model_path, 0))
+    engine.cpu()
+    answer = {"success": False, "message": "broken"}
+    monkeypatch.setattr(served[0], "update_weights_from_disk", lambda body: answer)
+    with pytest.raises(WeightSyncError, match="broken"):
+        engine.cuda()
+    assert (served[0].there, engine.footprint()) == (set(), {})
+    monkeypatch.undo()
+    engine.cuda()
+    assert engine.generate(prompts(), SamplingParams(max_new_tokens=2), (0,))["version"].tolist() == [0] * 3
+
+
+def test_of_several_ranks_each_device_has_its_part(served, model_path):
+    weights = sum(tensor.nbytes for _, tensor in load_causal_lm(model_path).named_weights())
+    settings = RolloutSettings(tensor_parallel_size=2, backend={"url": served[1]})
+    engine = SglangRolloutEngine(model_path, settings)
+    assert engine.footprint() == {"weights": -(-weights // 2), "kv_cache": 128_000}
+    engine.close()

@@ -17,7 +17,7 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra, OutOfDeviceMemory, WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import OptimizerConfig, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.base import OptimizerConfig, Request, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.memory import DeviceMemory
 from dlrover.python.rl.engine.registry import ROLLOUT, engine_class
@@ -149,6 +149,99 @@ def test_memory_is_accounted_for_and_what_does_not_fit_is_refused(model_path):
     weights = sum(tensor.nbytes for _, tensor in load_causal_lm(model_path).named_weights())
     with pytest.raises(OutOfDeviceMemory, match=f"vllm asks for {weights:,} bytes of weights on cpu"):
         engine_class(ROLLOUT, "vllm")(model_path, RolloutSettings(), DeviceMemory(capacity=weights - 1))
+
+
+@pytest.fixture
+def sleeper(engine, model_path, monkeypatch):
+    """The engine with vLLM's sleep, which a CPU does not have: what it is asked for is noted, and nothing moves."""
+    from dlrover.python.rl.engine.vllm.residents import Sleeper
+
+    engine.cuda()
+    engine.receive(snapshot(model_path, 0), rewind=True)
+    runner, asked = engine._resident.runner, []
+    monkeypatch.setattr(runner.llm, "wake_up", lambda tags: asked.append(("wake", *tags)))
+    monkeypatch.setattr(runner.llm, "sleep", lambda level: asked.append(("sleep", level)))
+    monkeypatch.setattr(runner, "sleep_again", lambda: asked.append(("sleep again",)))
+    monkeypatch.setattr(engine, "_resident", Sleeper(lambda: runner))
+    yield engine, runner, asked
+    monkeypatch.undo()
+    engine._at.leave("cpu")
+    engine._resident.sleep(keep=True)
+
+
+@needs_vllm
+def test_weights_that_were_not_taken_when_vllm_woke_do_not_stay_on_the_device(sleeper, model_path, monkeypatch):
+    engine, runner, asked = sleeper
+    engine.cpu()
+    engine.receive(snapshot(model_path, 1, scale=1.02))
+    worker = runner.llm.model_executor.driver_worker.worker
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "take_weights", lambda weights: None)
+        with pytest.raises(WeightSyncError, match="has other values"):
+            engine.cuda()
+    assert asked == [("sleep", 1), ("wake", "weights"), ("sleep", 2)]
+    assert (engine.version, engine.place(), engine.footprint()) == (-1, "meta", {})
+    engine.cuda()
+    with pytest.raises(EngineError, match="receive them again"):
+        engine.generate(prompts(), SamplingParams(), (0,))
+    engine.receive(snapshot(model_path, 1, scale=1.02))
+    assert engine.generate(prompts(), SamplingParams(max_new_tokens=2), (0,))["version"].tolist() == [1] * 3
+
+
+@needs_vllm
+def test_a_device_without_room_is_told_with_who_holds_what(sleeper, model_path, monkeypatch):
+    engine, runner, asked = sleeper
+    engine.cpu()
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:62")
+
+    held = "vllm has no room to compute on cpu, and .* are held .*vllm: "
+    with monkeypatch.context() as patch, pytest.raises(OutOfDeviceMemory, match=held):
+        patch.setattr(runner.llm, "wake_up", refuse)
+        engine.cuda()
+    assert asked[1:] == [("sleep again",)]
+    assert (engine.version, engine.place(), engine.footprint()) == (0, "cpu", {})
+    engine.cuda()
+    with monkeypatch.context() as patch, pytest.raises(OutOfDeviceMemory, match=held):
+        patch.setattr(runner.llm, "step", refuse)
+        engine.generate(prompts(), SamplingParams(), (0,))
+    with monkeypatch.context() as patch, pytest.raises(OutOfDeviceMemory, match=held):
+        patch.setattr(runner.llm, "collective_rpc", refuse)
+        engine.receive(snapshot(model_path, 1))
+    assert engine.version == -1
+    engine.receive(snapshot(model_path, 1))
+    assert engine.generate(prompts(), SamplingParams(max_new_tokens=2), (0,))["version"].tolist() == [1] * 3
+
+
+@needs_vllm
+def test_samples_that_end_beside_one_that_is_broken_are_not_lost(engine, model_path, monkeypatch):
+    engine.cuda()
+    engine.receive(snapshot(model_path, 0), rewind=True)
+    runner = engine._resident.runner
+    step = runner.step
+    engine.add(
+        [Request.fresh(number, 0, row) for number, row in enumerate(prompts(["a", "bc"]).ragged("tokens"))],
+        SamplingParams(max_new_tokens=1),
+        (0,),
+    )
+    with monkeypatch.context() as patch, pytest.raises(EngineError, match="not numbers"):
+        patch.setattr(
+            runner,
+            "step",
+            lambda: [(name, token, float("nan") if name == last(engine) else 0.0) for name, token, _ in step()],
+        )
+        while engine.running:
+            engine.advance()
+    assert engine.running == 2
+    done = []
+    while engine.running:
+        done += engine.advance()
+    assert sorted(each.request.key for each in done) == [(0, 0), (1, 0)]
+
+
+def last(engine):
+    return list(engine._names.values())[-1]
 
 
 @needs_vllm

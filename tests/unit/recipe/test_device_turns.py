@@ -10,6 +10,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from recipe_stage import Stage, kill  # noqa: E402
 
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine  # noqa: E402
 from dlrover.python.rl.engine.memory import DeviceMemory  # noqa: E402
 from dlrover.python.rl.recipe.device_turns import physical_device  # noqa: E402
 from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
@@ -74,10 +75,17 @@ def test_017_collocated_roles_have_the_device_in_turn_and_the_run_is_the_same(tm
         assert [memory.total() for memory in memories()] == [0] * len(memories()), call.method
         return ref
 
+    def gathering(engine):
+        held.append([lease.held for lease in made.workload("ACTOR")._leases])
+        return gather(engine)
+
+    gather, held = Fsdp2TrainEngine.named_weights, []
+    monkeypatch.setattr(Fsdp2TrainEngine, "named_weights", gathering)
     monkeypatch.setattr(DeviceMemory, "publish", told)
     made.port.submit = checked
     faults = {(40, "before"): kill("ACTOR", 0), (40, "after"): kill("ROLLOUT", 0)} if dies else None
     assert end_of(made, faults) == undisturbed
+    assert len(held) > 2 and all(held_now == [True] for held_now in held)
     peaks = [memory.peak for memory in memories()]
     assert len(peaks) == len(SHARING)
     assert 0 < max(together) <= max(peaks) < sum(peaks)

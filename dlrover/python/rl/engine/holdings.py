@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,27 +14,40 @@ Held: TypeAlias = Mapping[str, Mapping[str, int]]
 """Bytes by owner and kind."""
 
 _SUFFIX = ".holdings"
-_ROOM = 1 << 14
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a board tells: a process, and what it holds."""
+
+    pid: int
+    held: Held
 
 
 class HoldingsBoard:
-    """A file for each process in one folder. The kernel's lock on it says whether the process still lives.
+    """A file for each holder in one folder. The kernel's lock on it says whether its process still lives.
 
     Args:
         folder: the same for all processes that share the device; in the node's memory.
+
+    Attributes:
+        name: of the file; a process may have several.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = Path(folder)
-        self._path = self._folder / f"{uuid.uuid4().hex}{_SUFFIX}"
+        self.name = uuid.uuid4().hex
+        self._path = self._folder / f"{self.name}{_SUFFIX}"
         self._descriptor: int | None = None
+        self._length = 0
 
     def publish(self, held: Held) -> None:
         """Let the others know what this process holds now."""
         if self._descriptor is None:
             self._descriptor = self._make()
-        told = json.dumps({"pid": os.getpid(), "held": held})
-        os.pwrite(self._descriptor, told.encode()[:_ROOM].ljust(_ROOM), 0)
+        told = json.dumps({"pid": os.getpid(), "held": held}).encode().ljust(self._length)
+        self._length = len(told)  # what is shorter covers what was longer
+        os.pwrite(self._descriptor, told, 0)
 
     def _make(self) -> int:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -41,20 +55,20 @@ class HoldingsBoard:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # others lock no file that is empty
         return descriptor
 
-    def others(self) -> dict[int, Held]:
-        """What the other living processes published last, by process id. Files of dead ones are removed."""
-        found: dict[int, Held] = {}
+    def others(self) -> dict[str, Told]:
+        """What was published last on the other boards of living processes, by name. Files of dead ones are removed."""
+        found: dict[str, Told] = {}
         for path in self._folder.glob(f"*{_SUFFIX}"):
             if path == self._path:
                 continue
             with suppress(OSError, ValueError, KeyError):  # going away, or being written
                 told = _read(path)
                 if told is not None and told["held"]:
-                    found[told["pid"]] = told["held"]
+                    found[path.stem] = Told(told["pid"], told["held"])
         return found
 
     def close(self) -> None:
-        """Take this process's off."""
+        """Take it off."""
         if self._descriptor is not None:
             self._path.unlink(missing_ok=True)
             os.close(self._descriptor)

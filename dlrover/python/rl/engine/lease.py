@@ -69,7 +69,7 @@ class DeviceLease:
         except BaseException:
             self._leave(turn)
             raise
-        _write(turn[1], self._owner, "since_s")
+        self._write(turn[1], "since_s")
         self._turn = turn
         self._publish()
 
@@ -124,7 +124,7 @@ class DeviceLease:
             path = self._folder / f"{last + 1:09}{_TURN}"
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody looks at one behind its own
-            _write(descriptor, self._owner, "waiting_s")
+            self._write(descriptor, "waiting_s")
         return path, descriptor
 
     def _leave(self, turn: tuple[Path, int]) -> None:
@@ -159,15 +159,14 @@ class DeviceLease:
         first, *others = before
         pid, owner = first.get("pid", 0), first.get("owner", "somebody")
         since_s = time.time() - first.get("since_s", first.get("waiting_s", time.time()))
-        held = self._board.others().get(pid, {})
-        told = f"{total(held):,} bytes: {phrase(held)}" if held else "no bytes that it tells of"
+        found = self._board.others().get(first.get("board", ""))
+        told = f"{total(found.held):,} bytes: {phrase(found.held)}" if found else "no bytes that it tells of"
         waiting = f"; {', '.join(each.get('owner', 'somebody') for each in others)} came before too" if others else ""
         return (
             f"{self._owner} did not get the device within {timeout_s:g} s: {owner} (process {pid}) has had it for"
             f" {since_s:.1f} s, with {told}{waiting}"
         )
 
-
-def _write(descriptor: int, owner: str, what: str) -> None:
-    told = json.dumps({"owner": owner, "pid": os.getpid(), what: time.time()})
-    os.pwrite(descriptor, told.encode().ljust(512), 0)
+    def _write(self, descriptor: int, what: str) -> None:
+        told = json.dumps({"owner": self._owner, "pid": os.getpid(), "board": self._board.name, what: time.time()})
+        os.pwrite(descriptor, told.encode().ljust(512), 0)

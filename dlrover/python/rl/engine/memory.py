@@ -143,14 +143,18 @@ class DeviceMemory:
 
     @contextmanager
     def computing(self, owner: str) -> Iterator[None]:
-        """Say who holds what where PyTorch finds no room for what is computed inside.
+        """Say who holds what where there is no room for what is computed inside.
 
         Raises:
-            OutOfDeviceMemory: instead of PyTorch's own error.
+            OutOfDeviceMemory: instead of PyTorch's own error, or of another program's that says so in words.
         """
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except OutOfDeviceMemory:
+            raise
+        except Exception as error:
+            if not _says_no_room(error):
+                raise
             raise OutOfDeviceMemory(f"{owner} has no room to compute on {self.device}, and {self._told()}") from error
 
     def _refusal(self, owner: str, kind: Kind, wanted: int) -> OutOfDeviceMemory:
@@ -159,8 +163,17 @@ class DeviceMemory:
     def _told(self) -> str:
         room = "" if self.capacity is None else f" of {self.capacity:,}"
         others = {} if self.board is None else self.board.others()
-        told = "".join(f"; process {pid} last told of {phrase(held)}" for pid, held in others.items())
+        told = "".join(f"; process {each.pid} last told of {phrase(each.held)}" for each in others.values())
         return f"{self.total():,}{room} are held ({phrase(self.by_owner()) or 'by nobody here'}{told})"
+
+
+def _says_no_room(error: BaseException | None) -> bool:
+    """Whether it, or what it came of, is an accelerator's refusal."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
+            return True
+        error = error.__cause__
+    return False
 
 
 @dataclass(frozen=True)

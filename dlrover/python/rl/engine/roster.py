@@ -13,6 +13,9 @@ from dlrover.python.rl.engine.torch.sample import Endings, Sample
 
 Key = tuple[int, int]
 
+Drawn = tuple[int, int, float]
+"""A sample's number, a token of it and that one's log-prob."""
+
 
 class Roster:
     """Samples by number, in the order in which they were taken in.
@@ -98,17 +101,25 @@ class Roster:
         """Why its last token ended it; None when it did not, or when there is none."""
         return self.endings.finish(sample) if sample.tokens else None
 
-    def note(self, number: int, token: int, logprob: float, version: int) -> Finish | None:
-        """Add a token that was drawn; why that ended the sample, if it did.
+    def note(self, drawn: Sequence[Drawn], version: int) -> dict[int, Finish]:
+        """Add tokens that were drawn, all of them or none: each sample's in order, up to the one that ends it.
+
+        Returns:
+            Why samples have ended, by number; they are to be let go.
 
         Raises:
-            EngineError: the log-prob is no number.
+            EngineError: a log-prob is no number.
         """
-        if not np.isfinite(logprob):
+        if not np.isfinite([logprob for _, _, logprob in drawn]).all():
             raise EngineError("the model's logits are not numbers: its weights are broken")
-        sample = self.samples[number]
-        sample.record(token, logprob, version)
-        return self.endings.finish(sample)
+        ended: dict[int, Finish] = {}
+        for number, token, logprob in drawn:
+            if number not in ended:
+                sample = self.samples[number]
+                sample.record(token, logprob, version)
+                if why := self.endings.finish(sample):
+                    ended[number] = why
+        return ended
 
     def end(self, number: int, why: Finish) -> Completion:
         """Let a sample go, with what came out of it."""

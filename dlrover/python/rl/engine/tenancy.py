@@ -1,5 +1,6 @@
 """What an engine has on its device, where another program holds the tensors and only sizes can be accounted for."""
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -58,6 +59,10 @@ class Tenancy:
         self._there.pop(kind, None)
         self.place = place
 
+    def computing(self) -> AbstractContextManager[None]:
+        """Where the backend finds no room inside, say who holds what; see :meth:`DeviceMemory.computing`."""
+        return self._memory.computing(self._owner)
+
     def leave(self, place: Place) -> None:
         """Everything has left the device."""
         self._there.clear()
@@ -74,6 +79,11 @@ class Tenancy:
     def footprint(self) -> dict[str, int]:
         """Bytes on the device by kind."""
         return {kind: self._nbytes[kind] for kind in self._there if self._nbytes[kind]}
+
+
+def part_of(nbytes: int, ranks: int) -> int:
+    """What each of the devices has that ``ranks`` divide so many bytes between."""
+    return -(-nbytes // ranks)
 
 
 def refuse_unready(place: Place, lacks: str, has_cache: bool) -> None:

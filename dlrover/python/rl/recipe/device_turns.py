@@ -6,6 +6,12 @@
     ROLLOUT                                        [take | cuda() | generate | cpu() | give]
 
 The trainer's loop knows nothing of it. A member that dies has given the device back: the kernel sees to that.
+
+Members that share one device share all that either has: a bundle of the placement, or under a launcher the device of
+their local rank. So nobody waits for a second device while a partner has the first. But ranks of a role that meet in
+collectives wait within their turns for each other's turns. Of the ready recipes that is the actor alone, and its turns
+come. Two such roles of one group must not be called at the same time, as one could have the device of its rank 0, and
+the other that of its rank 1.
 """
 
 import functools
@@ -37,6 +43,7 @@ class EngineWorkload(BaseWorkload):
 
     _engine: Any = None
     _leases: tuple[DeviceLease, ...] = ()
+    _memory: DeviceMemory | None = None
 
     @contextmanager
     def _first_turn(self, device: str) -> Iterator[DeviceMemory | None]:
@@ -46,7 +53,7 @@ class EngineWorkload(BaseWorkload):
             yield None
             return
         folder, who = memory_root(*run_of(self.name)) / "devices", f"{self.role}[{self.rank}]"
-        memory = DeviceMemory(device)
+        self._memory = memory = DeviceMemory(device)
         names = {physical_device(device), *(physical_device(f"cuda:{number}") for number in self.devices)}
         # Everybody asks for devices in the same order: nobody waits for one who waits for him.
         self._leases = tuple(DeviceLease(folder / name, who, memory) for name in sorted(names))
@@ -59,9 +66,7 @@ class EngineWorkload(BaseWorkload):
         if not self._leases:
             yield
             return
-        with ExitStack() as stack:
-            for lease in self._leases:
-                stack.enter_context(lease.turn(_LONGEST_TURN_S))
+        with self._bare_turn():
             try:
                 if self._engine is not None:
                     self._engine.cuda()
@@ -69,6 +74,19 @@ class EngineWorkload(BaseWorkload):
             finally:
                 if self._engine is not None:
                     self._engine.cpu()
+
+    @contextmanager
+    def _bare_turn(self) -> Iterator[None]:
+        """Have the device inside the block; the engine stays in host memory, and takes its tensors from there to the
+        device one at a time where ranks have to put them together."""
+        with ExitStack() as stack:
+            for lease in self._leases:
+                stack.enter_context(lease.turn(_LONGEST_TURN_S))
+            try:
+                yield
+            finally:
+                if self._memory is not None:
+                    self._memory.release_cache()
 
     def close(self) -> None:
         """Give back the engine and the device."""

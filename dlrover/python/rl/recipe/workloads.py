@@ -133,8 +133,9 @@ class ActorWorkload(EngineWorkload):
 
         The last two versions are kept, in memory that is gone with this process.
         """
-        ticket = self._weights.offer(self._engine)
-        self._published = self._weights.send(ticket, self._engine)
+        with self._bare_turn():
+            ticket = self._weights.offer(self._engine)
+            self._published = self._weights.send(ticket, self._engine)
         return ticket
 
     @trainer_invocation(target="RANK0")
@@ -144,7 +145,11 @@ class ActorWorkload(EngineWorkload):
 
     def save(self, path: Path) -> None:
         """Write the policy in Hugging Face format (rank 0 does); waits a while for room on a full disk."""
-        patiently(lambda: self._engine.save(path), path)
+        patiently(lambda: self._save(path), path)
+
+    def _save(self, path: Path) -> None:
+        with self._bare_turn():  # not while it waits for room
+            self._engine.save(path)
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, version and random states: all that later steps depend on, bit for bit."""

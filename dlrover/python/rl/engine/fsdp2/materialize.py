@@ -25,8 +25,6 @@ class Making:
     Attributes:
         device: where its tensors go.
         precision: torch dtype of the forward and backward pass. Trained parameters have float32 masters in any case.
-        units: names of the classes of modules whose parameters are gathered together; by default those that the module
-            names itself (``non_split_modules`` or Transformers' ``_no_split_modules``).
         prefix: what the module puts before the names of its base model.
         rename: gives the source's name of one of the module's names.
         absent: makes tensors that the source does not have.
@@ -34,7 +32,6 @@ class Making:
 
     device: str = "cpu"
     precision: torch.dtype = torch.float32
-    units: tuple[str, ...] | None = None
     prefix: str = ""
     rename: Callable[[str], str] | None = None
     absent: Absent = lambda name, shape: None
@@ -99,7 +96,7 @@ def _shard(module: Any, grid: Grid, making: Making) -> None:
     policy = MixedPrecisionPolicy()
     if making.precision != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=making.precision, reduce_dtype=torch.float32)
-    names = making.units or _units(module)
+    names = _units(module)
     for part in [part for part in module.modules() if type(part).__name__ in names and part is not module]:
         fully_shard(part, mesh=grid.shards, mp_policy=policy)
     fully_shard(module, mesh=grid.shards, mp_policy=policy)
@@ -110,6 +107,7 @@ def _shard(module: Any, grid: Grid, making: Making) -> None:
 
 
 def _units(module: Any) -> set[str]:
+    """Names of the classes of modules whose parameters are gathered together: the module says which."""
     given: Iterable[Any] = (
         getattr(module, "non_split_modules", None) or getattr(module, "_no_split_modules", None) or ()
     )

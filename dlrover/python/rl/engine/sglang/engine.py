@@ -1,5 +1,6 @@
 """A rollout engine over SGLang's HTTP server: a process of its own, or one that runs already."""
 
+import math
 import shutil
 import tempfile
 import uuid
@@ -16,11 +17,11 @@ from dlrover.python.rl.engine.base import Completion, Request, RolloutSettings, 
 from dlrover.python.rl.engine.memory import DeviceMemory, Kind
 from dlrover.python.rl.engine.offload import Part, Place
 from dlrover.python.rl.engine.requests import as_batch
-from dlrover.python.rl.engine.roster import Key, Roster
+from dlrover.python.rl.engine.roster import Drawn, Key, Roster
 from dlrover.python.rl.engine.sglang.server import SglangServer
 from dlrover.python.rl.engine.sglang.settings import SglangOptions, launch_arguments
 from dlrover.python.rl.engine.sglang.weights import differences, write_folder
-from dlrover.python.rl.engine.tenancy import BROKEN_OFF, RELEASED, Tenancy
+from dlrover.python.rl.engine.tenancy import BROKEN_OFF, RELEASED, Tenancy, part_of
 from dlrover.python.rl.engine.torch.outline import cache_bytes_per_token, outline_causal_lm, weight_bytes
 from dlrover.python.rl.engine.torch.precision import DTYPES
 from dlrover.python.rl.engine.torch.sample import Sample
@@ -64,13 +65,14 @@ class SglangRolloutEngine:
         self._options, self._roster = options, Roster(self._lm)
         self._folder: Path | None = None
         self._at = Tenancy(memory or DeviceMemory(settings.device), "sglang")
-        self._at.bring("weights", weight_bytes(self._lm, self._dtype))
+        ranks = settings.tensor_parallel_size
+        self._at.bring("weights", part_of(weight_bytes(self._lm, self._dtype), ranks))
         with ExitStack() as owned:
             folder = tempfile.TemporaryDirectory(prefix="weights-", dir=options.exchange)
             self._exchange = Path(owned.enter_context(folder))
             self._server = owned.enter_context(closing(_connect(self._model, settings, options, self._exchange)))
             tokens = int(self._server.call("GET", "/get_server_info")["max_total_num_tokens"])
-            self._at.bring("kv_cache", tokens * cache_bytes_per_token(self._lm, self._dtype))
+            self._at.bring("kv_cache", part_of(tokens * cache_bytes_per_token(self._lm, self._dtype), ranks))
             self._owned = owned.pop_all()
         self._threads = ThreadPoolExecutor(settings.max_batch, "sglang")
 
@@ -127,7 +129,7 @@ class SglangRolloutEngine:
         """Have each sample drawn on by at most so many tokens; what has ended, by number.
 
         Raises:
-            EngineError: the server refused one, or took too long; none has been drawn on then.
+            EngineError: the server refused one, took too long, or drew what is none; none has been drawn on then.
         """
         names = {number: uuid.uuid4().hex for number in self._roster.samples}
         calls: dict[int, Future[Any]] = {}
@@ -141,21 +143,9 @@ class SglangRolloutEngine:
         except BaseException:
             self._stop(names, calls)
             raise
-        ended = {}
-        for number, answer in answers.items():
-            if why := self._record(number, answer["meta_info"]["output_token_logprobs"]):
-                ended[number] = self._roster.end(number, why)
-        return ended
-
-    def _record(self, number: int, drawn: Sequence[Sequence[Any]]) -> Any:
-        """Note tokens up to where the sample ends; why it did. A stop string may span what came in two rounds."""
-        if not drawn:
-            raise EngineError("the SGLang server drew nothing: it aborted a request on its own")
-        for logprob, token, *_ in drawn:
-            told = float("nan") if logprob is None else float(logprob)
-            if why := self._roster.note(number, int(token), told, self.version):
-                return why
-        return None
+        drawn = [each for number, answer in answers.items() for each in _drawn(number, answer)]
+        ended = self._roster.note(drawn, self.version)
+        return {number: self._roster.end(number, why) for number, why in ended.items()}
 
     def _stop(self, names: dict[int, str], calls: dict[int, Future[Any]]) -> None:
         """Have the server draw nothing more of these."""
@@ -211,7 +201,7 @@ class SglangRolloutEngine:
         return self._at.place
 
     def footprint(self) -> dict[str, int]:
-        """Bytes on the device by kind, from the model's configuration and what the server tells of itself."""
+        """Bytes on each device by kind, from the model's configuration and what the server tells of itself."""
         return self._at.footprint()
 
     def close(self) -> None:
@@ -225,11 +215,21 @@ class SglangRolloutEngine:
         before = self._at.place
         self._at.bring(kind)
         try:
-            self._server.call("POST", "/resume_memory_occupation", {"tags": [kind]})
-            if kind == "weights" and not self._at.lacks:
-                self._serve(self._folder)
+            with self._at.computing():
+                self._server.call("POST", "/resume_memory_occupation", {"tags": [kind]})
+                if kind == "weights" and not self._at.lacks:
+                    self._serve_again()
         except BaseException:
             self._at.drop(kind, before)
+            raise
+
+    def _serve_again(self) -> None:
+        """Serve what was served before; where that fails, release the room that was brought for it."""
+        try:
+            self._serve(self._folder)
+        except BaseException:
+            with suppress(EngineError):
+                self._server.call("POST", "/release_memory_occupation", {"tags": ["weights"]})
             raise
 
     def _sleep(self, place: Place) -> None:
@@ -266,6 +266,14 @@ def _connect(model: str, settings: RolloutSettings, options: SglangOptions, exch
     server = SglangServer(options.url, timeout_s=options.timeout_s)
     server.wait_until_up(options.start_timeout_s)
     return server
+
+
+def _drawn(number: int, answer: Any) -> list[Drawn]:
+    """What an answer says of a sample; it may go beyond the sample's end."""
+    told = answer["meta_info"]["output_token_logprobs"]
+    if not told:
+        raise EngineError("the SGLang server drew nothing: it aborted a request on its own")
+    return [(number, int(token), math.nan if logprob is None else float(logprob)) for logprob, token, *_ in told]
 
 
 def _generate_body(name: str, sample: Sample, most: int, eos_ids: Sequence[int]) -> dict[str, Any]:

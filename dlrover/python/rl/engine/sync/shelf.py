@@ -23,6 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from uuid import uuid4
 
+from dlrover.python.rl.common.listening import listening_socket
 from dlrover.python.rl.engine.sync.base import Table, Ticket
 from dlrover.python.rl.engine.sync.image import HEAD, WritableImage, lock, progress_at, seal_at
 
@@ -148,7 +149,7 @@ class Counter:
 
     def __init__(self, shelf: Shelf, address: str, patience_s: float) -> None:
         self.near = f"dlrover-weights-{uuid4().hex}"
-        near, far = socket.socket(socket.AF_UNIX), socket.create_server((address, 0), backlog=_BACKLOG)
+        near, far = socket.socket(socket.AF_UNIX), listening_socket(address, _BACKLOG)
         near.bind(b"\0" + self.near.encode())
         near.listen(_BACKLOG)
         self.port = int(far.getsockname()[1])

@@ -12,15 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.torch.bands import band_attention, suits_bands
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # before torch 2.10
-    varlen_attn = None
 
 NAME = "dlrover_packed"
 """What a model's ``attn_implementation`` has to be."""
@@ -132,7 +128,7 @@ def attend(  # noqa: PLR0913 - three tensors and how they attend
     query: Any, key: Any, value: Any, documents: Documents, scaling: float | None = None, window: int | None = None
 ) -> Any:
     """:func:`packed_attention` of one whole row: ``[1, tokens, heads, dim]``."""
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and varlen_attn is not None:
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         longest = max(documents.lengths)
         return varlen_attn(
             *(tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)),

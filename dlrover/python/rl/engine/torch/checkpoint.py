@@ -5,6 +5,7 @@ A folder holds what the layout that wrote it had; another layout, and another en
 
 import glob
 import shutil
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -70,7 +71,7 @@ def _fill(fresh: Path, write: Callable[[Path], None]) -> None:
 
 def _take_place(path: Path, fresh: Path) -> None:
     if path.exists():
-        path.rename(path.with_name(f".{path.name}.old-{uuid.uuid4().hex}"))
+        path.rename(path.with_name(f".{path.name}.old-{time.time_ns():020}"))
     fresh.rename(path)
     flush(path.parent)
     for left in (*_beside(path, "new"), *_beside(path, "old")):
@@ -82,7 +83,8 @@ def _beside(path: Path, kind: str) -> list[Path]:
 
 
 def present(path: Path) -> Path:
-    """``path``; or the folder that a write had moved aside when it was killed, the new one not yet there."""
+    """``path``; or the folder that a write had moved aside when it was killed, the new one not yet there: the last
+    one, where some could not be removed."""
     aside = _beside(path, "old")
     return path if path.exists() or not aside else aside[-1]
 

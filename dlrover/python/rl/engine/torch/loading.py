@@ -48,7 +48,7 @@ class CausalLM:
                 yield name, tensor
 
     def check(self, snapshot: WeightSnapshot, serving: int) -> None:
-        """Verify everything about a snapshot that :meth:`write` relies on.
+        """Refuse a snapshot that is not of this model.
 
         Args:
             snapshot: what arrived.
@@ -58,12 +58,6 @@ class CausalLM:
             WeightSyncError: the snapshot does not fit, is corrupt or older.
         """
         verify(snapshot, {name: tuple(tensor.shape) for name, tensor in self.named_weights()}, serving)
-
-    @torch.no_grad()
-    def write(self, snapshot: WeightSnapshot) -> None:
-        """Copy a checked snapshot into the weights in place, so ties and references to them hold."""
-        for name, tensor in self.named_weights():
-            tensor.copy_(snapshot.tensor(name))
 
     def check_tokens(self, tokens: Any, longest: int) -> None:
         """Refuse ids outside the vocabulary and sequences of more than ``max_positions`` tokens.

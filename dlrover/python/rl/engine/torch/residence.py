@@ -44,6 +44,8 @@ class Residence:
     def to_host(self) -> None:
         """Copy all to host memory and free the device's.
 
+        Where that breaks off, what has moved is told to be away and comes back with :meth:`to_device`.
+
         Raises:
             EngineError: the memory of one is shared with a numpy array, and can never be freed; nothing has moved.
         """
@@ -52,10 +54,9 @@ class Residence:
                 f"{fixed} tensors of {self.owner} cannot be moved: somebody asked them for their numpy(), which shares"
                 " their memory for good; take a copy of a tensor first"
             )
-        for moving in self._tensors.values():
-            if moving.host is None:
-                moving.leave()
         self.on_device = False
+        for moving in self._tensors.values():
+            moving.leave()
         if self.memory.device != "cpu" and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -116,9 +117,11 @@ class _Moving:
 
     def leave(self) -> None:
         """To the host."""
-        self.host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self.storage.device.type == "cuda")
-        self.host.copy_(self.bytes())
-        self.storage.resize_(0)
+        if self.host is None:
+            host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self.storage.device.type == "cuda")
+            self.host = host.copy_(self.bytes())
+        if self.storage.nbytes():
+            self.storage.resize_(0)
 
     def enter(self) -> None:
         """To the device."""

@@ -15,7 +15,7 @@ from dlrover.python.rl.engine.memory import DeviceMemory, Kind
 from dlrover.python.rl.engine.offload import Part, Place
 from dlrover.python.rl.engine.requests import as_batch
 from dlrover.python.rl.engine.roster import Key, Roster
-from dlrover.python.rl.engine.tenancy import BROKEN_OFF, RELEASED, Tenancy
+from dlrover.python.rl.engine.tenancy import BROKEN_OFF, RELEASED, Tenancy, part_of
 from dlrover.python.rl.engine.torch.outline import head_width, outline_causal_lm, weight_bytes
 from dlrover.python.rl.engine.torch.precision import DTYPES
 from dlrover.python.rl.engine.vllm.residents import Resident, Restarter, Sleeper
@@ -58,11 +58,13 @@ class VllmRolloutEngine:
         self._names: dict[int, str] = {}
         self._submissions = itertools.count()
         self._at = Tenancy(memory or DeviceMemory(settings.device), "vllm")
-        self._at.bring("weights", weight_bytes(self._lm, DTYPES[settings.precision]))
+        whole = weight_bytes(self._lm, DTYPES[settings.precision])
+        self._at.bring("weights", part_of(whole, settings.tensor_parallel_size))
         resident = Restarter if settings.device == "cpu" else Sleeper
         with ExitStack() as undone:
             undone.callback(self._at.leave, "meta")
-            self._resident: Resident = resident(partial(Runner, arguments))
+            with self._at.computing():
+                self._resident: Resident = resident(partial(Runner, arguments))
             undone.callback(self._resident.close)
             self._at.bring("kv_cache", self._resident.runner.cache_bytes())
             undone.pop_all()
@@ -125,17 +127,15 @@ class VllmRolloutEngine:
                 self._names[number] = str(next(self._submissions))
                 runner.submit(self._names[number], sample, self._lm.eos_ids)
         numbers = {name: number for number, name in self._names.items()}
-        ended: dict[int, Completion] = {}
         try:
-            for name, token, logprob in runner.step():
-                number = numbers[name]
-                if number not in ended and (why := self._roster.note(number, token, logprob, self.version)):
-                    self._withdraw([number])
-                    ended[number] = self._roster.end(number, why)
+            with self._at.computing():
+                drawn = [(numbers[name], token, logprob) for name, token, logprob in runner.step()]
+            ended = self._roster.note(drawn, self.version)
         except EngineError:
             self._withdraw(self._roster.samples)  # What was drawn beside is drawn again.
             raise
-        return ended
+        self._withdraw(ended)
+        return {number: self._roster.end(number, why) for number, why in ended.items()}
 
     def _withdraw(self, numbers: Collection[int]) -> None:
         """Have vLLM forget these samples; what they have drawn stays, and they can be submitted again."""
@@ -153,7 +153,8 @@ class VllmRolloutEngine:
         self._lm.check(weights, serving=-1 if rewind else self.version)
         self._withdraw(self._roster.samples)
         self.version, self._at.lacks = -1, BROKEN_OFF  # Holds if it breaks off: a mixture has no version.
-        self._resident.take(weights)
+        with self._at.computing():
+            self._resident.take(weights)
         if self._at.place == "meta":
             self._at.place = "cpu"
         self.version, self._at.lacks = weights.version, ""
@@ -180,7 +181,7 @@ class VllmRolloutEngine:
         return self._at.place
 
     def footprint(self) -> dict[str, int]:
-        """Bytes on the device by kind."""
+        """Bytes on the device by kind; with several ranks, on each one's."""
         return self._at.footprint()
 
     def close(self) -> None:
@@ -191,15 +192,17 @@ class VllmRolloutEngine:
         self._at.leave("meta")
 
     def _wake(self, kind: Kind) -> None:
-        before = self._at.place
         self._at.bring(kind)
         try:
-            self._resident.wake(kind)
+            with self._at.computing():
+                self._resident.wake(kind)
         except BaseException:
-            self._at.drop(kind, before)
+            self._at.leave("cpu" if self._resident.keeps else "meta")
+            if not self._resident.keeps:
+                self.version, self._at.lacks = -1, self._at.lacks or BROKEN_OFF
             raise
 
     def _sleep(self, place: Place) -> None:
         self._withdraw(self._roster.samples)
-        self._at.leave(place)
         self._resident.sleep(keep=place == "cpu")
+        self._at.leave(place)

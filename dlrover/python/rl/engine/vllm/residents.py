@@ -9,7 +9,13 @@ from dlrover.python.rl.engine.weights import WeightSnapshot, take_snapshot
 
 
 class Resident(Protocol):
-    """vLLM, awake or not."""
+    """vLLM, awake or not.
+
+    Attributes:
+        keeps: whether there are weights that can be woken.
+    """
+
+    keeps: bool
 
     @property
     def runner(self) -> Runner:
@@ -17,7 +23,7 @@ class Resident(Protocol):
         ...
 
     def wake(self, kind: Kind) -> None:
-        """Bring the weights that were there or came last, or the cache, empty."""
+        """Bring the weights that were there or came last, or the cache, empty. Where it fails, all is asleep."""
         ...
 
     def sleep(self, keep: bool) -> None:
@@ -38,15 +44,25 @@ class Sleeper:
 
     def __init__(self, start: Callable[[], Runner]) -> None:
         self.runner = start()
+        self.keeps = True
         self._asleep: set[Kind] = set()
         self._pending: WeightSnapshot | None = None
 
     def wake(self, kind: Kind) -> None:
         """Bring the weights that were there or came last, or the cache, empty."""
-        self.runner.llm.wake_up(tags=[kind])
+        try:
+            self.runner.llm.wake_up(tags=[kind])
+        except BaseException:
+            self.runner.sleep_again()
+            self._asleep = {"weights", "kv_cache"}
+            raise
         self._asleep.discard(kind)
         if kind == "weights" and self._pending is not None:
-            self.runner.take(self._pending)
+            try:
+                self.runner.take(self._pending)
+            except BaseException:
+                self.sleep(keep=False)  # they are a mixture
+                raise
             self._pending = None
 
     def sleep(self, keep: bool) -> None:
@@ -55,11 +71,12 @@ class Sleeper:
             self.runner.llm.sleep(level=1 if keep else 2)
         else:
             if "kv_cache" not in self._asleep:
-                self.runner.release_cache()
+                self.runner.sleep_again()
             if not keep:
                 self.runner.forget_copies()
         self._asleep = {"weights", "kv_cache"}
         self._pending = self._pending if keep else None
+        self.keeps = self.keeps and keep
 
     def take(self, weights: WeightSnapshot) -> None:
         """New weights: in place, or kept until there is one."""
@@ -67,6 +84,7 @@ class Sleeper:
             self._pending = _copy(weights)
         else:
             self.runner.take(weights)
+        self.keeps = True
 
     def close(self) -> None:
         """End vLLM."""
@@ -84,7 +102,7 @@ class Restarter:
         self._start = start
         self._runner: Runner | None = start()
         self._awake: set[Kind] = {"weights", "kv_cache"}
-        self._empty = False
+        self.keeps = True
         self._weights: WeightSnapshot | None = None
 
     @property
@@ -95,15 +113,19 @@ class Restarter:
 
     def wake(self, kind: Kind) -> None:
         """Bring the weights that were there or came last, or the cache, empty."""
-        if not self._empty and self._awake | {kind} == {"weights", "kv_cache"}:
-            self._restart(self._weights)
         self._awake.add(kind)
+        if self.keeps and len(self._awake) == 2:
+            try:
+                self._restart(self._weights)
+            except BaseException:
+                self._awake = set()
+                raise
 
     def sleep(self, keep: bool) -> None:
         """Free the device."""
         self._awake = set()
         if not keep:
-            self._weights, self._empty = None, True
+            self._weights, self.keeps = None, False
         self.close()
 
     def take(self, weights: WeightSnapshot) -> None:
@@ -113,7 +135,7 @@ class Restarter:
             self._runner.take(kept)
         elif len(self._awake) == 2:
             self._restart(kept)
-        self._weights, self._empty = kept, False
+        self._weights, self.keeps = kept, True
 
     def close(self) -> None:
         """End vLLM."""

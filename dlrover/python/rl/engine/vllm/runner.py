@@ -121,13 +121,16 @@ class Runner:
             raise WeightSyncError(f"vLLM did not take the weights of version {weights.version}: {'; '.join(wrong)}")
 
     def cache_bytes(self) -> int:
-        """Bytes of the key-value cache, on all workers."""
-        return int(sum(self.llm.collective_rpc("cache_bytes")))
+        """Bytes of the key-value cache, on the worker that has most."""
+        return int(max(self.llm.collective_rpc("cache_bytes")))
 
-    def release_cache(self) -> None:
-        """Free the key-value cache while the weights sleep; vLLM's own call would take that for sleep enough."""
+    def sleep_again(self) -> None:
+        """Free what is awake, and keep the weights, while some sleep; vLLM's own call would take that for sleep enough.
+
+        Each of its blocks of memory knows by itself whether it sleeps.
+        """
         self.llm.collective_rpc("sleep", _PATIENCE_S, (1,))
-        self.llm.engine_core.engine_core.model_executor.sleeping_tags.add("kv_cache")
+        self.llm.engine_core.engine_core.model_executor.sleeping_tags |= {"weights", "kv_cache"}
 
     def forget_copies(self) -> None:
         """Free what sleeping weights have in host memory: they come anew."""

@@ -6,12 +6,14 @@ Nobody who sends waits for the other side, so two that send each other much at o
 """
 
 import hmac
+import os
 import pickle
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -20,6 +22,7 @@ from typing import Any, Protocol
 import cloudpickle
 
 from dlrover.python.rl.common.errors import ClusterUnavailable, InvalidJob, Problem
+from dlrover.python.rl.common.listening import listening_socket
 from dlrover.python.rl.common.log import get_logger
 
 _LOG = get_logger(__name__)
@@ -29,6 +32,7 @@ MEETING_S = 300.0
 
 _HELLO_S = 10.0
 _SECRET_BYTES = 32
+_HELLO_BYTES = _SECRET_BYTES + 16
 # A machine that vanishes without a word is noticed after a minute.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
@@ -123,16 +127,21 @@ class Link:
         self._outbox.put([len(buffers).to_bytes(4, "big") + data, *(buffer.raw() for buffer in buffers)])
 
     def hear(self, timeout_s: float) -> bytes:
-        """What the other one says first, ``b""`` if nothing in time; before :meth:`begin`."""
-        try:
-            # waits: for what has begun to arrive
-            return self._connection.recv_bytes(_SECRET_BYTES + 16) if self._connection.poll(timeout_s) else b""
-        except (EOFError, OSError):
-            return b""
+        """What the other one says first, ``b""`` if it is not whole in time; before :meth:`begin`."""
+        deadline_s, heard = time.monotonic() + timeout_s, b""
+        with suppress(OSError):
+            while self._connection.poll(max(deadline_s - time.monotonic(), 0.0)):
+                part = os.read(self._connection.fileno(), _HELLO_BYTES - len(heard))
+                heard += part
+                if len(heard) == _HELLO_BYTES:
+                    return heard.rstrip()
+                if not part:
+                    break
+        return b""
 
     def say(self, words: bytes) -> None:
         """What :meth:`hear` gives on the other side."""
-        self._connection.send_bytes(words)
+        os.write(self._connection.fileno(), words.ljust(_HELLO_BYTES))
 
     def close(self) -> None:
         """Hear and say nothing more."""
@@ -174,7 +183,7 @@ def call_in(place: Place, board: Board) -> dict[int, Link]:
     links: dict[int, Link] = {}
     secret = secrets.token_bytes(_SECRET_BYTES)
     deadline_s = time.monotonic() + MEETING_S
-    with _server(place.address) as server:
+    with listening_socket(place.address, backlog=128) as server:
         board.set(place.board_key, secret + str(server.getsockname()[1]).encode())
         while len(links) < place.world_size - 1:
             server.settimeout(max(deadline_s - time.monotonic(), 0.001))
@@ -213,12 +222,3 @@ def join(place: Place, board: Board) -> Link | None:
         raise ClusterUnavailable(f"rank {place.rank} cannot reach rank 0 at {place.address}: {error}") from error
     link.say(secret + str(place.rank).encode())
     return link
-
-
-def _server(address: str) -> socket.socket:
-    """A listening socket at ``address``; where that is no address of this machine's own, at all it has."""
-    family, _, _, _, found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    try:
-        return socket.create_server((str(found[0]), 0), family=family, backlog=128)
-    except OSError:
-        return socket.create_server(("", 0), family=family, backlog=128)
