@@ -350,11 +350,12 @@ def test_shards_that_do_not_divide_evenly(model_path):
 # -- without others ---------------------------------------------------------------------------------------------------
 
 
-def test_051_sizes_that_do_not_divide_the_ranks_are_refused_with_the_numbers():
+def test_051_sizes_that_do_not_divide_the_ranks_are_refused_with_the_numbers(model_path):
     with pytest.raises(EngineError, match="6 ranks cannot be divided by ddp_size 2 x tensor_parallel_size 2 = 4"):
         Grid.of(Ranks(0, 6), ParallelSizes(ddp_size=2, tensor_parallel_size=2))
     with pytest.raises(EngineError, match="pipeline_parallel_size is 2, but fsdp2 runs with 1 only"):
-        Grid.of(Ranks(0, 2), ParallelSizes(pipeline_parallel_size=2))
+        split = TrainSettings(parallel=ParallelSizes(pipeline_parallel_size=2))
+        Fsdp2TrainEngine(model_path, CONFIG, split, Rendezvous(0, 2))
 
 
 def test_046_one_process_is_a_layout_of_ones_and_trains(model_path):

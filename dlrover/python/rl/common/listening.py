@@ -1,5 +1,6 @@
 """A socket that listens at an address of this machine."""
 
+import encodings.idna  # noqa: F401 - the resolver's codec, which it would import when it is first asked
 import socket
 
 
