@@ -234,9 +234,15 @@ def test_032_results_of_padding_are_left_out():
     assert merge([3.0, 99.0], parts, "sum") == 3.0
 
 
+@pytest.mark.parametrize("how", ["flat", "mean", "sum", "rank0"])
+def test_032_an_engine_that_merges_has_methods_that_return_nothing(how):
+    assert merge([None, None], THREE_TO_ONE, how) is None
+
+
 def test_032_what_cannot_be_put_together_is_refused():
     for how in ("mean", "sum"):
-        with pytest.raises(ShardError, match="NoneType"):
-            merge([None, None], THREE_TO_ONE, how)
+        for results in ([None, 1.0], [1.0, None]):
+            with pytest.raises(ShardError, match="NoneType"):
+                merge(results, THREE_TO_ONE, how)
     with pytest.raises(ShardError, match="no tokens to weight"):
         merge([1.0, 2.0], [Share(1, 0, 2), Share(1, 0, 2)], "mean")

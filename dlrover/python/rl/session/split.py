@@ -216,7 +216,8 @@ def merge(results: Sequence[Any], shares: Sequence[Share], how: Merge) -> Any:
         shares: what each got.
         how: ``list``: as they are. ``flat``: lists, arrays, tensors or batches joined in order. ``mean``: numbers,
             tensors, or dicts of them, weighted by tokens: by the entry ``tokens`` of a dict (which is summed), else by
-            those of the arguments. ``sum``: likewise, added. ``rank0``: the first.
+            those of the arguments. ``sum``: likewise, added. ``rank0``: the first. Of a method that returns nothing
+            there is None to be had, by all but ``list``.
 
     Raises:
         ShardError: results cannot be put together in this way.
@@ -225,7 +226,7 @@ def merge(results: Sequence[Any], shares: Sequence[Share], how: Merge) -> Any:
     values = [result for result, _ in pairs]
     if how == "list":
         return values
-    if how == "rank0":
+    if how == "rank0" or all(value is None for value in values):
         return values[0]
     if how == "flat":
         return join(values)
