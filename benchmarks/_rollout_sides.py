@@ -146,7 +146,8 @@ class Vllm:
     name = "vLLM"
 
     def __init__(self, python: str, model: Path, at_a_time: int, threads: int) -> None:
-        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(threads)}
+        cores = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
+        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(threads), **cores}
         self._process = subprocess.Popen(
             [python, str(Path(__file__).with_name("_rollout_vllm.py")), str(model), str(at_a_time)],
             stdin=subprocess.PIPE,
