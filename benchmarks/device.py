@@ -7,7 +7,6 @@ the host stands in for the device, which tries the command.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks._results import RESULTS, keep
 from dlrover.python.rl.algorithm.registry import make_algorithm
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.base import OptimizerConfig, RolloutSettings, SamplingParams, TrainSettings
@@ -27,7 +27,6 @@ from dlrover.python.rl.engine.memory import DeviceMemory
 from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
 from dlrover.python.rl.recipe.tiny import write_tiny_model
 
-RESULTS = Path(__file__).resolve().parent / "results"
 ROWS, PROMPT, NEW = 64, 128, 128
 
 Told = dict[str, dict[str, Any]]
@@ -188,13 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shape = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": heads // 2}
         model = write_tiny_model(Path(folder) / "model", **shape, max_positions=1024)
         told |= measure(Bench(model, options.device, precision), options.rounds)
-    file = options.out / f"device-{torch.device(options.device).type}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(told, indent=1), encoding="utf-8")
-    text = summary(told)
-    file.with_suffix(".md").write_text(f"{text}\n", encoding="utf-8")
-    print(text)
-    print(f"\nkept in {file}")
+    keep(options.out, f"device-{torch.device(options.device).type}", told, summary(told))
     return 0
 
 

@@ -13,9 +13,7 @@ forward pass, which is compiled for more than a minute before the first token.
 
 import argparse
 import importlib.util
-import json
 import os
-import platform
 import random
 import sys
 import tempfile
@@ -27,12 +25,11 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
-import transformers
 
+from benchmarks._results import RESULTS, keep, machine
 from benchmarks._rollout_sides import Side, Torch, Transformers, Vllm, Work
 from dlrover.python.rl.recipe.tiny import write_tiny_model
 
-RESULTS = Path(__file__).resolve().parent / "results"
 SHAPE = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "max_positions": 512}
 AT_A_TIME, PROMPT = 64, 32
 GOALS = {"equal": 1.7, "mixed": 3.0}
@@ -87,10 +84,10 @@ def summary(results: dict[str, Any]) -> str:
             low, _, high = quantiles(rates, n=4) if len(rates) > 1 else (rates[0],) * 3
             lines.append(f"| {side} | {median(rates):,.0f} | {low:,.0f} to {high:,.0f} | {own / median(rates):.2f}x |")
         lines.append("")
-    machine = results["machine"]
+    at = results["machine"]
     lines.append(
-        f"{results['rounds']} rounds; {machine['threads']} threads, {machine['cores']} cores, torch {machine['torch']},"
-        f" transformers {machine['transformers']}; model: {results['model']}."
+        f"{results['rounds']} rounds; {at['threads']} threads, {at['cores']} cores, torch {at['torch']},"
+        f" transformers {at['transformers']}; model: {results['model']}."
     )
     return "\n".join(lines)
 
@@ -121,23 +118,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 side.close()
     results = {
         "model": ", ".join(f"{name} {size}" for name, size in SHAPE.items()),
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "threads": options.threads,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "machine": machine(options.threads),
         "rounds": rounds,
         "tokens_per_s": rates,
     }
-    file = options.out / ("rollout-quick.json" if options.quick else "rollout.json")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    text = summary(results)
-    file.with_suffix(".md").write_text(f"{text}\n", encoding="utf-8")
-    print(text)
-    print(f"\nkept in {file}")
+    keep(options.out, "rollout-quick" if options.quick else "rollout", results, summary(results))
     return 0
 
 

@@ -11,9 +11,7 @@ TRL is compared with at the best of its settings; its defaults are printed besid
 """
 
 import argparse
-import json
 import os
-import platform
 import random
 import sys
 import tempfile
@@ -23,13 +21,12 @@ from statistics import median, quantiles
 from typing import Any
 
 import torch
-import transformers
 import trl
 
+from benchmarks._results import RESULTS, keep, machine
 from benchmarks._training_sides import BEST, OwnGrpo, OwnSft, Side, TrlGrpo, TrlSft, Work
 from dlrover.python.rl.recipe.tiny import write_tiny_model
 
-RESULTS = Path(__file__).resolve().parent / "results"
 SHAPE = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "max_positions": 512}
 GOAL = 1.5
 
@@ -81,10 +78,10 @@ def summary(results: dict[str, Any]) -> str:
             told = [_told(kind, value, results) for value in [median(times), *_quartiles(times)]]
             lines.append(f"| {name} | {told[0]} | {told[1]} to {told[2]} | {median(times) / median(found[own]):.2f} |")
         lines.append("")
-    machine = results["machine"]
+    at = results["machine"]
     lines.append(
-        f"{results['rounds']} rounds; {machine['threads']} threads, {machine['cores']} cores, torch {machine['torch']},"
-        f" transformers {machine['transformers']}, TRL {machine['trl']}; model: {results['model']}."
+        f"{results['rounds']} rounds; {at['threads']} threads, {at['cores']} cores, torch {at['torch']},"
+        f" transformers {at['transformers']}, TRL {at['trl']}; model: {results['model']}."
     )
     return "\n".join(lines)
 
@@ -115,26 +112,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = measure(sides(model, Path(folder) / "trl", not options.no_defaults), work, rounds)
     results = {
         "model": ", ".join(f"{name} {size}" for name, size in SHAPE.items()),
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "threads": options.threads,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "trl": trl.__version__,
-        },
+        "machine": machine(options.threads, trl=trl.__version__),
         "rounds": rounds,
         "tokens": work.tokens,
         "steps": work.steps,
         "seconds": seconds,
     }
-    file = options.out / ("training-quick.json" if options.quick else "training.json")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    text = summary(results)
-    file.with_suffix(".md").write_text(f"{text}\n", encoding="utf-8")
-    print(text)
-    print(f"\nkept in {file}")
+    keep(options.out, "training-quick" if options.quick else "training", results, summary(results))
     return 0
 
 

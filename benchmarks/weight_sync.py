@@ -7,7 +7,6 @@ tensors of its own, as an engine does.
 """
 
 import argparse
-import json
 import multiprocessing
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks._results import RESULTS, keep, machine
 from dlrover.python.rl.engine.sync.base import SyncSettings, WeightTransport
 from dlrover.python.rl.engine.sync.broadcast import BroadcastTransport
 from dlrover.python.rl.engine.sync.file import FileTransport, disk, shared_memory
@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--bucket", type=int, default=SyncSettings().bucket, help="bytes")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a folder in memory")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--work", type=Path, default=REPOSITORY / "build" / "bench-weight-sync")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -231,13 +231,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{nbytes / 1e6:.0f} MB of weights, medians of {rounds} rounds, buckets of {options.bucket // 1024} KiB\n\n"
         f"{table(ways, nbytes, 'way', 0)}\n\n{table(buckets, nbytes, 'shared memory, mapped: bucket', 1)}"
     )
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / ("weight_sync-quick.json" if options.quick else "weight_sync.json")
-    told = {"bytes": nbytes, "rounds": rounds, "bucket": options.bucket, "ways_s": ways, "buckets_s": buckets}
-    file.write_text(json.dumps(told, indent=1), encoding="utf-8")
-    file.with_suffix(".md").write_text(f"{text}\n", encoding="utf-8")
-    print(text)
-    print(f"\nkept in {file}")
+    told = {"bytes": nbytes, "rounds": rounds, "bucket": options.bucket, "machine": machine(1)}
+    keep(
+        options.out,
+        "weight_sync-quick" if options.quick else "weight_sync",
+        told | {"ways_s": ways, "buckets_s": buckets},
+        text,
+    )
     return 0
 
 

@@ -122,7 +122,7 @@ RLITE = """
     except ImportError:
         init_empty_weights = rlite.nn.empty_weights
 
-    model = write_tiny_model("tiny", hidden=32, layers=2)
+    model = write_tiny_model("tiny", hidden=128, layers=2)  # heads as wide as vLLM wants them
 
     class MyQwenModel(rlite.nn.TrainModule, Qwen2ForCausalLM):
         def on_weights_materialized(self):
