@@ -27,6 +27,7 @@ def run(algorithm, annotated: Batch, logprobs, old, ref, parts: int = 1):
         columns = {
             name: torch.from_numpy(np.repeat(annotated.dense(name)[rows], lengths[rows]))
             for name in ("advantage", "weight")
+            if name in annotated
         }
         columns |= {"old_logprobs": old[part], "ref_logprobs": ref[part]}
         loss, metrics = algorithm.loss(leaf[part], columns)

@@ -2,10 +2,11 @@
 
 import pytest
 
+from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.dr_grpo import DrGRPO
 from dlrover.python.rl.algorithm.grpo import GRPO
+from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.registry import ALGORITHMS, make_algorithm
-from dlrover.python.rl.algorithm.sft import SFT
 from dlrover.python.rl.common.errors import InvalidJob
 
 
@@ -16,15 +17,28 @@ def problems(name, options=None):
 
 
 def test_every_name_makes_its_algorithm():
-    assert {name: type(make_algorithm(name)) for name in ALGORITHMS} == {"grpo": GRPO, "dr_grpo": DrGRPO, "sft": SFT}
+    assert {name: type(make_algorithm(name)) for name in ALGORITHMS} == {
+        name: preset.algorithm for name, preset in ALGORITHMS.items()
+    }
+    assert type(make_algorithm("grpo")) is GRPO
     assert make_algorithm("grpo", {"clip_high": 1, "normalize": "none"}) == GRPO(clip_high=1, normalize="none")
     assert make_algorithm("dr_grpo", {"averaging": "constant", "max_tokens": 9}).max_tokens == 9
     assert make_algorithm("dr_grpo", {"max_tokens": None}) == DrGRPO()
 
 
+def test_111_112_114_presets_are_what_their_sources_say():
+    ppo, grpo, dr_grpo = map(make_algorithm, ("openai_ppo", "deepseek_grpo", "dr_grpo"))
+    assert (ppo.kl_in, ppo.kl_estimator, ppo.kl_coef > 0, type(ppo)) == ("reward", "k1", True, PPO)
+    assert (grpo.kl_in, grpo.kl_estimator, grpo.averaging, grpo.normalize) == ("loss", "k3", "sequence", "std")
+    assert (grpo.kl_coef > 0, dr_grpo.averaging, dr_grpo.kl_coef) == (True, "token", 0)
+    assert make_algorithm("openai_ppo", {"kl_coef": 0.5, "lam": 1.0}) == PPO(kl_coef=0.5, lam=1.0)
+    assert make_algorithm("ipo", {"beta": 0.3}) == DPO(beta=0.3, kind="ipo", token_means=True)
+    assert make_algorithm("conservative_dpo").label_smoothing == 0.1
+
+
 def test_an_unknown_name_gives_the_nearest():
     assert problems("grop") == ["algorithm.name: 'grop' is unknown; did you mean 'grpo'?"]
-    assert problems("xyz") == ["algorithm.name: 'xyz' is unknown; known: dr_grpo, grpo, sft"]
+    assert problems("xyz") == ["algorithm.name: 'xyz' is unknown; known: " + ", ".join(ALGORITHMS)]
 
 
 def test_all_wrong_options_are_reported_at_once():

@@ -33,5 +33,4 @@ def test_row_122_parts_change_nothing(averaging, parts):
 def test_rows_need_no_reward_and_any_group_size_will_do():
     SFT().check_group_size(1)
     annotated = SFT().annotate(ROWS)
-    assert annotated.dense("advantage").tolist() == [1, 1, 0]
     assert annotated.dense("weight").tolist() == [0.25, 0.25, 0]

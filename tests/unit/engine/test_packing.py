@@ -118,14 +118,19 @@ def test_columns_are_picked_or_spread_over_the_actions():
         ragged=batch.ragged("tokens").like(np.arange(5) / 2),
         dense=np.array([3, 4]),
         text=["a", "b"],
-        wide=np.zeros((2, 2)),
+        wide=np.array([[1, 2], [3, 4]]),
+        teachers=batch.ragged("tokens").like(np.arange(10).reshape(5, 2)),
+        elsewhere=Ragged.from_rows([[1], [2]]),
     )
     (part,) = pack(batch, 100)
     columns = part.columns(batch, "cpu")
-    assert columns.keys() == {"tokens", "action_mask", "ragged", "dense"}
+    assert columns.keys() == {"tokens", "action_mask", "ragged", "dense", "wide", "teachers", "unit"}
     assert columns["ragged"].tolist() == [0.5, 1.0, 2.0]
     assert str(columns["ragged"].dtype) == "torch.float32"
     assert columns["dense"].tolist() == [3, 3, 4]
+    assert columns["wide"].tolist() == [[1, 2], [1, 2], [3, 4]]
+    assert columns["teachers"].tolist() == [[2, 3], [4, 5], [8, 9]]
+    assert columns["unit"].tolist() == [0, 0, 1]
 
 
 def test_a_first_token_can_have_a_score_but_no_logprob():

@@ -105,7 +105,7 @@ def test_all_problems_of_the_configuration_are_found_before_anything_starts(tmp_
     ("override", "where", "what"),
     [
         ("rollout.samples_per_prompt=1", "config.rollout.samples_per_prompt", "at least 2"),
-        ("algorithm.name=gpro", "config.algorithm.name", "did you mean 'grpo'"),
+        ("algorithm.name=grop", "config.algorithm.name", "did you mean 'grpo'"),
         ("optimizer.lr=-1", "config.optimizer.lr", "greater than 0"),
         ("+optimizer.lrr=1", "config.optimizer.lrr", "did you mean 'lr'"),
         ("data.eval_rows=4000", "config.data.eval_rows", "cannot be held out"),

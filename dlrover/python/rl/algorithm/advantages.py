@@ -51,6 +51,60 @@ def group_advantages(
     return advantage
 
 
+def leave_one_out(
+    prompt_id: npt.NDArray[np.int64], reward: npt.NDArray[np.floating], valid: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.float32]:
+    """Center each reward on the mean of the *other* rows of its prompt (RLOO, arXiv:2402.14740, section 3.2).
+
+    That is ``n / (n - 1)`` times the deviation from the mean of all n.
+
+    Args:
+        prompt_id: ``[rows]``.
+        reward: ``[rows]``.
+        valid: False on rows to leave out, ``[rows]``.
+
+    Returns:
+        ``[rows]``, 0 for rows that are left out or alone.
+    """
+    centred = group_advantages(prompt_id, reward, "none", valid).astype(np.float64)
+    _, group = np.unique(prompt_id, return_inverse=True)
+    count = np.bincount(group, weights=valid)[group]
+    return (centred * count / np.maximum(count - 1, 1)).astype(np.float32)
+
+
+def varied_groups(
+    prompt_id: npt.NDArray[np.int64], reward: npt.NDArray[np.floating], valid: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """``[rows]``: True where the valid rewards of a row's prompt differ, so that there is something to learn.
+
+    DAPO's dynamic sampling (arXiv:2503.14476, eq. 11) draws other prompts in place of the rest.
+    """
+    _, group = np.unique(prompt_id, return_inverse=True)
+    low, high = np.full(len(reward), np.inf), np.full(len(reward), -np.inf)
+    np.minimum.at(low, group[valid], reward[valid])
+    np.maximum.at(high, group[valid], reward[valid])
+    return (high > low)[group]
+
+
+def whitened(values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float64]:
+    """``(values - mean) / sqrt(var + 1e-8)`` with the unbiased variance (divisor n - 1); equal values give 0.
+
+    Over the action tokens of a whole update, as in the published code of PPO and REINFORCE++ (TRL, verl, RL2).
+
+    Args:
+        values: ``[n]``.
+        counts: how often each of them is there; None: once. With 0 it does not count, and comes back as 0.
+    """
+    counts = np.ones(len(values), dtype=np.int64) if counts is None else counts
+    there = values[counts > 0]
+    if not len(there) or there.min() == there.max():
+        return np.zeros(len(values))
+    total = counts.sum()
+    centred = np.where(counts > 0, values - (counts * np.where(counts > 0, values, 0.0)).sum() / total, 0.0)
+    deviation = float(np.sqrt((counts * centred**2).sum() / (total - 1) + 1e-8))
+    return centred / deviation
+
+
 def check_group_size(samples_per_prompt: int) -> None:
     """Refuse groups of one: a sample compared with itself has advantage 0, and nothing would ever be learned.
 

@@ -7,9 +7,9 @@ import numpy.typing as npt
 
 from dlrover.python.rl.common.nearest import hint
 
-Averaging: TypeAlias = Literal["token", "sequence", "constant"]
-"""``token``: the mean over all action tokens. ``sequence``: the mean over sequences of each one's token mean.
-``constant``: the mean over sequences of each one's token sum divided by a fixed length."""
+Averaging: TypeAlias = Literal["token", "sequence", "sum", "constant"]
+"""``token``: the mean over all action tokens. ``sequence``: the mean over sequences of each one's token mean. ``sum``:
+the mean over sequences of each one's token sum. ``constant``: the same divided by a fixed length."""
 
 
 def token_weights(
@@ -18,11 +18,12 @@ def token_weights(
     mode: Averaging,
     max_tokens: int | None = None,
 ) -> npt.NDArray[np.float32]:
-    """The weight of each action token of every row.
+    """The weight of each action token of every row (or sample, if that is what the arguments are about).
 
     With n_i the action tokens of row i, and N_a and N_s the action tokens and the sequences that count in the whole
     update: ``token`` 1/N_a (DAPO, arXiv:2503.14476, eq. 8), ``sequence`` 1/(n_i N_s) (GRPO, arXiv:2402.03300, eq. 3),
-    ``constant`` 1/(N_s L) (Dr. GRPO, arXiv:2503.20783, section 3.2 and the listing of its masked mean).
+    ``sum`` 1/N_s (a whole sequence is one action: RLOO, arXiv:2402.14740), ``constant`` 1/(N_s L) (Dr. GRPO,
+    arXiv:2503.20783, section 3.2 and the listing of its masked mean).
 
     Args:
         action_tokens: n_i, ``[rows]``.
@@ -43,6 +44,8 @@ def token_weights(
         divisor = np.full(len(lengths), max(lengths.sum(), 1.0))
     elif mode == "sequence":
         divisor = np.maximum(lengths, 1.0) * sequences
+    elif mode == "sum":
+        divisor = np.full(len(lengths), float(sequences))
     elif mode == "constant":
         if max_tokens is None or max_tokens < 1:
             raise ValueError("averaging 'constant' divides by max_tokens: give the most tokens a completion may have")

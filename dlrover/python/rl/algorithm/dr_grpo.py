@@ -7,26 +7,19 @@ solved; dividing by the length of each sample makes long wrong samples cheap. Th
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
-from annotated_types import Ge, Gt, Lt
+import numpy as np
+import numpy.typing as npt
+from annotated_types import Gt
 
-from dlrover.python.rl.algorithm.advantages import check_group_size, group_advantages
-from dlrover.python.rl.algorithm.averaging import token_weights
-from dlrover.python.rl.algorithm.base import Metrics, TokenColumns, column, counted_rows
-from dlrover.python.rl.algorithm.fields import check_fields
-from dlrover.python.rl.algorithm.policy_loss import clipped_surrogate
-from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.algorithm.advantages import group_advantages
+from dlrover.python.rl.algorithm.policy import PolicyGradient
+from dlrover.python.rl.algorithm.samples import Samples
+from dlrover.python.rl.data.batch import Column
 
 
 @dataclass(frozen=True)
-class DrGRPO:
-    """The token loss ``-min(A r, A clip(r))`` with ``A = reward - mean(rewards of the prompt)``."""
-
-    clip_low: Annotated[float, Ge(0.0), Lt(1.0)] = 0.2
-    """How far the ratio may fall below 1."""
-
-    clip_high: Annotated[float, Ge(0.0)] = 0.2
-    """How far the ratio may rise above 1."""
+class DrGRPO(PolicyGradient):
+    """The clipped surrogate with ``A = reward - mean(rewards of the prompt)``."""
 
     averaging: Literal["token", "constant"] = "token"
     """``constant`` is the paper's: each sample's sum is divided by ``max_tokens``, so the step does not depend on the
@@ -36,22 +29,15 @@ class DrGRPO:
     """The most tokens a completion may have; for averaging ``constant`` alone."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if (self.averaging == "constant") != (self.max_tokens is not None):
             raise ValueError("max_tokens goes with averaging 'constant': give both or neither")
 
-    def check_group_size(self, samples_per_prompt: int) -> None:
-        """Raise ValueError for groups of one sample."""
-        check_group_size(samples_per_prompt)
+    def advantages(self, samples: Samples) -> Column:
+        """Rewards less their group's mean: float32 ``[rows]``."""
+        reward = self.rewards(samples)
+        return samples.spread(group_advantages(samples.prompt_id, reward, "none", samples.counted))
 
-    def annotate(self, rows: Batch) -> Batch:
-        """Add ``advantage`` and ``weight``, see :class:`~dlrover.python.rl.algorithm.base.Algorithm`."""
-        counted = counted_rows(rows)
-        advantage = group_advantages(rows.dense("prompt_id"), rows.dense("reward"), "none", counted)
-        weight = token_weights(rows.dense("action_tokens"), counted, self.averaging, self.max_tokens)
-        return rows.with_columns(advantage=advantage, weight=weight)
-
-    def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
-        """Weighted sum over the tokens; metrics of the clipped surrogate."""
-        losses, metrics = clipped_surrogate(logprobs, columns, self.clip_low, self.clip_high)
-        return (column(columns, "weight") * losses).sum(), metrics
+    def weights(self, samples: Samples) -> npt.NDArray[np.float32]:
+        """``[rows]``: see :func:`~dlrover.python.rl.algorithm.averaging.token_weights`."""
+        return samples.weights(self.averaging, self.max_tokens)

@@ -35,6 +35,8 @@ def _fault(kind: Any, value: Any) -> str:
     if get_origin(kind) is Annotated:
         base, *constraints = get_args(kind)
         return _fault(base, value) or next(filter(None, (_violation(rule, value) for rule in constraints)), "")
+    if kind is bool:
+        return "" if isinstance(value, bool) else f"must be true or false, not {value!r}"
     if kind in {int, float}:
         fits = isinstance(value, int | kind) and not isinstance(value, bool)
         return "" if fits else f"must be {'a number' if kind is float else 'an integer'}, not {value!r}"

@@ -33,7 +33,7 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEsti
     raise ValueError(f"unknown KL estimator '{kind}'{hint(kind, get_args(KLEstimator))}")
 
 
-def kl_penalty(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLPenalty) -> torch.Tensor:
+def kl_penalty(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
     """The estimator as a loss per token, ``[tokens]``, to be differentiated through ``logprobs``.
 
     On-policy the expected gradient is that of KL(pi || ref) for k2, and that of KL(ref || pi) for k3.

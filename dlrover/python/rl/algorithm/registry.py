@@ -1,18 +1,63 @@
 """Algorithms by the names that job files use."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from dlrover.python.rl.algorithm.base import Algorithm
+from dlrover.python.rl.algorithm.cispo import CISPO
+from dlrover.python.rl.algorithm.dapo import DAPO
+from dlrover.python.rl.algorithm.distillation import Distillation
+from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.dr_grpo import DrGRPO
 from dlrover.python.rl.algorithm.fields import field_faults
 from dlrover.python.rl.algorithm.grpo import GRPO
+from dlrover.python.rl.algorithm.gspo import GSPO
+from dlrover.python.rl.algorithm.ppo import PPO
+from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from dlrover.python.rl.algorithm.reward_model import RewardModel
+from dlrover.python.rl.algorithm.rloo import RLOO
 from dlrover.python.rl.algorithm.sft import SFT
+from dlrover.python.rl.algorithm.vocabulary_distillation import VocabularyDistillation
 from dlrover.python.rl.common.errors import InvalidJob, Problem
 from dlrover.python.rl.common.nearest import hint
 
-ALGORITHMS: dict[str, type] = {"grpo": GRPO, "dr_grpo": DrGRPO, "sft": SFT}
-"""Name to config class, which is the algorithm."""
+
+@dataclass(frozen=True)
+class Preset:
+    """A name for an algorithm, with defaults of its own.
+
+    Attributes:
+        algorithm: the config class, which is the algorithm.
+        options: for its fields; a job's own come before them.
+    """
+
+    algorithm: type
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+ALGORITHMS: dict[str, Preset] = {
+    "cispo": Preset(CISPO),
+    "conservative_dpo": Preset(DPO, {"label_smoothing": 0.1}),
+    "dapo": Preset(DAPO),
+    "deepseek_grpo": Preset(GRPO, {"kl_coef": 0.04}),
+    "distillation": Preset(Distillation),
+    "dpo": Preset(DPO),
+    "dr_grpo": Preset(DrGRPO),
+    "grpo": Preset(GRPO),
+    "gspo": Preset(GSPO),
+    "ipo": Preset(DPO, {"kind": "ipo", "token_means": True}),
+    "openai_ppo": Preset(PPO, {"kl_coef": 0.02}),
+    "ppo": Preset(PPO),
+    "reinforce_pp": Preset(ReinforcePlusPlus),
+    "reinforce_pp_baseline": Preset(ReinforcePlusPlusBaseline),
+    "reward_model": Preset(RewardModel),
+    "rloo": Preset(RLOO),
+    "sft": Preset(SFT),
+    "vocabulary_distillation": Preset(VocabularyDistillation),
+}
+"""Every name. ``openai_ppo`` has its KL penalty (k1, coefficient as in arXiv:2203.02155) in the reward,
+``deepseek_grpo`` its own (k3, arXiv:2402.03300) in the loss; ``ppo`` and ``grpo`` have none unless told."""
 
 
 def make_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Algorithm:
@@ -23,12 +68,12 @@ def make_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Algor
     """
     if name not in ALGORITHMS:
         raise InvalidJob([Problem("algorithm.name", f"'{name}' is unknown{hint(name, ALGORITHMS)}")])
-    options = options or {}
-    faults = field_faults(ALGORITHMS[name], options)
+    preset = ALGORITHMS[name]
+    faults = field_faults(preset.algorithm, options or {})
     if faults:
         raise InvalidJob([Problem(f"algorithm.{option}", fault) for option, fault in faults.items()])
     try:
-        algorithm: Algorithm = ALGORITHMS[name](**options)
+        algorithm: Algorithm = preset.algorithm(**{**preset.options, **(options or {})})
     except ValueError as error:
         raise InvalidJob([Problem("algorithm", str(error))]) from None
     return algorithm

@@ -3,18 +3,17 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 
 from dlrover.python.rl.algorithm.averaging import token_weights
-from dlrover.python.rl.algorithm.base import Metrics, TokenColumns, column
+from dlrover.python.rl.algorithm.base import Metrics, Needs, TokenColumns, column
 from dlrover.python.rl.algorithm.fields import check_fields
 from dlrover.python.rl.data.batch import Batch
 
 
 @dataclass(frozen=True)
 class SFT:
-    """Maximum likelihood. Rows need ``action_tokens`` alone; every row is its own teacher, with advantage 1."""
+    """Maximum likelihood. Rows need ``action_tokens`` alone."""
 
     averaging: Literal["token", "sequence"] = "token"
     """Mean over the tokens of the global batch, or over sequences of their token means."""
@@ -22,15 +21,18 @@ class SFT:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    @property
+    def needs(self) -> Needs:
+        """Nothing."""
+        return Needs()
+
     def check_group_size(self, samples_per_prompt: int) -> None:
         """Any number will do: examples are not compared."""
 
     def annotate(self, rows: Batch) -> Batch:
-        """Add ``advantage`` and ``weight``, see :class:`~dlrover.python.rl.algorithm.base.Algorithm`."""
+        """Add ``weight``, see :class:`~dlrover.python.rl.algorithm.base.Algorithm`."""
         action_tokens = rows.dense("action_tokens")
-        counted = action_tokens > 0
-        weight = token_weights(action_tokens, counted, self.averaging)
-        return rows.with_columns(advantage=counted.astype(np.float32), weight=weight)
+        return rows.with_columns(weight=token_weights(action_tokens, action_tokens > 0, self.averaging))
 
     def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
         """``sum(weight * -logprobs)``. The metric ``nll`` is the same; ``exp`` of its sum over the update is the

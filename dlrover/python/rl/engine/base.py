@@ -101,9 +101,16 @@ class Rendezvous:
 
 TokenLoss: TypeAlias = Callable[[Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
 """``loss(outputs, columns) -> (loss, metrics)``: ``outputs`` ``[tokens]`` at the action tokens of a micro-batch
-(log-probs, or scores with ``head: token``), each of ``columns`` ``[tokens]`` aligned with them. ``loss`` is a scalar
-**sum** whose per-token weights (column ``weight``) already carry the global normaliser, and so are the ``metrics``:
-they add up over micro-batches and ranks.
+(log-probs, or scores with ``head: token``), each of ``columns`` ``[tokens, ...]`` aligned with them. ``loss`` is a
+scalar **sum** whose per-token weights (column ``weight``) already carry the global normaliser, and so are the
+``metrics``: they add up over micro-batches and ranks.
+
+Tokens of a row are always in one micro-batch, and so are rows with the same number in the batch's dense column
+``unit``; without that column the engine adds a ``unit`` that numbers the rows, for losses on sequences.
+
+Where the batch has ``candidates`` (int64, ragged ``[rows, seq, n]``, aligned with the tokens: n ids at each action
+token), ``columns`` has also ``candidate_logprobs`` ``[tokens, n]``: of these ids in the place of the token, with
+gradient.
 
 A loss with a true attribute ``wants_entropy`` finds in ``columns`` also ``entropy``: of the distribution each action
 token was drawn from, with gradient."""

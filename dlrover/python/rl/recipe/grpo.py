@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from dlrover.python.rl.algorithm.base import Algorithm
+from dlrover.python.rl.algorithm.base import Algorithm, added
+from dlrover.python.rl.algorithm.policy import PolicyGradient
 from dlrover.python.rl.algorithm.registry import make_algorithm
 from dlrover.python.rl.common.errors import InvalidJob, Problem, WeightSyncError
 from dlrover.python.rl.common.roles import RLRoleType
@@ -28,6 +29,9 @@ from dlrover.python.rl.recipe.problems import ProblemSource, data_problems
 from dlrover.python.rl.recipe.tracking import RunLog
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 from dlrover.python.rl.trainer.trainer import BaseTrainer
+
+_GIVEN = {"old_logprobs", "ref_logprobs", "entropy"}
+"""What the actor gives to a loss; the trainer itself sees nothing of single tokens."""
 
 _LOGGED = ("prompt_id", "sample_index", "attempt", "reward", "error", "version", "prompt", "completion", "answer")
 
@@ -76,11 +80,12 @@ class GRPOTrainer(BaseTrainer):
             if step == 1:
                 self.state["rewards before"] = self.first_look()
             drawn = self.draw_all(step, self.problems.next())
-            rows = self.algorithm.annotate(trainable(step, drawn.scored, self.cfg.reward))
+            judged = trainable(step, drawn.scored, self.cfg.reward)
+            rows = self.algorithm.annotate(judged)
             trained = self.RG_ACTOR.update(
                 Shard(drawn.rollouts),
                 Shard(drawn.reference) if drawn.reference else Replicate(None),
-                Shard(rows.select("advantage", "weight")),
+                Shard(added(judged, rows)),
                 self.cfg.rollout.temperature,
             )
             self.record(step, drawn.scored, rows, trained[0], time.monotonic() - began_s)
@@ -209,7 +214,7 @@ def algorithm_of(cfg: GRPOConfig) -> Algorithm:
 
 def uses_reference(algorithm: Algorithm) -> bool:
     """Whether the algorithm needs a reference's log-probs."""
-    return getattr(algorithm, "kl_coef", 0.0) > 0
+    return "ref_logprobs" in algorithm.needs.all
 
 
 def _algorithm_problems(cfg: GRPOConfig, roles: Mapping[RLRoleType, int]) -> list[Problem]:
@@ -220,6 +225,11 @@ def _algorithm_problems(cfg: GRPOConfig, roles: Mapping[RLRoleType, int]) -> lis
         return [Problem(f"config.{item.where}", item.what) for item in error.problems]
     except ValueError as error:
         return [Problem("config.rollout.samples_per_prompt", str(error))]
+    if not isinstance(algorithm, PolicyGradient):
+        return [Problem("config.algorithm.name", "it learns from examples, and this trainer has samples with rewards")]
+    absent = algorithm.needs.annotate | algorithm.needs.loss - _GIVEN
+    if absent:
+        return [Problem("config.algorithm", f"it needs {', '.join(sorted(absent))}, which this trainer does not have")]
     if uses_reference(algorithm) and RLRoleType.REFERENCE not in roles:
         return [Problem("workload", "config.algorithm.kl_coef is above 0, which needs the role 'reference'")]
     return []

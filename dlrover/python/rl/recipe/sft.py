@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dlrover.python.rl.algorithm.base import added
 from dlrover.python.rl.algorithm.sft import SFT
 from dlrover.python.rl.common.errors import Problem
 from dlrover.python.rl.common.roles import RLRoleType
@@ -87,8 +88,8 @@ class SFTTrainer(BaseTrainer):
 def annotated(algorithm: SFT, batch: Batch) -> Batch:
     """``batch`` with the weight of each row's trained tokens."""
     trained = np.array([int(mask.sum()) for mask in batch.ragged("action_mask")], dtype=np.int64)
-    rows = algorithm.annotate(Batch({"action_tokens": trained}))
-    return batch.with_columns(weight=rows["weight"])
+    rows = Batch({"action_tokens": trained})
+    return batch.with_columns(**added(rows, algorithm.annotate(rows)).columns)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from dlrover.python.rl.algorithm.base import EngineLoss
 from dlrover.python.rl.algorithm.registry import make_algorithm
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.state_tree import dump, load
@@ -29,7 +30,7 @@ def warm_actor() -> None:
     """An update, a commit, and going back to it."""
     with random_state_kept():
         engine = Fsdp2TrainEngine(_blueprint(), OptimizerConfig(lr=1e-3))
-        engine.step(_drawn(), make_algorithm("grpo", {}).loss)
+        engine.step(_drawn(), EngineLoss(make_algorithm("grpo")))
         engine.publish()
         state = dump({"engine": engine.state_dict(), "random": random_state()})
         back = load(state.skeleton, state.buffers)

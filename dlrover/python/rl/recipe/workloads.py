@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrover.python.rl.algorithm.base import Algorithm
+from dlrover.python.rl.algorithm.base import Algorithm, EngineLoss
 from dlrover.python.rl.common.errors import (
     DataError,
     EngineError,
@@ -108,20 +108,18 @@ class ActorWorkload(EngineWorkload):
         Args:
             rollouts: what rollout members generated.
             reference: the reference's ``logprobs`` of the same rows, or None.
-            rows: ``advantage`` and ``weight`` of the same rows.
+            rows: what the algorithm adds to the same rows.
             temperature: the one they were sampled at.
         """
-        batch = rollouts.select(*TRAINED).with_columns(
-            old_logprobs=rollouts["logprobs"], advantage=rows["advantage"], weight=rows["weight"]
-        )
+        batch = rollouts.select(*TRAINED).with_columns(old_logprobs=rollouts["logprobs"], **rows.columns)
         if reference is not None:
             batch = batch.with_columns(ref_logprobs=reference["logprobs"])
-        return self._engine.step(batch, self._algorithm.loss, temperature)
+        return self._engine.step(batch, EngineLoss(self._algorithm), temperature)
 
     @on_device
     def train(self, batch: Batch) -> StepResult:
         """One optimizer step on annotated rows with ``tokens`` and ``action_mask``."""
-        return self._engine.step(batch, self._algorithm.loss)
+        return self._engine.step(batch, EngineLoss(self._algorithm))
 
     def encode(self, data: SFTData) -> tuple[Batch, int]:
         """Tokenise a file of examples; the batch, and how many rows were dropped."""

@@ -44,21 +44,23 @@ def token_logprobs(
 
     Args:
         logits: ``[tokens, vocab]``, or this rank's columns of it.
-        targets: int64 ``[tokens]``: ids in the whole vocabulary.
+        targets: int64 ``[tokens]`` or ``[tokens, n]``: ids in the whole vocabulary.
         temperature: divides the logits.
         entropy: whether it is wanted.
         shard: which columns these are; the ranks that have the others have to call too.
 
     Returns:
-        Log-probs ``[tokens]``, and entropies ``[tokens]`` in nats, or None.
+        Log-probs, as many as targets, and entropies ``[tokens]`` in nats, or None.
     """
-    logprobs, entropies = _TokenLogprobs.apply(logits, targets, temperature or 1.0, entropy, shard)
-    return logprobs, entropies if entropy else None
+    table = targets[:, None] if targets.ndim == 1 else targets
+    logprobs, entropies = _TokenLogprobs.apply(logits, table, temperature or 1.0, entropy, shard)
+    return logprobs.view_as(targets), entropies if entropy else None
 
 
 class _TokenLogprobs(torch.autograd.Function):
     """With ``c = (l - max l) / T``, ``Z = sum exp c`` and ``p = exp(c) / Z``: ``log p_t = c_t - log Z`` and
-    ``H = log Z - sum p c``. Then ``T d(log p_t) / dl = 1_t - p`` and ``T dH / dl = -p (c - log Z + H)``."""
+    ``H = log Z - sum p c``. Then ``T d(log p_t) / dl = 1_t - p`` and ``T dH / dl = -p (c - log Z + H)``. Targets are
+    ``[tokens, n]``."""
 
     @staticmethod
     def forward(  # noqa: PLR0913 - autograd takes no keywords
@@ -71,24 +73,24 @@ class _TokenLogprobs(torch.autograd.Function):
         most = logits.amax(dim=1).to(wide)
         if shard is not None:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=shard.group)
-        # Sums over the vocabulary: of exp(c), of c at the target, of exp(c) c.
-        sums = logits.new_zeros((3, len(logits)), dtype=wide)
+        # Sums over the vocabulary: of exp(c), of exp(c) c, and of c at each target.
+        sums = logits.new_zeros((2 + targets.shape[1], len(logits)), dtype=wide)
         for rows in _chunks(logits):
             centred = logits[rows].to(wide) - most[rows, None]
             if temperature != 1.0:
                 centred.div_(temperature)
-            sums[1, rows] = torch.where(mine[rows], centred.gather(1, places[rows, None]).squeeze(1), 0.0)
+            sums[2:, rows] = torch.where(mine[rows], centred.gather(1, places[rows]), 0.0).t()
             weights = centred.exp() if entropy else centred.exp_()
             sums[0, rows] = weights.sum(dim=1)
             if entropy:  # A logit of minus infinity has weight 0, and 0 times infinity is no number.
-                sums[2, rows] = weights.mul_(centred.clamp_(min=-1e4)).sum(dim=1)
+                sums[1, rows] = weights.mul_(centred.clamp_(min=-1e4)).sum(dim=1)
         if shard is not None:
             dist.all_reduce(sums, group=shard.group)
         log_total = sums[0].log()
-        entropies = log_total - sums[2] / sums[0]
+        entropies = log_total - sums[1] / sums[0]
         ctx.save_for_backward(logits, places, mine, most, log_total, entropies)
         ctx.temperature, ctx.entropy = temperature, entropy
-        return sums[1] - log_total, entropies
+        return (sums[2:] - log_total).t().contiguous(), entropies
 
     @staticmethod
     def backward(ctx: Any, by_logprob: Any, by_entropy: Any) -> tuple[Any, ...]:
@@ -100,10 +102,10 @@ class _TokenLogprobs(torch.autograd.Function):
             if ctx.temperature != 1.0:
                 part.div_(ctx.temperature)
             part.sub_(log_total[rows, None])
-            slope = by_logprob[rows, None]
+            slope = by_logprob[rows].sum(dim=1, keepdim=True)
             if ctx.entropy:
                 slope = part.clamp(min=-1e4).add_(entropies[rows, None]).mul_(by_entropy[rows, None]).add_(slope)
-            part.exp_().mul_(slope).neg_().scatter_add_(1, places[rows, None], by_target[rows, None])
+            part.exp_().mul_(slope).neg_().scatter_add_(1, places[rows], by_target[rows])
             gradient[rows] = part.div_(ctx.temperature) if ctx.temperature != 1.0 else part
         return gradient, None, None, None, None
 
@@ -138,7 +140,8 @@ class Reader:
     shard: VocabularyShard | None = None
 
     def read(self, model: Any, micro: MicroBatch, temperature: float = 1.0, entropy: bool = False) -> tuple[Any, Any]:
-        """Log-probs or scores, float32 ``[actions]``, and the entropies or None.
+        """Log-probs or scores, float32 ``[actions]``, and the entropies or None. Where the micro-batch has candidates,
+        the log-probs are ``[actions, 1 + n]``.
 
         The vocabulary projection runs only where the next token is an action. With context parallel every rank gets all
         of the micro-batch's outputs; the gradient of each flows to the rank that made it.
@@ -177,7 +180,7 @@ class Reader:
     def _part(self, micro: MicroBatch) -> "_Part":
         if self.context is None:
             lengths = tuple(micro.lengths.tolist())
-            return _Part(micro.inputs, micro.positions, lengths, micro.reads, micro.targets, [len(micro.reads)])
+            return _Part(micro.inputs, micro.positions, lengths, micro.reads, micro.asked, [len(micro.reads)])
         rank, ranks = dist.get_rank(self.context), dist.get_world_size(self.context)
         size = -(-len(micro.inputs) // ranks)
         spare = size * ranks - len(micro.inputs)  # A document of its own at the end, which nobody reads.
@@ -189,7 +192,7 @@ class Reader:
             np.concatenate([micro.positions, np.arange(spare)])[mine],
             (*micro.lengths.tolist(), *([spare] if spare else [])),
             micro.reads[chosen] - rank * size,
-            micro.targets[chosen],
+            micro.asked[chosen],
             counts,
         )
 
@@ -214,9 +217,9 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, outputs: Any, counts: list[int], group: Any) -> Any:
         rank, most = dist.get_rank(group), max(counts)
         ctx.mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-        padded = outputs.new_zeros(most)
+        padded = outputs.new_zeros((most, *outputs.shape[1:]))
         padded[: len(outputs)] = outputs
-        everyone = outputs.new_empty(most * len(counts))
+        everyone = outputs.new_empty((most * len(counts), *outputs.shape[1:]))
         dist.all_gather_into_tensor(everyone, padded, group=group)
         return torch.cat([part[:count] for part, count in zip(everyone.split(most), counts, strict=True)])
 

@@ -2,7 +2,7 @@
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ class MicroBatch:
         reads: ``[actions]``: where in ``inputs`` the outputs of the action tokens are, rising.
         targets: ``[actions]``: the action tokens.
         flat: ``[actions]``: where the action tokens stand in the batch's flat token column.
+        candidates: ``[actions, n]``: ids whose log-probs are wanted too, or None.
     """
 
     inputs: Ids
@@ -37,6 +38,12 @@ class MicroBatch:
     reads: Ids
     targets: Ids
     flat: Ids
+    candidates: Ids | None = None
+
+    @property
+    def asked(self) -> Ids:
+        """The ids whose log-probs are wanted: ``targets``, or ``[actions, 1 + n]`` with candidates behind each."""
+        return self.targets if self.candidates is None else np.column_stack([self.targets, self.candidates])
 
     @cached_property
     def positions(self) -> Ids:
@@ -59,15 +66,16 @@ class MicroBatch:
         return ids, document[self.reads] * longest + self.positions[self.reads]
 
     def columns(self, batch: Batch, device: str) -> dict[str, Any]:
-        """The batch's numeric columns at the action tokens, each ``[actions]``.
+        """The batch's numeric columns at the action tokens, each ``[actions, ...]``.
 
-        Ragged columns aligned with the tokens are picked, dense ``[rows]`` columns are spread over their row's tokens,
-        float64 becomes float32. Others (objects, matrices, rows of other lengths) have no value per token and are left
-        out.
+        Ragged columns aligned with the tokens are picked, dense ones are spread over their row's tokens, float64
+        becomes float32. Others (objects, rows of other lengths) have no value per token and are left out. ``unit``, if
+        the batch has none, is the number of each token's row.
         """
         tokens = batch.ragged("tokens")
         row_of = np.searchsorted(tokens.offsets, self.flat, side="right") - 1
-        picked = {name: _at(column, tokens, self.flat, row_of) for name, column in batch.columns.items()}
+        columns = {"unit": np.arange(len(batch)), **batch.columns}
+        picked = {name: _at(column, tokens, self.flat, row_of) for name, column in columns.items()}
         return {name: _to_torch(values, device) for name, values in picked.items() if values is not None}
 
 
@@ -75,9 +83,8 @@ def _at(column: Column, tokens: Ragged, flat: Array, row_of: Array) -> Array | N
     if isinstance(column, list):
         return None
     if isinstance(column, Ragged):
-        aligned = column.values.ndim == 1 and np.array_equal(column.offsets, tokens.offsets)
-        return column.values[flat] if aligned else None
-    return column[row_of] if column.ndim == 1 and column.dtype.kind in "biuf" else None
+        return column.values[flat] if np.array_equal(column.offsets, tokens.offsets) else None
+    return column[row_of] if column.dtype.kind in "biuf" else None
 
 
 def _to_torch(values: Array, device: str) -> Any:
@@ -87,7 +94,7 @@ def _to_torch(values: Array, device: str) -> Any:
 
 def check_actions(batch: Batch, head: Head = "causal") -> None:
     """Refuse an action mask that is not the tokens', or, of a language model, set on a row's first token, which nothing
-    predicts.
+    predicts; and candidates for scores.
 
     Raises:
         EngineError: it is so.
@@ -96,6 +103,8 @@ def check_actions(batch: Batch, head: Head = "causal") -> None:
     if not np.array_equal(tokens.offsets, actions.offsets):
         raise EngineError("'action_mask' and 'tokens' have rows of different lengths")
     firsts = tokens.offsets[:-1][tokens.lengths > 0]
+    if head != "causal" and "candidates" in batch:
+        raise EngineError("scores are of no ids: only a causal head has log-probs of 'candidates'")
     if head == "causal" and len(firsts) and actions.values[firsts].any():
         raise EngineError("'action_mask' is set on the first token of a row, which has no log-prob")
 
@@ -122,8 +131,9 @@ def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int =
     """Divide a batch into micro-batches of about equally many tokens; rows without an action token are left out.
 
     Args:
-        batch: columns ``tokens`` and ``action_mask``.
-        token_budget: most tokens of a micro-batch; a row that is longer comes alone.
+        batch: columns ``tokens`` and ``action_mask``; rows with the same number in ``unit`` (dense, if there is one)
+            stay together; ``candidates`` (ragged ``[rows, seq, n]``, if there are any) are ids to be asked for.
+        token_budget: most tokens of a micro-batch; a row or unit that is longer comes alone.
         head: of the model that will read them.
         at_least: make so many, the last of them without rows if the others have taken all: ranks that work in step need
             equally many.
@@ -131,8 +141,32 @@ def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int =
     tokens, actions = batch.ragged("tokens"), batch.ragged("action_mask")
     spans = np.array([_needed(mask, head) for mask in actions], dtype=np.int64)
     rows = np.flatnonzero(spans)
-    shares = balanced(spans[rows].tolist(), token_budget, at_least)
-    return [_join(tokens, actions, rows[share], spans) for share in shares]
+    if "unit" in batch:
+        units = _units(batch.dense("unit")[rows])
+        shares = [
+            _longest_first([row for unit in share for row in units[unit]], spans[rows])
+            for share in balanced([int(spans[rows[unit]].sum()) for unit in units], token_budget, at_least)
+        ]
+    else:
+        shares = balanced(spans[rows].tolist(), token_budget, at_least)
+    micros = [_join(tokens, actions, rows[share], spans) for share in shares]
+    if "candidates" not in batch:
+        return micros
+    candidates = batch.ragged("candidates")
+    if not np.array_equal(candidates.offsets, tokens.offsets) or candidates.values.ndim != 2:
+        raise EngineError("'candidates' and 'tokens' have rows of different lengths")
+    return [replace(micro, candidates=candidates.values[micro.flat]) for micro in micros]
+
+
+def _units(numbers: Ids) -> list[Ids]:
+    """The places of each number."""
+    _, of_row = np.unique(numbers, return_inverse=True)
+    order = np.argsort(of_row, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(of_row[order])) + 1) if len(order) else []
+
+
+def _longest_first(rows: list[int], spans: Ids) -> list[int]:
+    return sorted(rows, key=lambda row: -int(spans[row]))
 
 
 def _needed(mask: Array, head: Head) -> int:

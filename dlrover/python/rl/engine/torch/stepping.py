@@ -24,7 +24,8 @@ from dlrover.python.rl.engine.torch.packing import MicroBatch
 from dlrover.python.rl.engine.torch.ranks import Ranks, told_by_ranks
 
 Read: TypeAlias = Callable[[MicroBatch, bool], tuple[Any, Any]]
-"""``read(micro, entropy) -> (outputs, entropies or None)``, each ``[actions]``, with gradient."""
+"""``read(micro, entropy) -> (outputs, entropies or None)``, each ``[actions]``, with gradient; with candidates the
+outputs are ``[actions, 1 + n]``."""
 
 _LOSS, _TOKENS, _BAD = "\0loss", "\0tokens", "\0bad "  # names that no metric of a user's loss has
 
@@ -76,6 +77,8 @@ def accumulate(  # noqa: PLR0913 - what differs between engines is handed in
             backward(outputs.sum() * 0.0)  # The other ranks have a micro-batch with rows here, and work in step.
             continue
         columns = micro.columns(batch, device)
+        if micro.candidates is not None:
+            outputs, columns["candidate_logprobs"] = outputs[:, 0], outputs[:, 1:]
         if wants_entropy:
             columns["entropy"] = entropies
         value, metrics = loss(outputs, columns)

@@ -1,0 +1,175 @@
+"""Losses on pairs by hand and against a slow reference: reward model, DPO, conservative DPO, IPO."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from updates import logprobs_for, outcome
+
+from dlrover.python.rl.algorithm.dpo import DPO
+from dlrover.python.rl.algorithm.pairs import with_pairs
+from dlrover.python.rl.algorithm.reward_model import RewardModel
+from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.data.batch import Batch, Ragged
+
+
+def pairs_of(masks, chosen, pair, old=None, ref=None) -> Batch:
+    mask = Ragged.from_rows(masks, dtype=np.bool_)
+    total = len(mask.values)
+    return Batch(
+        {
+            "tokens": mask.like(np.arange(total)),
+            "action_mask": mask,
+            "action_tokens": np.array([int(np.sum(row)) for row in masks]),
+            "pair": np.array(pair),
+            "chosen": np.array(chosen),
+            "old_logprobs": mask.like(np.zeros(total, dtype=np.float32) if old is None else old),
+            "ref_logprobs": mask.like(np.zeros(total, dtype=np.float32) if ref is None else ref),
+        }
+    )
+
+
+def pairs_update(seed: int, pairs: int = 7) -> Batch:
+    """Rows of pairs in random order; the last pair's rejected row has no action."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(2 * pairs)
+    pair, chosen = np.repeat(np.arange(10, 10 + pairs), 2)[order], (np.arange(2 * pairs) % 2 == 0)[order]
+    masks = []
+    for number, is_chosen in zip(pair, chosen, strict=True):
+        mask = np.concatenate([[False], rng.random(rng.integers(2, 9)) < 0.7, [True]])
+        masks.append(mask & (is_chosen or number != 9 + pairs))
+    total = sum(map(len, masks))
+    old = -rng.exponential(1.0, total)
+    ref = old + rng.normal(0, 0.5, total)
+    return pairs_of(masks, chosen, pair, old.astype(np.float32), ref.astype(np.float32))
+
+
+def slow_loss(config, batch, outputs):
+    """Pair by pair."""
+    sums: dict[int, dict[bool, float]] = {}
+    for row in map(batch.row, range(len(batch))):
+        places = np.flatnonzero(row["action_mask"])
+        if isinstance(config, RewardModel):
+            value = sum(float(outputs[row["tokens"][at]]) for at in places)
+        else:
+            value = sum(float(outputs[row["tokens"][at]]) - float(row["ref_logprobs"][at]) for at in places)
+        mean = isinstance(config, RewardModel) or config.token_means
+        if len(places):
+            sums.setdefault(int(row["pair"]), {})[bool(row["chosen"])] = value / (len(places) if mean else 1)
+    losses = []
+    for pair in sums.values():
+        if len(pair) == 2:
+            margin = pair[True] - pair[False]
+            if isinstance(config, RewardModel):
+                losses.append(math.log1p(math.exp(-margin)))
+            elif config.kind == "ipo":
+                losses.append((margin - 1 / (2 * config.beta)) ** 2)
+            else:
+                right, wrong = (math.log1p(math.exp(-sign * config.beta * margin)) for sign in (1, -1))
+                losses.append((1 - config.label_smoothing) * right + config.label_smoothing * wrong)
+    return sum(losses) / len(losses)
+
+
+CONFIGS = [
+    RewardModel(),
+    DPO(),
+    DPO(beta=0.7, token_means=True),
+    DPO(beta=0.5, label_smoothing=0.2),
+    DPO(beta=0.5, kind="ipo"),
+    DPO(beta=0.5, kind="ipo", token_means=True),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_loss_is_that_of_a_slow_reference(config, seed):
+    batch = pairs_update(seed)
+    outputs = logprobs_for(batch, seed)
+    assert outcome(config, batch, outputs).loss == pytest.approx(slow_loss(config, batch, outputs), rel=1e-5)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_gradient_is_that_of_the_loss(config):
+    batch = pairs_update(2)
+    outputs = logprobs_for(batch, 2)
+    gradient = outcome(config, batch, outputs).gradient
+    for at in range(0, len(outputs), 3):
+        step = torch.zeros_like(outputs)
+        step[at] = 1e-5
+        up, down = (slow_loss(config, batch, outputs + sign * step) for sign in (1, -1))
+        assert gradient[at].item() == pytest.approx((up - down) / 2e-5, abs=1e-5)
+
+
+ONE = pairs_of([[False, True, True], [False, True]], [True, False], [4, 4], ref=np.zeros(5, dtype=np.float32))
+
+
+def test_109_the_loss_of_a_pair_of_scores():
+    last = pairs_of([[False, False, True], [False, True]], [True, False], [4, 4])
+    found = outcome(RewardModel(), last, torch.tensor([9.0, 9.0, 1.5, 9.0, 0.5]))
+    assert found.loss == pytest.approx(-math.log(1 / (1 + math.exp(-1))))
+    assert found.metrics == pytest.approx({"accuracy": 1, "margin": 1, "chosen": 1.5, "rejected": 0.5})
+    assert found.gradient.tolist() == pytest.approx([0, 0, -1 / (1 + math.e), 0, 1 / (1 + math.e)])
+
+
+def test_109_scores_learn_to_tell_four_pairs():
+    masks = [[False, True]] * 8
+    batch = pairs_of(masks, [True, False] * 4, np.repeat(np.arange(4), 2))
+    scores = torch.randn(16, generator=torch.Generator().manual_seed(0))
+    for _ in range(50):
+        scores -= outcome(RewardModel(), batch, scores).gradient
+    assert outcome(RewardModel(), batch, scores).metrics["accuracy"] == 1
+
+
+def test_110_at_the_start_the_loss_is_the_logarithm_of_two():
+    batch = pairs_update(0)
+    start = torch.from_numpy(batch.ragged("ref_logprobs").values.copy())
+    found = outcome(DPO(), batch, start)
+    assert found.loss == pytest.approx(math.log(2))
+    assert found.metrics == pytest.approx({"accuracy": 0.5, "margin": 0, "chosen": 0, "rejected": 0}, abs=1e-6)
+
+
+def test_110_dpo_by_hand():
+    found = outcome(DPO(beta=0.1), ONE, torch.tensor([9.0, 1.0, 2.0, 9.0, -1.0]))
+    assert found.loss == pytest.approx(math.log1p(math.exp(-0.4)))
+    assert found.metrics == pytest.approx({"accuracy": 1, "margin": 0.4, "chosen": 0.3, "rejected": -0.1})
+    slope = 0.1 / (1 + math.exp(0.4))
+    assert found.gradient.tolist() == pytest.approx([0, -slope, -slope, 0, slope])
+
+
+def test_110_conservative_dpo_has_its_least_loss_at_the_log_odds_of_the_labels():
+    config = DPO(beta=0.1, label_smoothing=0.2)
+    best = torch.tensor([0.0, math.log(0.8 / 0.2) / 0.1, 0.0, 0.0, 0.0])
+    assert outcome(config, ONE, best).gradient.abs().max() < 1e-6
+
+
+def test_110_ipo_has_no_loss_at_its_margin():
+    best = torch.tensor([0.0, 5.0, 0.0, 0.0, 0.0])
+    found = outcome(DPO(beta=0.1, kind="ipo"), ONE, best)
+    assert found.loss == pytest.approx(0)
+    assert found.gradient.abs().max() == 0
+
+
+def test_a_pair_without_an_action_in_one_row_counts_nowhere():
+    batch = pairs_of(
+        [[False, True], [False, False], [False, True], [False, True, True]], [True, False, False, True], [1, 1, 2, 2]
+    )
+    rows = with_pairs(batch)
+    assert rows.dense("weight") == pytest.approx([0, 0, 1 / 3, 1 / 3])
+    assert rows.dense("sign").tolist() == [0, 0, -1, 1]
+    assert rows.dense("unit").tolist() == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("chosen", "pair"), [([True, True], [1, 1]), ([True, False], [1, 2]), ([True, False], [1, 3])])
+def test_what_is_no_pair_is_refused(chosen, pair):
+    with pytest.raises(DataError, match="one chosen and one rejected row"):
+        with_pairs(pairs_of([[False, True]] * 2, chosen, pair))
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(ValueError, match="beta must be above 0.0"):
+        DPO(beta=0)
+    with pytest.raises(ValueError, match="label_smoothing must be below 0.5"):
+        DPO(label_smoothing=0.5)
+    with pytest.raises(ValueError, match="label_smoothing goes with kind 'sigmoid'"):
+        DPO(kind="ipo", label_smoothing=0.1)
