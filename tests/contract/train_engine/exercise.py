@@ -67,6 +67,7 @@ def five_steps(rank, world_size, port, case, path, checkpoint):
         "replica": replica_of(engine, rank),
         "logprobs": [row.copy() for row in found.ragged("logprobs")],
         "entropy": [row.copy() for row in found.ragged("entropy")],
+        "candidate_logprobs": [row.copy() for row in found.ragged("candidate_logprobs")],
         "told": told,
         "footprints": (before, empty, after),
         "places": places,

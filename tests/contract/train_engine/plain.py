@@ -12,6 +12,7 @@ from dlrover.python.rl.recipe.tiny import byte_tokenizer
 CONFIG = OptimizerConfig(lr=5e-4, warmup_steps=3, weight_decay=0.1, betas=(0.9, 0.95), max_grad_norm=0.5)
 STEPS = 5
 TEMPERATURE = 0.8
+CANDIDATES = 3
 LENGTHS = [(3, 9), (1, 2), (7, 30), (2, 1), (4, 12), (5, 5), (1, 20), (6, 3)]
 
 NO_GRADIENT = "k_proj.bias"
@@ -67,37 +68,43 @@ def make_batch(seed):
             "action_mask": Ragged.from_rows(masks),
             "old": ragged.like(generator.normal(size=sum(map(len, tokens))) - 5),
             "weight": generator.uniform(0.5, 1.5, len(LENGTHS)).astype(np.float32) / 50,
+            "candidates": ragged.like(generator.integers(0, 256, (len(ragged.values), CANDIDATES))),
         }
     )
 
 
 class EntropyLoss:
-    """Something that uses a column of each kind, and the entropy."""
+    """Something that uses a column of each kind, the entropy, and log-probs of other ids."""
 
     wants_entropy = True
 
     def __call__(self, logprobs, columns):
         """Weighted sum over the tokens."""
         terms = torch.exp(0.1 * (logprobs - columns["old"])) - logprobs - 0.3 * columns["entropy"]
+        terms = terms + columns["candidate_logprobs"].exp().sum(dim=1)
         return (columns["weight"] * terms).sum(), {"entropy": (columns["weight"] * columns["entropy"]).sum()}
 
 
-def plain_outputs(model, tokens, mask):
-    """Log-probs and entropies ``[actions]`` of one row, over the whole vocabulary at every position."""
+def plain_outputs(model, tokens, mask, candidates):
+    """Log-probs and entropies ``[actions]`` of one row, over the whole vocabulary at every position, and the log-probs
+    of its candidates ``[actions, n]``."""
     ids, chosen = torch.tensor(tokens), torch.tensor(mask[1:])
     table = torch.log_softmax(model(ids[None]).logits[0, :-1] / TEMPERATURE, dim=-1)
     logprobs = table[torch.arange(len(ids) - 1), ids[1:]]
-    return logprobs[chosen], -(table.exp() * table).sum(dim=-1)[chosen]
+    others = table.gather(1, torch.tensor(candidates)[1:])
+    return logprobs[chosen], -(table.exp() * table).sum(dim=-1)[chosen], others[chosen]
 
 
 def plain_loss(model, batch):
     """The loss of a batch, a row at a time, and its metric."""
     loss = EntropyLoss()
     total, entropy = torch.zeros(()), torch.zeros(())
-    rows = zip(*(batch.ragged(name) for name in ("tokens", "action_mask", "old")), batch.dense("weight"), strict=True)
-    for tokens, mask, old, weight in rows:
-        logprobs, entropies = plain_outputs(model, tokens, mask)
+    names = ("tokens", "action_mask", "old", "candidates")
+    rows = zip(*(batch.ragged(name) for name in names), batch.dense("weight"), strict=True)
+    for tokens, mask, old, candidates, weight in rows:
+        logprobs, entropies, others = plain_outputs(model, tokens, mask, candidates)
         columns = {
+            "candidate_logprobs": others,
             "old": torch.tensor(old, dtype=torch.float32)[torch.tensor(mask)],
             "weight": torch.full((len(logprobs),), weight),
             "entropy": entropies,

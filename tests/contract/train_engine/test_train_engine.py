@@ -65,11 +65,12 @@ def test_047_050_logprobs_and_entropies_are_the_dense_models(case, found, model_
     parts = [
         next(rank for rank in ranks if rank["replica"] == at) for at in sorted({rank["replica"] for rank in ranks})
     ]
-    for kind, index in (("logprobs", 0), ("entropy", 1)):
+    columns = [batch.ragged(name) for name in ("tokens", "action_mask", "candidates")]
+    for index, kind in enumerate(("logprobs", "entropy", "candidate_logprobs")):
         rows = [row for part in parts for row in part[kind]]
-        for row, tokens, mask in zip(rows, batch.ragged("tokens"), batch.ragged("action_mask"), strict=True):
+        for row, tokens, mask, candidates in zip(rows, *columns, strict=True):
             with torch.no_grad():
-                wanted = plain_outputs(model, tokens, mask)[index].numpy()
+                wanted = plain_outputs(model, tokens, mask, candidates)[index].numpy()
             assert np.allclose(row[mask], wanted, atol=1e-5)
             assert not row[~mask].any()
 

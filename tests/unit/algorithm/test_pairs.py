@@ -166,6 +166,12 @@ def test_what_is_no_pair_is_refused(chosen, pair):
         with_pairs(pairs_of([[False, True]] * 2, chosen, pair))
 
 
+def test_a_pair_that_was_divided_is_refused():
+    with pytest.raises(DataError, match="a pair has been divided"):
+        columns = {"unit": torch.tensor([3, 3]), "sign": torch.ones(2), "weight": torch.full((2,), 0.1)}
+        RewardModel().loss(torch.zeros(2), columns)
+
+
 def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match="beta must be above 0.0"):
         DPO(beta=0)

@@ -1,4 +1,4 @@
-"""Every policy gradient against a slow plain reference: advantages, surrogate, KL wherever it is, and its other terms."""
+"""Every policy gradient against a slow plain reference: advantages, surrogate, KL wherever it is, and other terms."""
 
 import math
 import statistics

@@ -57,10 +57,17 @@ class Margins:
 
     @classmethod
     def of(cls, values: torch.Tensor, columns: TokenColumns) -> "Margins":
-        """Sum ``values`` ``[tokens]`` over each sequence, times the size of ``sign``."""
+        """Sum ``values`` ``[tokens]`` over each sequence, times the size of ``sign``.
+
+        Raises:
+            DataError: of some pair there is one sequence only.
+        """
         units, sign = Units.of(columns), column(columns, "sign")
-        chosen = units.sums(sign.clamp(min=0) * values)
-        return cls(chosen, units.sums((-sign).clamp(min=0) * values), units.sums(column(columns, "weight")))
+        sides, weight = (sign.clamp(min=0), (-sign).clamp(min=0)), units.sums(column(columns, "weight"))
+        there = (units.sums(sides[0]) > 0) & (units.sums(sides[1]) > 0)
+        if bool(((weight > 0) & ~there).any()):
+            raise DataError("a pair has been divided: both its rows have to be on one rank and in one micro-batch")
+        return cls(units.sums(sides[0] * values), units.sums(sides[1] * values), weight)
 
     @property
     def margin(self) -> torch.Tensor:

@@ -105,15 +105,10 @@ TokenLoss: TypeAlias = Callable[[Any, Mapping[str, Any]], tuple[Any, dict[str, A
 scalar **sum** whose per-token weights (column ``weight``) already carry the global normaliser, and so are the
 ``metrics``: they add up over micro-batches and ranks.
 
-Tokens of a row are always in one micro-batch, and so are rows with the same number in the batch's dense column
-``unit``; without that column the engine adds a ``unit`` that numbers the rows, for losses on sequences.
-
-Where the batch has ``candidates`` (int64, ragged ``[rows, seq, n]``, aligned with the tokens: n ids at each action
-token), ``columns`` has also ``candidate_logprobs`` ``[tokens, n]``: of these ids in the place of the token, with
-gradient.
-
-A loss with a true attribute ``wants_entropy`` finds in ``columns`` also ``entropy``: of the distribution each action
-token was drawn from, with gradient."""
+A micro-batch has whole rows, and of the rows with the same number in the dense column ``unit`` all; without that column
+the engine adds a ``unit`` that numbers the rows. With a column ``candidates`` (int64, ragged ``[rows, seq, n]``; causal
+head) there is ``candidate_logprobs`` ``[tokens, n]``: of these ids in the token's place, with gradient. A loss with a
+true attribute ``wants_entropy`` finds ``entropy``: of the distribution the token was drawn from, with gradient."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +144,16 @@ class TrainEngine(Offloadable, Protocol):
         """The model's Hugging Face tokenizer."""
         ...
 
-    def evaluate(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> Batch:
+    def evaluate(self, batch: Batch, temperature: float = 1.0, entropy: bool = False, top: int = 0) -> Batch:
         """Outputs at the action tokens, without gradient, rows in the batch's order.
 
         Returns:
             ``logprobs`` (or ``scores`` with ``head: token``), and ``entropy`` where asked: ragged float32
-            ``[rows, seq]``, 0 outside the action mask.
+            ``[rows, seq]``, 0 outside the action mask. With ``top`` also the so many most likely ids, ``candidates``
+            (int64) and ``candidate_logprobs``, ``[rows, seq, top]``; where the batch has ``candidates`` the latter.
+
+        Raises:
+            EngineError: the backend (megatron) cannot tell likely ids.
         """
         ...
 

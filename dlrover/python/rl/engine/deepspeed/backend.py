@@ -146,8 +146,8 @@ class DeepSpeedBackend:
 
     def outputs(
         self, micros: Sequence[MicroBatch], temperature: float, entropy: bool
-    ) -> Iterator[tuple[MicroBatch, tuple[Any, Any]]]:
-        """Each micro-batch with its outputs and its entropies or None, each ``[actions]``, without gradient."""
+    ) -> Iterator[tuple[MicroBatch, tuple[Any, ...]]]:
+        """Each micro-batch with what :meth:`Reader.read` says of it, without gradient."""
         with self._precision():
             for micro in micros:
                 yield micro, self._reader.read(self._passes, micro, temperature, entropy)
@@ -165,7 +165,7 @@ class DeepSpeedBackend:
         engine, last = self._passes, micros[-1]
         self._unspent = True
 
-        def read(micro: MicroBatch, wants_entropy: bool) -> tuple[Any, Any]:
+        def read(micro: MicroBatch, wants_entropy: bool) -> tuple[Any, ...]:
             engine.set_gradient_accumulation_boundary(micro is last)
             return self._reader.read(engine, micro, temperature, wants_entropy)
 

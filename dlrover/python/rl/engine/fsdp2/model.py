@@ -165,8 +165,8 @@ class TrainedModel:
 
     def outputs(
         self, micros: Sequence[MicroBatch], temperature: float, entropy: bool
-    ) -> Iterator[tuple[MicroBatch, tuple[Any, Any]]]:
-        """Each micro-batch with its outputs and its entropies or None, each ``[actions]``, without gradient."""
+    ) -> Iterator[tuple[MicroBatch, tuple[Any, ...]]]:
+        """Each micro-batch with what :meth:`Reader.read` says of it, without gradient."""
         with self.computing():
             for micro in micros:
                 yield micro, self.reader.read(self.module, micro, temperature, entropy)
@@ -176,7 +176,7 @@ class TrainedModel:
     ) -> dict[str, float]:
         """Gradients of the loss, and its sums for ``settle``: empty on ranks that another one speaks for."""
 
-        def read(micro: MicroBatch, entropy: bool) -> tuple[Any, Any]:
+        def read(micro: MicroBatch, entropy: bool) -> tuple[Any, ...]:
             return self.reader.read(self.module, micro, temperature, entropy)
 
         with self.computing():

@@ -10,6 +10,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.base import OptimizerConfig, TokenLoss, TrainSettings
 from dlrover.python.rl.engine.megatron.attention import packed
@@ -140,34 +141,45 @@ class MegatronBackend:
         return kept
 
     def _read(self, logits: Any, micro: MicroBatch, temperature: float, entropy: bool) -> tuple[Any, Any]:
-        """Outputs and entropies ``[actions]`` from logits ``[1, actions, vocab / tensor]`` or scores."""
+        """Outputs ``[actions]`` (``[actions, 1 + n]`` with candidates) and entropies from logits ``[1, actions, vocab /
+        tensor]`` or scores."""
         if self._shape.head == "token":
             return logits[0].squeeze(-1).float(), None
         ranks, rank = self._stage.layout.tensor, self._stage.place.tensor
         start = padded_vocab(self._shape.vocab, ranks) // ranks * rank
         shard = VocabularyShard(start, self._stage.tensors) if ranks > 1 else None
-        targets = torch.from_numpy(micro.targets).to(logits.device)
+        targets = torch.from_numpy(micro.asked).to(logits.device)
         return token_logprobs(logits[0, :, : self._shape.vocab - start], targets, temperature, entropy, shard)
 
     def outputs(
         self, micros: Sequence[MicroBatch], temperature: float, entropy: bool
-    ) -> Iterator[tuple[MicroBatch, tuple[Any, Any]]]:
-        """Each micro-batch with its outputs and its entropies or None, each ``[actions]``, without gradient."""
+    ) -> Iterator[tuple[MicroBatch, tuple[Any, ...]]]:
+        """Each micro-batch with its outputs and its entropies or None, without gradient.
+
+        Raises:
+            EngineError: likely ids are asked for.
+        """
         if not micros:
             return
+        if micros[0].top:
+            raise EngineError("the megatron engine does not tell likely ids: a teacher needs 'fsdp2' or 'deepspeed'")
 
         def finish(micro: MicroBatch, logits: Any) -> tuple[Any, Any, Any]:
-            found = self._read(logits, micro, temperature, entropy)
-            return logits, torch.zeros((), dtype=torch.int), torch.stack(found if entropy else found[:1])
+            outputs, entropies = self._read(logits, micro, temperature, entropy)
+            parts = [outputs.reshape(len(outputs), width), *([entropies[:, None]] if entropy else [])]
+            return logits, torch.zeros((), dtype=torch.int), torch.cat(parts, dim=1)
 
+        candidates = micros[0].candidates
+        width = 1 if candidates is None else 1 + candidates.shape[1]
         sizes = [len(micro.flat) for micro in micros]
         kept = self._run(micros, finish, forward_only=True)
-        whole = torch.empty((1 + entropy, sum(sizes)), device=self._settings.device)
+        whole = torch.empty((sum(sizes), width + entropy), device=self._settings.device)
         if self._stage.is_last:
-            whole.copy_(torch.cat(kept, dim=1))
+            whole.copy_(torch.cat(kept))
         self._stage.from_stage(whole, self._stage.layout.pipeline - 1)
-        for micro, part in zip(micros, whole.split(sizes, dim=1), strict=True):
-            yield micro, (part[0], part[1] if entropy else None)
+        for micro, part in zip(micros, whole.split(sizes), strict=True):
+            outputs = part[:, 0] if candidates is None else part[:, :width]
+            yield micro, (outputs, part[:, width] if entropy else None)
 
     def add_gradients(
         self, micros: Sequence[MicroBatch], batch: Batch, loss: TokenLoss, temperature: float

@@ -29,8 +29,13 @@ class TrainBackend(Protocol):
 
     def outputs(
         self, micros: Sequence[MicroBatch], temperature: float, entropy: bool
-    ) -> Iterator[tuple[MicroBatch, tuple[Any, Any]]]:
-        """Each micro-batch with its outputs and its entropies or None, each ``[actions]``, without gradient."""
+    ) -> Iterator[tuple[MicroBatch, tuple[Any, ...]]]:
+        """Each micro-batch with what :func:`~dlrover.python.rl.engine.torch.evaluation.gathered` takes, without
+        gradient.
+
+        Raises:
+            EngineError: the backend cannot tell likely ids.
+        """
         ...
 
     def add_gradients(

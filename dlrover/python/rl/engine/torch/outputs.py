@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
+from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.torch.attention import Documents
 from dlrover.python.rl.engine.torch.packing import Head, MicroBatch
 
@@ -116,6 +118,34 @@ def _chunks(logits: Any) -> list[slice]:
     return [slice(start, start + size) for start in range(0, rows, size)]
 
 
+def likeliest(logits: Any, count: int, shard: VocabularyShard | None = None) -> Any:
+    """The most likely ids, likeliest first: ``[tokens, vocab]``, or this rank's columns of it, to int64 ``[tokens,
+    count]``, the same on all ranks.
+
+    Raises:
+        EngineError: the vocabulary has fewer.
+    """
+    if shard is None:
+        if count > logits.shape[1]:
+            raise EngineError(f"the {count} most likely ids were asked for, and the model knows {logits.shape[1]}")
+        return logits.topk(count, dim=1).indices
+    values, places = logits.topk(min(count, logits.shape[1]), dim=1)
+    missing = count - values.shape[1]
+    mine = [
+        functional.pad(values.float(), (0, missing), value=-torch.inf),
+        functional.pad(places + shard.start, (0, missing), value=-1),
+    ]
+    ranks = dist.get_world_size(shard.group)
+    everyone = [[torch.empty_like(part) for _ in range(ranks)] for part in mine]
+    for part, parts in zip(mine, everyone, strict=True):
+        dist.all_gather(parts, part.contiguous(), group=shard.group)
+    joined, ids = (torch.cat(parts, dim=1) for parts in everyone)
+    found = ids.gather(1, joined.topk(count, dim=1).indices)
+    if bool((found < 0).any()):
+        raise EngineError(f"the {count} most likely ids were asked for, and the model knows fewer")
+    return found
+
+
 # -- reading a model --------------------------------------------------------------------------------------------------
 
 
@@ -139,24 +169,28 @@ class Reader:
     context: Any = None
     shard: VocabularyShard | None = None
 
-    def read(self, model: Any, micro: MicroBatch, temperature: float = 1.0, entropy: bool = False) -> tuple[Any, Any]:
+    def read(self, model: Any, micro: MicroBatch, temperature: float = 1.0, entropy: bool = False) -> tuple[Any, ...]:
         """Log-probs or scores, float32 ``[actions]``, and the entropies or None. Where the micro-batch has candidates,
-        the log-probs are ``[actions, 1 + n]``.
+        the log-probs are ``[actions, 1 + n]``; where it asks for likely ids, they are so too, and the ids
+        ``[actions, top]`` come third.
 
         The vocabulary projection runs only where the next token is an action. With context parallel every rank gets all
         of the micro-batch's outputs; the gradient of each flows to the rank that made it.
         """
-        part = self._part(micro)
+        part, likely = self._part(micro), ()
         logits = self._packed(model, part) if self.packs else self._padded(model, micro)
         if self.head == "token":
             outputs, entropies = logits.squeeze(-1).float(), None
         else:
             targets = torch.from_numpy(part.targets).to(self.device)
+            if micro.top:
+                likely = (likeliest(logits, micro.top, self.shard),)
+                targets = torch.cat([targets[:, None], *likely], dim=1)
             outputs, entropies = token_logprobs(logits, targets, temperature, entropy, self.shard)
+        found = (outputs, entropies, *likely)
         if self.context is None:
-            return outputs, entropies
-        whole = _Join.apply(outputs, part.counts, self.context)
-        return whole, None if entropies is None else _Join.apply(entropies, part.counts, self.context)
+            return found
+        return tuple(None if values is None else _Join.apply(values, part.counts, self.context) for values in found)
 
     def _packed(self, model: Any, part: "_Part") -> Any:
         """Logits at the actions: ``[actions, vocab]``."""

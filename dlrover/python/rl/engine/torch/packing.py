@@ -31,6 +31,7 @@ class MicroBatch:
         targets: ``[actions]``: the action tokens.
         flat: ``[actions]``: where the action tokens stand in the batch's flat token column.
         candidates: ``[actions, n]``: ids whose log-probs are wanted too, or None.
+        top: how many of the most likely ids are wanted too.
     """
 
     inputs: Ids
@@ -39,6 +40,7 @@ class MicroBatch:
     targets: Ids
     flat: Ids
     candidates: Ids | None = None
+    top: int = 0
 
     @property
     def asked(self) -> Ids:
@@ -94,7 +96,7 @@ def _to_torch(values: Array, device: str) -> Any:
 
 def check_actions(batch: Batch, head: Head = "causal") -> None:
     """Refuse an action mask that is not the tokens', or, of a language model, set on a row's first token, which nothing
-    predicts; and candidates for scores.
+    predicts.
 
     Raises:
         EngineError: it is so.
@@ -103,8 +105,6 @@ def check_actions(batch: Batch, head: Head = "causal") -> None:
     if not np.array_equal(tokens.offsets, actions.offsets):
         raise EngineError("'action_mask' and 'tokens' have rows of different lengths")
     firsts = tokens.offsets[:-1][tokens.lengths > 0]
-    if head != "causal" and "candidates" in batch:
-        raise EngineError("scores are of no ids: only a causal head has log-probs of 'candidates'")
     if head == "causal" and len(firsts) and actions.values[firsts].any():
         raise EngineError("'action_mask' is set on the first token of a row, which has no log-prob")
 
@@ -132,7 +132,8 @@ def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int =
 
     Args:
         batch: columns ``tokens`` and ``action_mask``; rows with the same number in ``unit`` (dense, if there is one)
-            stay together; ``candidates`` (ragged ``[rows, seq, n]``, if there are any) are ids to be asked for.
+            stay together; ``candidates`` (ragged ``[rows, seq, n]``, if there are any) are ids that a causal head is
+            asked for.
         token_budget: most tokens of a micro-batch; a row or unit that is longer comes alone.
         head: of the model that will read them.
         at_least: make so many, the last of them without rows if the others have taken all: ranks that work in step need
@@ -150,7 +151,7 @@ def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int =
     else:
         shares = balanced(spans[rows].tolist(), token_budget, at_least)
     micros = [_join(tokens, actions, rows[share], spans) for share in shares]
-    if "candidates" not in batch:
+    if head != "causal" or "candidates" not in batch:
         return micros
     candidates = batch.ragged("candidates")
     if not np.array_equal(candidates.offsets, tokens.offsets) or candidates.values.ndim != 2:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from dlrover.python.rl.common.errors import EngineError
@@ -23,6 +22,7 @@ from dlrover.python.rl.engine.memory import DeviceMemory
 from dlrover.python.rl.engine.offload import Part, Place
 from dlrover.python.rl.engine.torch.backend import TrainBackend
 from dlrover.python.rl.engine.torch.blueprint import Blueprint
+from dlrover.python.rl.engine.torch.evaluation import check_asked, gathered
 from dlrover.python.rl.engine.torch.packing import MicroBatch, check_actions, check_tokens, pack
 from dlrover.python.rl.engine.torch.ranks import Ranks, numbered
 from dlrover.python.rl.engine.torch.stepping import agreed_micro_batches, check_norm, settle
@@ -88,26 +88,21 @@ class TrainShell(ABC):
 
     # -- evaluating and training --------------------------------------------------------------------------------------
 
-    def evaluate(self, batch: Batch, temperature: float = 1.0, entropy: bool = False) -> Batch:
+    def evaluate(self, batch: Batch, temperature: float = 1.0, entropy: bool = False, top: int = 0) -> Batch:
         """Return ``logprobs`` (``scores``), and ``entropy`` where asked: ragged float32 ``[rows, seq]``, 0 outside the
-        action mask, rows in the batch's order.
+        action mask, rows in the batch's order. Of the ``top`` most likely ids ``candidates`` and
+        ``candidate_logprobs``, ``[rows, seq, top]``; of the batch's own ``candidates`` the latter.
 
         Raises:
             EngineError: tokens, lengths or the action mask do not fit the model; or it is offloaded.
             OutOfDeviceMemory: there is no room for what has to be computed.
         """
         backend, head = self._ready("evaluate"), self._settings.head
-        if entropy and head != "causal":
-            raise EngineError("scores have no entropy: only a causal head draws tokens")
-        micros = self._micro_batches(batch, backend, needs_actions=False)
-        tokens = batch.ragged("tokens")
-        names = ["logprobs" if head == "causal" else "scores", *(["entropy"] if entropy else [])]
-        found = {name: np.zeros(len(tokens.values), dtype=np.float32) for name in names}
+        check_asked(batch, head, entropy, top)
+        micros = [replace(micro, top=top) for micro in self._micro_batches(batch, backend, needs_actions=False)]
         with torch.no_grad(), self._memory.computing(self._owner):
-            for micro, outputs in backend.outputs(micros, temperature, entropy):
-                for name, values in zip(names, outputs, strict=False):
-                    found[name][micro.flat] = values.cpu().numpy()
-        return Batch({name: tokens.like(values) for name, values in found.items()})
+            found = backend.outputs(micros, temperature, entropy)
+            return gathered(batch, "logprobs" if head == "causal" else "scores", found)
 
     def _micro_batches(self, batch: Batch, backend: TrainBackend, needs_actions: bool) -> list[MicroBatch]:
         settings = self._settings

@@ -23,7 +23,7 @@ from dlrover.python.rl.engine.base import OptimizerConfig, TokenLoss
 from dlrover.python.rl.engine.torch.packing import MicroBatch
 from dlrover.python.rl.engine.torch.ranks import Ranks, told_by_ranks
 
-Read: TypeAlias = Callable[[MicroBatch, bool], tuple[Any, Any]]
+Read: TypeAlias = Callable[[MicroBatch, bool], tuple[Any, ...]]
 """``read(micro, entropy) -> (outputs, entropies or None)``, each ``[actions]``, with gradient; with candidates the
 outputs are ``[actions, 1 + n]``."""
 
