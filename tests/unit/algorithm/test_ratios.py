@@ -53,6 +53,15 @@ def test_gspo_is_the_gradient_of_the_sequences_ratio():
     assert [slope / 3 for slope in gradient] == pytest.approx(new.grad.tolist(), rel=1e-5)
 
 
+@pytest.mark.parametrize("config", [GRPO(), GSPO(), CISPO()])
+def test_a_policy_that_has_run_away_gives_numbers(config):
+    columns = {name: torch.full((2,), value) for name, value in {"old_logprobs": -500.0, "weight": 0.5}.items()}
+    logprobs = torch.zeros(2, requires_grad=True)
+    loss, metrics = config.loss(logprobs, {**columns, "advantage": torch.tensor([0.0, -1.0]), "unit": torch.arange(2)})
+    loss.backward()
+    assert all(torch.as_tensor(value).isfinite().all() for value in (loss, logprobs.grad, *metrics.values()))
+
+
 def test_cispo_clips_the_weight_and_keeps_the_gradient():
     config = CISPO(clip_low=0.2, clip_high=0.2)
     loss, gradient, metrics = loss_of(config, [1.5, 0.5, 1.1], [1.0, 1.0, -2.0])

@@ -126,6 +126,29 @@ def test_123_logprobs_are_those_at_the_temperature_in_the_rows_order(model_path,
         assert logprobs[0] == 0
 
 
+@pytest.mark.parametrize("budget", [1, 16384])
+def test_the_likeliest_ids_and_their_log_probs_are_the_dense_models(model_path, budget):
+    batch, engine = make_batch(), Fsdp2TrainEngine(model_path, None, TrainSettings(max_tokens_per_microbatch=budget))
+    found = engine.evaluate(batch, 0.7, entropy=True, top=3)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    columns = [found.ragged(name) for name in ("candidates", "candidate_logprobs")]
+    rows = zip(batch.ragged("tokens"), batch.ragged("action_mask"), *columns, strict=True)
+    for tokens, mask, ids, logprobs in rows:
+        with torch.no_grad():
+            table = torch.log_softmax(model(torch.tensor(tokens)[None]).logits[0] / 0.7, dim=-1)
+        wanted = table.topk(3)
+        before = np.flatnonzero(mask) - 1
+        assert np.array_equal(ids[mask], wanted.indices.numpy()[before])
+        assert np.allclose(logprobs[mask], wanted.values.numpy()[before], atol=1e-5)
+        assert not ids[~mask].any()
+        assert not logprobs[~mask].any()
+    again = engine.evaluate(batch.with_columns(candidates=found["candidates"]), 0.7)
+    assert np.allclose(again.ragged("candidate_logprobs").values, columns[1].values, atol=1e-6)
+    assert np.array_equal(again.ragged("logprobs").values, found.ragged("logprobs").values)
+    with pytest.raises(EngineError, match="one of the two"):
+        engine.evaluate(batch.with_columns(candidates=found["candidates"]), top=3)
+
+
 def test_a_batch_without_action_tokens_has_zero_logprobs(model_path):
     batch = Batch({"tokens": Ragged.from_rows([[1], [2, 3]]), "action_mask": Ragged.from_rows([[False], [False] * 2])})
     assert Fsdp2TrainEngine(model_path, None).evaluate(batch).ragged("logprobs").values.tolist() == [0.0] * 3

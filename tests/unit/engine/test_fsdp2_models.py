@@ -115,6 +115,8 @@ def test_a_critic_scores_the_action_tokens_and_learns(model_path, tmp_path):
     assert losses[-1] < 0.2 * losses[0]
     with pytest.raises(EngineError, match="scores have no entropy"):
         critic.evaluate(batch, entropy=True)
+    with pytest.raises(EngineError, match="scores are of no ids"):
+        critic.evaluate(batch, top=2)
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------

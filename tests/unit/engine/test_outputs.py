@@ -5,9 +5,10 @@ import torch
 import torch.distributed as dist
 from processes import run
 
+from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.base import Rendezvous
 from dlrover.python.rl.engine.torch import outputs
-from dlrover.python.rl.engine.torch.outputs import VocabularyShard, token_logprobs
+from dlrover.python.rl.engine.torch.outputs import VocabularyShard, likeliest, token_logprobs
 from dlrover.python.rl.engine.torch.ranks import Ranks
 
 TOKENS, VOCAB = 7, 11
@@ -40,6 +41,41 @@ def test_values_and_gradients_are_those_of_the_formulas(temperature, chunk, monk
     (weights[0] @ logprobs + weights[1] @ entropies).backward()
     for found, expected in zip((logprobs, entropies, logits.grad), plain(temperature), strict=True):
         assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def many():
+    """Three ids for each token, one of them twice, and weights for their log-probs."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCAB, (TOKENS, 3), generator=generator)
+    ids[:, 2] = ids[:, 0]
+    return ids, torch.randn(TOKENS, 3, generator=generator, dtype=torch.float64)
+
+
+def plain_many(temperature):
+    """Log-probs, entropies and gradient by the formulas."""
+    (logits, _, weights), (ids, slopes) = problem(), many()
+    table = torch.log_softmax(logits / temperature, dim=-1)
+    found, entropies = table.gather(1, ids), -(table.exp() * table).sum(dim=-1)
+    ((slopes * found).sum() + weights[1] @ entropies).backward()
+    return found.detach(), entropies.detach(), logits.grad
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [3 * VOCAB, 1 << 24])
+def test_several_ids_at_each_token(temperature, chunk, monkeypatch):
+    monkeypatch.setattr(outputs, "CHUNK_ELEMENTS", chunk)
+    (logits, _, weights), (ids, slopes) = problem(), many()
+    logprobs, entropies = token_logprobs(logits, ids, temperature, entropy=True)
+    ((slopes * logprobs).sum() + weights[1] @ entropies).backward()
+    for found, expected in zip((logprobs, entropies, logits.grad), plain_many(temperature), strict=True):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def test_the_likeliest_ids_are_in_order():
+    logits, _, _ = problem()
+    assert torch.equal(likeliest(logits, 4), logits.sort(dim=1, descending=True).indices[:, :4])
+    with pytest.raises(EngineError, match="12 most likely ids were asked for, and the model knows 11"):
+        likeliest(logits, VOCAB + 1)
 
 
 def test_without_entropy_the_gradient_is_that_of_the_logprobs():
@@ -86,8 +122,23 @@ def divided(rank, world_size, port, temperature):
     shard = VocabularyShard(columns.start, dist.group.WORLD)
     logprobs, entropies = token_logprobs(mine, targets, temperature, entropy=True, shard=shard)
     (weights[0] @ logprobs + weights[1] @ entropies).backward()
+    found = [tensor.detach().numpy() for tensor in (logprobs, entropies, mine.grad)]
+    return [*found, *several_divided(mine.detach(), weights, temperature, shard, ranks)]
+
+
+def several_divided(columns, weights, temperature, shard, ranks):
+    """The same for several ids, and the likeliest ones: more than either rank has columns."""
+    mine, (ids, slopes) = columns.clone().requires_grad_(), many()
+    logprobs, entropies = token_logprobs(mine, ids, temperature, entropy=True, shard=shard)
+    ((slopes * logprobs).sum() + weights[1] @ entropies).backward()
+    top = likeliest(columns, 9, shard)
+    try:
+        likeliest(columns, VOCAB + 1, shard)
+        refused = ""
+    except EngineError as error:
+        refused = str(error)
     ranks.close()
-    return [tensor.detach().numpy() for tensor in (logprobs, entropies, mine.grad)]
+    return [logprobs.detach().numpy(), mine.grad.numpy(), top.numpy(), refused]
 
 
 def test_048_049_divided_over_ranks_values_and_gradients_are_the_whole_ones():
@@ -98,3 +149,10 @@ def test_048_049_divided_over_ranks_values_and_gradients_are_the_whole_ones():
         assert abs(torch.from_numpy(found[1]) - entropies).max() < 1e-10
     parts = torch.cat([torch.from_numpy(found[2]) for found in ranks], dim=1)
     assert abs(parts - gradient).max() < 1e-10
+    several, _, slope = plain_many(0.7)
+    for found in ranks:
+        assert abs(torch.from_numpy(found[3]) - several).max() < 1e-10
+        assert found[5].tolist() == likeliest(problem()[0], 9).tolist()
+        assert "the model knows fewer" in found[6]
+    parts = torch.cat([torch.from_numpy(found[4]) for found in ranks], dim=1)
+    assert abs(parts - slope).max() < 1e-10

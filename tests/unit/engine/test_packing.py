@@ -56,6 +56,37 @@ def test_062_two_batches_under_way_at_a_time_both_come_back_in_their_order(first
         assert outputs.tolist() == np.where(actions, tokens, 0).tolist()
 
 
+@given(rows, st.lists(st.integers(0, 4), min_size=12, max_size=12), st.integers(1, 30), st.integers(0, 3))
+def test_060_rows_of_a_unit_stay_together(masks, units, budget, at_least):
+    batch = make(masks, "causal").with_columns(unit=np.array(units[: len(masks)], dtype=np.int64))
+    parts = pack(batch, budget, at_least=at_least)
+    assert len(parts) >= at_least
+    row_of = np.searchsorted(batch.ragged("tokens").offsets, np.arange(len(batch.ragged("tokens").values)), "right") - 1
+    seen = [set(batch.dense("unit")[row_of[part.flat]].tolist()) for part in parts]
+    assert sum(map(len, seen)) == len(set().union(*seen))
+    assert (
+        sorted(at for part in parts for at in part.flat.tolist())
+        == np.flatnonzero(batch.ragged("action_mask").values).tolist()
+    )
+    for part, those in zip(parts, seen, strict=True):
+        assert len(part.inputs) <= budget or len(those) <= 1
+        assert (np.diff(part.lengths) <= 0).all()
+        assert (part.inputs[part.reads] + 1).tolist() == part.targets.tolist()
+
+
+def test_candidates_come_with_their_actions():
+    batch = make([[False, True, True], [False, True]], "causal")
+    ids = batch.ragged("tokens").like(np.arange(10).reshape(5, 2))
+    (part,) = pack(batch.with_columns(candidates=ids), 100)
+    assert part.asked.tolist() == [[101, 2, 3], [102, 4, 5], [104, 8, 9]]
+    (none,) = pack(make([[False, False]], "causal").with_columns(candidates=ids.rows(1, 2)), 10, at_least=1)
+    assert none.asked.shape == (0, 3)
+    (scored,) = pack(batch.with_columns(candidates=ids), 100, head="token")
+    assert scored.candidates is None
+    with pytest.raises(EngineError, match="'candidates' and 'tokens' have rows of different lengths"):
+        pack(batch.with_columns(candidates=Ragged.from_rows([[1], [2]])), 100)
+
+
 def test_documents_end_where_nothing_more_is_needed_and_positions_restart():
     batch = make([[False, True, True, False, False], [False, False, True]], "causal")
     (part,) = pack(batch, 100)

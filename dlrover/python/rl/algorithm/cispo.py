@@ -9,6 +9,7 @@ from annotated_types import Ge, Le
 from dlrover.python.rl.algorithm.advantages import Normalize, group_advantages
 from dlrover.python.rl.algorithm.base import TokenColumns, TokenLosses, column, weighted_sum
 from dlrover.python.rl.algorithm.policy import PolicyGradient
+from dlrover.python.rl.algorithm.policy_loss import MOST
 from dlrover.python.rl.algorithm.samples import Samples
 from dlrover.python.rl.data.batch import Column
 
@@ -39,7 +40,7 @@ class CISPO(PolicyGradient):
     def surrogate(self, logprobs: torch.Tensor, columns: TokenColumns) -> TokenLosses:
         """``clip_fraction``: tokens whose weight the clip has changed."""
         advantage, weight = column(columns, "advantage"), column(columns, "weight")
-        log_ratio = (logprobs - column(columns, "old_logprobs")).detach()
+        log_ratio = (logprobs - column(columns, "old_logprobs")).detach().clamp(max=MOST)
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         metrics = {

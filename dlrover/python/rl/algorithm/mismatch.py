@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from dlrover.python.rl.algorithm.base import Metrics, TokenColumns, column, weighted_sum
+from dlrover.python.rl.algorithm.policy_loss import MOST
 from dlrover.python.rl.algorithm.units import Units
 
 Correction: TypeAlias = Literal["none", "truncate", "mask"]
@@ -40,11 +41,11 @@ def correction_weights(
     """
     weight = column(columns, "weight")
     log_ratio = (column(columns, "old_logprobs") - column(columns, "rollout_logprobs")).detach()
-    metrics = {"mismatch_kl": weighted_sum(weight, torch.expm1(log_ratio) - log_ratio)}
+    metrics = {"mismatch_kl": weighted_sum(weight, torch.expm1(log_ratio.clamp(max=MOST)) - log_ratio)}
     if level == "sequence":
         units = Units.of(columns)
         log_ratio = units.spread(units.sums(log_ratio))
-    ratio = log_ratio.clamp(max=20.0).exp()
+    ratio = log_ratio.clamp(max=MOST).exp()
     within = (ratio >= low) & (ratio <= high)
     factor = ratio.clamp(max=high) if kind == "truncate" else torch.where(within, ratio, 0.0)
     metrics["mismatch_bounded"] = weighted_sum(weight, (factor != ratio).to(weight.dtype))

@@ -5,6 +5,10 @@ import torch
 from dlrover.python.rl.algorithm.base import TokenColumns, TokenLosses, column, weighted_sum
 
 
+MOST = 20.0
+"""Log-ratios above it are taken for it: their exponentials soon are no numbers."""
+
+
 def clipped_surrogate(
     log_ratio: torch.Tensor,
     columns: TokenColumns,
@@ -28,6 +32,7 @@ def clipped_surrogate(
         update unless the averaging is a sum or by a constant; the others are means after division by it).
     """
     advantage, weight = column(columns, "advantage"), column(columns, "weight")
+    log_ratio = log_ratio.clamp(max=MOST)
     ratio = log_ratio.exp()
     free = advantage * ratio
     objective = torch.minimum(free, advantage * ratio.clamp(1 - clip_low, 1 + clip_high))

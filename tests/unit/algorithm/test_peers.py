@@ -1,0 +1,362 @@
+"""Losses and advantages against those of verl and TRL, run unchanged, where they define the same thing.
+
+Known to differ: the standard deviation of a group is verl's and TRL's unbiased one, and here the population's; so
+their GRPO advantages are smaller by ``sqrt((n - 1) / n)``.
+"""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from test_pairs import pairs_update
+from updates import logprobs_for, outcome, ragged_update
+
+from dlrover.python.rl.algorithm.advantages import whitened
+from dlrover.python.rl.algorithm.cispo import CISPO
+from dlrover.python.rl.algorithm.dapo import DAPO
+from dlrover.python.rl.algorithm.dpo import DPO
+from dlrover.python.rl.algorithm.dr_grpo import DrGRPO
+from dlrover.python.rl.algorithm.grpo import GRPO
+from dlrover.python.rl.algorithm.gspo import GSPO
+from dlrover.python.rl.algorithm.kl import kl_estimate
+from dlrover.python.rl.algorithm.mismatch import correction_weights
+from dlrover.python.rl.algorithm.ppo import PPO
+from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from dlrover.python.rl.algorithm.rloo import RLOO
+from dlrover.python.rl.algorithm.vocabulary_distillation import reverse_kl
+from dlrover.python.rl.data.batch import Ragged
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+SEEDS = range(3)
+
+
+def peer(module):
+    """A module of a peer, or a skip that says what is missing."""
+    return pytest.importorskip(module, reason=f"{module} cannot be imported here", exc_type=ImportError)
+
+
+def clean_update(seed):
+    """All rows count; every group has samples to compare."""
+    batch = ragged_update(seed)
+    counted = (batch.dense("action_tokens") > 0) & ~np.isnan(batch.dense("reward"))
+    batch = batch.take(np.flatnonzero(counted).tolist())
+    tokens = batch.ragged("tokens")
+    return batch.with_columns(tokens=tokens.like(np.arange(len(tokens.values))))
+
+
+def padded(column, dtype=torch.float64):
+    """A ragged column, or flat values of one, as ``[rows, longest]``."""
+    longest = int(column.lengths.max())
+    return torch.tensor([[*row.tolist(), *[0] * (longest - len(row))] for row in column], dtype=dtype)
+
+
+def grid(batch, flat):
+    """Values of all tokens as ``[rows, longest]``."""
+    return padded(batch.ragged("tokens").like(flat.numpy()))
+
+
+def peers_view(batch):
+    """Mask, rewards on the last action, and who is compared with whom."""
+    mask = padded(batch.ragged("action_mask"))
+    rewards = torch.zeros_like(mask)
+    for row, (reward, chosen) in enumerate(zip(batch.dense("reward"), mask, strict=True)):
+        rewards[row, int(chosen.nonzero()[-1])] = reward
+    return mask, rewards, batch.dense("prompt_id")
+
+
+def tokens_advantages(annotated):
+    """``[rows, longest]``, 0 outside the mask."""
+    mask, column = padded(annotated.ragged("action_mask")), annotated["advantage"]
+    if isinstance(column, Ragged):
+        return padded(column) * mask
+    return torch.from_numpy(column.astype(np.float64))[:, None] * mask
+
+
+def assert_equal(found, wanted, tolerance=1e-5):
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+# -- verl -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def verl():
+    return peer("verl.trainer.ppo.core_algos")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_verl_gae(verl, seed):
+    batch = clean_update(seed)
+    mask, rewards, _ = peers_view(batch)
+    wanted, returns = verl.compute_gae_advantage_return(rewards, padded(batch.ragged("values")), mask, 0.9, 0.8)
+    annotated = PPO(gamma=0.9, lam=0.8).annotate(batch)
+    assert_equal(tokens_advantages(annotated), wanted * mask)
+    assert_equal(padded(annotated.ragged("returns")) * mask, returns * mask)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_verl_group_advantages(verl, seed):
+    batch = clean_update(seed)
+    mask, rewards, index = peers_view(batch)
+    wanted, _ = verl.compute_grpo_outcome_advantage(rewards, mask, index)
+    sizes = torch.tensor([(index == prompt).sum() for prompt in index], dtype=torch.float64)
+    factor = (sizes / (sizes - 1)).sqrt()[:, None]
+    assert_equal(tokens_advantages(GRPO().annotate(batch)), wanted * factor, 1e-4)
+    wanted, _ = verl.compute_grpo_outcome_advantage(rewards, mask, index, norm_adv_by_std_in_grpo=False)
+    assert_equal(tokens_advantages(DrGRPO().annotate(batch)), wanted)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_verl_reinforce(verl, seed):
+    batch = clean_update(seed)
+    mask, rewards, index = peers_view(batch)
+    wanted, _ = verl.compute_rloo_outcome_advantage(rewards, mask, index)
+    assert_equal(tokens_advantages(RLOO().annotate(batch)), wanted)
+    config = SimpleNamespace(gamma=0.9)
+    wanted, _ = verl.compute_reinforce_plus_plus_outcome_advantage(rewards, mask, config=config)
+    assert_equal(tokens_advantages(ReinforcePlusPlus(gamma=0.9).annotate(batch)), wanted)
+    wanted, _ = verl.compute_reinforce_plus_plus_baseline_outcome_advantage(rewards, mask, index)
+    assert_equal(tokens_advantages(ReinforcePlusPlusBaseline().annotate(batch)), wanted)
+
+
+def test_verl_whitening(verl):
+    values = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    wanted = verl.verl_F.masked_whiten(values, torch.ones(50))
+    assert_equal(torch.from_numpy(whitened(values.numpy())), wanted, 1e-6)
+
+
+def verl_config(**options):
+    config = peer("verl.workers.config")
+    return config.FSDPActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **options)
+
+
+MODES = {"token": "token-mean", "sequence": "seq-mean-token-mean", "sum": "seq-mean-token-sum"}
+SURROGATES = {
+    "vanilla": DAPO(clip_low=0.1, clip_high=0.15, dual_clip=1.2),
+    "vanilla, sequences": GRPO(clip_low=0.1, clip_high=0.15, dual_clip=1.2, normalize="none"),
+    "vanilla, sums": RLOO(clip_low=0.1, clip_high=0.15, dual_clip=1.2),
+    "gspo": GSPO(clip_low=0.05, clip_high=0.1),
+    "cispo": CISPO(clip_low=0.1, clip_high=0.15),
+}
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_verl_policy_losses(verl, name, seed):
+    config, batch = SURROGATES[name], clean_update(seed)
+    mask, *_ = peers_view(batch)
+    current = logprobs_for(batch, seed)
+    leaf = grid(batch, current).requires_grad_()
+    options = {"clip_ratio_low": config.clip_low, "clip_ratio_high": config.clip_high}
+    options |= {"clip_ratio_c": config.dual_clip} if config.dual_clip else {}
+    wanted, _ = verl.get_policy_loss_fn(name.split(",")[0])(
+        padded(batch.ragged("old_logprobs")),
+        leaf,
+        tokens_advantages(config.annotate(batch)),
+        mask,
+        MODES[config.averaging],
+        verl_config(**options),
+    )
+    wanted.backward()
+    found = outcome(config, batch, current)
+    assert found.loss == pytest.approx(wanted.item(), rel=1e-5)
+    assert_equal(grid(batch, found.gradient), leaf.grad)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_verl_value_loss(verl, seed):
+    batch = clean_update(seed)
+    annotated = PPO().annotate(batch)
+    scores = logprobs_for(batch, seed)
+    wanted, fraction = verl.compute_value_loss(
+        grid(batch, scores),
+        padded(annotated.ragged("returns")),
+        padded(batch.ragged("values")),
+        padded(batch.ragged("action_mask")),
+        0.2,
+    )
+    found = outcome(PPO(), batch, scores, loss=PPO().value_loss)
+    assert found.loss == pytest.approx(wanted.item(), rel=1e-5)
+    assert found.metrics["value_clip_fraction"] == pytest.approx(fraction.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_verl_kl(verl, kind):
+    first, second = -torch.rand(2, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert_equal(kl_estimate(first, second, kind), verl.kl_penalty(first, second, kind))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["truncate", "mask"])
+def test_verl_correction(level, kind):
+    helper = peer("verl.trainer.ppo.rollout_corr_helper")
+    batch = clean_update(1)
+    mask, *_ = peers_view(batch)
+    log_ratio = (padded(batch.ragged("old_logprobs")) - padded(batch.ragged("rollout_logprobs"))) * mask
+    threshold = 1.3 if kind == "truncate" else "0.8_1.3"
+    wanted, _ = helper.compute_rollout_correction_weights(log_ratio, mask, level, threshold)
+    rows, places = mask.nonzero(as_tuple=True)
+    columns = {
+        "old_logprobs": log_ratio[rows, places],
+        "rollout_logprobs": torch.zeros(len(rows), dtype=torch.float64),
+        "weight": torch.ones(len(rows), dtype=torch.float64),
+        "unit": rows,
+    }
+    found, _ = correction_weights(columns, kind, level, 0.8, 1.3)
+    assert_equal(found, wanted[rows, places])
+
+
+# -- TRL --------------------------------------------------------------------------------------------------------------
+
+
+class Told(SimpleNamespace):
+    """A trainer of TRL's as far as its loss looks at it."""
+
+    def __init__(self, **attributes):
+        same = SimpleNamespace(
+            gather=lambda values: values,
+            gather_for_metrics=lambda values: values,
+            reduce=lambda values, reduction: values,
+            num_processes=1,
+            device="cpu",
+        )
+        model = SimpleNamespace(training=True)
+        metrics = {"train": defaultdict(list)}
+        super().__init__(accelerator=same, model=model, _metrics=metrics, aux_loss_enabled=False, **attributes)
+
+
+TRL_GRPO = {
+    "grpo": ("token", 0.3, GRPO(clip_low=0.1, clip_high=0.15, kl_coef=0.3)),
+    "dapo": ("token", 0.0, DAPO(clip_low=0.1, clip_high=0.15)),
+    "bnpo": ("token", 0.3, DrGRPO(clip_low=0.1, clip_high=0.15, kl_coef=0.3)),
+    "dr_grpo": ("token", 0.0, DrGRPO(clip_low=0.1, clip_high=0.15, averaging="constant", max_tokens=9)),
+    "grpo, sequences": ("sequence", 0.0, GSPO(clip_low=0.05, clip_high=0.1)),
+    "cispo": ("token", 0.0, CISPO(clip_high=0.15)),
+}
+
+
+@pytest.mark.parametrize("name", TRL_GRPO)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_trl_grpo_losses(name, seed):
+    trainer = peer("trl.trainer.grpo_trainer").GRPOTrainer
+    (level, beta, config), batch = TRL_GRPO[name], clean_update(seed)
+    mask, *_ = peers_view(batch)
+    current, entropies = logprobs_for(batch, seed), torch.zeros_like(mask)
+    leaf = grid(batch, current).requires_grad_()
+    kind = name.split(",")[0]
+    told = Told(
+        _get_per_token_logps_and_entropies=lambda *_args, **_kwargs: (leaf, entropies, None),
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level=level,
+        beta=beta,
+        loss_type=kind,
+        epsilon_low=config.clip_low,
+        epsilon_high=1 + config.clip_high if kind == "cispo" else config.clip_high,
+        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        use_vllm=False,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=9,
+        _entropy_bonus_enabled=False,
+    )
+    nothing = torch.zeros((len(batch), 0), dtype=torch.int64)
+    wanted = trainer._compute_loss(
+        told,
+        None,
+        {
+            "prompt_ids": nothing,
+            "prompt_mask": nothing,
+            "completion_ids": mask.long(),
+            "completion_mask": mask,
+            "advantages": tokens_advantages(config.annotate(batch)),
+            "old_per_token_logps": padded(batch.ragged("old_logprobs")),
+            "ref_per_token_logps": padded(batch.ragged("ref_logprobs")),
+            "num_items_in_batch": mask.sum(),
+        },
+    )
+    wanted.backward()
+    found = outcome(config, batch, current)
+    assert found.loss == pytest.approx(wanted.item(), rel=1e-5)
+    assert_equal(grid(batch, found.gradient), leaf.grad)
+
+
+TRL_DPO = {
+    "sigmoid": DPO(beta=0.3),
+    "sigmoid_norm": DPO(beta=0.3, token_means=True),
+    "ipo": DPO(beta=0.3, kind="ipo", token_means=True),
+}
+
+
+@pytest.mark.parametrize("name", TRL_DPO)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_trl_dpo_losses(name, seed):
+    trainer = peer("trl.trainer.dpo_trainer").DPOTrainer
+    config, batch = TRL_DPO[name], pairs_update(seed)
+    whole = [pair for pair in np.unique(batch.dense("pair")) if pair != batch.dense("pair").max()]
+    order = [
+        int(np.flatnonzero((batch.dense("pair") == pair) & (batch.dense("chosen") == chosen))[0])
+        for chosen in (True, False)
+        for pair in whole
+    ]
+    current = logprobs_for(batch, seed)
+    rows = batch.take(order)
+    mask = padded(rows.ragged("action_mask"))
+    places = rows.ragged("tokens")
+    now = padded(places.like(current.numpy()[places.values])).requires_grad_()
+    reference = (padded(rows.ragged("ref_logprobs")) * mask).sum(dim=1)
+
+    def model(**_kwargs):
+        zeros = torch.zeros_like(mask)
+        # TRL's first token has no log-prob, as here.
+        values = (now * mask)[:, 1:]
+        same = {name: zeros[:, 1:] for name in ("entropy", "mean_logits")}
+        return SimpleNamespace(log_probs=values, is_top1=zeros[:, 1:].bool(), **same)
+
+    model.training = True
+    told = Told(
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=[name],
+        loss_weights=[1.0],
+        use_weighting=False,
+        beta=config.beta,
+        label_smoothing=0.0,
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    half = len(whole)
+    wanted = trainer._compute_loss(
+        told,
+        model,
+        {
+            "input_ids": mask.long(),
+            "attention_mask": torch.ones_like(mask).long(),
+            "completion_mask": mask.long(),
+            "ref_chosen_logps": reference[:half],
+            "ref_rejected_logps": reference[half:],
+        },
+        return_outputs=False,
+    )
+    wanted.backward()
+    found = outcome(config, batch, current)
+    assert found.loss == pytest.approx(wanted.item(), rel=1e-5)
+    slopes = padded(places.like(found.gradient.numpy()[places.values]))
+    assert_equal(slopes, now.grad)
+    if not config.token_means:  # TRL's are sums in any case.
+        assert found.metrics["margin"] == pytest.approx(told._metrics["train"]["rewards/margins"][0], rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_trl_reverse_kl_over_the_vocabulary(seed):
+    jsd = peer("trl.experimental.gkd.gkd_trainer").GKDTrainer.generalized_jsd_loss
+    student, teacher = torch.randn(2, 1, 6, 13, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    student.requires_grad_()
+    wanted = jsd(student, teacher, beta=1, reduction="sum")
+    (slope,) = torch.autograd.grad(wanted, student)
+    values, ids = teacher.log_softmax(-1).topk(13)
+    found = reverse_kl(student.log_softmax(-1).gather(-1, ids), values).sum()
+    assert_equal(found, wanted)
+    assert_equal(torch.autograd.grad(found, student)[0], slope)
