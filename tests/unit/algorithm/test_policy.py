@@ -234,6 +234,7 @@ def test_117_k1_is_refused_as_a_loss_and_nowhere_else(kind):
         (lambda: GRPO(dual_clip=1.0), "dual_clip must be above 1.0"),
         (lambda: GRPO(correction="clip"), "correction must be one of 'none', 'truncate', 'mask'"),
         (lambda: GRPO(entropy_coef=-1), "entropy_coef must be at least 0.0"),
+        (lambda: PPO(averaging="constant"), "averaging must be one of 'token', 'sequence', 'sum'"),
         (lambda: GSPO(averaging="token"), "averaging must be one of 'sequence'"),
         (lambda: CISPO(dual_clip=3.0), "dual_clip is of the clipped surrogate"),
         (lambda: DAPO(overlong_buffer=3), "max_tokens and overlong_buffer go together"),

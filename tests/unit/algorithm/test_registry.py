@@ -1,5 +1,7 @@
 """Algorithms by name."""
 
+from pathlib import Path
+
 import pytest
 
 from dlrover.python.rl.algorithm.dpo import DPO
@@ -34,6 +36,11 @@ def test_111_112_114_presets_are_what_their_sources_say():
     assert make_algorithm("openai_ppo", {"kl_coef": 0.5, "lam": 1.0}) == PPO(kl_coef=0.5, lam=1.0)
     assert make_algorithm("ipo", {"beta": 0.3}) == DPO(beta=0.3, kind="ipo", token_means=True)
     assert make_algorithm("conservative_dpo").label_smoothing == 0.1
+
+
+def test_the_reference_page_knows_every_name():
+    page = (Path(__file__).parents[3] / "docs/api/algorithm.md").read_text(encoding="utf-8")
+    assert [name for name in ALGORITHMS if f"`{name}`" not in page] == []
 
 
 def test_an_unknown_name_gives_the_nearest():

@@ -106,6 +106,9 @@ def test_all_problems_of_the_configuration_are_found_before_anything_starts(tmp_
     [
         ("rollout.samples_per_prompt=1", "config.rollout.samples_per_prompt", "at least 2"),
         ("algorithm.name=grop", "config.algorithm.name", "did you mean 'grpo'"),
+        ("algorithm.name=dpo", "config.algorithm.name", "does not learn from samples with rewards"),
+        ("algorithm.name=ppo", "config.algorithm", "it needs action_mask, values, which"),
+        ("+algorithm.correction=mask", "config.algorithm", "it needs rollout_logprobs, which"),
         ("optimizer.lr=-1", "config.optimizer.lr", "greater than 0"),
         ("+optimizer.lrr=1", "config.optimizer.lrr", "did you mean 'lr'"),
         ("data.eval_rows=4000", "config.data.eval_rows", "cannot be held out"),

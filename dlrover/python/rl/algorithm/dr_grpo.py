@@ -21,7 +21,7 @@ from dlrover.python.rl.data.batch import Column
 class DrGRPO(PolicyGradient):
     """The clipped surrogate with ``A = reward - mean(rewards of the prompt)``."""
 
-    averaging: Literal["token", "constant"] = "token"
+    averaging: Literal["token", "constant"] = "token"  # type: ignore[assignment]  # the one that has a constant
     """``constant`` is the paper's: each sample's sum is divided by ``max_tokens``, so the step does not depend on the
     lengths sampled. ``token``, common in practice, divides by the tokens of the whole update instead."""
 

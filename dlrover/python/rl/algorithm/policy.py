@@ -10,7 +10,6 @@ import torch
 from annotated_types import Ge, Gt, Lt
 
 from dlrover.python.rl.algorithm.advantages import check_group_size
-from dlrover.python.rl.algorithm.averaging import Averaging
 from dlrover.python.rl.algorithm.base import Metrics, Needs, TokenColumns, TokenLosses, column, weighted_sum
 from dlrover.python.rl.algorithm.fields import check_fields
 from dlrover.python.rl.algorithm.kl import KLEstimator, check_penalty, kl_estimate, kl_penalty
@@ -47,7 +46,7 @@ class PolicyGradient:
     dual_clip: Annotated[float, Gt(1.0)] | None = None
     """Bound of the ratio for negative advantages, beyond which the gradient stops too; 3 is usual."""
 
-    averaging: Averaging = "token"
+    averaging: Literal["token", "sequence", "sum"] = "token"
     """Mean over the tokens of the update; or over samples, of their token means (``sequence``) or sums (``sum``)."""
 
     kl_coef: Annotated[float, Ge(0.0)] = 0.0

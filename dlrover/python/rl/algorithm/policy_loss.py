@@ -4,7 +4,6 @@ import torch
 
 from dlrover.python.rl.algorithm.base import TokenColumns, TokenLosses, column, weighted_sum
 
-
 MOST = 20.0
 """Log-ratios above it are taken for it: their exponentials soon are no numbers."""
 

@@ -1,9 +1,9 @@
 """RLOO: REINFORCE with the mean of the other samples as baseline (Ahmadian et al., arXiv:2402.14740, section 3.2)."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dlrover.python.rl.algorithm.advantages import leave_one_out
-from dlrover.python.rl.algorithm.averaging import Averaging
 from dlrover.python.rl.algorithm.kl import KLEstimator
 from dlrover.python.rl.algorithm.policy import KLPlace, PolicyGradient
 from dlrover.python.rl.algorithm.samples import Samples
@@ -17,7 +17,7 @@ class RLOO(PolicyGradient):
     While the policy has not moved the clipped surrogate's gradient is REINFORCE's.
     """
 
-    averaging: Averaging = "sum"
+    averaging: Literal["token", "sequence", "sum"] = "sum"
     """Over samples the mean of their token sums, as in the paper; or a mean over tokens."""
 
     kl_estimator: KLEstimator = "k1"

@@ -17,16 +17,18 @@ class TrainAbilities:
         divides: the fields of :class:`~dlrover.python.rl.engine.layout.ParallelSizes` that it may have above 1.
         adapters: whether it trains adapters.
         shares_process: whether an engine of one rank runs in a process that is a rank of another engine already.
+        tells_likely_ids: whether it evaluates with ``top``, as teachers of whole distributions do.
     """
 
     divides: tuple[str, ...] = ()
     adapters: bool = False
     shares_process: bool = False
+    tells_likely_ids: bool = False
 
 
 _TRAIN = {
-    "fsdp2": TrainAbilities(("ddp_size", "tensor_parallel_size", "context_parallel_size"), True, True),
-    "deepspeed": TrainAbilities(),
+    "fsdp2": TrainAbilities(("ddp_size", "tensor_parallel_size", "context_parallel_size"), True, True, True),
+    "deepspeed": TrainAbilities(tells_likely_ids=True),
     "megatron": TrainAbilities(("tensor_parallel_size", "pipeline_parallel_size")),
 }
 _ON_ONE_DEVICE = ("torch",)
@@ -65,6 +67,11 @@ def shares_process(engine: str) -> bool:
     """Whether a train engine of one rank runs in a process that is a rank of another one; of a user's own: unknown, so
     yes."""
     return _TRAIN.get(engine, TrainAbilities(shares_process=True)).shares_process
+
+
+def tells_likely_ids(engine: str) -> bool:
+    """Whether a train engine evaluates with ``top``; of a user's own: unknown, so yes."""
+    return _TRAIN.get(engine, TrainAbilities(tells_likely_ids=True)).tells_likely_ids
 
 
 def refuse(faults: list[str]) -> None:

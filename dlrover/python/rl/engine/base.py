@@ -101,14 +101,12 @@ class Rendezvous:
 
 TokenLoss: TypeAlias = Callable[[Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
 """``loss(outputs, columns) -> (loss, metrics)``: ``outputs`` ``[tokens]`` at the action tokens of a micro-batch
-(log-probs, or scores with ``head: token``), each of ``columns`` ``[tokens, ...]`` aligned with them. ``loss`` is a
-scalar **sum** whose per-token weights (column ``weight``) already carry the global normaliser, and so are the
-``metrics``: they add up over micro-batches and ranks.
-
-A micro-batch has whole rows, and of the rows with the same number in the dense column ``unit`` all; without that column
-the engine adds a ``unit`` that numbers the rows. With a column ``candidates`` (int64, ragged ``[rows, seq, n]``; causal
-head) there is ``candidate_logprobs`` ``[tokens, n]``: of these ids in the token's place, with gradient. A loss with a
-true attribute ``wants_entropy`` finds ``entropy``: of the distribution the token was drawn from, with gradient."""
+(log-probs, or scores with ``head: token``), ``columns`` ``[tokens, ...]`` aligned with them. ``loss`` is a scalar
+**sum** whose weights (column ``weight``) already carry the global normaliser, as the ``metrics`` do: they add up over
+micro-batches and ranks. Rows with the same number in the dense column ``unit`` are in one micro-batch; without that
+column the engine adds one that numbers the rows. With ``candidates`` (int64, ragged ``[rows, seq, n]``; causal head)
+there are ``candidate_logprobs`` ``[tokens, n]``: of these ids in the token's place. A loss with a true attribute
+``wants_entropy`` finds ``entropy``: of the distribution the token was drawn from. Both have gradients."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +149,6 @@ class TrainEngine(Offloadable, Protocol):
             ``logprobs`` (or ``scores`` with ``head: token``), and ``entropy`` where asked: ragged float32
             ``[rows, seq]``, 0 outside the action mask. With ``top`` also the so many most likely ids, ``candidates``
             (int64) and ``candidate_logprobs``, ``[rows, seq, top]``; where the batch has ``candidates`` the latter.
-
-        Raises:
-            EngineError: the backend (megatron) cannot tell likely ids.
         """
         ...
 

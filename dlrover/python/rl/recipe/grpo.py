@@ -226,7 +226,7 @@ def _algorithm_problems(cfg: GRPOConfig, roles: Mapping[RLRoleType, int]) -> lis
     except ValueError as error:
         return [Problem("config.rollout.samples_per_prompt", str(error))]
     if not isinstance(algorithm, PolicyGradient):
-        return [Problem("config.algorithm.name", "it learns from examples, and this trainer has samples with rewards")]
+        return [Problem("config.algorithm.name", "it does not learn from samples with rewards, as this trainer does")]
     absent = algorithm.needs.annotate | algorithm.needs.loss - _GIVEN
     if absent:
         return [Problem("config.algorithm", f"it needs {', '.join(sorted(absent))}, which this trainer does not have")]
