@@ -26,6 +26,9 @@ CORE = [
     "transformers>=5.19",
 ]
 LORA = ["peft>=0.17"]
+DATA = ["datasets>=4"]
+MATH = ["math-verify[antlr4_13_2]>=0.8"]
+GYM = ["gymnasium>=1"]
 TEST = [
     *LORA,
     "accelerate>=1",
@@ -36,6 +39,9 @@ TEST = [
 ]
 DEV = [
     *TEST,
+    *DATA,
+    *GYM,
+    *MATH,
     "mypy>=1.13",
     "ruff>=0.8",
     "tensorboard>=2.16",
@@ -62,7 +68,17 @@ setup(
     packages=find_namespace_packages(include=["dlrover", "dlrover.*"]),
     package_data={"dlrover": ["py.typed", "python/rl/recipe/*.yaml"]},
     install_requires=CORE,
-    extras_require={"dev": DEV + DOCS, "docs": DOCS, "lora": LORA, "test": TEST, **ENGINES},
+    extras_require={
+        "data": DATA,
+        "dev": DEV + DOCS,
+        "docs": DOCS,
+        "gem": ["gem-llm>=0.1"],
+        "gym": GYM,
+        "lora": LORA,
+        "math": MATH,
+        "test": TEST,
+        **ENGINES,
+    },
     entry_points={"console_scripts": ["dlrover-rl = dlrover.python.rl.master.main:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",

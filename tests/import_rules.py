@@ -31,6 +31,11 @@ HOMES = {
     "sglang": "engine/sglang",
     "deepspeed": "engine/deepspeed",
     "megatron": "engine/megatron",
+    "datasets": "data",
+    "pyarrow": "data",
+    "math_verify": "environment",
+    "gem": "environment",
+    "gymnasium": "environment",
 }
 
 CLOCK_THREAD_DISK = {

@@ -1,14 +1,11 @@
 """Tokens and masks of supervised examples."""
 
-import json
-
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.conversation import Encoded, encode_example, encode_prompt, load_sft
+from dlrover.python.rl.data.conversation import Encoded, encode_example, encode_prompt
 
 HIDING = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -46,7 +43,7 @@ def test_prompts_are_tokenised_as_inference_sees_them(tokenizer):
     assert all(type(token) is int for token in ids)
 
 
-def test_row_66_raw_text_trains_the_response_and_its_end(tokenizer):
+def test_066_raw_text_trains_the_response_and_its_end(tokenizer):
     (encoded,) = encode_example(tokenizer, {"prompt": "A", "response": "BC", "id": 3})
     assert encoded.action_mask == [False, True, True, True]
     assert trained(tokenizer, encoded) == "BC<|im_end|>"
@@ -65,24 +62,24 @@ def test_raw_text_without_a_prompt_cannot_train_its_first_token(tokenizer):
     assert encoded.action_mask == [False, True, True]
 
 
-def test_row_67_and_68_every_answer_and_no_header(tokenizer):
+def test_067_and_68_every_answer_and_no_header(tokenizer):
     (encoded,) = encode_example(tokenizer, {"messages": say("Q1", "A1", "Q2", "A2", system="S")})
     assert trained(tokenizer, encoded) == "A1<|im_end|>A2<|im_end|>"
     assert decode(tokenizer, encoded.tokens).endswith("A2<|im_end|>\n")
 
 
-def test_row_69_only_the_last_answer(tokenizer):
+def test_069_only_the_last_answer(tokenizer):
     (encoded,) = encode_example(tokenizer, {"messages": say("Q1", "A1", "Q2", "A2", "Q3")}, mode="last")
     assert trained(tokenizer, encoded) == "A2<|im_end|>"
 
 
 @pytest.mark.parametrize("row", [{"messages": say("Q", "A")}, {"prompt": "Q", "response": "A"}])
-def test_row_70_every_token_but_the_first(tokenizer, row):
+def test_070_every_token_but_the_first(tokenizer, row):
     (encoded,) = encode_example(tokenizer, row, mask_prompt=False)
     assert encoded.action_mask == [False] + [True] * (len(encoded.tokens) - 1)
 
 
-def test_row_71_a_template_that_hides_old_thoughts_splits_the_row(make_tokenizer):
+def test_071_a_template_that_hides_old_thoughts_splits_the_row(make_tokenizer):
     tokenizer = make_tokenizer(HIDING)
     messages = say("Q1", "<think>a</think>A1", "Q2", "<think>b</think>A2")
     first, second = encode_example(tokenizer, {"messages": messages})
@@ -92,7 +89,7 @@ def test_row_71_a_template_that_hides_old_thoughts_splits_the_row(make_tokenizer
     assert len(encode_example(tokenizer, {"messages": say("Q1", "A1", "Q2", "A2")})) == 1
 
 
-def test_row_71_the_last_answer_needs_no_split(make_tokenizer):
+def test_071_the_last_answer_needs_no_split(make_tokenizer):
     tokenizer = make_tokenizer(HIDING)
     messages = say("Q1", "<think>a</think>A1", "Q2", "<think>b</think>A2")
     (encoded,) = encode_example(tokenizer, {"messages": messages}, mode="last")
@@ -129,7 +126,7 @@ def test_exactly_the_answers_are_trained_whatever_they_hold(tokenizer, contents)
     assert not encoded.action_mask[0]
 
 
-def test_row_64_the_tail_is_cut_and_nothing_trained_is_dropped(tokenizer):
+def test_064_the_tail_is_cut_and_nothing_trained_is_dropped(tokenizer):
     row = {"prompt": "ABC", "response": "DE"}
     (encoded,) = encode_example(tokenizer, row, max_length=4)
     assert encoded.action_mask == [False, False, False, True]
@@ -145,6 +142,7 @@ def test_row_64_the_tail_is_cut_and_nothing_trained_is_dropped(tokenizer):
         ({"messages": say("Q")}, "no assistant turn to train"),
         ({"messages": [{"role": "assistant", "content": "A"}]}, "begins with the assistant"),
         ({"messages": [{"role": "bot", "content": "A"}]}, "unknown role 'bot'"),
+        ({"messages": say("Q", "A"), "response": "B"}, "ends with an answer, and has a 'response' besides"),
     ],
 )
 def test_rows_that_cannot_be_encoded(tokenizer, row, what):
@@ -164,23 +162,3 @@ def test_a_refusing_template_is_a_data_error(make_tokenizer):
     tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(DataError, match="the chat template refused the conversation: roles must alternate"):
         encode_example(tokenizer, {"messages": say("Q", "A")})
-
-
-def test_a_file_becomes_one_batch_and_dropped_rows_are_counted(tokenizer, tmp_path):
-    path = tmp_path / "sft.jsonl"
-    rows = [{"prompt": "A", "response": "BC"}, {"prompt": "long" * 5, "response": "x"}, {"prompt": "D", "response": ""}]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    batch, dropped = load_sft(path, tokenizer, max_length=8)
-    assert (len(batch), dropped) == (2, 1)
-    assert batch.ragged("tokens").values.dtype == np.int64
-    assert [row.tolist() for row in batch.ragged("action_mask")] == [[False, True, True, True], [False, True]]
-    with pytest.raises(DataError, match="no row with a trained token; 3 dropped at 1 tokens"):
-        load_sft(path, tokenizer, max_length=1)
-
-
-def test_all_bad_rows_of_a_file_are_reported_together(tokenizer, tmp_path):
-    path = tmp_path / "sft.jsonl"
-    path.write_text('{"prompt": "A"}\n{"prompt": "A", "response": "B"}\n{"messages": 1}\n?\n')
-    with pytest.raises(DataError) as caught:
-        load_sft(path, tokenizer)
-    assert [problem.where for problem in caught.value.problems] == [f"{path}:{line}" for line in (1, 3, 4)]

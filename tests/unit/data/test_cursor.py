@@ -12,7 +12,7 @@ from dlrover.python.rl.data.cursor import PromptCursor
 
 
 @given(st.integers(1, 12), st.integers(1, 30), st.integers(0, 3))
-def test_row_80_every_row_once_an_epoch(rows, batch_size, seed):
+def test_080_every_row_once_an_epoch(rows, batch_size, seed):
     cursor = PromptCursor(rows, batch_size, seed)
     drawn = list(chain.from_iterable(cursor.next() for _ in range(rows)))
     assert len(drawn) == rows * batch_size
@@ -55,3 +55,23 @@ def test_a_state_of_other_data_is_refused(state):
 def test_impossible_sizes_are_refused(arguments):
     with pytest.raises(ValueError, match="need rows"):
         PromptCursor(*arguments)
+
+
+def test_080_ten_rows_and_one_epoch_give_each_row_once():
+    cursor = PromptCursor(10, 4, seed=2, total=10)
+    batches = [cursor.next() for _ in range(4)]
+    assert [len(batch) for batch in batches] == [4, 4, 2, 0]
+    assert sorted(chain.from_iterable(batches)) == list(range(10))
+    unbounded = PromptCursor(10, 4, seed=2)
+    assert [unbounded.next(), unbounded.next()] == batches[:2]
+
+
+def test_an_epoch_that_was_cut_short_goes_on_under_a_longer_total():
+    cursor = PromptCursor(6, 4, total=6)
+    first = [cursor.next(), cursor.next()]
+    other = PromptCursor(6, 4, total=9)
+    other.load_state_dict(cursor.state_dict())
+    assert sorted(chain.from_iterable(first)) == list(range(6))
+    assert [len(other.next()), len(other.next())] == [3, 0]
+    with pytest.raises(ValueError, match="cannot draw -1 rows"):
+        PromptCursor(6, 4, total=-1)

@@ -1,13 +1,11 @@
-"""Prompts with answers, and the held-out split."""
+"""Prompts with answers."""
 
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.problems import PromptRow, check_prompts, hold_out, load_prompts
+from dlrover.python.rl.data.problems import PromptRow, check_prompts, empty_prompts, fit_prompts, load_prompts
 
 USER = [{"role": "user", "content": "1+1?"}]
 
@@ -42,8 +40,8 @@ def test_rows_of_both_kinds(tmp_path):
         ({"answer": "2"}, "give 'prompt' or 'messages', not neither"),
         ({"prompt": "a", "messages": USER}, "give 'prompt' or 'messages', not both"),
         ({"prompt": "a", "answr": 1}, "unknown key 'answr'; did you mean 'answer'?"),
-        ({"prompt": USER}, "'prompt' must be text and not empty; a conversation goes under 'messages'"),
-        ({"prompt": ""}, "'prompt' must be text and not empty; a conversation goes under 'messages'"),
+        ({"prompt": 3}, "'prompt' must be text and not empty, or a list of messages"),
+        ({"prompt": ""}, "'prompt' must be text and not empty, or a list of messages"),
         ({"prompt": "a", "answer": True}, "'answer' must be text or a number"),
         ({"prompt": "a", "answer": [1]}, "'answer' must be text or a number"),
         ({"prompt": "a", "extra_info": {"answer": {}}}, "'extra_info.answer' must be text or a number"),
@@ -79,37 +77,20 @@ def test_a_file_without_rows_is_refused(tmp_path):
     assert "no such file" in check_prompts(tmp_path / "q.jsonl")[0].what
 
 
-@given(st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=40), st.integers(0, 5), st.data())
-def test_hold_out_never_puts_a_prompt_on_both_sides(prompts, seed, data):
-    rows = [PromptRow(prompt) for prompt in prompts]
-    count = data.draw(st.integers(1, len(rows) - 1))
-    try:
-        train, held = hold_out(rows, count, seed)
-    except DataError:
-        return  # Too few different prompts.
-    assert sorted(train + held) == list(range(len(rows)))
-    assert len(held) >= count
-    assert train
-    assert not {prompts[index] for index in train} & {prompts[index] for index in held}
+def test_075_an_environment_that_says_what_it_begins_with_needs_no_file():
+    rows = empty_prompts(3)
+    assert rows == [PromptRow("", None, {})] * 3
+    assert rows[0].extra_info is not rows[1].extra_info
+    with pytest.raises(ValueError, match="a row at least, not 0"):
+        empty_prompts(0)
 
 
-def test_row_76_three_percent_fixed_by_the_seed():
-    rows = [PromptRow([{"role": "user", "content": str(index)}]) for index in range(200)]
-    train, held = hold_out(rows, 0.03, seed=1)
-    assert len(held) == 6
-    assert len(train) == 194
-    assert hold_out(rows, 6, seed=1) == (train, held)
-    assert hold_out(rows, 0.03, seed=2)[1] != held
-    backwards = hold_out(rows[::-1], 0.03, seed=1)[1]
-    assert sorted(199 - index for index in backwards) == held
+def test_074_a_conversation_may_stand_under_prompt(tmp_path):
+    assert load_prompts(write(tmp_path / "p.jsonl", [{"prompt": USER}])) == [PromptRow(USER)]
 
 
-@pytest.mark.parametrize("size", [0, 3, -1, 0.0, 1.0, float("nan")])
-def test_a_split_must_leave_both_sides_a_row(size):
-    with pytest.raises(ValueError, match="held"):
-        hold_out([PromptRow("a"), PromptRow("b"), PromptRow("c")], size, 0)
-
-
-def test_copies_of_one_prompt_cannot_be_split():
-    with pytest.raises(DataError, match="too few prompts"):
-        hold_out([PromptRow("a")] * 3, 1, 0)
+def test_064_prompts_that_are_too_long_are_dropped_and_counted_or_refused(tokenizer):
+    rows = [PromptRow("abc", line=1), PromptRow("abcd", line=2), PromptRow("ab", line=3)]
+    assert fit_prompts(rows, tokenizer, 3) == ([rows[0], rows[2]], 1)
+    with pytest.raises(DataError, match="prompts:2: 4 tokens, 3 at most"):
+        fit_prompts(rows, tokenizer, 3, over_long="refuse")

@@ -16,7 +16,7 @@ def operands(problem) -> tuple[int, str, int]:
     return int(left), symbol, int(right)
 
 
-def test_row_78_two_hundred_additions():
+def test_078_two_hundred_additions():
     dataset = MathDataset()
     assert len(dataset) == 200
     for problem in dataset:
@@ -27,7 +27,7 @@ def test_row_78_two_hundred_additions():
 
 
 @pytest.mark.parametrize("operand", ["add", "mult", "substraction", "subtraction", "division"])
-def test_row_78_the_right_answer_has_the_highest_reward(operand):
+def test_078_the_right_answer_has_the_highest_reward(operand):
     for problem in MathDataset(20, -9, 9, operand):
         left, symbol, right = operands(problem)
         assert PYTHON[symbol](left, right) == problem.answer
@@ -76,7 +76,7 @@ def test_wrong_arguments_are_refused(arguments, what):
         MathDataset(**arguments)
 
 
-def test_row_77_a_problem_of_ones_own():
+def test_077_a_problem_of_ones_own():
     class Shout(EnvBase):
         def get_reward(self, text: str) -> float:
             return float(text.isupper())

@@ -3,16 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-import numpy as np
-
-from dlrover.python.rl.common.errors import DataError, Problem
+from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.common.nearest import hint
-from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.data.jsonl import in_line_order, raise_problems, scan_jsonl
-from dlrover.python.rl.data.messages import message_faults
+from dlrover.python.rl.data.messages import message_faults, plain_row
 
 Tokenizer: TypeAlias = Any
 """A Hugging Face tokenizer. Conversations need a fast one with a chat template."""
@@ -36,6 +31,15 @@ class Encoded:
     tokens: list[int]
     action_mask: list[bool]
 
+    @property
+    def trained(self) -> int:
+        """How many tokens are."""
+        return sum(self.action_mask)
+
+    def cut(self, max_length: int) -> "Encoded":
+        """Without the tail."""
+        return Encoded(self.tokens[:max_length], self.action_mask[:max_length])
+
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
     """Token ids of a prompt as inference sees it: raw text, or messages with the generation prompt appended."""
@@ -52,6 +56,8 @@ def encode_example(
     mask_prompt: bool = True,
 ) -> list[Encoded]:
     """Encode a supervised example, ``{"prompt": text, "response": text}`` or ``{"messages": [...]}``.
+
+    Messages may stand under ``prompt`` too, and the last answer apart from them under ``response`` or ``answer``.
 
     Of raw text the response and the end-of-sequence token are trained; prompt and response are tokenised apart, so the
     prompt's tokens are those of inference. Of a conversation each assistant turn is trained from its first character
@@ -73,53 +79,20 @@ def encode_example(
         ValueError: unknown ``mode``, or ``max_length`` below 1.
     """
     _check_arguments(mode, max_length)
-    faults = _faults(row)
+    row = sft_row(row)
+    faults = sft_faults(row)
     if faults:
         raise DataError("; ".join(faults))
     if "messages" not in row:
-        encoded = [_encode_raw(tokenizer, row["prompt"], row["response"])]
+        encoded = [encode_raw(tokenizer, row["prompt"], row["response"])]
     elif mask_prompt:
         encoded = _encode_messages(tokenizer, row["messages"], mode)
     else:
         encoded = [_encode_spans(tokenizer, _render(tokenizer, row["messages"]), [])]
-    finished = [_finish(item, max_length, mask_prompt) for item in encoded]
-    return [item for item in finished if any(item.action_mask)]
-
-
-def load_sft(
-    path: str | Path,
-    tokenizer: Tokenizer,
-    max_length: int | None = None,
-    mode: Turns = "all",
-    mask_prompt: bool = True,
-) -> tuple[Batch, int]:
-    """Encode a JSON Lines file of supervised examples; see :func:`encode_example`.
-
-    Returns:
-        A batch of ragged ``tokens`` (int64) and ``action_mask`` (bool), both ``[rows, seq]``, and how many rows of the
-        file were dropped because ``max_length`` left none of their trained tokens.
-
-    Raises:
-        DataError: names every row that cannot be used (20 at most); or no row is left.
-    """
-    rows, problems = scan_jsonl(path)
-    encoded: list[Encoded] = []
-    dropped = 0
-    for line, row in rows:
-        try:
-            items = encode_example(tokenizer, row, max_length, mode, mask_prompt)
-        except DataError as error:
-            problems += [Problem(f"{path}:{line}", problem.what) for problem in error.problems]
-            continue
-        encoded += items
-        dropped += not items
-    if problems:
-        raise_problems(in_line_order(problems))
-    if not encoded:
-        raise DataError([Problem(str(path), f"no row with a trained token; {dropped} dropped at {max_length} tokens")])
-    tokens = Ragged.from_rows([item.tokens for item in encoded], dtype=np.int64)
-    mask = Ragged.from_rows([item.action_mask for item in encoded], dtype=np.bool_)
-    return Batch({"tokens": tokens, "action_mask": mask}), dropped
+    finished = [_finish(item, mask_prompt) for item in encoded]
+    if max_length is not None:
+        finished = [item.cut(max_length) for item in finished]
+    return [item for item in finished if item.trained]
 
 
 def _check_arguments(mode: str, max_length: int | None) -> None:
@@ -129,16 +102,27 @@ def _check_arguments(mode: str, max_length: int | None) -> None:
         raise ValueError(f"max_length must be at least 1, not {max_length}")
 
 
-def check_sft(path: str | Path) -> list[Problem]:
-    """What :func:`load_sft` would refuse the file for whatever the tokenizer; empty when it would not."""
-    rows, problems = scan_jsonl(path)
-    if not rows and not problems:
-        problems = [Problem(str(path), "holds no rows")]
-    problems += [Problem(f"{path}:{line}", fault) for line, row in rows for fault in _faults(row)]
-    return in_line_order(problems)
+def sft_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A supervised example in one of its two forms; what is neither stays as it is, for :func:`sft_faults`."""
+    row = plain_row(row)
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return row
+    if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
+        return row
+    answer = row.pop("response", row.get("answer"))
+    if answer is not None:
+        row["messages"] = [*messages, {"role": "assistant", "content": _text(answer)}]
+    return row
 
 
-def _faults(row: Mapping[str, Any]) -> list[str]:
+def _text(answer: Any) -> Any:
+    is_number = isinstance(answer, int | float) and not isinstance(answer, bool)
+    return str(answer) if is_number else answer
+
+
+def sft_faults(row: Mapping[str, Any]) -> list[str]:
+    """Everything wrong with what :func:`sft_row` gave."""
     if "messages" in row:
         faults = message_faults(row["messages"])
         roles = [] if faults else [message["role"] for message in row["messages"]]
@@ -146,18 +130,23 @@ def _faults(row: Mapping[str, Any]) -> list[str]:
             faults = ["no assistant turn to train"]
         elif roles and roles[0] == "assistant":
             faults = ["begins with the assistant: there is no prompt for its turn"]
-        return faults
+        return [*faults, *(["ends with an answer, and has a 'response' besides"] if "response" in row else [])]
     if "prompt" not in row or "response" not in row:
         return [f"needs 'prompt' and 'response', or 'messages'; it has {', '.join(row) or 'nothing'}"]
     return [f"'{key}' must be text" for key in ("prompt", "response") if not isinstance(row[key], str)]
 
 
-def _finish(encoded: Encoded, max_length: int | None, mask_prompt: bool) -> Encoded:
+def _finish(encoded: Encoded, mask_prompt: bool) -> Encoded:
     mask = encoded.action_mask if mask_prompt else [True] * len(encoded.tokens)
-    return Encoded(encoded.tokens[:max_length], [False, *mask[1:]][:max_length])
+    return Encoded(encoded.tokens, [False, *mask[1:]])
 
 
-def _encode_raw(tokenizer: Tokenizer, prompt: str, response: str) -> Encoded:
+def encode_raw(tokenizer: Tokenizer, prompt: str, response: str) -> Encoded:
+    """A text and its continuation, which is closed by the end-of-sequence token.
+
+    Raises:
+        DataError: the tokenizer has none.
+    """
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end-of-sequence token to close a response with")
     asked = encode_prompt(tokenizer, prompt)
@@ -169,14 +158,14 @@ def _encode_messages(tokenizer: Tokenizer, messages: list[dict[str, str]], mode:
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if mode == "last":
         turns = turns[-1:]
-    answers = [_answer(tokenizer, messages, turn) for turn in turns]
+    answers = [answer_span(tokenizer, messages, turn) for turn in turns]
     whole = _render(tokenizer, messages)
     if all(whole.startswith(text) for text, _ in answers):
         return [_encode_spans(tokenizer, whole, [span for _, span in answers])]
     return [_encode_spans(tokenizer, text, [span]) for text, span in answers]
 
 
-def _answer(tokenizer: Tokenizer, messages: list[dict[str, str]], turn: int) -> tuple[str, Span]:
+def answer_span(tokenizer: Tokenizer, messages: list[dict[str, str]], turn: int) -> tuple[str, Span]:
     """The conversation as rendered up to ``turn``, and the span in it that the assistant wrote there."""
     text = _render(tokenizer, messages[: turn + 1])
     opened = _render(tokenizer, messages[:turn], generation=True)
@@ -201,12 +190,12 @@ def _encode_spans(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Enc
     ends = [end for _, end in coded["offset_mapping"]]
     borders = [border for span in spans for border in span]
     if any(last < border < end for last, end in zip([0, *ends], ends, strict=False) for border in borders):
-        return _encode_pieces(tokenizer, text, spans)
+        return encode_pieces(tokenizer, text, spans)
     mask = [any(start < end <= stop for start, stop in spans) for end in ends]
     return Encoded(list(coded["input_ids"]), mask)
 
 
-def _encode_pieces(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Encoded:
+def encode_pieces(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Encoded:
     """Tokenise what lies in spans and between them apart, so that no token reaches over a border, as in inference."""
     tokens: list[int] = []
     mask: list[bool] = []

@@ -13,21 +13,25 @@ class PromptCursor:
     """Draws row indices without replacement, epoch after epoch, each epoch shuffled by (seed, epoch).
 
     The position is one number, the rows drawn so far, so the state is three integers whatever the size of the data. A
-    batch that reaches the end of an epoch goes on into the next one: no row is ever dropped.
+    batch that reaches the end of an epoch goes on into the next one: no row is ever dropped. With ``total`` the last
+    batch is as short as it has to be, and those after it are empty.
 
     Args:
         rows: how many rows there are.
         batch_size: indices in each batch; may change between runs that share a state.
         seed: another seed is another order.
+        total: how many indices to give in all (``rows`` for one epoch); None: no end. May change between runs too.
 
     Raises:
-        ValueError: ``rows`` or ``batch_size`` is not positive, or ``seed`` is negative.
+        ValueError: ``rows`` or ``batch_size`` is not positive, or ``seed`` or ``total`` is negative.
     """
 
-    def __init__(self, rows: int, batch_size: int, seed: int = 0) -> None:
+    def __init__(self, rows: int, batch_size: int, seed: int = 0, total: int | None = None) -> None:
         if rows < 1 or batch_size < 1 or seed < 0:
             raise ValueError(f"need rows >= 1, batch_size >= 1 and seed >= 0, not {rows}, {batch_size} and {seed}")
-        self._rows, self._batch_size, self._seed = rows, batch_size, seed
+        if total is not None and total < 0:
+            raise ValueError(f"cannot draw {total} rows in all")
+        self._rows, self._batch_size, self._seed, self._total = rows, batch_size, seed, total
         self._drawn = 0
         self._order_epoch = 0
         self._order = self._shuffled(0)
@@ -38,13 +42,14 @@ class PromptCursor:
         return self._drawn // self._rows
 
     def next(self) -> list[int]:
-        """The next ``batch_size`` row indices."""
+        """The next ``batch_size`` row indices; fewer, or none, at the end of ``total``."""
         batch: list[int] = []
-        while len(batch) < self._batch_size:
+        wanted = self._batch_size if self._total is None else min(self._batch_size, max(self._total - self._drawn, 0))
+        while len(batch) < wanted:
             epoch, position = divmod(self._drawn, self._rows)
             if epoch != self._order_epoch:
                 self._order_epoch, self._order = epoch, self._shuffled(epoch)
-            taken = self._order[position : position + self._batch_size - len(batch)].tolist()
+            taken = self._order[position : position + wanted - len(batch)].tolist()
             batch += taken
             self._drawn += len(taken)
         return batch

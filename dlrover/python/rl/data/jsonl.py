@@ -1,4 +1,4 @@
-"""JSON Lines files, read whole: every malformed line is reported, not only the first."""
+"""JSON and JSON Lines files, read whole: every malformed line is reported, not only the first."""
 
 import json
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ NumberedRow: TypeAlias = tuple[int, dict[str, Any]]
 """A row and the line it stands on, counted from 1."""
 
 _SHOWN = 20
+_MARK = b"\xef\xbb\xbf"
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -32,16 +33,37 @@ def scan_jsonl(path: str | Path) -> tuple[list[NumberedRow], list[Problem]]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        return [], [Problem(str(path), _unreadable(path, error))]
+        return [], [Problem(str(path), unreadable(path, error))]
+    return _lines(path, content.removeprefix(_MARK))
+
+
+def scan_json(path: Path) -> tuple[list[NumberedRow], list[Problem]]:
+    """The same of a JSON file: an array of objects, which are counted from 1, or JSON Lines under another name."""
+    try:
+        content = path.read_bytes().removeprefix(_MARK)
+    except OSError as error:
+        return [], [Problem(str(path), unreadable(path, error))]
+    if not content.lstrip().startswith(b"["):
+        return _lines(path, content)
+    try:
+        items = _parse(content)
+    except ValueError as error:
+        return [], [Problem(str(path), str(error))]
+    rows = [(number, item) for number, item in enumerate(items, start=1) if isinstance(item, dict)]
+    faults = {number: item for number, item in enumerate(items, start=1) if not isinstance(item, dict)}
+    return rows, [Problem(f"{path}:{number}", _no_object(item)) for number, item in faults.items()]
+
+
+def _lines(path: Path, content: bytes) -> tuple[list[NumberedRow], list[Problem]]:
     rows: list[NumberedRow] = []
     problems: list[Problem] = []
     # Not splitlines(): JSON strings may hold U+2028 and its kin unescaped.
-    for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+    for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             rows.append((number, _parse_object(line)))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             problems.append(Problem(f"{path}:{number}", str(error)))
     return rows, problems
 
@@ -72,24 +94,34 @@ def in_line_order(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def _parse_object(line: bytes) -> dict[str, Any]:
+    value = _parse(line)
+    if not isinstance(value, dict):
+        raise ValueError(_no_object(value))
+    return value
+
+
+def _parse(content: bytes) -> Any:
     try:
-        value = json.loads(line.decode(), parse_constant=_refuse_constant)
+        return json.loads(content.decode(), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+        line = f" of line {error.lineno}" if error.lineno > 1 else ""
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}{line}") from None
     except RecursionError:
         raise ValueError("not JSON: nested too deeply") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"not an object but {type(value).__name__}")
-    return value
+
+
+def _no_object(value: Any) -> str:
+    return f"not an object but {type(value).__name__}"
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"not JSON: {name} is no number")
 
 
-def _unreadable(path: Path, error: OSError) -> str:
+def unreadable(path: Path, error: OSError) -> str:
+    """Why a file cannot be read, with the nearest name where there is none of this one."""
     if not isinstance(error, FileNotFoundError):
         return f"cannot be read: {error.strerror}"
     if not path.parent.is_dir():

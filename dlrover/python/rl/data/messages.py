@@ -1,5 +1,6 @@
 """What a conversation in a data file looks like, and what may be wrong with one."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from dlrover.python.rl.common.nearest import hint
@@ -10,13 +11,33 @@ ROLES = ("system", "user", "assistant", "tool")
 _KEYS = ("role", "content")
 
 
-def message_faults(messages: Any) -> list[str]:
-    """Everything wrong with ``messages``, which should be a filled list of ``{"role": ..., "content": text}``."""
+_CONVERSATIONS = ("messages", "chosen", "rejected")
+
+
+def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as every loader takes it, whatever kind of file it comes from.
+
+    Absent and null are the same, also in messages: in the columns of a table what one row lacks is null. A list of
+    messages under ``prompt`` goes by the name ``messages``.
+    """
+    plain = {key: value for key, value in row.items() if value is not None}
+    if isinstance(plain.get("prompt"), list) and "messages" not in plain:
+        plain["messages"] = plain.pop("prompt")
+    for key in _CONVERSATIONS:
+        if isinstance(plain.get(key), list):
+            plain[key] = [_without_nulls(message) for message in plain[key]]
+    return plain
+
+
+def _without_nulls(message: Any) -> Any:
+    return {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else message
+
+
+def message_faults(messages: Any, name: str = "messages") -> list[str]:
+    """Everything wrong with the list ``name``: filled, of ``{"role": ..., "content": text}``."""
     if not isinstance(messages, list) or not messages:
-        return ["'messages' must be a list of messages with at least one"]
-    return [
-        f"messages[{index}]: {fault}" for index, message in enumerate(messages) for fault in _faults_of_one(message)
-    ]
+        return [f"'{name}' must be a list of messages with at least one"]
+    return [f"{name}[{index}]: {fault}" for index, message in enumerate(messages) for fault in _faults_of_one(message)]
 
 
 def _faults_of_one(message: Any) -> list[str]:

@@ -1,18 +1,17 @@
-"""Problems to be solved by the policy: prompts with their answers, and rows held out for evaluation."""
+"""Problems to be solved by the policy: prompts with their answers."""
 
-import json
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dlrover.python.rl.common.errors import DataError, Problem
 from dlrover.python.rl.common.nearest import hint
-from dlrover.python.rl.data.jsonl import in_line_order, raise_problems, scan_jsonl
+from dlrover.python.rl.data.conversation import Tokenizer, encode_prompt
+from dlrover.python.rl.data.jsonl import in_line_order, raise_problems
 from dlrover.python.rl.data.messages import message_faults
+from dlrover.python.rl.data.source import scan_rows
 
 _KEYS = ("prompt", "messages", "answer", "extra_info")
 
@@ -34,73 +33,72 @@ class PromptRow:
     line: int = field(default=0, compare=False)
 
 
-def load_prompts(path: str | Path) -> list[PromptRow]:
-    """Read JSON Lines of ``{"prompt": text}`` or ``{"messages": [...]}`` with ``"answer"`` and ``"extra_info"``.
+def load_prompts(where: str | Path, keys: Mapping[str, str] | None = None) -> list[PromptRow]:
+    """Read rows of ``{"prompt": text}`` or ``{"messages": [...]}`` with ``"answer"`` and ``"extra_info"``.
 
     The answer may also stand in ``extra_info["answer"]``; numbers become text.
+
+    Args:
+        where: a file, a folder or a hub name; see :func:`~dlrover.python.rl.data.source.scan_rows`.
+        keys: the source's own names of these columns.
 
     Raises:
         DataError: any row is wrong, or there is none; names every line that is (20 at most).
     """
-    rows, problems = _scan(path)
+    rows, problems = _scan(where, keys)
     if problems:
         raise_problems(problems)
     return rows
 
 
-def check_prompts(path: str | Path) -> list[Problem]:
-    """Everything :func:`load_prompts` would refuse the file for; empty when it would not."""
-    return _scan(path)[1]
+def check_prompts(where: str | Path, keys: Mapping[str, str] | None = None) -> list[Problem]:
+    """Everything :func:`load_prompts` would refuse the source for; empty when it would not."""
+    return _scan(where, keys)[1]
 
 
-def hold_out(rows: Sequence[PromptRow], size: int | float, seed: int) -> tuple[list[int], list[int]]:
-    """Choose rows to evaluate on, by a hash of seed and prompt: equal prompts always land on the same side.
-
-    Args:
-        rows: the problems.
-        size: rows to hold out: a count (``int``) or a fraction of the rows (``float``, below 1, rounded, at least one
-            row). More are held out only where the last prompt chosen has copies.
-        seed: another seed is another choice.
-
-    Returns:
-        Indices of the rows to train on and of those held out, both rising.
+def empty_prompts(count: int) -> list[PromptRow]:
+    """Rows for an environment that says itself what it begins with: empty prompts, no answer, no data.
 
     Raises:
-        ValueError: ``size`` is no fraction or count that leaves a row on each side.
-        DataError: the copies of the chosen prompts are all the rows.
+        ValueError: ``count`` is not positive.
     """
-    if isinstance(size, float):
-        if not 0 < size < 1:
-            raise ValueError(f"a held-out fraction lies between 0 and 1, not {size:g}")
-        size = max(1, round(size * len(rows)))
-    if not 0 < size < len(rows):
-        raise ValueError(f"{size} of {len(rows)} rows cannot be held out: both sides need a row")
-    copies: dict[bytes, list[int]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        copies[_digest(row.prompt, seed)].append(index)
-    held: list[int] = []
-    for digest in sorted(copies):
-        if len(held) >= size:
-            break
-        held += copies[digest]
-    if len(held) == len(rows):
-        raise DataError("the rows repeat too few prompts to hold any out: nothing would be left to train on")
-    chosen = set(held)
-    return [index for index in range(len(rows)) if index not in chosen], sorted(held)
+    if count < 1:
+        raise ValueError(f"need a row at least, not {count}")
+    return [PromptRow("") for _ in range(count)]
 
 
-def _digest(prompt: str | list[dict[str, str]], seed: int) -> bytes:
-    return blake2b(json.dumps([seed, prompt], sort_keys=True).encode(), digest_size=16).digest()
+def fit_prompts(
+    rows: Sequence[PromptRow], tokenizer: Tokenizer, max_length: int, over_long: Literal["drop", "refuse"] = "drop"
+) -> tuple[list[PromptRow], int]:
+    """The rows whose prompts have ``max_length`` tokens at most, and how many were dropped. A prompt is never cut.
+
+    Raises:
+        DataError: a prompt cannot be encoded, or is too long and ``over_long`` is ``"refuse"``; names each row (20 at
+            most).
+    """
+    kept: list[PromptRow] = []
+    problems: list[Problem] = []
+    for row in rows:
+        try:
+            length = len(encode_prompt(tokenizer, row.prompt))
+        except DataError as error:
+            problems += [Problem(f"prompts:{row.line}", problem.what) for problem in error.problems]
+            continue
+        if length <= max_length:
+            kept.append(row)
+        elif over_long == "refuse":
+            problems.append(Problem(f"prompts:{row.line}", f"{length} tokens, {max_length} at most"))
+    if problems:
+        raise_problems(problems)
+    return kept, len(rows) - len(kept)
 
 
-def _scan(path: str | Path) -> tuple[list[PromptRow], list[Problem]]:
-    numbered, problems = scan_jsonl(path)
-    if not numbered and not problems:
-        problems = [Problem(str(path), "holds no rows")]
+def _scan(where: str | Path, keys: Mapping[str, str] | None) -> tuple[list[PromptRow], list[Problem]]:
+    found, problems = scan_rows(where, keys, _KEYS)
     rows: list[PromptRow] = []
-    for line, raw in numbered:
+    for line, raw in found.numbered:
         faults = _faults(raw)
-        problems += [Problem(f"{path}:{line}", fault) for fault in faults]
+        problems += [Problem(f"{where}:{line}", fault) for fault in faults]
         if not faults:
             rows.append(_row(raw, line))
     return rows, in_line_order(problems)
@@ -111,7 +109,7 @@ def _faults(raw: dict[str, Any]) -> list[str]:
     if ("prompt" in raw) == ("messages" in raw):
         faults.append(f"give 'prompt' or 'messages', not {'both' if 'prompt' in raw else 'neither'}")
     if "prompt" in raw and (not isinstance(raw["prompt"], str) or not raw["prompt"]):
-        faults.append("'prompt' must be text and not empty; a conversation goes under 'messages'")
+        faults.append("'prompt' must be text and not empty, or a list of messages")
     if "messages" in raw:
         faults += message_faults(raw["messages"])
     return faults + _answer_faults(raw)

@@ -104,13 +104,14 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class PromptData:
-    """Problems to train and to evaluate on: JSON Lines of ``prompt`` or ``messages``, with ``answer``."""
+    """Problems to train and to evaluate on: rows of ``prompt`` or ``messages``, with ``answer``."""
 
     train: str
-    """Path of the problems."""
+    """A file (``.json``, ``.jsonl``, ``.csv``, ``.parquet``, ``.arrow``), a folder or a hub name; ``split@`` before it
+    picks a split."""
 
     eval: str | None = None
-    """Path of problems to evaluate on; None holds ``eval_rows`` out of ``train``, which are never trained on."""
+    """The same of problems to evaluate on; None holds ``eval_rows`` out of ``train``, which are never trained on."""
 
     eval_rows: Positive = 200
     """How many problems to evaluate on."""
@@ -147,16 +148,27 @@ class GRPOConfig:
 
 @dataclass(frozen=True)
 class SFTData:
-    """Examples: JSON Lines of ``prompt`` and ``response``, or of ``messages``."""
+    """Examples: rows of ``prompt`` and ``response``, or of ``messages``."""
 
     train: str
-    """Path of the examples."""
+    """A file (``.json``, ``.jsonl``, ``.csv``, ``.parquet``, ``.arrow``), a folder or a hub name; ``split@`` before it
+    picks a split."""
 
     max_length: Positive = 512
-    """Tokens of a row at most; the tail is cut, a row with nothing left to train is dropped and counted."""
+    """Tokens of a row at most."""
+
+    over_long: Literal["cut", "drop", "refuse"] = "cut"
+    """What becomes of a longer row: its tail is cut, and it is dropped if nothing is left to train; it is dropped; or
+    the data are refused. Rows cut and dropped are counted."""
 
     assistant: Literal["all", "last"] = "all"
     """Which assistant turns are trained."""
+
+    mask_prompt: bool = True
+    """False trains prompts too."""
+
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """The data's own names of columns: ``{prompt: question, response: answer}``."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ import numpy as np
 from dlrover.python.rl.common.errors import DataError, Problem
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.cursor import PromptCursor
+from dlrover.python.rl.data.held_out import hold_out
 from dlrover.python.rl.data.jsonl import first_problems
-from dlrover.python.rl.data.problems import PromptRow, check_prompts, hold_out, load_prompts
+from dlrover.python.rl.data.problems import PromptRow, check_prompts, load_prompts
 from dlrover.python.rl.recipe.config import GRPOConfig, RewardConfig
 
 
@@ -34,7 +35,7 @@ class ProblemSource:
         data = config.data
         rows = load_prompts(data.train)
         if data.eval is None:
-            self._train, held = hold_out(rows, data.eval_rows, config.seed)
+            self._train, held = hold_out([row.prompt for row in rows], data.eval_rows, config.seed)
             self.held_out, self.held_out_rows = as_batch(rows, held), len(rows)
             self.places = _places((data.train, rows))
         else:
@@ -101,7 +102,7 @@ def data_problems(config: GRPOConfig) -> list[Problem]:
         problems = [problem for path in files for problem in first_problems(_without_answer(path))]
     if data.eval is None:
         try:
-            hold_out(load_prompts(data.train), data.eval_rows, config.seed)
+            hold_out([row.prompt for row in load_prompts(data.train)], data.eval_rows, config.seed)
         except (ValueError, DataError) as error:
             problems.append(Problem("config.data.eval_rows", str(error)))
     return problems

@@ -13,8 +13,8 @@ from dlrover.python.rl.common.errors import Problem
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.typed import require, salvage
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.data.conversation import check_sft
 from dlrover.python.rl.data.cursor import PromptCursor
+from dlrover.python.rl.data.examples import check_sft
 from dlrover.python.rl.engine.base import StepResult
 from dlrover.python.rl.engine.layout import ParallelSizes
 from dlrover.python.rl.recipe.checks import train_engine_problems
@@ -36,7 +36,7 @@ class SFTTrainer(BaseTrainer):
         self.algorithm = SFT(averaging=cfg.averaging)
         self.run_log = RunLog(self.job_dir)
         self.RG_ACTOR.init_model(cfg.model, cfg.engine, cfg.optimizer, self.algorithm, cfg.seed)
-        ((self.examples, self.dropped),) = self.RG_ACTOR.encode.options(target="RANK0")(cfg.data)
+        ((self.examples, self.counts),) = self.RG_ACTOR.encode.options(target="RANK0")(cfg.data)
         self.cursor = self.state["cursor"] = PromptCursor(len(self.examples), cfg.batch_size, cfg.seed)
 
     def fit(self) -> None:
@@ -51,7 +51,12 @@ class SFTTrainer(BaseTrainer):
         self.RG_ACTOR.save(self.job_dir / "model")
         self.run_log.curve("loss", "loss.png")
         self.run_log.summary(
-            {"examples": len(self.examples), "dropped rows": self.dropped, "model": str(self.job_dir / "model")}
+            {
+                "examples": len(self.examples),
+                "cut rows": self.counts.cut,
+                "dropped rows": self.counts.dropped,
+                "model": str(self.job_dir / "model"),
+            }
         )
 
     @property
@@ -82,7 +87,7 @@ class SFTTrainer(BaseTrainer):
             what = f"{actors} actor members cannot share a batch of {cfg.batch_size}"
             problems.append(Problem("config.batch_size", what))
         problems += [*train_engine_problems(cfg.engine, actors), *model_problems(cfg.model)]
-        return [*problems, *(check_sft(cfg.data.train) if cfg.data.train else ())]
+        return [*problems, *(check_sft(cfg.data.train, cfg.data.keys) if cfg.data.train else ())]
 
 
 def annotated(algorithm: SFT, batch: Batch) -> Batch:

@@ -26,7 +26,8 @@ from dlrover.python.rl.common.errors import (
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.data.conversation import encode_prompt, load_sft
+from dlrover.python.rl.data.conversation import encode_prompt
+from dlrover.python.rl.data.examples import Counts, Encoding, load_sft
 from dlrover.python.rl.engine.base import (
     OptimizerConfig,
     Rendezvous,
@@ -121,9 +122,11 @@ class ActorWorkload(EngineWorkload):
         """One optimizer step on annotated rows with ``tokens`` and ``action_mask``."""
         return self._engine.step(batch, EngineLoss(self._algorithm))
 
-    def encode(self, data: SFTData) -> tuple[Batch, int]:
-        """Tokenise a file of examples; the batch, and how many rows were dropped."""
-        return load_sft(data.train, self._engine.tokenizer, data.max_length, data.assistant)
+    def encode(self, data: SFTData) -> tuple[Batch, Counts]:
+        """Tokenise the examples; the batch, and what has become of the rows."""
+        encoding = Encoding(data.max_length, data.over_long, data.assistant, data.mask_prompt, data.keys)
+        examples, counts = load_sft(data.train, self._engine.tokenizer, encoding)
+        return examples.select(*TRAINED), counts
 
     @trainer_invocation(blocking=False)
     def publish_weights(self) -> Ticket:

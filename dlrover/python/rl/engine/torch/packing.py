@@ -1,6 +1,5 @@
 """From ragged rows to packed micro-batches without padding, and from their outputs back to the batch's tokens."""
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.data.balance import lightest_first
 from dlrover.python.rl.data.batch import Array, Batch, Column, Ragged
 
 Ids = npt.NDArray[np.int64]
@@ -193,21 +193,11 @@ def balanced(lengths: Sequence[int], budget: int, at_least: int = 0) -> list[lis
     alone = [[item] for item in order if lengths[item] >= budget]
     rest = order[len(alone) :]
     count = max(-(-sum(lengths[item] for item in rest) // budget), at_least - len(alone))
-    groups = _spread(rest, lengths, count)
+    groups = lightest_first(rest, lengths, count)
     while any(sum(lengths[item] for item in group) > budget for group in groups):
         count += 1
-        groups = _spread(rest, lengths, count)
+        groups = lightest_first(rest, lengths, count)
     return alone + groups
-
-
-def _spread(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    groups: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0, group) for group in range(count)]
-    for item in order:
-        load, group = loads[0]
-        groups[group].append(item)
-        heapq.heapreplace(loads, (load + lengths[item], group))
-    return groups
 
 
 def _join(tokens: Ragged, actions: Ragged, rows: Array, spans: Ids) -> MicroBatch:

@@ -1,0 +1,151 @@
+"""Rows over ranks and back."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.data.balance import Partition, differenced, lightest_first, packs, partition
+from dlrover.python.rl.data.batch import Batch, Ragged
+
+LENGTHS = st.lists(st.integers(1, 60), max_size=40)
+
+
+def batch_of(rows):
+    tokens = [[row] * (1 + row % 5) for row in range(rows)]
+    columns = {
+        "tokens": Ragged.from_rows(tokens, dtype=np.int64),
+        "id": np.arange(rows),
+        "name": list(map(str, range(rows))),
+    }
+    return Batch(columns)
+
+
+def sums(lengths, groups):
+    return [sum(lengths[item] for item in group) for group in groups]
+
+
+def longest_first(lengths, count):
+    return lightest_first(sorted(range(len(lengths)), key=lambda item: -lengths[item]), lengths, count)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_057_packs_hold_their_capacity_and_spread_no_more_than_greedy_ones(seed):
+    chance = random.Random(seed)
+    lengths = [chance.randint(1, 500) for _ in range(64)]
+    found = packs(lengths, capacity=1024, ranks=4)
+    assert len(found.groups) % 4 == 0
+    assert sorted(itertools.chain.from_iterable(found.groups)) == list(range(64))
+    loads, greedy = sums(lengths, found.groups), sums(lengths, longest_first(lengths, len(found.groups)))
+    assert max(loads) <= 1024
+    assert max(loads) <= max(greedy)
+    assert len(found.groups) <= -(-sum(lengths) // 1024) + 4 + 3
+
+
+def test_057_differencing_is_better_than_greedy_where_that_is_known():
+    lengths = [8, 7, 6, 5, 4]
+    assert sorted(sums(lengths, differenced(lengths, 2))) == [14, 16]
+    assert sorted(sums(lengths, longest_first(lengths, 2))) == [13, 17]
+    # By hand: 8|7|0 of the first two; 8|7|6 with the third; 5|4|0 of the others; 8+0|7+4|6+5 of both.
+    assert sorted(sums(lengths, differenced(lengths, 3))) == [8, 11, 11]
+
+
+@given(st.lists(st.integers(0, 30), max_size=6), st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_differencing_is_near_the_best_division_there_is(lengths, count):
+    rows = range(len(lengths))
+    assert sorted(itertools.chain.from_iterable(differenced(lengths, count))) == list(rows)
+    ways = itertools.product(range(count), repeat=len(lengths))
+    best = min(max(sum(lengths[row] for row in rows if way[row] == group) for group in range(count)) for way in ways)
+    assert max(sums(lengths, partition(lengths, count).groups)) <= best * 4 / 3
+
+
+def test_059_a_row_above_the_capacity_is_named():
+    with pytest.raises(DataError) as caught:
+        packs([4, 9, 3, 12], capacity=8)
+    assert [str(problem) for problem in caught.value.problems] == [
+        "row 1: 9 tokens, 8 at most",
+        "row 3: 12 tokens, 8 at most",
+    ]
+    with pytest.raises(DataError, match="rows 2 to 3: 15 tokens, 14 at most"):
+        packs([4, 9, 3, 12], capacity=14, together=2)
+    assert packs([8], capacity=8).groups == ((0,),)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_060_three_pairs_come_back_in_order(ranks):
+    plan = partition([5, 9, 4, 4, 1, 2], ranks, together=2)
+    for group in plan.groups:
+        assert all(row % 2 == 0 and group[at + 1] == row + 1 for at, row in enumerate(group) if at % 2 == 0)
+    batch = batch_of(6)
+    back = plan.gather(plan.scatter(batch))
+    assert len(back) == 6
+    assert back.objects("name") == list("012345")
+    with pytest.raises(DataError, match="5 rows are no multiple of 2"):
+        partition([1] * 5, ranks, together=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_061_every_number_of_rows_comes_back_in_order(ranks):
+    for rows in range(1, 41):
+        batch = batch_of(rows)
+        plan = partition(batch.ragged("tokens").lengths.tolist(), ranks)
+        parts = plan.scatter(batch)
+        assert len(parts) == ranks
+        back = plan.gather(parts)
+        assert back.dense("id").tolist() == list(range(rows))
+        assert back.objects("name") == batch.objects("name")
+        assert [row.tolist() for row in back.ragged("tokens")] == [row.tolist() for row in batch.ragged("tokens")]
+
+
+def test_062_two_scatters_at_a_time_know_nothing_of_each_other():
+    one, two = batch_of(7), batch_of(11)
+    first, second = (partition(batch.ragged("tokens").lengths.tolist(), 3) for batch in (one, two))
+    parts_of_one, parts_of_two = first.scatter(one), second.scatter(two)
+    assert first.gather(parts_of_one).dense("id").tolist() == list(range(7))
+    assert second.gather(parts_of_two).dense("id").tolist() == list(range(11))
+    with pytest.raises(DataError, match="came back with"):
+        first.gather(parts_of_two)
+    with pytest.raises(DataError, match="a plan for 7 rows cannot divide 11"):
+        first.scatter(two)
+
+
+def test_063_five_rows_in_four_updates_are_each_used_once():
+    plan = partition([3, 3, 3, 3, 3], 4)
+    assert sorted(map(len, plan.groups)) == [1, 1, 1, 2]
+    assert sorted(itertools.chain.from_iterable(plan.groups)) == [0, 1, 2, 3, 4]
+
+
+@given(LENGTHS, st.integers(1, 6), st.sampled_from([1, 2]))
+@settings(max_examples=60, deadline=None)
+def test_any_rows_over_any_ranks(lengths, ranks, together):
+    lengths = lengths[: len(lengths) // together * together]
+    plan = packs(lengths, capacity=130, ranks=ranks, together=together)
+    assert len(plan.groups) % ranks == 0
+    assert sorted(itertools.chain.from_iterable(plan.groups)) == list(range(len(lengths)))
+    assert max(sums(lengths, plan.groups), default=0) <= 130
+    assert plan == packs(lengths, capacity=130, ranks=ranks, together=together)
+
+
+def test_four_thousand_rows_are_divided_in_a_moment():
+    chance = random.Random(0)
+    lengths = [chance.randint(1, 4096) for _ in range(4096)]
+    loads = sums(lengths, partition(lengths, 64).groups)
+    assert max(loads) - min(loads) <= 8
+
+
+@pytest.mark.parametrize(("groups", "together"), [(0, 1), (2, 0)])
+def test_impossible_numbers_are_refused(groups, together):
+    with pytest.raises(ValueError, match="must be positive"):
+        partition([1, 2], groups, together)
+    with pytest.raises(ValueError, match="must be positive"):
+        packs([1, 2], 8, groups, together)
+
+
+def test_no_rows_at_all():
+    assert partition([], 2) == Partition(((), ()))
+    assert packs([], 8, ranks=2).groups == ((), ())

@@ -1,0 +1,130 @@
+"""From data files to a batch of examples."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.data.examples import (
+    Counts,
+    Encoding,
+    check_sft,
+    encode_sft,
+    load_sft,
+    prompt_of,
+    read_sft,
+    sft_rows,
+)
+
+USER = [{"role": "user", "content": "2+2?"}]
+ANSWERED = [*USER, {"role": "assistant", "content": "4"}]
+
+
+def write(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def masks(batch):
+    return [row.tolist() for row in batch.ragged("action_mask")]
+
+
+def test_a_file_becomes_one_batch_and_dropped_rows_are_counted(tokenizer, tmp_path):
+    rows = [{"prompt": "A", "response": "BC"}, {"prompt": "long" * 5, "response": "x"}, {"prompt": "D", "response": ""}]
+    path = write(tmp_path / "sft.jsonl", rows)
+    batch, counts = load_sft(path, tokenizer, Encoding(max_length=8))
+    assert (len(batch), counts) == (2, Counts(rows=3, cut=0, dropped=1))
+    assert batch.ragged("tokens").values.dtype == np.int64
+    assert masks(batch) == [[False, True, True, True], [False, True]]
+    assert batch.dense("row").tolist() == [0, 2]
+    with pytest.raises(DataError, match="no row with a trained token; 3 dropped at 1 tokens"):
+        load_sft(path, tokenizer, Encoding(max_length=1))
+
+
+@pytest.mark.parametrize(
+    ("over_long", "sequences", "counts"),
+    [("cut", [2, 5, 5], Counts(4, 2, 1)), ("drop", [2], Counts(4, 0, 3))],
+)
+def test_064_rows_that_are_too_long_are_cut_or_dropped_and_counted(tokenizer, tmp_path, over_long, sequences, counts):
+    rows = [{"prompt": "A", "response": text} for text in ("", "BCDE", "BCDEF")] + [{"prompt": "A" * 5, "response": ""}]
+    path = write(tmp_path / "sft.jsonl", rows)
+    batch, found = load_sft(path, tokenizer, Encoding(max_length=5, over_long=over_long))
+    assert batch.ragged("tokens").lengths.tolist() == sequences
+    assert found == counts
+    assert all(any(mask) for mask in masks(batch))
+
+
+def test_064_rows_that_are_too_long_can_be_refused(tokenizer, tmp_path):
+    path = write(tmp_path / "sft.jsonl", [{"prompt": "A", "response": "B" * size} for size in (1, 9, 2, 10)])
+    with pytest.raises(DataError) as caught:
+        load_sft(path, tokenizer, Encoding(max_length=5, over_long="refuse"))
+    assert [str(problem) for problem in caught.value.problems] == [
+        f"{path}:2: 11 tokens, 5 at most",
+        f"{path}:4: 12 tokens, 5 at most",
+    ]
+
+
+def test_all_bad_rows_of_a_file_are_reported_together(tmp_path):
+    path = tmp_path / "sft.jsonl"
+    path.write_text('{"prompt": "A"}\n{"prompt": "A", "response": "B"}\n{"messages": 1}\n?\n')
+    with pytest.raises(DataError) as caught:
+        read_sft(path)
+    assert [problem.where for problem in caught.value.problems] == [f"{path}:{line}" for line in (1, 3, 4)]
+    assert check_sft(path) == list(caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": ANSWERED},
+        {"prompt": ANSWERED, "answer": "ignored: the conversation has one"},
+        {"prompt": USER, "answer": 4},
+        {"prompt": USER, "answer": "4"},
+        {"messages": USER, "response": "4"},
+        {"messages": ANSWERED, "answer": None},
+    ],
+)
+def test_077_every_way_to_write_a_question_and_its_answer(tokenizer, row):
+    expected, _ = encode_sft(sft_rows([{"messages": ANSWERED}]), tokenizer)
+    batch, _ = encode_sft(sft_rows([row]), tokenizer)
+    assert batch.ragged("tokens")[0].tolist() == expected.ragged("tokens")[0].tolist()
+    assert masks(batch) == masks(expected)
+
+
+def test_077_samples_may_be_objects(tokenizer):
+    class Sample:
+        def __init__(self):
+            self.prompt, self.answer = USER, 4
+
+    class Samples:
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return Sample()
+
+    rows = sft_rows(Samples())
+    assert rows[0]["messages"] == ANSWERED
+    assert len(encode_sft(rows, tokenizer)[0]) == 2
+    with pytest.raises(DataError, match="samples:1: no assistant turn to train"):
+        sft_rows([{"prompt": USER}])
+
+
+def test_questions_are_told_apart_by_what_comes_before_the_first_answer():
+    rows = sft_rows([{"messages": ANSWERED}, {"messages": [*USER, {"role": "assistant", "content": "5"}]}])
+    assert prompt_of(rows[0]) == prompt_of(rows[1]) == USER
+    assert prompt_of({"prompt": "A", "response": "B"}) == "A"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"over_long": "crop"}, "unknown over_long 'crop'"),
+        ({"assistant": "lst"}, "unknown assistant mode 'lst'; did you mean 'last'"),
+        ({"max_length": 0}, "at least 1, not 0"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, what):
+    with pytest.raises(ValueError, match=what):
+        Encoding(**arguments)

@@ -1,0 +1,165 @@
+"""Chosen and rejected answers as tokens and masks."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.data.conversation import encode_prompt
+from dlrover.python.rl.data.examples import Counts
+from dlrover.python.rl.data.pairs import PairEncoding, check_pairs, encode_pairs, read_pairs
+from dlrover.python.rl.data.source import Rows
+
+PLAIN = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
+ASK = [{"role": "user", "content": "Q"}]
+
+
+def answer(text):
+    return {"role": "assistant", "content": text}
+
+
+def encoded(tokenizer, *rows, **options):
+    return encode_pairs(Rows("pairs", list(enumerate(rows, start=1))), tokenizer, PairEncoding(**options))
+
+
+def shown(tokenizer, batch):
+    """Of each sequence, the prompt and the trained text."""
+    pairs = zip(batch.ragged("tokens"), batch.ragged("action_mask"), strict=True)
+    return [
+        tuple(
+            tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            for part in (tokens[~mask], tokens[mask])
+        )
+        for tokens, mask in pairs
+    ]
+
+
+def test_072_raw_pairs_train_both_answers_and_their_ends(tokenizer):
+    batch, counts = encoded(tokenizer, {"prompt": "A", "chosen": "BC", "rejected": "D"})
+    assert shown(tokenizer, batch) == [("A", "BC<|im_end|>"), ("A", "D<|im_end|>")]
+    assert batch.dense("row").tolist() == [0, 0]
+    assert counts == Counts(1, 0, 0)
+
+
+LAYOUTS = [
+    {"messages": ASK, "chosen": "yes", "rejected": "no"},
+    {"prompt": ASK, "chosen": "yes", "rejected": "no"},
+    {"messages": ASK, "chosen": [answer("yes")], "rejected": [answer("no")]},
+    {"chosen": [*ASK, answer("yes")], "rejected": [*ASK, answer("no")]},
+]
+
+
+@pytest.mark.parametrize("row", LAYOUTS)
+def test_073_every_layout_of_messages_gives_the_same(make_tokenizer, row, tmp_path):
+    import json
+
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    rows = read_pairs(tmp_path / "p.jsonl")
+    tokenizer = make_tokenizer()
+    expected, _ = encoded(tokenizer, LAYOUTS[0])
+    batch, _ = encode_pairs(rows, tokenizer)
+    assert shown(tokenizer, batch) == shown(tokenizer, expected)
+    prompt = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
+    assert shown(tokenizer, batch) == [(prompt, "yes<|im_end|>"), (prompt, "no<|im_end|>")]
+
+
+def test_073_messages_with_a_plain_template_equal_raw_text(make_tokenizer):
+    tokenizer = make_tokenizer(PLAIN)
+    raw, _ = encoded(tokenizer, {"prompt": "Q", "chosen": "yes", "rejected": "no"})
+    batch, _ = encoded(tokenizer, LAYOUTS[0])
+    for column in ("tokens", "action_mask"):
+        assert [row.tolist() for row in batch.ragged(column)] == [row.tolist() for row in raw.ragged(column)]
+
+
+def test_a_reward_model_scores_the_last_token(tokenizer):
+    batch, _ = encoded(tokenizer, {"prompt": "A", "chosen": "BC", "rejected": "D"}, masked="last")
+    assert shown(tokenizer, batch) == [("ABC", "<|im_end|>"), ("AD", "<|im_end|>")]
+
+
+def test_the_last_message_is_an_answer_even_where_the_other_goes_on_from_it(tokenizer):
+    longer = [*ASK, answer("yes"), {"role": "user", "content": "R"}, answer("so")]
+    batch, _ = encoded(tokenizer, {"chosen": longer, "rejected": [*ASK, answer("yes")]})
+    assert [trained for _, trained in shown(tokenizer, batch)] == ["yes<|im_end|>so<|im_end|>", "yes<|im_end|>"]
+
+
+def test_071_answers_that_a_template_rewrites_later_cannot_be_a_pair(make_tokenizer):
+    hiding = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+        "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
+        "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer = make_tokenizer(hiding)
+    thought = answer("<think>t</think>B")
+    good, _ = encoded(tokenizer, {"chosen": [*ASK, thought], "rejected": [*ASK, answer("<think>u</think>C")]})
+    assert [trained for _, trained in shown(tokenizer, good)] == [
+        "<think>t</think>B<|im_end|>",
+        "<think>u</think>C<|im_end|>",
+    ]
+    with pytest.raises(DataError, match="pairs:1: the chat template shows an answer differently"):
+        encoded(tokenizer, {"messages": ASK, "chosen": [thought, *ASK, thought], "rejected": "C"})
+
+
+def test_064_pairs_that_are_too_long(tokenizer, tmp_path):
+    rows = [
+        {"prompt": "A", "chosen": "BCD", "rejected": "E"},
+        {"prompt": "A", "chosen": "BCDEF", "rejected": "BCDEG"},
+        {"prompt": "AAAAA", "chosen": "B", "rejected": "C"},
+        {"prompt": "A", "chosen": "B", "rejected": "B"},
+        {"prompt": "A", "chosen": "BCDEF", "rejected": "C"},
+    ]
+    cut, counts = encoded(tokenizer, *rows, max_length=5)
+    assert counts == Counts(rows=5, cut=1, dropped=3)
+    assert cut.dense("row").tolist() == [0, 0, 4, 4]
+    assert shown(tokenizer, cut)[2:] == [("A", "BCDE"), ("A", "C<|im_end|>")]
+    dropped, counts = encoded(tokenizer, *rows, max_length=5, over_long="drop")
+    assert (dropped.dense("row").tolist(), counts) == ([0, 0], Counts(5, 0, 4))
+    with pytest.raises(DataError, match=r"pairs:2: 7 tokens, 5 at most\npairs:3: 7 tokens"):
+        encoded(tokenizer, *rows, max_length=5, over_long="refuse")
+    with pytest.raises(DataError, match="no pair is left; 1 dropped at 2 tokens"):
+        encoded(tokenizer, rows[1], max_length=2)
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "needs 'chosen' and 'rejected'; it has prompt, chosen"),
+        ({"prompt": "a", "chosen": "b", "rejected": [answer("c")]}, "'rejected' must be text"),
+        ({"chosen": "a", "rejected": "b"}, "'chosen' is text, and there is no 'prompt' and no 'messages'"),
+        ({"messages": ASK, "chosen": ASK, "rejected": "b"}, "'chosen' must end with the assistant's answer"),
+        ({"messages": ASK, "chosen": [], "rejected": "b"}, "'chosen' must be a list of messages with at least one"),
+        ({"messages": [{"role": "usr", "content": ""}], "chosen": "a", "rejected": "b"}, "did you mean 'user'"),
+        (
+            {"chosen": [answer("a")], "rejected": [answer("b")]},
+            "'chosen' and 'rejected' do not begin with the same messages",
+        ),
+    ],
+)
+def test_rows_that_are_no_pairs(tmp_path, row, what):
+    import json
+
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    problem, *_ = check_pairs(tmp_path / "p.jsonl")
+    assert problem.where == f"{tmp_path}/p.jsonl:1"
+    assert what in problem.what
+    with pytest.raises(DataError):
+        read_pairs(tmp_path / "p.jsonl")
+
+
+text = st.text(alphabet=st.sampled_from("aä漢🙂 \n<|assistant"), max_size=8)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@given(text, text, text)
+def test_both_sides_begin_with_the_tokens_of_inference(make_tokenizer, question, chosen, rejected):
+    tokenizer = make_tokenizer(merges=(("Ċ", "Ċ"), ("a", "a"), ("Ċ", "a")))
+    messages = [{"role": "user", "content": question}]
+    if chosen == rejected:
+        rejected = f"{chosen}x"
+    batch, _ = encoded(tokenizer, {"messages": messages, "chosen": chosen, "rejected": rejected})
+    prompt = encode_prompt(tokenizer, messages)
+    for tokens, mask in zip(batch.ragged("tokens"), batch.ragged("action_mask"), strict=True):
+        assert tokens[: len(prompt)].tolist() == prompt
+        assert not mask[: len(prompt)].any()
+        assert mask[len(prompt) :].all()
+    assert [trained for _, trained in shown(tokenizer, batch)] == [f"{chosen}<|im_end|>", f"{rejected}<|im_end|>"]

@@ -1,0 +1,229 @@
+"""One reader for every kind of file."""
+
+import csv
+import json
+
+import pytest
+
+from dlrover.python.rl.common.errors import MissingExtra
+from dlrover.python.rl.data.examples import load_sft
+from dlrover.python.rl.data.pairs import encode_pairs, read_pairs
+from dlrover.python.rl.data.problems import load_prompts
+from dlrover.python.rl.data.source import scan_rows
+
+SAY = [{"role": "user", "content": 'Q, "1"\n'}, {"role": "assistant", "content": "A1"}]
+SFT = [
+    {"prompt": "The capital of China is", "response": "Beijing."},
+    {"prompt": "007", "response": "42"},
+    {"prompt": 'ä漢🙂, "so"\nto say', "response": ""},
+]
+CHATS = [{"messages": SAY}, {"messages": SAY * 2}, {"messages": SAY}]
+PROBLEMS = [
+    {"messages": SAY[:1], "extra_info": {"answer": "Beijing", "idx": 3}},
+    {"messages": SAY[:1], "extra_info": {"answer": "1", "idx": 4}},
+    {"messages": SAY[:1], "extra_info": None},
+]
+KINDS = ["json", "jsonl", "csv", "parquet", "arrow", "stream.arrow", "folder", "saved", "hub"]
+
+
+def write(folder, kind, rows):
+    """The same rows in a source of ``kind``; returns its name."""
+    path = folder / f"rows.{kind}"
+    if kind == "json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif kind == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    elif kind == "csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows([{key: _cell(value) for key, value in row.items()} for row in rows])
+    else:
+        return _write_table(folder, kind, rows)
+    return str(path)
+
+
+def _cell(value):
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def _write_table(folder, kind, rows):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    table, path = pa.Table.from_pylist(rows), folder / f"rows.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif kind == "arrow":
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    elif kind == "stream.arrow":
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    elif kind == "saved":
+        datasets = pytest.importorskip("datasets")
+        datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(folder / "saved")
+        return str(folder / "saved")
+    else:
+        pytest.importorskip("datasets")
+        (folder / "org" / "name").mkdir(parents=True)
+        pyarrow.parquet.write_table(table, folder / "org" / "name" / "train.parquet")
+        pyarrow.parquet.write_table(table.slice(0, 1), folder / "org" / "name" / "test.parquet")
+        return str(folder / "org" / "name") if kind == "folder" else "org/name"
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    datasets = pytest.importorskip("datasets.config", reason="optional") if _has_datasets() else None
+    if datasets is not None:
+        monkeypatch.setattr(datasets, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def _has_datasets():
+    try:
+        import datasets  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def tokens(batch):
+    return [row.tolist() for row in batch.ragged("tokens")], [row.tolist() for row in batch.ragged("action_mask")]
+
+
+@pytest.mark.parametrize("rows", [SFT, CHATS], ids=["raw", "messages"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_065_the_same_rows_from_each_kind_of_file_give_equal_tensors(tokenizer, tmp_path, kind, rows):
+    expected, _ = load_sft(write(tmp_path, "jsonl", rows), tokenizer)
+    batch, counts = load_sft(write(tmp_path, kind, rows), tokenizer)
+    assert tokens(batch) == tokens(expected)
+    assert counts.rows == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_074_extra_info_comes_unchanged_from_each_kind_of_file_and_absent_is_empty(tmp_path, kind):
+    rows = load_prompts(write(tmp_path, kind, PROBLEMS))
+    assert [row.extra_info for row in rows] == [{"answer": "Beijing", "idx": 3}, {"answer": "1", "idx": 4}, {}]
+    assert [row.answer for row in rows] == ["Beijing", "1", None]
+    assert all(row.prompt == SAY[:1] for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet", "folder"])
+def test_065_a_split_and_a_part_of_it(tmp_path, kind):
+    place = write(tmp_path, kind, SFT)
+
+    def prompts(where):
+        rows, problems = scan_rows(where)
+        assert not problems
+        return [row["prompt"] for row in rows]
+
+    every = [row["prompt"] for row in SFT]
+    assert prompts(f"train@{place}") == every
+    assert prompts(f"train[1:]@{place}") == every[1:]
+    assert prompts(f"train[:-1]@{place}") == every[:-1]
+    assert prompts(f"train[34%:67%]@{place}") == every[1:2]
+    if kind == "folder":
+        assert prompts(f"test@{place}") == every[:1]
+
+
+def test_a_split_that_is_not_there(tmp_path):
+    ((_, (problem,))) = scan_rows(f"tset@{write(tmp_path, 'jsonl', SFT)}")
+    assert "it has no 'tset'" in problem.what
+    if _has_datasets():
+        _, (problem,) = scan_rows(f"tset@{write(tmp_path, 'folder', SFT)}")
+        assert problem.what == "has no split 'tset'; did you mean 'test'?"
+
+
+def test_an_at_sign_in_a_path_is_no_split(tmp_path):
+    (tmp_path / "me@home").mkdir()
+    rows, problems = scan_rows(write(tmp_path / "me@home", "jsonl", SFT))
+    assert (len(rows), problems) == (3, [])
+    assert rows.place(1).endswith("me@home/rows.jsonl:2")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_columns_by_other_names(tmp_path, kind, caplog):
+    place = write(tmp_path, kind, [{"question": "1+1", "answer": "A: 2", "n": "2"}])
+    (row,) = (
+        load_prompts(place, {"prompt": "question", "answer": "n"})
+        if kind != "jsonl"
+        else load_prompts(
+            write(tmp_path, "jsonl", [{"question": "1+1", "n": "2"}]), {"prompt": "question", "answer": "n"}
+        )
+    )
+    assert (row.prompt, row.answer) == ("1+1", "2")
+    _, (problem, *_) = scan_rows(place, {"prompt": "qestion"})
+    assert problem.what == "has no column 'qestion'; did you mean 'question'?"
+
+
+def test_what_a_table_has_besides_is_left_out_and_logged_but_in_json_it_is_a_fault(tmp_path, caplog):
+    rows = [{"prompt": "a", "answr": "1"}]
+    with caplog.at_level("INFO", logger="dlrover"):
+        assert load_prompts(write(tmp_path, "csv", rows))[0].answer is None
+    assert "columns that are not used: answr" in caplog.text
+    with pytest.raises(Exception, match="unknown key 'answr'; did you mean 'answer'"):
+        load_prompts(write(tmp_path, "json", rows))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place", "what"),
+    [
+        ("a.json", "[1, {}]", ":1", "not an object but int"),
+        ("a.json", "[{]", "", "not JSON"),
+        ("a.json", '{"prompt": "a"}\n[]\n', ":2", "not an object but list"),
+        ("a.json", "", "", "holds no rows"),
+        ("a.csv", "prompt,response\na\n", ":2", "has fewer cells than the header"),
+        ("a.csv", 'prompt,response\n"a\nb",c\nx,y,z\n', ":4", "has more cells than the header"),
+        ("a.csv", 'prompt\n"a', "", "not CSV in UTF-8"),
+        ("a.csv", "messages\n[\n", ":2", "'messages' is not JSON"),
+        ("a.txt", "x", "", "a file of kind '.txt' cannot be read"),
+        ("a.parquet", "PAR0", "", "cannot be read"),
+        ("a.arrow", "x", "", "cannot be read"),
+    ],
+)
+def test_files_that_are_wrong_are_told_with_the_place(tmp_path, name, content, place, what):
+    if name.endswith(("parquet", "arrow")):
+        pytest.importorskip("pyarrow")
+    path = tmp_path / name
+    path.write_text(content)
+    _, (problem,) = scan_rows(path)
+    assert problem.where == f"{path}{place}"
+    assert what in problem.what
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet", "arrow"])
+def test_a_file_that_is_not_there(tmp_path, kind):
+    write(tmp_path, kind, SFT)
+    _, (problem,) = scan_rows(str(tmp_path / f"row.{kind}"))
+    assert problem.what == f"no such file; did you mean 'rows.{kind}'?"
+    _, (problem,) = scan_rows("./nowhere/data")
+    assert problem.what == "no such file; there is no folder nowhere"
+
+
+def test_a_name_that_the_hub_does_not_have_is_a_problem_not_a_crash():
+    pytest.importorskip("datasets")
+    _, (problem,) = scan_rows("no-such-org/no-such-name")
+    assert problem.what.startswith("cannot be loaded: ")
+
+
+def test_tables_without_the_extra_name_it(tmp_path, monkeypatch):
+    import sys
+
+    for name in ("pyarrow", "datasets"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for place in (tmp_path / "a.parquet", tmp_path):
+        if place.suffix:
+            place.write_bytes(b"")
+        _, (problem,) = scan_rows(place)
+        assert problem.what == str(MissingExtra("datasets", "data"))
+    assert len(scan_rows(write(tmp_path, "jsonl", SFT))[0]) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_073_pairs_from_each_kind_of_file(tokenizer, tmp_path, kind):
+    rows = [{"messages": SAY[:1], "chosen": "Beijing.", "rejected": "Shanghai."}]
+    expected, _ = encode_pairs(read_pairs(write(tmp_path, "jsonl", rows)), tokenizer)
+    batch, _ = encode_pairs(read_pairs(write(tmp_path, kind, rows)), tokenizer)
+    assert tokens(batch) == tokens(expected)
