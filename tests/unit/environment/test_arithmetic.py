@@ -96,7 +96,8 @@ def test_one_turn_of_the_environment():
         wrong = await environment.step(states[1], rf"\boxed{{{dataset[1].answer + 3}}}", {})
         with pytest.raises(DataError, match="no question of this environment: 'what'"):
             await environment.step("what", "", {})
-        await environment.close()
+        await environment.close({})
+        await environment.shutdown()
         return states, right, wrong
 
     states, right, wrong = asyncio.run(episode())

@@ -1,5 +1,6 @@
 """Verifiers of every bad habit, run in child processes."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -8,6 +9,11 @@ import sys
 
 def length(completion, answer, extra_info):
     return len(completion) + extra_info.get("bonus", 0)
+
+
+async def awaited(completion, answer, extra_info):
+    await asyncio.sleep(0)
+    return 5
 
 
 def process_id(completion, answer, extra_info):

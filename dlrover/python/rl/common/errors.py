@@ -28,6 +28,7 @@
     ├── VerifierError                a reward function gave no reward
     │   ├── VerifierTimeout          ... within its deadline; its process was replaced
     │   └── VerifierCrashed          ... its process ended in the middle of a call
+    ├── EnvironmentFailed            an environment gave no usable answer; the sample that asked has failed
     ├── PlacementTimeout             the cluster did not free the resources in time
     └── JobError
         ├── JobFailed                the job ended in failure; carries the first cause
@@ -303,6 +304,20 @@ class VerifierTimeout(VerifierError):
 
 class VerifierCrashed(VerifierError):
     """A verifier's process ended in the middle of a call (exit code or signal in the message); it was replaced."""
+
+
+class EnvironmentFailed(DLRoverRLError):
+    """An environment gave no usable answer: it raised, was late, or returned something else than it should.
+
+    The sample that asked has failed; others of the same environment are not touched, but where its process had to go.
+
+    Attributes:
+        remote_traceback: the traceback text of the user's code, or ``""``.
+    """
+
+    def __init__(self, message: str, remote_traceback: str = "") -> None:
+        self.remote_traceback = remote_traceback
+        super().__init__(message)
 
 
 class PlacementTimeout(DLRoverRLError):

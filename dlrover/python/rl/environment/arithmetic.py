@@ -143,7 +143,10 @@ class ArithmeticEnvironment:
         reward = problem.get_reward(action)
         return StepResult(next_state=None, reward=reward, score=float(reward == 0.0), done=True, extra_info=extra_info)
 
-    async def close(self) -> None:
+    async def close(self, extra_info: dict[str, Any]) -> None:
+        """An episode holds nothing."""
+
+    async def shutdown(self) -> None:
         """Nothing is held."""
 
 

@@ -13,7 +13,6 @@ can do no more: a function that looks for the job's processes and kills them by 
 
 import ctypes
 import json
-import math
 import os
 import pickle
 import resource
@@ -21,13 +20,13 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from io import TextIOBase
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dlrover.python.rl.environment.lookup import load_function
+from dlrover.python.rl.common.errors import VerifierError
+from dlrover.python.rl.environment.rewards import WeightedRewards
 
 PRINTED_CHARACTERS = 10_000
 """What a call may print; the rest is dropped."""
@@ -38,24 +37,24 @@ _PR_SET_CHILD_SUBREAPER = 36
 _SIZE_BYTES = 8
 
 
-def serve(name: str, descriptor: str, load_limit_s: str, call_limit_s: str, memory_mb: str) -> None:
+def serve(weights: str, descriptor: str, load_limit_s: str, call_limit_s: str, memory_mb: str) -> None:
     """Become the warden; its child loads the function, says so, and answers calls until the parent's end closes.
 
     Args:
-        name: ``"package.module:function"``.
+        weights: JSON of weights by ``"package.module:function"``.
         descriptor: the inherited end of the connection.
         load_limit_s: seconds after which loading ends the process.
         call_limit_s: seconds after which a call ends it. The parent does so earlier; if both parent and warden are
             gone, this does, even while the function holds the interpreter: SIGALRM's default action is the kernel's.
         memory_mb: address space of the function in MB, 0 for no limit.
     """
-    _stand_guard(int(descriptor))
-    output = _restrain(int(memory_mb))
+    stand_guard(int(descriptor))
+    output = restrain(int(memory_mb))
     connection = socket.socket(fileno=int(descriptor))
     incoming = connection.makefile("rb")
     signal.setitimer(signal.ITIMER_REAL, float(load_limit_s))
     try:
-        function = load_function(name)
+        rewards = WeightedRewards.load(json.loads(weights))
     except Exception:  # noqa: BLE001 - the process boundary: whatever importing raises is the parent's to report
         _send(connection, {"trouble": "could not be loaded", "traceback": traceback.format_exc()})
         return
@@ -73,7 +72,7 @@ def serve(name: str, descriptor: str, load_limit_s: str, call_limit_s: str, memo
         signal.setitimer(signal.ITIMER_REAL, float(call_limit_s))
         number, arguments = pickle.loads(request)
         output.left = PRINTED_CHARACTERS
-        reply = {"number": number, **_call(function, arguments)}
+        reply = {"number": number, **_call(rewards, arguments)}
 
 
 def request_bytes(number: str, arguments: tuple[Any, ...]) -> bytes:
@@ -87,17 +86,19 @@ def _send(connection: socket.socket, reply: dict[str, Any]) -> None:
     connection.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """``reward``, or ``trouble`` and its ``traceback``."""
+def _call(rewards: WeightedRewards, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """``reward`` and its ``parts``, or ``trouble`` and its ``traceback``."""
     try:
-        reward = float(function(*arguments))
+        reward = rewards.now(*arguments)
+    except VerifierError as error:
+        return {"trouble": str(error)}
     except Exception as error:  # noqa: BLE001 - the process boundary: whatever it raises is the parent's to report
         trouble = f"raised {type(error).__name__}: {error}"
         return {"trouble": trouble[:_MESSAGE_CHARACTERS], "traceback": traceback.format_exc()[-_TRACEBACK_CHARACTERS:]}
-    return {"reward": reward} if math.isfinite(reward) else {"trouble": f"returned {reward}, which is no reward"}
+    return {"reward": reward.total, "parts": reward.parts}
 
 
-class _Capped(TextIOBase):
+class Capped(TextIOBase):
     """Standard output and error of the function: its first characters reach the parent's standard error."""
 
     def __init__(self, descriptor: int) -> None:
@@ -111,14 +112,14 @@ class _Capped(TextIOBase):
         return len(text)
 
 
-def _restrain(memory_mb: int) -> _Capped:
-    """Limit what the function can use up; returns where it prints to."""
+def restrain(memory_mb: int) -> Capped:
+    """Limit what user code can use up; returns where it prints to."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_mb:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
     with suppress(OSError):  # Where memory runs out, the kernel shall choose this process, not one of the job.
         Path("/proc/self/oom_score_adj").write_text("1000")
-    output = _Capped(os.dup(2))  # Not inherited: what it starts prints to nowhere.
+    output = Capped(os.dup(2))  # Not inherited: what it starts prints to nowhere.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -126,8 +127,9 @@ def _restrain(memory_mb: int) -> _Capped:
     return output
 
 
-def _stand_guard(descriptor: int) -> None:
-    """Fork: the child returns from here as the verifier; the warden stays until the child has ended."""
+def stand_guard(*descriptors: int) -> None:
+    """Fork: the child returns from here as the verifier; the warden, which keeps none of the ``descriptors``, stays
+    until the child has ended."""
     with suppress(OSError, AttributeError):  # Elsewhere than on Linux orphans are not adopted.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     watched = {signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD}
@@ -137,7 +139,8 @@ def _stand_guard(descriptor: int) -> None:
         os.setsid()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
         return
-    os.close(descriptor)
+    for descriptor in descriptors:
+        os.close(descriptor)
     signal.setitimer(signal.ITIMER_REAL, _TICK_S, _TICK_S)
     status = None
     while status is None:

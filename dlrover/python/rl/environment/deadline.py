@@ -16,13 +16,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
 
 from dlrover.python.rl.common.errors import VerifierCrashed, VerifierError, VerifierTimeout
 from dlrover.python.rl.environment.child import request_bytes, serve
+from dlrover.python.rl.environment.rewards import Reward
 
 _ORPHAN_GRACE_S = 5.0
 _EXIT_S = 1.0
@@ -39,7 +40,8 @@ class DeadlineVerifier:
     ``asyncio.to_thread``. What the function prints goes to standard error, its first 10,000 characters a call.
 
     Args:
-        function: ``"package.module:function"``, or a function defined at the top of an importable module.
+        function: ``"package.module:function"``, or a function defined at the top of an importable module; or several
+            of these with their weights, whose weighted sum is the reward. They may be async.
         timeout_s: seconds a call may take; loading the function's module is not part of it.
         start_timeout_s: seconds the child may take to start and load it.
         memory_mb: address space of the child in MB, its libraries included; more is a MemoryError there. None: no
@@ -52,7 +54,7 @@ class DeadlineVerifier:
 
     def __init__(
         self,
-        function: str | Callable[..., float],
+        function: str | Callable[..., Any] | Mapping[Any, float],
         timeout_s: float,
         start_timeout_s: float = 60.0,
         memory_mb: int | None = None,
@@ -60,7 +62,9 @@ class DeadlineVerifier:
         if not (0 < timeout_s < math.inf and 0 < start_timeout_s < math.inf and (memory_mb is None or memory_mb > 0)):
             limits = f"{timeout_s}, {start_timeout_s} and {memory_mb}"
             raise ValueError(f"limits must be positive and finite, not {limits}")
-        self._name = _importable_name(function)
+        weights = function if isinstance(function, Mapping) else {function: 1.0}
+        self._weights = {_importable_name(each): float(weight) for each, weight in weights.items()}
+        self._name = " + ".join(self._weights)
         self._timeout_s, self._start_timeout_s, self._memory_mb = timeout_s, start_timeout_s, memory_mb
         self._lock = threading.Lock()
         self._closed = False
@@ -72,7 +76,11 @@ class DeadlineVerifier:
             raise
 
     def __call__(self, completion: str, answer: str | None, extra_info: dict[str, Any] | None = None) -> float:
-        """The reward, a finite number.
+        """The reward, a finite number; raises what :meth:`judge` does."""
+        return self.judge(completion, answer, extra_info).total
+
+    def judge(self, completion: str, answer: str | None, extra_info: dict[str, Any] | None = None) -> Reward:
+        """The reward and what it is made of.
 
         Raises:
             VerifierTimeout: no reward in time.
@@ -92,7 +100,7 @@ class DeadlineVerifier:
                 self._replace_forger()
         if "trouble" in reply:
             raise VerifierError(f"{self._name} {reply['trouble']}", str(reply.get("traceback", "")))
-        return float(reply["reward"])
+        return Reward(float(reply["reward"]), dict(reply["parts"]))
 
     def close(self) -> None:
         """Kill the child; nothing is left of it. May be called again; waits for a call in flight."""
@@ -114,9 +122,10 @@ class DeadlineVerifier:
         # sys.path goes along, since a function of a script's neighbour module is importable here.
         code = f"import sys; sys.path[:] = {sys.path!r}; from {serve.__module__} import serve; serve(*sys.argv[1:])"
         limits = [str(limit_s + _ORPHAN_GRACE_S) for limit_s in (self._start_timeout_s, self._timeout_s)]
+        limits.append(str(self._memory_mb or 0))
         with child:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code, self._name, str(child.fileno()), *limits, str(self._memory_mb or 0)],
+                [sys.executable, "-c", code, json.dumps(self._weights), str(child.fileno()), *limits],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[child.fileno()],
                 start_new_session=True,
@@ -203,7 +212,7 @@ def _left(deadline_s: float) -> float:
     return left_s
 
 
-def _importable_name(function: str | Callable[..., float]) -> str:
+def _importable_name(function: str | Callable[..., Any]) -> str:
     if isinstance(function, str):
         module, colon, path = function.partition(":")
         if not (module and colon and path):

@@ -19,7 +19,7 @@ def load_function(name: str) -> Callable[..., Any]:
     module, _, path = name.partition(":")
     if not (module and path):
         raise VerifierError(f"'{name}' is not of the form 'package.module:function'")
-    found: Any = _module(module)
+    found: Any = load_module(module)
     for part in path.split("."):
         if not hasattr(found, part):
             known = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
@@ -30,7 +30,12 @@ def load_function(name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _module(name: str) -> ModuleType:
+def load_module(name: str) -> ModuleType:
+    """Import ``"package.module"``.
+
+    Raises:
+        VerifierError: it cannot be imported, with the nearest name if there is none of this one.
+    """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -1,0 +1,72 @@
+r"""Mathematical equivalence by math-verify: ``\frac{1}{2}`` is ``0.5``. Needs the extra ``math``."""
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from dlrover.python.rl.common.errors import MissingExtra
+from dlrover.python.rl.environment.answers import boxed_answer, exact_answer, same_answer
+
+try:
+    import math_verify
+except ImportError:
+    raise MissingExtra("math-verify", "math") from None
+
+LIMIT_S = 0.8
+"""What comparing two answers may take. A comparison that is not done by then has shown no equality."""
+
+_LONGEST = 2_000
+"""Characters of a text that are looked at, from its end."""
+
+
+def math_equal(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
+    r"""1.0 when the completion gives an answer that equals ``answer`` mathematically, else 0.0.
+
+    What counts is the last ``\boxed{}`` when there is one; else what math-verify finds in the end of the text. The
+    comparison runs in a forked process for at most :data:`LIMIT_S`, since sympy computes ``9^{9^{9}}`` when asked to.
+
+    Raises:
+        ValueError: the problem has no answer.
+    """
+    if answer is None or not answer.strip():
+        raise ValueError("the problem has no answer to compare with")
+    boxed = boxed_answer(completion)
+    if same_answer(boxed, answer) if boxed is not None else exact_answer(completion, answer):
+        return 1.0
+    said = rf"\boxed{{{boxed[-_LONGEST:]}}}" if boxed is not None else completion[-_LONGEST:]
+    return float(within(LIMIT_S, lambda: _equal(said, answer)) is True)
+
+
+def _equal(said: str, answer: str) -> bool:
+    expected = answer if "$" in answer or r"\boxed" in answer else rf"\boxed{{{answer}}}"
+    return bool(math_verify.verify(_parsed(expected), _parsed(said), timeout_seconds=None))
+
+
+def _parsed(text: str) -> Any:
+    # Its own time limits are SIGALRM's, which the process of a verifier has another use for.
+    return math_verify.parse(text, parsing_timeout=None)
+
+
+def within(limit_s: float, function: Callable[[], bool]) -> bool | None:
+    """What ``function`` says, in a forked process; None when it raises, or says nothing in time."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # The kernel's: it ends arithmetic in C too.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+            signal.setitimer(signal.ITIMER_REAL, limit_s)
+            os.write(writer, b"1" if function() else b"0")
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as verdict:
+        said = verdict.read(1)
+    os.waitpid(child, 0)
+    return {b"1": True, b"0": False}.get(said)
+
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # It warns of limits that are left to its caller, as here.
+_equal("1", "2")  # The first one builds parsers; forked processes inherit them.

@@ -1,0 +1,117 @@
+"""Environments in a process of their own."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from dlrover.python.rl.common.errors import EnvironmentFailed
+from dlrover.python.rl.environment.guard import Guard
+from dlrover.python.rl.environment.isolated import IsolatedEnvironment
+
+SCRIPT = str(Path(__file__).with_name("user_environments.py"))
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 90))
+
+
+async def play(guard, actions, **info):
+    episode = await guard.reset("prompt ", info)
+    for action in actions:
+        if episode.state is None:
+            break
+        await guard.step(episode, action)
+    await guard.close(episode)
+    return episode
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid, limit_s=15.0):
+    deadline = time.monotonic() + limit_s
+    while is_alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} outlived its owner"
+        os.sched_yield()
+
+
+def test_098_arithmetic_that_holds_the_interpreter_costs_its_deadline_and_the_next_sample_finds_a_new_process():
+    async def bombed():
+        guard = Guard(IsolatedEnvironment(SCRIPT, grace_s=0.5), timeout_s=0.5)
+        before = await play(guard, ["done"])
+        began = time.monotonic()
+        bombed, beside = await asyncio.gather(play(guard, ["bomb"]), play(guard, ["nap", "sleep"]))
+        failed_s = time.monotonic() - began
+        guard._timeout_s = 60.0  # A new process has to start.
+        after = await play(guard, ["done"])
+        await guard.shutdown()
+        return before, bombed, beside, failed_s, after
+
+    before, bombed, beside, failed_s, after = run(bombed())
+    assert bombed.failure == "step gave no answer within 0.5 s"
+    assert beside.failure is not None
+    assert failed_s < 10
+    assert (before.done, after.done) == (True, True)
+    old, new = before.extra_info["pid"], after.extra_info["pid"]
+    assert old != new
+    wait_until_gone(old)
+    wait_until_gone(new)
+
+
+def test_a_process_that_ends_fails_the_calls_it_is_in_at_once():
+    async def ended():
+        guard = Guard(IsolatedEnvironment(SCRIPT))
+        began = time.monotonic()
+        ended, beside = await asyncio.gather(play(guard, ["exit"]), play(guard, ["sleep"]))
+        took_s = time.monotonic() - began
+        after = await play(guard, ["done"])
+        await guard.shutdown()
+        return ended, beside, took_s, after
+
+    ended, beside, took_s, after = run(ended())
+    assert "the environment's process ended" in ended.failure
+    assert "the environment's process ended" in beside.failure
+    assert took_s < 20
+    assert after.done
+
+
+def test_what_cannot_travel_is_told():
+    async def sent():
+        guard = Guard(IsolatedEnvironment(SCRIPT))
+        back = await play(guard, ["object"])
+        environment = guard._environment
+        with pytest.raises(EnvironmentFailed, match="step cannot be sent"):
+            await environment.step("s", "a", {"f": lambda: 0})
+        await guard.shutdown()
+        with pytest.raises(EnvironmentFailed, match="has been shut down"):
+            await environment.step("s", "a", {})
+        return back
+
+    assert (
+        "step gave data that cannot travel: state['extra_info']['lock']: a lock cannot be saved" in run(sent()).failure
+    )
+
+
+def test_what_cannot_be_loaded_is_told_and_leaves_no_process():
+    with pytest.raises(EnvironmentFailed, match="has no 'Countin'; did you mean 'Counting'"):
+        IsolatedEnvironment(f"{SCRIPT}:Countin")
+
+
+def test_sync_calls_that_hang_take_no_others_place():
+    async def hung():
+        guard = Guard(IsolatedEnvironment(f"{SCRIPT}:Counting", {"start": 1}), timeout_s=1.0)
+        assert guard._places is not None
+        episodes = await asyncio.gather(*(play(guard, ["hang"]) for _ in range(4)), play(guard, ["4", "9"]))
+        await guard.shutdown()
+        return episodes
+
+    *stuck, fine = run(hung())
+    assert [episode.failure for episode in stuck] == ["step gave no answer within 1 s"] * 4
+    assert (fine.failure, fine.done, fine.reward) == (None, True, 19.0)

@@ -1,0 +1,82 @@
+"""Which tokens of a trajectory stand in which sequence, and who wrote them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.environment.turns import Trajectory
+
+
+def encode(text):
+    return [ord(character) for character in text]
+
+
+def wrote(tokens, version=1):
+    return tokens, [-0.5] * len(tokens), version
+
+
+def test_087_a_state_that_goes_on_stays_in_one_sequence_and_the_engines_ids_are_untouched():
+    trajectory = Trajectory(encode, "ask ")
+    assert trajectory.context == encode("ask ")
+    trajectory.act("word", *wrote([900, 901]))  # Not what the text would be encoded to.
+    trajectory.reward(0.25)
+    trajectory.observe("ask word seen ")
+    trajectory.act("end", *wrote([902], version=2))
+    trajectory.reward(1.0)
+    (sequence,) = trajectory.sequences
+    assert sequence.tokens == [*encode("ask "), 900, 901, *encode(" seen "), 902]
+    assert sequence.action_mask == [False] * 4 + [True] * 2 + [False] * 6 + [True]
+    assert sequence.logprobs == [0.0] * 4 + [-0.5] * 2 + [0.0] * 6 + [-0.5]
+    assert sequence.versions == [-1] * 4 + [1] * 2 + [-1] * 6 + [2]
+    assert sequence.rewards == [0.0] * 5 + [0.25] + [0.0] * 6 + [1.0]
+
+
+def test_088_another_state_begins_another_sequence_of_the_same_trajectory():
+    trajectory = Trajectory(encode, "ask ")
+    trajectory.act("word", *wrote([900]))
+    trajectory.observe("summary")
+    trajectory.act("end", *wrote([901]))
+    first, second = trajectory.sequences
+    assert first.tokens == [*encode("ask "), 900]
+    assert second.tokens == [*encode("summary"), 901]
+    assert trajectory.context == second.tokens
+
+
+def test_a_state_without_the_whole_action_is_another_one():
+    trajectory = Trajectory(encode, "ask ")
+    trajectory.act("word<end>", *wrote([900]))
+    trajectory.observe("ask word more")
+    assert len(trajectory.sequences) == 2
+
+
+def test_the_first_states_tokens_may_be_known():
+    trajectory = Trajectory(encode, "ask", tokens=[7, 8])
+    trajectory.act("a", *wrote([9]))
+    trajectory.observe("askab")
+    assert trajectory.context == [7, 8, 9, ord("b")]
+
+
+def test_what_cannot_be():
+    trajectory = Trajectory(encode, "ask")
+    with pytest.raises(DataError, match="1 log-probs for 2 tokens"):
+        trajectory.act("ab", [1, 2], [0.0])
+    with pytest.raises(DataError, match="no action to be rewarded"):
+        trajectory.reward(1.0)
+
+
+@given(st.lists(st.tuples(st.text("ab", min_size=1, max_size=4), st.text("cd", max_size=4), st.booleans()), max_size=6))
+def test_every_column_is_as_long_as_the_tokens_and_actions_are_whole(turns):
+    trajectory, state = Trajectory(encode, "s"), "s"
+    for action, seen, goes_on in turns:
+        trajectory.act(action, *wrote([1000 + at for at in range(len(action))]))
+        state = state + action + seen if goes_on else f"new {seen}"
+        trajectory.observe(state)
+    for sequence in trajectory.sequences:
+        columns = (sequence.action_mask, sequence.logprobs, sequence.versions, sequence.rewards)
+        assert {len(column) for column in columns} == {len(sequence.tokens)}
+        assert [token >= 1000 for token in sequence.tokens] == sequence.action_mask
+    assert sum(map(sum, (sequence.action_mask for sequence in trajectory.sequences))) == sum(
+        len(a) for a, _, _ in turns
+    )
+    assert len(trajectory.sequences) == 1 + sum(not goes_on for _, _, goes_on in turns)

@@ -1,0 +1,101 @@
+"""Environments of every habit, loaded by name; most of them do what the action says."""
+
+import asyncio
+import os
+import threading
+import time
+
+log = []
+
+
+async def reset(extra_info):
+    extra_info["began"] = True
+    if extra_info.get("reset") == "raise":
+        raise KeyError("no such game")
+    if extra_info.get("reset") == "hang":
+        await asyncio.sleep(60)
+    return extra_info.get("first", "state ")
+
+
+async def step(state, action, extra_info):
+    if action in HABITS:
+        return HABITS[action](state)
+    if action == "sleep":
+        await asyncio.sleep(60)
+    if action == "deaf":
+        await _deaf()
+    if action == "nap":
+        await asyncio.sleep(0.2)
+    done = action == "done"
+    turns = extra_info.get("turns", 0) + 1
+    return {
+        "next_state": None if done else f"{state}{action}seen ",
+        "reward": 1.0,
+        "score": 0.5,
+        "done": done,
+        "extra_info": {**extra_info, "turns": turns, "pid": os.getpid(), "action": action},
+    }
+
+
+async def close(extra_info):
+    log.append(dict(extra_info))
+    if extra_info.get("close") == "raise":
+        raise OSError("late")
+
+
+async def shutdown():
+    log.append("shutdown")
+
+
+async def _deaf():
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            continue
+
+
+def _raise(state):
+    raise RuntimeError("out of order")
+
+
+def _forever(state):
+    """In C, with the interpreter held."""
+    return 9**9**9
+
+
+HABITS = {
+    "raise": _raise,
+    "none": lambda state: None,
+    "fallthrough": lambda state: {"next_state": None, "reward": 0.0, "done": False},
+    "nan": lambda state: {"next_state": "x", "reward": float("nan")},
+    "misspelt": lambda state: {"next_sate": "x", "reward": 0.0},
+    "huge": lambda state: {"next_state": "x" * 10_000_000, "reward": 0.0},
+    "exit": lambda state: os._exit(3),
+    "bomb": _forever,
+    "object": lambda state: {"next_state": "x", "reward": 0.0, "extra_info": {"lock": threading.Lock()}},
+    "short": lambda state: {"next_state": state + "shortseen", "reward": 1},
+}
+
+
+class Counting:
+    """Sync calls, options, a limit."""
+
+    episodes = 2
+
+    def __init__(self, start=0):
+        self.start = start
+
+    def reset(self, extra_info):
+        return str(self.start)
+
+    def step(self, state, action, extra_info):
+        if action == "hang":
+            time.sleep(60)
+        value = int(state) + int(action)
+        return {"next_state": str(value), "reward": value, "done": value > 9}
+
+
+class Without:
+    def stpe(self):
+        """A misspelt one."""
