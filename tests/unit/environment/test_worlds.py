@@ -123,15 +123,15 @@ def test_092_a_game_of_gem_is_played_to_its_end():
         assert guard._places is not None
         won = await asyncio.gather(*(play(guard, halving, seed=seed) for seed in range(4)))
         cut = await play(guard, halving, max_turns=1, seed=11)
-        again = await play(guard, halving, seed=0)
+        one, two = [(await play(guard, halving, seed=7))[0] for _ in range(2)]
         await guard.shutdown()
-        return [episode for episode, _ in won], cut[0], again[0]
+        return [episode for episode, _ in won], cut[0], one, two
 
-    won, cut, again = run(games())
+    won, cut, one, two = run(games())
     assert [episode.failure for episode in won] == [None] * 4
     assert [(episode.done, episode.reward) for episode in won] == [(True, 1.0)] * 4
     assert cut.failure is None
-    assert again.turns == won[0].turns
+    assert one.turns == two.turns
 
 
 def test_092_a_game_of_gymnasium_is_played_to_its_end():

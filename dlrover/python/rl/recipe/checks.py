@@ -14,13 +14,15 @@ from dlrover.python.rl.environment.lookup import load_function
 from dlrover.python.rl.recipe.config import EngineConfig, GRPOConfig
 
 
-def reward_problems(function: str) -> list[Problem]:
-    """Whether the reward function can be imported."""
-    try:
-        load_function(function)
-    except VerifierError as error:
-        return [Problem("config.reward.function", str(error))]
-    return []
+def reward_problems(function: str | Mapping[str, float]) -> list[Problem]:
+    """Whether the reward function can be imported, or each of several."""
+    found = []
+    for name in [function] if isinstance(function, str) else function:
+        try:
+            load_function(name)
+        except VerifierError as error:
+            found.append(Problem("config.reward.function", str(error)))
+    return found if function else [Problem("config.reward.function", "names no function")]
 
 
 def train_engine_problems(engine: EngineConfig, actors: int) -> list[Problem]:
@@ -68,19 +70,19 @@ def role_problems(cfg: GRPOConfig, roles: Mapping[RLRoleType, int]) -> list[Prob
 
 
 def _held_out_rows(cfg: GRPOConfig) -> int:
-    path = cfg.data.eval
-    if path is None or check_prompts(path):
+    path, keys = cfg.data.eval, cfg.data.keys
+    if path is None or check_prompts(path, keys):
         return cfg.data.eval_rows
-    return min(cfg.data.eval_rows, len(load_prompts(path)))
+    return min(cfg.data.eval_rows, len(load_prompts(path, keys)))
 
 
 def template_problems(cfg: GRPOConfig) -> list[Problem]:
     """Conversations need a chat template; whether a model on the hub has one is seen when it is loaded."""
-    folder = Path(cfg.model).expanduser()
+    folder, keys = Path(cfg.model).expanduser(), cfg.data.keys
     if not cfg.model or not (folder / "config.json").is_file() or _has_chat_template(folder):
         return []
     for path in (cfg.data.train, cfg.data.eval):
-        for row in load_prompts(path) if path and not check_prompts(path) else ():
+        for row in load_prompts(path, keys) if path and not check_prompts(path, keys) else ():
             if not isinstance(row.prompt, str):
                 what = f"the tokenizer in {cfg.model} has no chat template, which the 'messages' of"
                 return [Problem("config.model", f"{what} {path}:{row.line} need")]

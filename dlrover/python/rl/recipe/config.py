@@ -82,8 +82,9 @@ class RolloutConfig:
 class RewardConfig:
     """How a completion is judged."""
 
-    function: str = "dlrover.python.rl.environment.verifiers:exact"
-    """``package.module:function``, called as ``function(completion, answer, extra_info)`` and returning a number."""
+    function: str | Mapping[str, float] = "dlrover.python.rl.environment.verifiers:exact"
+    """``package.module:function``, called as ``function(completion, answer, extra_info)`` and returning a number; or
+    several of these with their weights, whose weighted sum is the reward. They may be async."""
 
     timeout_s: Annotated[float, Gt(0.0)] = 5.0
     """A call that takes longer is ended, and its sample counts as failed."""
@@ -115,6 +116,9 @@ class PromptData:
 
     eval_rows: Positive = 200
     """How many problems to evaluate on."""
+
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """The data's own names of columns: ``{prompt: question}``."""
 
 
 @dataclass(frozen=True)

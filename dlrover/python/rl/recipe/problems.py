@@ -33,13 +33,13 @@ class ProblemSource:
 
     def __init__(self, config: GRPOConfig) -> None:
         data = config.data
-        rows = load_prompts(data.train)
+        rows = load_prompts(data.train, data.keys)
         if data.eval is None:
             self._train, held = hold_out([row.prompt for row in rows], data.eval_rows, config.seed)
             self.held_out, self.held_out_rows = as_batch(rows, held), len(rows)
             self.places = _places((data.train, rows))
         else:
-            self._train, evaluated = list(range(len(rows))), load_prompts(data.eval)[: data.eval_rows]
+            self._train, evaluated = list(range(len(rows))), load_prompts(data.eval, data.keys)[: data.eval_rows]
             self.held_out, self.held_out_rows = as_batch(evaluated, range(len(evaluated))), len(evaluated)
             self.places = _places((data.train, rows), (data.eval, evaluated))
         self._rows, self.rows = rows, len(rows)
@@ -95,19 +95,19 @@ def data_problems(config: GRPOConfig) -> list[Problem]:
     """Everything that is wrong with the files, each with its place."""
     data = config.data
     files = [path for path in (data.train, data.eval) if path]
-    problems = [problem for path in files for problem in first_problems(check_prompts(path))]
+    problems = [problem for path in files for problem in first_problems(check_prompts(path, data.keys))]
     if problems or not data.train:
         return problems
     if config.reward.function == RewardConfig().function:
-        problems = [problem for path in files for problem in first_problems(_without_answer(path))]
+        problems = [problem for path in files for problem in first_problems(_without_answer(path, data.keys))]
     if data.eval is None:
         try:
-            hold_out([row.prompt for row in load_prompts(data.train)], data.eval_rows, config.seed)
+            hold_out([row.prompt for row in load_prompts(data.train, data.keys)], data.eval_rows, config.seed)
         except (ValueError, DataError) as error:
             problems.append(Problem("config.data.eval_rows", str(error)))
     return problems
 
 
-def _without_answer(path: str) -> list[Problem]:
+def _without_answer(path: str, keys: Mapping[str, str]) -> list[Problem]:
     what = "has no 'answer', with which the default reward.function compares"
-    return [Problem(f"{path}:{row.line}", what) for row in load_prompts(path) if row.answer is None]
+    return [Problem(f"{path}:{row.line}", what) for row in load_prompts(path, keys) if row.answer is None]
