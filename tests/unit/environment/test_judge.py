@@ -98,6 +98,7 @@ def test_no_mark_is_no_reward(server, replies, what, count):
 
 
 def test_a_server_that_is_not_there(server):
+    server.shutdown()
     server.server_close()
     with pytest.raises(VerifierError, match="gave no mark: URLError"):
         ask(LLMJudge(server.url, "m", attempts=2, timeout_s=5))

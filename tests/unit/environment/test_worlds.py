@@ -115,6 +115,7 @@ def halving(state):
     return rf"\boxed{{{(low + high) // 2}}}"
 
 
+@pytest.mark.slow
 def test_092_a_game_of_gem_is_played_to_its_end():
     pytest.importorskip("gem")
 

@@ -62,8 +62,8 @@ class DeadlineVerifier:
         if not (0 < timeout_s < math.inf and 0 < start_timeout_s < math.inf and (memory_mb is None or memory_mb > 0)):
             limits = f"{timeout_s}, {start_timeout_s} and {memory_mb}"
             raise ValueError(f"limits must be positive and finite, not {limits}")
-        weights = function if isinstance(function, Mapping) else {function: 1.0}
-        self._weights = {_importable_name(each): float(weight) for each, weight in weights.items()}
+        weighted = list(function.items()) if isinstance(function, Mapping) else [(function, 1.0)]
+        self._weights = {_importable_name(each): float(weight) for each, weight in weighted}
         self._name = " + ".join(self._weights)
         self._timeout_s, self._start_timeout_s, self._memory_mb = timeout_s, start_timeout_s, memory_mb
         self._lock = threading.Lock()

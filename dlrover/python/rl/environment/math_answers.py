@@ -14,7 +14,7 @@ try:
 except ImportError:
     raise MissingExtra("math-verify", "math") from None
 
-LIMIT_S = 0.8
+LIMIT_S = 0.7
 """What comparing two answers may take. A comparison that is not done by then has shown no equality."""
 
 _LONGEST = 2_000
