@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.weights import WeightStamp
 from dlrover.python.rl.master.job import check_job, run_here
-from dlrover.python.rl.recipe.grpo import GRPOTrainer
+from dlrover.python.rl.recipe.config import GRPOConfig, PromptData
+from dlrover.python.rl.recipe.drawing import Drawing
 
 sys.path.append(str(Path(__file__).parents[3]))
 
@@ -121,23 +123,24 @@ class Members:
         self.__dict__.update({name: lambda *args, answer=answer: answer for name, answer in answers.items()})
 
 
-def trainer_with(received, published):
-    trainer = GRPOTrainer.__new__(GRPOTrainer)
-    trainer.RG_ACTOR = Members(publish_weights=["snapshot"], published=[published])
-    trainer.RG_ROLLOUT = Members(receive_weights=received)
-    return trainer
+def drawing_with(received, published):
+    trainer = SimpleNamespace(
+        RG_ACTOR=Members(publish_weights=["snapshot"], published=[published]),
+        RG_ROLLOUT=Members(receive_weights=received),
+    )
+    return Drawing(trainer, GRPOConfig("model", PromptData("problems.jsonl")), None, uses_reference=False)
 
 
 def test_a_rollout_that_holds_other_weights_than_those_published_is_named():
     good, bad = WeightStamp(3, "aa"), WeightStamp(3, "bb")
-    trainer_with([good, good], good).sync_weights()
+    drawing_with([good, good], good).sync_weights()
     with pytest.raises(WeightSyncError, match=r"ROLLOUT\[1\] received weights of version 3 \(bb\), not of .* \(aa\)"):
-        trainer_with([good, bad], good).sync_weights()
+        drawing_with([good, bad], good).sync_weights()
 
 
 def test_samples_of_another_version_than_the_one_synced_are_refused():
-    trainer = trainer_with([WeightStamp(3, "aa")], WeightStamp(3, "aa"))
-    trainer.sync_weights()
-    trainer.check_versions(4, Batch({"version": np.array([3, 3])}))
+    drawing = drawing_with([WeightStamp(3, "aa")], WeightStamp(3, "aa"))
+    drawing.sync_weights()
+    drawing.check_versions(4, Batch({"version": np.array([3, 3])}))
     with pytest.raises(WeightSyncError, match="step 4: samples were drawn by weights of version 2, not 3"):
-        trainer.check_versions(4, Batch({"version": np.array([3, 2])}))
+        drawing.check_versions(4, Batch({"version": np.array([3, 2])}))

@@ -7,7 +7,8 @@ import ray
 
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.recipe.config import EngineConfig
-from dlrover.python.rl.recipe.workloads import RolloutWorkload, device_of
+from dlrover.python.rl.recipe.members import device_of
+from dlrover.python.rl.recipe.workloads import RolloutWorkload
 from dlrover.python.rl.runtime.ray.member import reserved_devices
 from dlrover.python.rl.trainer.workload import MemberContext, member_context
 

@@ -67,11 +67,9 @@ def run_python(source: str, stdin: str = "", limits: Limits | None = None) -> Ra
         (folder / "program.py").write_text(source, encoding="utf-8", errors="replace")
         (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
         code, timed_out = _run(folder, limits)
-        said = [(folder / file).read_bytes()[: limits.output_bytes].decode(errors="replace") for file in _STREAMS]
-    return Ran(*said, code, timed_out)
-
-
-_STREAMS = ("stdout", "stderr")
+        said = ((folder / file).read_bytes()[: limits.output_bytes] for file in ("stdout", "stderr"))
+        stdout, stderr = (output.decode(errors="replace") for output in said)
+    return Ran(stdout, stderr, code, timed_out)
 
 
 def _run(folder: Path, limits: Limits) -> tuple[int, bool]:
@@ -80,7 +78,7 @@ def _run(folder: Path, limits: Limits) -> tuple[int, bool]:
     sizes = [str(limits.memory_mb), str(limits.output_bytes), str(int(limits.timeout_s) + 1)]
     with ExitStack() as files:
         stdin = files.enter_context((folder / "stdin").open("rb"))
-        out, err = (files.enter_context((folder / name).open("wb")) for name in _STREAMS)
+        out, err = (files.enter_context((folder / name).open("wb")) for name in ("stdout", "stderr"))
         process = subprocess.Popen(
             [sys.executable, "-c", start, str(folder), *sizes],
             stdin=stdin,

@@ -147,7 +147,8 @@ async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
             future.set_exception(error) if error is not None else future.set_result(value)
 
     def run() -> None:
-        value, error = None, None
+        value: Any = None
+        error: BaseException | None = None
         try:
             value = function(*arguments)
         except StopIteration as stop:  # No future takes this one.

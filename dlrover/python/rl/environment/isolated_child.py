@@ -6,6 +6,7 @@ import json
 import pickle
 import socket
 import traceback
+from functools import partial
 from typing import Any
 
 from dlrover.python.rl.common.errors import DataError, EnvironmentFailed
@@ -60,7 +61,10 @@ class _Server:
             self._output.left = PRINTED_CHARACTERS
             task = asyncio.create_task(self._answer(number, call, arguments))
             self._calls[number] = task
-            task.add_done_callback(lambda _, number=number: self._calls.pop(number, None))
+            task.add_done_callback(partial(self._ended, number))
+
+    def _ended(self, number: int, _: "asyncio.Task[None]") -> None:
+        self._calls.pop(number, None)
 
     def _cancel(self, number: int, call: int) -> None:
         if call in self._calls:

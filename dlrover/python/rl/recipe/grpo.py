@@ -9,12 +9,11 @@ import numpy as np
 from dlrover.python.rl.algorithm.base import Algorithm, added
 from dlrover.python.rl.algorithm.policy import PolicyGradient
 from dlrover.python.rl.algorithm.registry import make_algorithm
-from dlrover.python.rl.common.errors import InvalidJob, Problem, WeightSyncError
+from dlrover.python.rl.common.errors import InvalidJob, Problem
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.typed import require, salvage
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.data.jsonl import raise_problems
-from dlrover.python.rl.engine.base import SamplingParams, StepResult
+from dlrover.python.rl.engine.base import StepResult
 from dlrover.python.rl.recipe.checks import (
     reward_problems,
     role_problems,
@@ -23,7 +22,8 @@ from dlrover.python.rl.recipe.checks import (
     train_engine_problems,
 )
 from dlrover.python.rl.recipe.config import GRPOConfig, model_problems
-from dlrover.python.rl.recipe.failures import Drawn, failed_groups, failure_metrics, prompts_of, trainable, with_attempt
+from dlrover.python.rl.recipe.drawing import Drawing
+from dlrover.python.rl.recipe.failures import failure_metrics, trainable
 from dlrover.python.rl.recipe.held_out import before_and_after, step_metrics
 from dlrover.python.rl.recipe.problems import ProblemSource, data_problems
 from dlrover.python.rl.recipe.tracking import RunLog
@@ -54,10 +54,8 @@ class GRPOTrainer(BaseTrainer):
         self.cfg = cfg = require(GRPOConfig, self.config, "config")
         self.algorithm = algorithm_of(cfg)
         self.problems = self.state["problems"] = ProblemSource(cfg)
+        self.samples = Drawing(self, cfg, self.problems, self._uses_reference)
         self.run_log = RunLog(self.job_dir)
-        self.sampling = SamplingParams(
-            cfg.rollout.max_new_tokens, cfg.rollout.temperature, cfg.rollout.samples_per_prompt
-        )
         loading = [
             self.RG_ACTOR.init_model.options(blocking=False)(
                 cfg.model, cfg.engine, cfg.optimizer, self.algorithm, cfg.seed
@@ -76,10 +74,11 @@ class GRPOTrainer(BaseTrainer):
         for step in self.steps(self.cfg.steps):
             began_s = time.monotonic()
             self.run_log.begin(step)
-            self.sync_weights()
+            self.samples.sync_weights()
             if step == 1:
-                self.state["rewards before"] = self.first_look()
-            drawn = self.draw_all(step, self.problems.next())
+                self.state["rewards before"] = self.samples.first_look()
+            drawn = self.samples.draw(step)
+            self.run_log.samples(step, texts(drawn.scored, self.problems.rows))
             judged = trainable(step, drawn.scored, self.cfg.reward)
             rows = self.algorithm.annotate(judged)
             trained = self.RG_ACTOR.update(
@@ -90,86 +89,16 @@ class GRPOTrainer(BaseTrainer):
             )
             self.record(step, drawn.scored, rows, trained[0], time.monotonic() - began_s)
         self.run_log.begin(self.cfg.steps + 1)
-        self.sync_weights()
-        self.finish(self.state["rewards before"], self.evaluate(self.cfg.steps))
-
-    def first_look(self) -> Any:
-        """The rewards ``[rows]`` of the held-out problems before training.
-
-        Raises:
-            DataError: the model cannot complete some of the prompts; names each by its row (20 at most), now rather
-                than in the step that draws it.
-        """
-        found = self.RG_ROLLOUT.check_prompts(Shard(self.problems.places), self.sampling)
-        if problems := [problem for part in found for problem in part]:
-            raise_problems(problems)
-        return self.evaluate(0).dense("reward")
-
-    def draw_all(self, step: int, prompts: Batch) -> Drawn:
-        """Draw and judge a step's samples; groups with a failed one again, if the configuration says so."""
-        reward = self.cfg.reward
-        drawn = self.draw(step, prompts)
-        for attempt in range(1, reward.max_redraws + 1 if reward.on_failure == "redraw" else 1):
-            again = prompts_of(prompts, failed_groups(drawn.scored))
-            if len(again):
-                drawn = drawn.followed_by(self.draw(step, again, attempt))
-        self.run_log.samples(step, texts(drawn.scored, self.problems.rows))
-        return drawn
-
-    def draw(self, step: int, prompts: Batch, attempt: int = 0) -> Drawn:
-        """Draw and judge samples of these prompts. They depend on the job's seed, step, attempt, prompt and index."""
-        rows = len(prompts) * self.sampling.samples_per_prompt
-        seed = Replicate((self.cfg.seed, step, *([attempt] if attempt else ())))
-        rollouts = over(self.RG_ROLLOUT, "generate", len(prompts))(Shard(prompts), self.sampling, seed)
-        reference = None
-        if self._uses_reference:
-            logprobs = over(self.RG_REFERENCE, "logprobs", rows)
-            reference = logprobs(Shard(rollouts), self.cfg.rollout.temperature)
-        scored = Batch.concat(over(self.RG_REWARD, "score", rows)(Shard(rollouts)))
-        self.check_versions(step, scored)
-        return Drawn(rollouts, reference, with_attempt(scored, attempt))
-
-    def sync_weights(self) -> None:
-        """Give the actor's weights to every rollout member; returns once all of them serve just these.
-
-        Raises:
-            WeightSyncError: a rollout holds others.
-        """
-        ticket, *_ = self.RG_ACTOR.publish_weights()
-        received = self.RG_ROLLOUT.receive_weights(Replicate(ticket))
-        (self.synced,) = self.RG_ACTOR.published()
-        for rank, stamp in enumerate(received):
-            if stamp != self.synced:
-                raise WeightSyncError(f"ROLLOUT[{rank}] received weights of {stamp}, not of {self.synced}")
-
-    def check_versions(self, step: int, drawn: Batch) -> None:
-        """Refuse samples of other weights than those just synced.
-
-        Raises:
-            WeightSyncError: names both versions.
-        """
-        for version in np.unique(drawn.dense("version")).tolist():
-            if version != self.synced.version:
-                what = f"samples were drawn by weights of version {version}, not {self.synced.version}"
-                raise WeightSyncError(f"step {step}: {what}, which was just synced")
-
-    def evaluate(self, step: int) -> Batch:
-        """Greedy answers to the held-out problems, judged, by the weights that were synced last."""
-        greedy = SamplingParams(self.cfg.rollout.max_new_tokens, temperature=0.0, samples_per_prompt=1)
-        seed = Replicate((self.cfg.seed, step))
-        answers = Batch.concat(
-            self.RG_REWARD.score(Shard(self.RG_ROLLOUT.generate(Shard(self.problems.held_out), greedy, seed)))
-        )
-        self.check_versions(step, answers)
-        return answers
+        self.samples.sync_weights()
+        self.finish(self.state["rewards before"], self.samples.evaluate(self.cfg.steps))
 
     def record(self, step: int, scored: Batch, rows: Batch, trained: StepResult, seconds: float) -> None:
         """Log a step."""
         metrics = {**scores(scored), **failure_metrics(scored, rows), **figures(trained), "step_s": seconds}
         metrics["tokens_per_s"] = float(scored.dense("token_count").sum()) / seconds
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
-            self.sync_weights()
-            metrics |= step_metrics(self.evaluate(step).dense("reward"))
+            self.samples.sync_weights()
+            metrics |= step_metrics(self.samples.evaluate(step).dense("reward"))
         self.run_log.step(step, metrics)
         self.log(step, metrics)
 
@@ -220,24 +149,20 @@ def uses_reference(algorithm: Algorithm) -> bool:
 def _algorithm_problems(cfg: GRPOConfig, roles: Mapping[RLRoleType, int]) -> list[Problem]:
     try:
         algorithm = algorithm_of(cfg)
-        algorithm.check_group_size(cfg.rollout.samples_per_prompt)
     except InvalidJob as error:
         return [Problem(f"config.{item.where}", item.what) for item in error.problems]
-    except ValueError as error:
-        return [Problem("config.rollout.samples_per_prompt", str(error))]
     if not isinstance(algorithm, PolicyGradient):
         return [Problem("config.algorithm.name", "it does not learn from samples with rewards, as this trainer does")]
+    try:
+        algorithm.check_group_size(cfg.rollout.samples_per_prompt)
+    except ValueError as error:
+        return [Problem("config.rollout.samples_per_prompt", str(error))]
     absent = algorithm.needs.annotate | algorithm.needs.loss - _GIVEN
     if absent:
         return [Problem("config.algorithm", f"it needs {', '.join(sorted(absent))}, which this trainer does not have")]
     if uses_reference(algorithm) and RLRoleType.REFERENCE not in roles:
         return [Problem("workload", "config.algorithm.kl_coef is above 0, which needs the role 'reference'")]
     return []
-
-
-def over(group: Any, method: str, rows: int) -> Any:
-    """A method of all members, or of the first alone where there are fewer rows than members."""
-    return getattr(group, method).options(target="ALL" if rows >= len(group) else "RANK0")
 
 
 def scores(scored: Batch) -> dict[str, float]:

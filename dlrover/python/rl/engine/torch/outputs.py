@@ -177,7 +177,8 @@ class Reader:
         The vocabulary projection runs only where the next token is an action. With context parallel every rank gets all
         of the micro-batch's outputs; the gradient of each flows to the rank that made it.
         """
-        part, likely = self._part(micro), ()
+        part = self._part(micro)
+        likely: tuple[Any, ...] = ()
         logits = self._packed(model, part) if self.packs else self._padded(model, micro)
         if self.head == "token":
             outputs, entropies = logits.squeeze(-1).float(), None

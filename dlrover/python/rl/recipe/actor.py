@@ -1,0 +1,143 @@
+"""ACTOR: the policy that is trained."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dlrover.python.rl.algorithm.base import Algorithm, EngineLoss
+from dlrover.python.rl.config.typed import require
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.data.examples import Counts, Encoding, load_sft
+from dlrover.python.rl.engine.base import (
+    OptimizerConfig,
+    Rendezvous,
+    StepResult,
+    TrainEngine,
+)
+from dlrover.python.rl.engine.layout import ParallelSizes
+from dlrover.python.rl.engine.registry import TRAIN, engine_class
+from dlrover.python.rl.engine.sync.base import Ticket
+from dlrover.python.rl.engine.torch.randomness import random_state, seed_random, set_random_state
+from dlrover.python.rl.engine.weights import WeightStamp
+from dlrover.python.rl.recipe.config import EngineConfig, SFTData
+from dlrover.python.rl.recipe.device_turns import EngineWorkload, on_device
+from dlrover.python.rl.recipe.disk import patiently
+from dlrover.python.rl.recipe.members import (
+    TRAINED,
+    device_of,
+    parallel_sizes,
+    train_settings,
+    use_threads,
+    warming,
+    weight_transport,
+)
+from dlrover.python.rl.trainer.workload import trainer_invocation
+
+
+class ActorWorkload(EngineWorkload):
+    """ACTOR: holds the policy that is trained. Several members divide the rows, and the model by ``engine.parallel``.
+
+    Every rank saves its own state. Where each has a copy of the model, which is the default where the engine can, that
+    is the whole, the same on all of them: 12 bytes a parameter and rank, written side by side. So a rank comes back
+    from its own file whatever became of the others, without a collective in the middle of a recovery that another loss
+    could break.
+    """
+
+    needs_own_process = True
+
+    @classmethod
+    def warm_up(cls) -> None:
+        """Import and build what loading a model, an update and a commit need."""
+        warming().warm_actor()
+
+    def init_model(
+        self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, algorithm: Algorithm, seed: int = 0
+    ) -> str:
+        """Load the policy and meet the other ranks; the process's random generators then follow from ``seed``.
+
+        Returns:
+            The class of the engine that runs.
+        """
+        use_threads(engine.threads)
+        self._algorithm = algorithm
+        meeting = Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
+        device = device_of(self, engine)
+        settings = replace(train_settings(engine, device, parallel_sizes(engine, self.world_size)), lora=engine.lora)
+        made = engine_class(TRAIN, engine.train)
+        with self._first_turn(device) as memory:
+            self._engine: TrainEngine = made(model, optimizer, settings, meeting, memory)
+        self._weights = weight_transport(self, device, leads=self.rank == 0)
+        seed_random(seed, self.role, self.rank)
+        return type(self._engine).__name__
+
+    @classmethod
+    def data_parallel_size(cls, config: Any, world_size: int) -> int:
+        """Members that have rows of their own: without those that split a matrix, a sequence or the layers."""
+        engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
+        return world_size // (engine.parallel or ParallelSizes()).replica_size
+
+    @on_device
+    def update(self, rollouts: Batch, reference: Batch | None, rows: Batch, temperature: float) -> StepResult:
+        """One optimizer step on this rank's share.
+
+        Args:
+            rollouts: what rollout members generated.
+            reference: the reference's ``logprobs`` of the same rows, or None.
+            rows: what the algorithm adds to the same rows.
+            temperature: the one they were sampled at.
+        """
+        batch = rollouts.select(*TRAINED).with_columns(old_logprobs=rollouts["logprobs"], **rows.columns)
+        if reference is not None:
+            batch = batch.with_columns(ref_logprobs=reference["logprobs"])
+        return self._engine.step(batch, EngineLoss(self._algorithm), temperature)
+
+    @on_device
+    def train(self, batch: Batch) -> StepResult:
+        """One optimizer step on annotated rows with ``tokens`` and ``action_mask``."""
+        return self._engine.step(batch, EngineLoss(self._algorithm))
+
+    def encode(self, data: SFTData) -> tuple[Batch, Counts]:
+        """Tokenise the examples; the batch, and what has become of the rows."""
+        encoding = Encoding(data.max_length, data.over_long, data.assistant, data.mask_prompt, data.keys)
+        examples, counts = load_sft(data.train, self._engine.tokenizer, encoding)
+        return examples.select(*TRAINED), counts
+
+    @trainer_invocation(blocking=False)
+    def publish_weights(self) -> Ticket:
+        """Keep the current weights for rollout members to fetch from here, with the ticket that rank 0 gives.
+
+        The last two versions are kept, in memory that is gone with this process.
+        """
+        with self._bare_turn():
+            ticket = self._weights.offer(self._engine)
+            self._published = self._weights.send(ticket, self._engine)
+        return ticket
+
+    @trainer_invocation(target="RANK0")
+    def published(self) -> WeightStamp | None:
+        """Which weights :meth:`publish_weights` kept last."""
+        return self._published
+
+    def save(self, path: Path) -> None:
+        """Write the policy in Hugging Face format (rank 0 does); waits a while for room on a full disk."""
+        patiently(lambda: self._save(path), path)
+
+    def _save(self, path: Path) -> None:
+        with self._bare_turn():  # not while it waits for room
+            self._engine.save(path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer, version and random states: all that later steps depend on, bit for bit."""
+        return {"engine": self._engine.state_dict(), "random": random_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to what :meth:`state_dict` gave; the model has been loaded by ``init_model``."""
+        self._engine.load_state_dict(state["engine"])
+        set_random_state(state["random"])
+
+    def close(self) -> None:
+        """Leave the group of ranks, and keep no weights."""
+        if hasattr(self, "_weights"):
+            self._weights.close()
+        super().close()

@@ -1,0 +1,64 @@
+"""REWARD: judges completions."""
+
+from functools import partial
+
+import numpy as np
+
+from dlrover.python.rl.common.errors import (
+    VerifierError,
+)
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.environment.deadline import DeadlineVerifier
+from dlrover.python.rl.environment.pool import VerifierPool
+from dlrover.python.rl.environment.verifiers import exact
+from dlrover.python.rl.recipe.config import RewardConfig
+from dlrover.python.rl.trainer.workload import BaseWorkload
+
+_LOG = get_logger(__name__)
+
+
+class RewardWorkload(BaseWorkload):
+    """REWARD: judges completions, in processes that can be killed."""
+
+    @classmethod
+    def warm_up(cls) -> None:
+        """Start a verifier's process and end it: its interpreter and libraries are in memory then."""
+        DeadlineVerifier(exact, timeout_s=5.0).close()
+
+    def init_verifier(self, reward: RewardConfig) -> None:
+        """Start the verifiers' processes."""
+        start = partial(DeadlineVerifier, reward.function, reward.timeout_s, memory_mb=reward.memory_mb)
+        self._verifiers = VerifierPool(reward.workers, start)
+
+    def score(self, rollouts: Batch) -> Batch:
+        """Judge completions.
+
+        Returns:
+            What the trainer needs to know of each row: ``prompt_id``, ``sample_index``, ``reward`` (float64, NaN where
+            the verifier failed), ``error`` (why, or None), ``action_tokens``, ``token_count``, ``finished``,
+            ``version``, and the texts.
+        """
+        told = rollouts.select("prompt_id", "sample_index", "finished", "version", "prompt", "completion", "answer")
+        columns = [rollouts.objects(name) for name in ("completion", "answer", "extra_info")]
+        judged = self._verifiers.judge(zip(*columns, strict=True))
+        errors = [_reason(reward) if isinstance(reward, VerifierError) else None for reward in judged]
+        rewards = [float("nan") if isinstance(reward, VerifierError) else reward for reward in judged]
+        actions = rollouts.ragged("action_mask")
+        return told.with_columns(
+            reward=np.array(rewards, dtype=np.float64),
+            error=errors,
+            action_tokens=np.array([int(mask.sum()) for mask in actions], dtype=np.int64),
+            token_count=actions.lengths,
+        )
+
+    def close(self) -> None:
+        """End the verifiers' processes."""
+        if hasattr(self, "_verifiers"):
+            self._verifiers.close()
+
+
+def _reason(error: VerifierError) -> str:
+    why = str(error).splitlines()[0]
+    _LOG.warning("a sample failed: %s", why)
+    return why
