@@ -56,10 +56,10 @@ class ChaosActor(Warm, ActorWorkload):
 
         self._engine.named_weights = in_the_midst
 
-    def update(self, rollouts, reference, rows, temperature):
+    def update(self, rollouts, rows, *more):
         if Gates.of_this_process().take("nan_loss"):
             rows = rows.with_columns(advantage=np.full_like(rows.dense("advantage"), np.nan))
-        result = super().update(rollouts, reference, rows, temperature)
+        result = super().update(rollouts, rows, *more)
         note(self, "update")
         return result
 

@@ -128,7 +128,7 @@ def drawing_with(received, published):
         RG_ACTOR=Members(publish_weights=["snapshot"], published=[published]),
         RG_ROLLOUT=Members(receive_weights=received),
     )
-    return Drawing(trainer, GRPOConfig("model", PromptData("problems.jsonl")), None, uses_reference=False)
+    return Drawing(trainer, GRPOConfig("model", PromptData("problems.jsonl")), None)
 
 
 def test_a_rollout_that_holds_other_weights_than_those_published_is_named():

@@ -16,11 +16,13 @@ from recipe_jobs import grpo_job  # noqa: E402
 
 from dlrover.python.rl.common.errors import InvalidJob  # noqa: E402
 from dlrover.python.rl.common.roles import RLRoleType  # noqa: E402
+from dlrover.python.rl.config.typed import plain  # noqa: E402
 from dlrover.python.rl.control.state import Phase  # noqa: E402
 from dlrover.python.rl.engine.layout import ParallelSizes  # noqa: E402
 from dlrover.python.rl.master.job import check_job, run_here  # noqa: E402
 from dlrover.python.rl.recipe.checks import role_problems  # noqa: E402
 from dlrover.python.rl.recipe.config import EngineConfig, GRPOConfig, PromptData, RolloutConfig  # noqa: E402
+from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +108,8 @@ def test_all_problems_of_the_configuration_are_found_before_anything_starts(tmp_
     [
         ("rollout.samples_per_prompt=1", "config.rollout.samples_per_prompt", "at least 2"),
         ("algorithm.name=grop", "config.algorithm.name", "did you mean 'grpo'"),
-        ("algorithm.name=dpo", "config.algorithm.name", "does not learn from samples with rewards"),
-        ("algorithm.name=ppo", "config.algorithm", "it needs action_mask, values, which"),
-        ("+algorithm.correction=mask", "config.algorithm", "it needs rollout_logprobs, which"),
+        ("algorithm={name: ppo}", "config.algorithm", "needs values, which this trainer does not have; the trainer of"),
+        ("algorithm={name: distillation}", "config.algorithm", "the trainer of recipe.distill has it"),
         ("optimizer.lr=-1", "config.optimizer.lr", "greater than 0"),
         ("+optimizer.lrr=1", "config.optimizer.lrr", "did you mean 'lr'"),
         ("data.eval_rows=4000", "config.data.eval_rows", "cannot be held out"),
@@ -128,6 +129,15 @@ def test_a_bad_value_is_named_with_its_place(tmp_path, override, where, what):
     assert what in found[where].lower(), found
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo", "ipo", "reward_model"])
+def test_algorithms_on_examples_have_trainers_of_their_own(tmp_path, name):
+    config = {**plain(grpo_job(tmp_path).config), "algorithm": {"name": name}}
+    problems = GRPOTrainer.check_config(config, dict.fromkeys(("ACTOR", "ROLLOUT", "REWARD"), 1))
+    assert [str(problem) for problem in problems] == [
+        "config.algorithm.name: it learns from examples, not from samples as this trainer does"
+    ]
+
+
 @pytest.mark.parametrize(("kind", "engine"), [("train", "deepspeed"), ("rollout", "vllm")])
 def test_an_engine_that_is_not_installed_is_named_with_its_extra(tmp_path, kind, engine):
     if find_spec(engine):
@@ -139,9 +149,10 @@ def test_an_engine_that_is_not_installed_is_named_with_its_extra(tmp_path, kind,
 def test_members_that_split_the_model_share_rows():
     cfg = GRPOConfig("T", PromptData("none.jsonl"), prompts_per_step=2, rollout=RolloutConfig(samples_per_prompt=2))
     roles = {RLRoleType.ACTOR: 8, RLRoleType.ROLLOUT: 1, RLRoleType.REWARD: 1}
-    (problem,) = role_problems(cfg, roles)
+    (problem,) = role_problems("GRPOTrainer", cfg, roles)
     assert str(problem) == "workload.actor.num: 8 actor members cannot share 4 samples"
-    assert not role_problems(replace(cfg, engine=EngineConfig(parallel=ParallelSizes(tensor_parallel_size=2))), roles)
+    split = replace(cfg, engine=EngineConfig(parallel=ParallelSizes(tensor_parallel_size=2)))
+    assert not role_problems("GRPOTrainer", split, roles)
 
 
 def test_a_kl_penalty_needs_the_reference_role(tmp_path):

@@ -39,11 +39,11 @@ class Poisoned(ActorWorkload):
     updates = 0
     poisoned = ()
 
-    def update(self, rollouts, reference, rows, temperature):
+    def update(self, rollouts, rows, *more):
         type(self).updates += 1
         if self.updates in self.poisoned:
             rows = rows.with_columns(advantage=np.full_like(rows.dense("advantage"), np.nan))
-        return super().update(rollouts, reference, rows, temperature)
+        return super().update(rollouts, rows, *more)
 
 
 class Torn(ActorWorkload):

@@ -20,6 +20,7 @@ from dlrover.python.rl.engine.base import OptimizerConfig, SamplingParams
 from dlrover.python.rl.engine.torch.randomness import random_state
 from dlrover.python.rl.recipe.config import EngineConfig, RewardConfig
 from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.recipe.updates import UpdatePlan
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.trainer.workload import MemberContext, member_context
 
@@ -69,7 +70,7 @@ def train(actor, rollout, step):
     drawn = rollout.generate(prompts(1, 2, 3), SAMPLING, (5, step))
     sign = np.where(np.arange(len(drawn)) % 2, 1, -1).astype(np.float32)
     rows = Batch({"advantage": sign, "weight": np.full(len(drawn), 1 / 64, dtype=np.float32)})
-    return actor.update(drawn, None, rows, 1.0)
+    return actor.update(drawn, rows, UpdatePlan(1.0))
 
 
 def bits(workload):
@@ -132,7 +133,7 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_worth_another_try(m
     rows = Batch({"advantage": np.full(4, np.nan, dtype=np.float32), "weight": np.ones(4, dtype=np.float32)})
     before = bits(first)
     with pytest.raises(NonFiniteUpdate, match=r"first in: advantage.*the update of version 1") as caught:
-        first.update(drawn, None, rows, 1.0)
+        first.update(drawn, rows, UpdatePlan(1.0))
     assert caught.value.retryable
     assert bits(first) == before
 

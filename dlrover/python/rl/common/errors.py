@@ -7,6 +7,7 @@
     ├── ClassNotFound                a class of the job cannot be imported; names the missing part
     ├── MissingExtra                 an optional engine is not installed; names the extra
     ├── DataError                    a data file or column is wrong; names file and line
+    ├── RowsDiffer                   columns that were put together are of different samples
     ├── EngineError                  an engine was asked for what it cannot do
     │   ├── OutOfDeviceMemory        tensors do not fit the device; names who holds what
     │   ├── WeightSyncError          received weights are not the ones that were sent
@@ -124,6 +125,16 @@ class DataError(DLRoverRLError):
             problems = (Problem("data", problems),)
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class RowsDiffer(DLRoverRLError):
+    """Columns that were to be put together are of different samples: some were drawn anew after they had been judged.
+
+    Nothing was trained on them. The step is worth redoing from the last committed state.
+    """
+
+    retryable = True
+    restarts = Scope.TRAINER
 
 
 class EngineError(DLRoverRLError):

@@ -1,13 +1,14 @@
 """ACTOR: the policy that is trained."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.algorithm.base import Algorithm, EngineLoss
 from dlrover.python.rl.config.typed import require
-from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.data.examples import Counts, Encoding, load_sft
 from dlrover.python.rl.engine.base import (
     OptimizerConfig,
@@ -32,6 +33,7 @@ from dlrover.python.rl.recipe.members import (
     warming,
     weight_transport,
 )
+from dlrover.python.rl.recipe.updates import UpdatePlan, each_update, joined
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 
@@ -78,19 +80,41 @@ class ActorWorkload(EngineWorkload):
         return world_size // (engine.parallel or ParallelSizes()).replica_size
 
     @on_device
-    def update(self, rollouts: Batch, reference: Batch | None, rows: Batch, temperature: float) -> StepResult:
-        """One optimizer step on this rank's share.
+    def update(self, rollouts: Batch, rows: Batch, plan: UpdatePlan, *opinions: Batch) -> list[StepResult]:
+        """The optimizer steps on this rank's share of a step's rows.
 
         Args:
             rollouts: what rollout members generated.
-            reference: the reference's ``logprobs`` of the same rows, or None.
-            rows: what the algorithm adds to the same rows.
-            temperature: the one they were sampled at.
+            rows: what the algorithm adds to the same rows, and the ``update`` each is in.
+            plan: the updates.
+            opinions: what other roles make of the same rows: ragged columns that the algorithm's loss needs.
+
+        Raises:
+            RowsDiffer: other rows were judged than these.
         """
-        batch = rollouts.select(*TRAINED).with_columns(old_logprobs=rollouts["logprobs"], **rows.columns)
-        if reference is not None:
-            batch = batch.with_columns(ref_logprobs=reference["logprobs"])
-        return self._engine.step(batch, EngineLoss(self._algorithm), temperature)
+        batch = joined(rollouts, rows, opinions).with_columns(rollout_logprobs=rollouts["logprobs"])
+        if "old_logprobs" not in batch:
+            batch = batch.with_columns(old_logprobs=self._old_logprobs(rollouts, plan.temperature))
+        loss = EngineLoss(self._algorithm)
+        return each_update(batch, plan, lambda part: self._engine.step(part, loss, plan.temperature))
+
+    def token_columns(self, rollouts: Batch, names: Sequence[str], temperature: float) -> Batch:
+        """The ragged columns that an algorithm wants to see before an update: ``action_mask`` or ``old_logprobs``."""
+        if "old_logprobs" not in names:
+            return rollouts.select(*names)
+        with self._turn() if self._recomputes else nullcontext():
+            return rollouts.with_columns(old_logprobs=self._old_logprobs(rollouts, temperature)).select(*names)
+
+    @property
+    def _recomputes(self) -> bool:
+        """Whether the algorithm tells the rollouts' policy from the one before the update."""
+        return "rollout_logprobs" in self._algorithm.needs.all
+
+    def _old_logprobs(self, rollouts: Batch, temperature: float) -> Column:
+        """Of the policy before the update: the rollouts' own, or this engine's where the two are told apart."""
+        if not self._recomputes:
+            return rollouts["logprobs"]
+        return self._engine.evaluate(rollouts.select(*TRAINED), temperature)["logprobs"]
 
     @on_device
     def train(self, batch: Batch) -> StepResult:

@@ -1,17 +1,27 @@
-"""What can be wrong between the parts of a GRPO job: its roles, data, reward function and model."""
+"""What can be wrong between the parts of a job: its roles, data, algorithm, reward function, engines and model."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from dlrover.python.rl.common.errors import EngineError, Problem, VerifierError
+from dlrover.python.rl.algorithm.base import Algorithm
+from dlrover.python.rl.algorithm.dpo import DPO
+from dlrover.python.rl.algorithm.reward_model import RewardModel
+from dlrover.python.rl.algorithm.sft import SFT
+from dlrover.python.rl.common.errors import EngineError, InvalidJob, Problem, VerifierError
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.data.problems import check_prompts, load_prompts
 from dlrover.python.rl.engine.abilities import rollout_faults, train_faults
 from dlrover.python.rl.engine.layout import Layout, ParallelSizes
 from dlrover.python.rl.engine.registry import ROLLOUT, TRAIN, engine_problems
 from dlrover.python.rl.environment.lookup import load_function
-from dlrover.python.rl.recipe.config import EngineConfig, GRPOConfig
+from dlrover.python.rl.recipe.config import EngineConfig, PolicyConfig
+
+_OF_ENGINES = frozenset({"entropy", "candidate_logprobs"})
+"""What train engines make for a loss that wants it."""
+
+_RECIPES = {"values": "ppo", "teacher_logprobs": "distill", "candidates": "distill"}
+"""Where algorithms that need these find them."""
 
 
 def reward_problems(function: str | Mapping[str, float]) -> list[Problem]:
@@ -47,10 +57,10 @@ def rollout_engine_problems(engine: EngineConfig) -> list[Problem]:
     return [*problems, *(Problem("config.engine.rollout_tensor_parallel_size", fault) for fault in split)]
 
 
-def role_problems(cfg: GRPOConfig, roles: Mapping[RLRoleType, int]) -> list[Problem]:
-    """Roles that are absent, or have more members than there are rows to share."""
+def role_problems(trainer: str, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[Problem]:
+    """Roles that a trainer of this name lacks, or that have more members than there are rows to share."""
     problems = [
-        Problem("workload", f"the role '{role.lower()}' is required by GRPOTrainer")
+        Problem("workload", f"the role '{role.lower()}' is required by {trainer}")
         for role in (RLRoleType.ROLLOUT, RLRoleType.REWARD)
         if role not in roles
     ]
@@ -69,14 +79,46 @@ def role_problems(cfg: GRPOConfig, roles: Mapping[RLRoleType, int]) -> list[Prob
     return problems
 
 
-def _held_out_rows(cfg: GRPOConfig) -> int:
+def algorithm_problems(
+    make: Callable[[], Algorithm], given: frozenset[str], cfg: PolicyConfig, roles: Mapping[RLRoleType, int]
+) -> list[Problem]:
+    """Whether there is such an algorithm, that learns from samples, and can be given what it needs.
+
+    Args:
+        make: makes it.
+        given: the columns that a trainer has.
+        cfg: how samples are drawn.
+        roles: and their members.
+    """
+    try:
+        algorithm = make()
+    except InvalidJob as error:
+        return [Problem(f"config.{item.where}", item.what) for item in error.problems]
+    if isinstance(algorithm, SFT | DPO | RewardModel):
+        return [Problem("config.algorithm.name", "it learns from examples, not from samples as this trainer does")]
+    try:
+        algorithm.check_group_size(cfg.rollout.samples_per_prompt)
+    except ValueError as error:
+        return [Problem("config.rollout.samples_per_prompt", str(error))]
+    absent = algorithm.needs.annotate - given | algorithm.needs.loss - given - _OF_ENGINES
+    if absent:
+        where = {_RECIPES[name] for name in absent if name in _RECIPES}
+        more = f"; the trainer of recipe.{where.pop()} has it" if len(where) == 1 else ""
+        what = f"it needs {', '.join(sorted(absent))}, which this trainer does not have{more}"
+        return [Problem("config.algorithm", what)]
+    if "ref_logprobs" in algorithm.needs.all and RLRoleType.REFERENCE not in roles:
+        return [Problem("workload", "config.algorithm.kl_coef is above 0, which needs the role 'reference'")]
+    return []
+
+
+def _held_out_rows(cfg: PolicyConfig) -> int:
     path, keys = cfg.data.eval, cfg.data.keys
     if path is None or check_prompts(path, keys):
         return cfg.data.eval_rows
     return min(cfg.data.eval_rows, len(load_prompts(path, keys)))
 
 
-def template_problems(cfg: GRPOConfig) -> list[Problem]:
+def template_problems(cfg: PolicyConfig) -> list[Problem]:
     """Conversations need a chat template; whether a model on the hub has one is seen when it is loaded."""
     folder, keys = Path(cfg.model).expanduser(), cfg.data.keys
     if not cfg.model or not (folder / "config.json").is_file() or _has_chat_template(folder):

@@ -122,15 +122,21 @@ class PromptData:
 
 
 @dataclass(frozen=True)
-class GRPOConfig:
-    """Group-relative policy optimisation."""
+class PolicyConfig:
+    """What trainers on samples have in common."""
 
     model: str
     """Folder or hub name of a causal language model."""
 
     data: PromptData
     steps: Positive = 100
-    """Optimizer steps."""
+    """Training steps: each draws samples from the current policy, and learns from them."""
+
+    updates_per_step: Positive = 1
+    """Optimizer steps of one pass over a step's samples; each is in one of them."""
+
+    epochs: Positive = 1
+    """Passes over a step's samples."""
 
     prompts_per_step: Positive = 16
     """Prompts of one step; each is sampled ``rollout.samples_per_prompt`` times."""
@@ -141,13 +147,18 @@ class GRPOConfig:
     eval_every: NonNegative = 0
     """Evaluate every so many steps; 0: before and after only."""
 
-    algorithm: Mapping[str, Any] = field(default_factory=lambda: {"name": "grpo"})
-    """``name`` of the algorithm, and its options."""
+    algorithm: Mapping[str, Any] = field(default_factory=dict)
+    """``name`` of the algorithm, and its options; without a name it is the trainer's own."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     engine: EngineConfig = EngineConfig()
+
+
+@dataclass(frozen=True)
+class GRPOConfig(PolicyConfig):
+    """Group-relative policy optimisation, and others that need no further model."""
 
 
 @dataclass(frozen=True)

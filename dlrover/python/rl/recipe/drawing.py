@@ -8,7 +8,7 @@ from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.jsonl import raise_problems
 from dlrover.python.rl.engine.base import SamplingParams
-from dlrover.python.rl.recipe.config import GRPOConfig
+from dlrover.python.rl.recipe.config import PolicyConfig
 from dlrover.python.rl.recipe.failures import Drawn, failed_groups, prompts_of, with_attempt
 from dlrover.python.rl.recipe.problems import ProblemSource
 from dlrover.python.rl.trainer.shard import Replicate, Shard
@@ -20,18 +20,16 @@ class Drawing:
     ::
 
         ACTOR weights -> ROLLOUT.generate -> REWARD.score
-        problems -----------^      '-----> REFERENCE.logprobs
+        problems -----------^
 
     Args:
         trainer: has the role groups.
         config: what to draw.
         problems: the prompts.
-        uses_reference: whether the reference's log-probs are wanted.
     """
 
-    def __init__(self, trainer: Any, config: GRPOConfig, problems: ProblemSource, uses_reference: bool) -> None:
+    def __init__(self, trainer: Any, config: PolicyConfig, problems: ProblemSource) -> None:
         self._trainer, self._cfg, self.problems = trainer, config, problems
-        self._judged_by_reference = uses_reference
         rollout = config.rollout
         self.sampling = SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.samples_per_prompt)
 
@@ -63,13 +61,9 @@ class Drawing:
         rows = len(prompts) * self.sampling.samples_per_prompt
         seed = Replicate((self._cfg.seed, step, *([attempt] if attempt else ())))
         rollouts = over(self._trainer.RG_ROLLOUT, "generate", len(prompts))(Shard(prompts), self.sampling, seed)
-        reference = None
-        if self._judged_by_reference:
-            logprobs = over(self._trainer.RG_REFERENCE, "logprobs", rows)
-            reference = logprobs(Shard(rollouts), self._cfg.rollout.temperature)
         scored = Batch.concat(over(self._trainer.RG_REWARD, "score", rows)(Shard(rollouts)))
         self.check_versions(step, scored)
-        return Drawn(rollouts, reference, with_attempt(scored, attempt))
+        return Drawn(rollouts, with_attempt(scored, attempt))
 
     def sync_weights(self) -> None:
         """Give the actor's weights to every rollout member; returns once all of them serve just these.

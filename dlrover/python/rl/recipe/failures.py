@@ -20,19 +20,16 @@ class Drawn:
 
     Attributes:
         rollouts: pending batches, which the trainer never sees.
-        reference: pending log-probs of the same rows, or None.
         scored: what the trainer knows of the same rows; ``attempt`` counts the draws of a group from 0.
     """
 
     rollouts: Pending
-    reference: Pending | None
     scored: Batch
 
     def followed_by(self, more: "Drawn") -> "Drawn":
         """Both together."""
-        reference = Pending([*(self.reference or ()), *(more.reference or ())]) if self.reference else None
         rollouts = Pending([*self.rollouts, *more.rollouts])
-        return Drawn(rollouts, reference, Batch.concat([self.scored, more.scored]))
+        return Drawn(rollouts, Batch.concat([self.scored, more.scored]))
 
 
 def failed(scored: Batch) -> npt.NDArray[np.bool_]:

@@ -12,7 +12,7 @@ from dlrover.python.rl.data.cursor import PromptCursor
 from dlrover.python.rl.data.held_out import hold_out
 from dlrover.python.rl.data.jsonl import first_problems
 from dlrover.python.rl.data.problems import PromptRow, check_prompts, load_prompts
-from dlrover.python.rl.recipe.config import GRPOConfig, RewardConfig
+from dlrover.python.rl.recipe.config import PolicyConfig, RewardConfig
 
 
 class ProblemSource:
@@ -31,7 +31,7 @@ class ProblemSource:
         DataError: a file cannot be used.
     """
 
-    def __init__(self, config: GRPOConfig) -> None:
+    def __init__(self, config: PolicyConfig) -> None:
         data = config.data
         rows = load_prompts(data.train, data.keys)
         if data.eval is None:
@@ -91,7 +91,7 @@ def _places(*files: tuple[str, Sequence[PromptRow]]) -> Batch:
     return Batch({"place": [place for place, _ in placed], "prompt": [prompt for _, prompt in placed]})
 
 
-def data_problems(config: GRPOConfig) -> list[Problem]:
+def data_problems(config: PolicyConfig) -> list[Problem]:
     """Everything that is wrong with the files, each with its place."""
     data = config.data
     files = [path for path in (data.train, data.eval) if path]

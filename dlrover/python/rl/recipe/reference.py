@@ -32,5 +32,5 @@ class ReferenceWorkload(EngineWorkload):
     @trainer_invocation(blocking=False)
     @on_device
     def logprobs(self, rollouts: Batch, temperature: float) -> Batch:
-        """``logprobs`` of the completions, for the actor's update."""
-        return self._engine.evaluate(rollouts.select(*TRAINED), temperature)
+        """``ref_logprobs`` of the completions."""
+        return Batch({"ref_logprobs": self._engine.evaluate(rollouts.select(*TRAINED), temperature)["logprobs"]})

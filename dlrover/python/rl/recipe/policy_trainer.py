@@ -1,0 +1,234 @@
+"""The loop of all trainers that learn from samples: draw, judge, annotate, update."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, TypeAlias
+
+import numpy as np
+
+from dlrover.python.rl.algorithm.base import Algorithm
+from dlrover.python.rl.algorithm.registry import make_algorithm
+from dlrover.python.rl.common.errors import Problem
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.config.typed import require, salvage
+from dlrover.python.rl.data.batch import Batch, Column
+from dlrover.python.rl.recipe.checks import (
+    algorithm_problems,
+    reward_problems,
+    role_problems,
+    rollout_engine_problems,
+    template_problems,
+    train_engine_problems,
+)
+from dlrover.python.rl.recipe.config import PolicyConfig, model_problems
+from dlrover.python.rl.recipe.drawing import Drawing, over
+from dlrover.python.rl.recipe.failures import Drawn, failure_metrics, trainable
+from dlrover.python.rl.recipe.held_out import before_and_after, step_metrics
+from dlrover.python.rl.recipe.problems import ProblemSource, data_problems
+from dlrover.python.rl.recipe.tracking import RunLog
+from dlrover.python.rl.recipe.updates import UpdatePlan, figures, over_updates
+from dlrover.python.rl.trainer.port import Pending
+from dlrover.python.rl.trainer.shard import Shard
+from dlrover.python.rl.trainer.trainer import BaseTrainer
+
+_LOG = get_logger(__name__)
+
+_LOGGED = ("prompt_id", "sample_index", "attempt", "reward", "error", "version", "prompt", "completion", "answer")
+
+Opinions: TypeAlias = Mapping[str, Pending]
+"""What other roles make of a step's rows: who was asked, to pending batches of ragged columns, which the trainer need
+not see."""
+
+
+class PolicyTrainer(BaseTrainer):
+    """Roles ACTOR, ROLLOUT and REWARD, and REFERENCE where the algorithm looks at its log-probs.
+
+    ::
+
+        ACTOR weights -> ROLLOUT -> REWARD -> annotate -> ACTOR.update
+        problems ----------^  '--> opinions --^-------------^
+
+    Completions go from workload to workload; the trainer sees texts and a few numbers per row, and of single tokens
+    what the algorithm's ``annotate`` needs. A step begins by giving the rollouts the weights, so that a rollout which
+    comes back in the middle of it is given them too. What lasts from one step to the next is in the members and in
+    ``self.state``, and nowhere else in the trainer.
+
+    A subclass names its configuration and its algorithm; one with further roles loads their models in :meth:`loading`,
+    asks them in :meth:`opinions`, and trains them in :meth:`update`.
+    """
+
+    config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
+    algorithm_name: ClassVar[str] = "grpo"
+    """The algorithm where the configuration names none."""
+
+    given: ClassVar[frozenset[str]] = frozenset({"action_mask", "old_logprobs", "rollout_logprobs", "ref_logprobs"})
+    """What algorithms can be given beside what the train engine makes itself."""
+
+    def init(self) -> None:
+        """Load the problems; let every role load its model."""
+        self.cfg = cfg = require(self.config_class, self.config, "config")
+        self.algorithm = self.algorithm_of(cfg)
+        self.problems = self.state["problems"] = ProblemSource(cfg)
+        self.samples = Drawing(self, cfg, self.problems)
+        self.run_log = RunLog(self.job_dir)
+        told = [pending.result() for pending in self.loading()]  # waits: for models, which the members' limits bound
+        actors, rollouts, *_ = told
+        self.engines = {"train engine": actors[0], "rollout engine": rollouts[0]}
+
+    def fit(self) -> None:
+        """The whole training."""
+        for step in self.steps(self.cfg.steps):
+            began_s = time.monotonic()
+            self.run_log.begin(step)
+            self.samples.sync_weights()
+            if step == 1:
+                self.state["rewards before"] = self.samples.first_look()
+            drawn = self.samples.draw(step)
+            self.run_log.samples(step, texts(drawn.scored, self.problems.rows))
+            judged = self.judged(step, drawn.scored)
+            opinions = self.opinions(drawn)
+            rows = self.algorithm.annotate(self.with_tokens(judged, drawn, opinions))
+            trained = self.update(step, drawn, rows, opinions) if rows.dense("weight").any() else self.skipped(step)
+            self.record(step, drawn.scored, judged, trained, time.monotonic() - began_s)
+        self.run_log.begin(self.cfg.steps + 1)
+        self.samples.sync_weights()
+        self.finish(self.state["rewards before"], self.samples.evaluate(self.cfg.steps))
+
+    # -- what a step is made of ---------------------------------------------------------------------------------------
+
+    def loading(self) -> list[Pending]:
+        """Let the roles load their models; the actor's answer comes first, the rollouts' second."""
+        cfg = self.cfg
+        loading = [
+            self.RG_ACTOR.init_model.options(blocking=False)(
+                cfg.model, cfg.engine, cfg.optimizer, self.algorithm, cfg.seed
+            ),
+            self.RG_ROLLOUT.init_model.options(blocking=False)(cfg.model, cfg.engine),
+            self.RG_REWARD.init_verifier.options(blocking=False)(cfg.reward),
+        ]
+        if self.uses("ref_logprobs"):
+            loading.append(self.RG_REFERENCE.init_model.options(blocking=False)(cfg.model, cfg.engine))
+        return loading
+
+    def judged(self, step: int, scored: Batch) -> Batch:
+        """The rows as the algorithm shall see them: those that are not to be trained on have no reward."""
+        return trainable(step, scored, self.cfg.reward)
+
+    def opinions(self, drawn: Drawn) -> Opinions:
+        """Ask the other roles what the algorithm needs of them."""
+        if not self.uses("ref_logprobs"):
+            return {}
+        logprobs = over(self.RG_REFERENCE, "logprobs", len(drawn.scored))
+        return {"reference": logprobs(Shard(drawn.rollouts), self.cfg.rollout.temperature)}
+
+    def with_tokens(self, judged: Batch, drawn: Drawn, opinions: Opinions) -> Batch:
+        """The rows with the columns of single tokens that the algorithm has to see before it annotates them."""
+        needed, columns = self.algorithm.needs.annotate, dict[str, Column]()
+        for pending in opinions.values() if needed else ():
+            told = Batch.concat(pending.result())  # waits: for a pass over the rows, which the members' limits bound
+            columns |= {name: told[name] for name in told.columns if name in needed}
+        if of_policy := sorted(needed - columns.keys()):
+            temperature = self.cfg.rollout.temperature
+            told = Batch.concat(self.RG_ACTOR.token_columns(Shard(drawn.rollouts), of_policy, temperature))
+            columns |= told.columns
+        return judged.with_columns(**columns)
+
+    def update(self, step: int, drawn: Drawn, rows: Batch, opinions: Opinions) -> dict[str, float]:
+        """Train the actor on annotated rows; the figures of that."""
+        rows, plan = self.planned(drawn, rows)
+        trained = self.RG_ACTOR.update(Shard(drawn.rollouts), Shard(rows), plan, *map(Shard, opinions.values()))
+        return figures(trained[0])
+
+    def planned(self, drawn: Drawn, rows: Batch) -> tuple[Batch, UpdatePlan]:
+        """What of annotated rows is not where they are trained on already, and how they become optimizer steps."""
+        dealt, updates = over_updates(rows, self.cfg.updates_per_step)
+        there = {*drawn.scored.columns, *self.algorithm.needs.annotate} - {"digest", "old_logprobs"}
+        kept = dealt.select(*(name for name in dealt.columns if name not in there))
+        return kept, UpdatePlan(self.cfg.rollout.temperature, updates, self.cfg.epochs)
+
+    def skipped(self, step: int) -> dict[str, float]:
+        """No row counts: nothing is updated."""
+        _LOG.warning("step %d: none of its samples counts, so nothing is updated", step)
+        return {}
+
+    def uses(self, column: str) -> bool:
+        """Whether the algorithm needs a column."""
+        return column in self.algorithm.needs.all
+
+    # -- what is told of it -------------------------------------------------------------------------------------------
+
+    def record(self, step: int, scored: Batch, judged: Batch, trained: Mapping[str, float], seconds: float) -> None:
+        """Log a step."""
+        metrics = {**scores(scored), **failure_metrics(scored, judged), **trained, "step_s": seconds}
+        metrics["tokens_per_s"] = float(scored.dense("token_count").sum()) / seconds
+        if self.cfg.eval_every and step % self.cfg.eval_every == 0:
+            self.samples.sync_weights()
+            metrics |= step_metrics(self.samples.evaluate(step).dense("reward"))
+        self.run_log.step(step, metrics)
+        self.log(step, metrics)
+
+    def finish(self, before: Any, after: Batch) -> None:
+        """Save the model and what there is to know of the run."""
+        self.RG_ACTOR.save(self.job_dir / "model")
+        self.run_log.curve("reward", "reward.png")
+        self.run_log.held_out(texts(after, self.problems.held_out_rows))
+        self.run_log.summary(
+            {
+                "held-out problems": len(self.problems.held_out),
+                **before_and_after(before, after.dense("reward")),
+                **{name: told for name, told in self.engines.items() if told},
+                "model": str(self.job_dir / "model"),
+            }
+        )
+
+    # -- before the start ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def algorithm_of(cls, cfg: PolicyConfig) -> Algorithm:
+        """The algorithm that a configuration names, with its options."""
+        options = dict(cfg.algorithm)
+        return make_algorithm(str(options.pop("name", cls.algorithm_name)), options)
+
+    @classmethod
+    def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[Problem]:
+        """Everything wrong with the configuration, the data and the roles, before anything starts."""
+        cfg, problems = salvage(cls.config_class, config, "config")
+        if cfg is None:
+            return problems
+        further = [*model_problems(cfg.model), *template_problems(cfg), *data_problems(cfg)]
+        further += [*role_problems(cls.__name__, cfg, roles), *reward_problems(cfg.reward.function)]
+        further += train_engine_problems(cfg.engine, roles.get(RLRoleType.ACTOR, 1))
+        further += rollout_engine_problems(cfg.engine)
+        further += algorithm_problems(lambda: cls.algorithm_of(cfg), cls.given, cfg, roles)
+        further += cls.own_problems(cfg, roles)
+        said = {problem.where for problem in problems}
+        return [*problems, *(problem for problem in further if problem.where not in said)]
+
+    @classmethod
+    def own_problems(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[Problem]:
+        """What else is wrong for this trainer."""
+        return []
+
+
+def scores(scored: Batch) -> dict[str, float]:
+    """Mean figures of a step's samples; failed ones are left out of the mean reward."""
+    reward, lengths = scored.dense("reward"), scored.dense("action_tokens")
+    judged = ~np.isnan(reward)
+    return {
+        "reward": float(reward[judged].mean()) if judged.any() else float("nan"),
+        "completion_tokens": float(lengths.mean()),
+        "finished": float(scored.dense("finished").mean()),
+    }
+
+
+def texts(scored: Batch, rows: int) -> Iterator[dict[str, Any]]:
+    """Samples as plain rows, for people: ``row`` is the prompt's number among the ``rows`` of its file."""
+    told = scored.select(*(name for name in _LOGGED if name in scored)).with_columns(
+        row=scored.dense("prompt_id") % rows
+    )
+    return (_plain(told.row(row)) for row in range(len(told)))
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}
