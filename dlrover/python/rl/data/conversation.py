@@ -48,6 +48,11 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, str]
     return _tokenize(tokenizer, _render(tokenizer, prompt, generation=True))
 
 
+def prompt_text(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, str]]) -> str:
+    """The text that :func:`encode_prompt` encodes."""
+    return prompt if isinstance(prompt, str) else _render(tokenizer, prompt, generation=True)
+
+
 def encode_example(
     tokenizer: Tokenizer,
     row: Mapping[str, Any],

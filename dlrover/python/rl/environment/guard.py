@@ -57,6 +57,7 @@ class Guard:
             says that it serves (``environment.episodes``), or any number.
 
     Attributes:
+        episodes: how many are open at a time; None: any number.
         failures: how many samples have failed, by the first words of the reason.
     """
 
@@ -65,6 +66,7 @@ class Guard:
         if timeout_s <= 0 or (episodes is not None and episodes < 1):
             raise ValueError(f"need a positive timeout_s and episodes, not {timeout_s} and {episodes}")
         self._environment, self._timeout_s = environment, timeout_s
+        self.episodes = episodes
         self._places = asyncio.Semaphore(episodes) if episodes is not None else None
         self._abandoned: set[asyncio.Task[Any]] = set()
         self.failures: Counter[str] = Counter()
@@ -84,7 +86,7 @@ class Guard:
             if state is not None:
                 episode.state = state_text("the state that reset returned", state)
         except EnvironmentFailed as error:
-            self._fail(episode, error)
+            self.fail(episode, error)
         except BaseException:
             await self.close(episode)
             raise
@@ -103,7 +105,7 @@ class Guard:
             said = self._environment.step(state, action, episode.extra_info)
             result = step_result(await self._in_time("step", said), episode.extra_info)
         except EnvironmentFailed as error:
-            self._fail(episode, error)
+            self.fail(episode, error)
             return None
         episode.state, episode.extra_info, episode.done = result.next_state, result.extra_info, result.done
         episode.reward += result.reward
@@ -124,6 +126,12 @@ class Guard:
         finally:
             if self._places is not None:
                 self._places.release()
+
+    def fail(self, episode: Episode, error: EnvironmentFailed) -> None:
+        """Mark an episode as failed; it is counted and logged."""
+        episode.state, episode.failure = None, str(error)
+        self.failures[_kind(str(error))] += 1
+        _LOG.warning("a sample failed: %s", str(error).splitlines()[0])
 
     async def shutdown(self) -> None:
         """Release everything the environment holds; what it raises is logged."""
@@ -157,11 +165,6 @@ class Guard:
         self._abandoned.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _LOG.debug("a call that was given up on raised: %s", error)
-
-    def _fail(self, episode: Episode, error: EnvironmentFailed) -> None:
-        episode.state, episode.failure = None, str(error)
-        self.failures[_kind(str(error))] += 1
-        _LOG.warning("a sample failed: %s", str(error).splitlines()[0])
 
 
 def _kind(reason: str) -> str:

@@ -77,6 +77,35 @@ class RolloutConfig:
     temperature: Annotated[float, Gt(0.0)] = 1.0
     """Divides the logits."""
 
+    top_k: Positive | None = None
+    """Draw from the most likely so many tokens only. The log-probs are those of all tokens, here as in training."""
+
+    top_p: Annotated[float, Gt(0.0), Le(1.0)] = 1.0
+    """Draw from the fewest most likely tokens that together have this probability; the same of the log-probs."""
+
+    stop: tuple[str, ...] = ()
+    """A completion ends once its text holds one of these; an environment sees them in the action."""
+
+    max_staleness: NonNegative = 0
+    """How many versions the weights that began a sample may be behind those that it trains. Above 0 samples go on while
+    the actor trains."""
+
+    env_path: str | None = None
+    """The environment that answers completions and rewards them: ``path/to/script.py`` or ``package.module``, whose
+    functions it is made of, or a class in it with ``:Name`` behind. None: one completion, which REWARD judges."""
+
+    env_options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the environment's class."""
+
+    env_isolated: bool = True
+    """Run the environment in a process of its own, which can be killed; its ``extra_info`` holds plain data then."""
+
+    env_timeout_s: Annotated[float, Gt(0.0)] = 60.0
+    """A call of the environment that takes longer is given up, and its sample counts as failed."""
+
+    max_turns: Positive = 8
+    """Actions of a sample at most, with an environment."""
+
 
 @dataclass(frozen=True)
 class RewardConfig:

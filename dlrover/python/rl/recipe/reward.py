@@ -4,15 +4,14 @@ from functools import partial
 
 import numpy as np
 
-from dlrover.python.rl.common.errors import (
-    VerifierError,
-)
+from dlrover.python.rl.common.errors import VerifierError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.environment.deadline import DeadlineVerifier
 from dlrover.python.rl.environment.pool import VerifierPool
 from dlrover.python.rl.environment.verifiers import exact
 from dlrover.python.rl.recipe.config import RewardConfig
+from dlrover.python.rl.recipe.drawn import told_of
 from dlrover.python.rl.trainer.workload import BaseWorkload
 
 _LOG = get_logger(__name__)
@@ -35,22 +34,14 @@ class RewardWorkload(BaseWorkload):
         """Judge completions.
 
         Returns:
-            What the trainer needs to know of each row: ``prompt_id``, ``sample_index``, ``reward`` (float64, NaN where
-            the verifier failed), ``error`` (why, or None), ``action_tokens``, ``token_count``, ``finished``,
-            ``version``, and the texts.
+            What the trainer needs to know of each row, see :func:`~dlrover.python.rl.recipe.drawn.told_of`, with
+            ``reward`` (float64, NaN where the verifier failed) and ``error`` (why, or None).
         """
-        told = rollouts.select("prompt_id", "sample_index", "finished", "version", "prompt", "completion", "answer")
         columns = [rollouts.objects(name) for name in ("completion", "answer", "extra_info")]
         judged = self._verifiers.judge(zip(*columns, strict=True))
         errors = [_reason(reward) if isinstance(reward, VerifierError) else None for reward in judged]
         rewards = [float("nan") if isinstance(reward, VerifierError) else reward for reward in judged]
-        actions = rollouts.ragged("action_mask")
-        return told.with_columns(
-            reward=np.array(rewards, dtype=np.float64),
-            error=errors,
-            action_tokens=np.array([int(mask.sum()) for mask in actions], dtype=np.int64),
-            token_count=actions.lengths,
-        )
+        return told_of(rollouts).with_columns(reward=np.array(rewards, dtype=np.float64), error=errors)
 
     def close(self) -> None:
         """End the verifiers' processes."""

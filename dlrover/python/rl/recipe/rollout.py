@@ -2,14 +2,7 @@
 
 import numpy as np
 
-from dlrover.python.rl.common.errors import (
-    DataError,
-    EngineError,
-    Problem,
-    ResultLost,
-    WeightsLost,
-    WeightSyncError,
-)
+from dlrover.python.rl.common.errors import DataError, EngineError, Problem, ResultLost, WeightsLost
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import encode_prompt
@@ -21,19 +14,34 @@ from dlrover.python.rl.engine.base import (
 from dlrover.python.rl.engine.registry import ROLLOUT, engine_class
 from dlrover.python.rl.engine.sync.base import Ticket
 from dlrover.python.rl.engine.weights import WeightStamp
-from dlrover.python.rl.recipe.config import EngineConfig
+from dlrover.python.rl.environment.base import Environment
+from dlrover.python.rl.environment.functions import load_environment
+from dlrover.python.rl.environment.guard import Guard
+from dlrover.python.rl.environment.isolated import IsolatedEnvironment
+from dlrover.python.rl.recipe.config import EngineConfig, RolloutConfig
 from dlrover.python.rl.recipe.device_turns import EngineWorkload, on_device
+from dlrover.python.rl.recipe.drawn import told_of
+from dlrover.python.rl.recipe.event_loops import EventLoop, LoopBeside, LoopHere
 from dlrover.python.rl.recipe.members import device_of, use_threads, warming, weight_transport
+from dlrover.python.rl.recipe.rolling import Limits, Roller
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 _LOG = get_logger(__name__)
 
 
+_ONE_COMPLETION = RolloutConfig()
+
+
 class RolloutWorkload(EngineWorkload):
     """ROLLOUT: generates completions. Each member serves a whole copy of the policy.
 
-    It holds no state that a step depends on: each step begins by giving it the weights. Samples depend on those, the
-    seed, the prompt's id and the sample's index.
+    It holds no state that a step depends on: each step begins by giving it the weights, and names the groups it shall
+    have. Samples depend on those, the seed, the prompt's id and the sample's index.
+
+    ::
+
+        receive_weights -> draw (wanted groups) -> [begun: reset, generate, step, generate, ..., close] -> take
+                            '----- until enough of them are complete -----'
     """
 
     @classmethod
@@ -41,8 +49,13 @@ class RolloutWorkload(EngineWorkload):
         """Import and build what loading a model and generating with it need."""
         warming().warm_rollout()
 
-    def init_model(self, model: str, engine: EngineConfig) -> str:
-        """Load the policy; it serves nothing before the actor's weights have arrived.
+    def init_model(self, model: str, engine: EngineConfig, rollout: RolloutConfig = _ONE_COMPLETION) -> str:
+        """Load the policy, which serves nothing before the actor's weights have arrived, and the environment.
+
+        Args:
+            model: folder or hub name.
+            engine: how it runs.
+            rollout: names the environment; with ``max_staleness`` samples go on between calls.
 
         Returns:
             The class of the engine that runs.
@@ -60,6 +73,11 @@ class RolloutWorkload(EngineWorkload):
         with self._first_turn(device) as memory:
             self._engine: RolloutEngine = engine_class(ROLLOUT, engine.rollout)(model, settings, memory)
         self._weights = weight_transport(self, device)
+        guard = Guard(_environment(rollout), rollout.env_timeout_s) if rollout.env_path else None
+        self._loop: EventLoop = LoopBeside(engine.threads) if rollout.max_staleness else LoopHere()
+        self._roller = Roller(self._engine, guard, Limits(engine.max_batch, rollout.max_turns))
+        if self._loop.beside:
+            self._loop.run(self._roller.go_on())
         return type(self._engine).__name__
 
     def receive_weights(self, ticket: Ticket) -> WeightStamp:
@@ -78,7 +96,7 @@ class RolloutWorkload(EngineWorkload):
             raise ResultLost(str(error), role=self.role, rank=self.rank, method="receive_weights") from error
         if weights.version < self._engine.version:
             _LOG.warning("weights go back from version %d to %d", self._engine.version, weights.version)
-        self._engine.receive(weights, rewind=True)
+        self._loop.run(self._roller.receive(weights))
         return weights.stamp
 
     def check_prompts(self, prompts: Batch, sampling: SamplingParams) -> list[Problem]:
@@ -102,27 +120,87 @@ class RolloutWorkload(EngineWorkload):
                 problems.append(Problem(place, f"{what}: {error}"))
         return problems
 
+    @on_device
+    def draw(self, wanted: Batch, sampling: SamplingParams, seed: int, enough: int, patience_s: float) -> Batch:
+        """Have just these groups under way, and wait.
+
+        A group that is new is begun as soon as there is room, in the order given; one that is known goes on, or stays
+        complete; what is not listed any more is given up.
+
+        Args:
+            wanted: all groups that this member shall have: ``prompt_id``, ``attempt`` and ``begun_at`` (int64; the step
+                that asked for it), which together name it, and as objects ``prompt``, ``answer`` and ``extra_info``.
+                May be empty.
+            sampling: how to draw new ones.
+            seed: the job's; samples depend on it, ``begun_at``, ``attempt``, ``prompt_id`` and their index.
+            enough: how many complete groups are worth coming back for, if not all of them are.
+            patience_s: seconds after which to come back in any case.
+
+        Returns:
+            A row for each of ``wanted``: ``prompt_id``, ``attempt``, ``begun_at``, ``begun``, ``complete`` (bool) and
+            ``oldest`` (int64: the oldest weights that have drawn a token of it, -1 if none have).
+
+        Raises:
+            WeightSyncError: the actor's weights have not arrived, or not whole.
+            EngineError: a prompt cannot be completed, or the engine cannot draw.
+        """
+        return self._loop.run(self._roller.draw(wanted, sampling, seed, enough, patience_s))
+
+    @trainer_invocation(blocking=False)
+    @on_device
+    def take(self, groups: Batch) -> Batch:
+        """The samples of these groups, of those that :meth:`draw` was last told of; waits until they are complete.
+
+        Args:
+            groups: the same columns.
+
+        Returns:
+            Rows in the order of ``groups``, samples by index, sequences of a sample adjacent; see
+            :func:`~dlrover.python.rl.recipe.drawn.as_batch`.
+        """
+        return self._loop.run(self._roller.take(groups))
+
+    @on_device
+    def tell(self, groups: Batch) -> Batch:
+        """What the trainer needs to know of the rows that :meth:`take` gives; see
+        :func:`~dlrover.python.rl.recipe.drawn.told_of`. Their rewards are among it where an environment gives them."""
+        return told_of(self._loop.run(self._roller.take(groups)))
+
+    def told(self, rollouts: Batch) -> Batch:
+        """The same of rows that :meth:`generate` gave."""
+        return told_of(rollouts)
+
     @trainer_invocation(blocking=False)
     @on_device
     def generate(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> Batch:
-        """Complete the prompts.
+        """Complete the prompts, before all that is under way.
 
         Args:
             prompts: ``prompt_id``, and as objects ``prompt`` (text or messages), ``answer`` and ``extra_info``.
             sampling: how to draw.
-            seed: what the samples depend on besides prompt and index.
+            seed: what the samples depend on besides prompt and index: the job's, the step and, if any, the attempt.
 
         Returns:
-            The engine's columns, and as objects ``completion`` (text), ``answer`` and ``extra_info``.
+            Rows in the order of ``prompts``; see :func:`~dlrover.python.rl.recipe.drawn.as_batch`.
 
         Raises:
             WeightSyncError: the actor's weights have not arrived, or not whole.
+            EngineError: a prompt cannot be completed, or the engine cannot draw.
         """
-        if self._engine.version < 0:
-            raise WeightSyncError("no weights yet: this rollout has not received the actor's, and serves no others")
-        encoded = [encode_prompt(self._engine.tokenizer, prompt) for prompt in prompts.objects("prompt")]
-        asked = Batch({"prompt_id": prompts["prompt_id"], "tokens": Ragged.from_rows(encoded, dtype=np.int64)})
-        drawn = self._engine.generate(asked, sampling, seed)
-        rows = np.repeat(np.arange(len(prompts)), sampling.samples_per_prompt).tolist()
-        told = prompts.select("prompt", "answer", "extra_info").take(rows)
-        return drawn.with_columns(**told.columns)
+        return self._loop.run(self._roller.generate(prompts, sampling, seed))
+
+    def close(self) -> None:
+        """End all samples, the environment and the engine."""
+        if hasattr(self, "_roller"):
+            try:
+                self._loop.run(self._roller.close())
+            finally:
+                self._loop.close()
+        super().close()
+
+
+def _environment(rollout: RolloutConfig) -> Environment:
+    assert rollout.env_path is not None, "asked for"
+    if rollout.env_isolated:
+        return IsolatedEnvironment(rollout.env_path, rollout.env_options)
+    return load_environment(rollout.env_path, rollout.env_options)
