@@ -14,6 +14,7 @@ ROWS = (
     ("control", "trainer"),
     ("runtime", "engine", "environment", "algorithm"),
     ("master", "recipe", "session"),
+    ("classic",),
 )
 ROW_OF = {room: index for index, row in enumerate(ROWS) for room in row}
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -40,8 +40,11 @@ def _fault(kind: Any, value: Any) -> str:
     if kind in {int, float}:
         fits = isinstance(value, int | kind) and not isinstance(value, bool)
         return "" if fits else f"must be {'a number' if kind is float else 'an integer'}, not {value!r}"
+    if kind is str:
+        return "" if isinstance(value, str) else f"must be text, not {value!r}"
     options = [option for option in get_args(kind) if option is not NoneType]  # Annotated[...] | None
-    return "" if value is None else _fault(options[0], value)
+    is_optional = get_origin(kind) in (Union, UnionType) and len(options) == 1
+    return _fault(options[0], value) if is_optional and value is not None else ""
 
 
 def _violation(rule: Any, value: Any) -> str:

@@ -6,18 +6,20 @@
 Exit codes: 0 the job finished; 1 it failed; 2 the request was wrong and nothing was started; 130 it was interrupted.
 """
 
+import itertools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import click
 import torch.distributed as dist
 
-from dlrover.python.rl.common.errors import DLRoverRLError, InvalidJob, Problem
+from dlrover.python.rl.common.errors import DLRoverRLError, InvalidJob, JobFailed, Problem
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.load import load_job, search_folders
@@ -27,9 +29,11 @@ from dlrover.python.rl.recipe.config import EngineConfig
 from dlrover.python.rl.runtime.inspection import inspect_job
 from dlrover.python.rl.runtime.torchrun.links import MEETING_S, Board, Place, call_in, join, refuse
 from dlrover.python.rl.runtime.torchrun.run import Lead, follow
-from dlrover.python.rl.trainer.trainer import StepReport
+from dlrover.python.rl.trainer.trainer import Reporter, StepReport
 
 _LOG = get_logger(__name__)
+
+_MEETINGS = itertools.count()
 
 EXIT_FAILED, EXIT_INVALID, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -69,22 +73,52 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
     """
     place = Place.from_env(os.environ)
     configure_logging(f"rank {place.rank}" if place.world_size > 1 else "")
-    board = _store(place) if place.world_size > 1 else None
+    jobs: list[JobSpec] = []
+
+    def describe() -> JobSpec:
+        jobs.append(described(recipe, job_file, overrides, place))
+        return jobs[0]
+
+    error = run_together(describe, place, _report)
+    if error is not None:
+        return EXIT_INVALID if isinstance(error, InvalidJob) else EXIT_FAILED
+    for job in jobs:
+        _print_summary(job)
+    return 0
+
+
+def run_together(describe: Callable[[], JobSpec], place: Place, report: Reporter) -> BaseException | None:
+    """Run a job in the processes of a launch, of which this is one. May be called again by all of them.
+
+    Args:
+        describe: at rank 0, gives the checked job; not called elsewhere.
+        place: which process this is.
+        report: at rank 0, where step reports go.
+
+    Returns:
+        What the job has failed of, None when it is done. Elsewhere than at rank 0 that is an :class:`InvalidJob` where
+        rank 0 has started nothing, and else a :class:`JobFailed`.
+
+    Raises:
+        InvalidJob: what ``describe`` raises; nothing was started.
+        JobConflict: another start of the job is running.
+        ClusterUnavailable: the processes did not meet.
+    """
+    place = replace(place, meeting=next(_MEETINGS))
+    board = _store() if place.world_size > 1 else None
     if place.rank:
         assert board is not None, "there are others"
         link = join(place, board)
-        return EXIT_INVALID if link is None else EXIT_FAILED * (not follow(place, link))
+        if link is None:
+            return InvalidJob([Problem("rank 0", "has started nothing; it says why")])
+        return None if follow(place, link) else JobFailed(f"rank {place.rank}: the job has failed; rank 0 says why")
     try:
-        job = described(recipe, job_file, overrides, place)
-    except InvalidJob:
+        job = describe()
+    except BaseException:
         if board is not None:
             refuse(place, board)
         raise
-    error = Lead(job, place, call_in(place, board) if board is not None else {}, _report).run()
-    if error is not None:
-        return EXIT_FAILED
-    _print_summary(job)
-    return 0
+    return Lead(job, place, call_in(place, board) if board is not None else {}, report).run()
 
 
 def described(recipe: str, job_file: str | None, overrides: Sequence[str], place: Place) -> JobSpec:
@@ -103,10 +137,23 @@ def described(recipe: str, job_file: str | None, overrides: Sequence[str], place
         raise InvalidJob([Problem("--config", "is required: a job file")])
     file = job_file or Path(__file__).with_name(f"{recipe}.yaml")
     given = [item if job_file or item.startswith("+") else f"+{item}" for item in overrides]
+    return checked(lambda: load_job(file, ["checkpoint.resume=latest", *given]), place)
+
+
+def checked(read: Callable[[], JobSpec], place: Place) -> JobSpec:
+    """A job with as many members of each role as there are processes, and nothing that speaks against it.
+
+    Args:
+        read: gives the job, or raises an :class:`InvalidJob` with what of it could be read.
+        place: says how many processes there are.
+
+    Raises:
+        InvalidJob: with every problem.
+    """
     problems: list[Problem] = []
     job: JobSpec | None
     try:
-        job = load_job(file, ["checkpoint.resume=latest", *given])
+        job = read()
     except InvalidJob as error:
         job, problems = error.salvaged, list(error.problems)
     if job is not None:
@@ -140,8 +187,10 @@ def _sharing_problems(job: JobSpec, place: Place) -> list[Problem]:
     return [Problem("config.engine.train", what)]
 
 
-def _store(place: Place) -> Board:
-    """The store of whoever has launched this, or one at rank 0."""
+@cache
+def _store() -> Board:
+    """The store of whoever has launched this, or one at rank 0; the same one for all meetings of the processes."""
+    place = Place.from_env(os.environ)
     store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timedelta(seconds=MEETING_S)))
     # Engines meet at stores of their own, at rank 0; torch would look for all of them at the launcher's.
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)

@@ -45,6 +45,7 @@ class Place:
         address: of rank 0's machine.
         nodes: machines in all.
         attempt: of the launcher, which may start all processes again.
+        meeting: how often the same processes have met before.
     """
 
     rank: int = 0
@@ -54,11 +55,12 @@ class Place:
     address: str = "127.0.0.1"
     nodes: int = 1
     attempt: int = 0
+    meeting: int = 0
 
     @property
     def board_key(self) -> str:
         """Where the others find rank 0: a launcher's board lasts longer than its processes."""
-        return f"dlrover-rl/rank-0/{self.attempt}"
+        return f"dlrover-rl/rank-0/{self.attempt}.{self.meeting}"
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "Place":
