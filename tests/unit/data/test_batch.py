@@ -174,3 +174,17 @@ def test_a_view_sends_its_own_rows_only():
     buffers: list[pickle.PickleBuffer] = []
     pickle.dumps(make_batch(400).rows(0, 4).select("tokens"), protocol=5, buffer_callback=buffers.append)
     assert sum(buffer.raw().nbytes for buffer in buffers) == (1 + 2 + 3 + 4) * 8 + 5 * 8
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_neighbours_of_one_unit_are_split_by_tokens_without_being_divided(parts):
+    lengths = [1, 9, 2, 2, 5, 1]
+    tokens = Ragged.from_rows([np.arange(length) for length in lengths])
+    batch = Batch({"tokens": tokens, "unit": np.array([4, 4, 7, 7, -1, -1])})
+    shares = batch.split(parts, "tokens")
+    assert [unit for share in shares for unit in share.dense("unit").tolist()] == [4, 4, 7, 7, -1, -1]
+    seen = [set(share.dense("unit").tolist()) for share in shares]
+    assert sum(map(len, seen)) == len(set().union(*seen)) == 3
+    assert parts != 2 or [len(share) for share in shares] == [2, 4]
+    with pytest.raises(DataError, match="3 units cannot be split into 4 parts"):
+        batch.split(4, "tokens")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dlrover.python.rl.common.errors import InvalidJob
@@ -47,6 +48,8 @@ def desk(tmp_path):
     examples = [json.dumps({"prompt": f"{a}+{b}=", "response": f"{a + b}"}) for a, b in rows]
     (tmp_path / "problems.jsonl").write_text("\n".join(problems))
     (tmp_path / "examples.jsonl").write_text("\n".join(examples))
+    pairs = [json.dumps({"prompt": f"{a}+{b}=", "chosen": f"{a + b}", "rejected": f"{a}"}) for a, b in rows[:7]]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(pairs))
     (tmp_path / "toy.yaml").write_text(TOY)
     return tmp_path
 
@@ -55,6 +58,7 @@ SFT = (
     "-m dlrover.python.rl.recipe.sft model=model data.train=examples.jsonl batch_size=15 optimizer.lr=1e-3 "
     "engine.threads=1"
 )
+PAIRS = "model=model data.train=pairs.jsonl batch_size=3 epochs=2 optimizer.lr=1e-3 engine.threads=1"
 GRPO = (
     "-m dlrover.python.rl.recipe.grpo model=model data.train=problems.jsonl data.eval_rows=8 prompts_per_step=4 "
     "steps=2 reward.function=launched_rewards:jumble "
@@ -306,6 +310,25 @@ def test_005_accelerate_launch_runs_two_steps_of_each_recipe(desk, recipe):
     if recipe == GRPO:
         rows = [json.loads(line) for line in (desk / "runs/grpo/metrics.jsonl").read_text().splitlines()]
         assert all("accuracy" in row or "held_out_reward" in row for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["rm", "dpo"])
+def test_pairs_are_learned_alike_in_one_process_and_in_two_though_one_has_no_pair_at_times(desk, recipe):
+    line = f"-m dlrover.python.rl.recipe.{recipe} {PAIRS} eval_every=2 keep.best=eval_loss"
+    run(desk, f"{line} job_dir=one")
+    said = run(desk, f"{TWO} {line} job_dir=two")
+    assert "best eval_loss" in said
+    rows = [
+        [json.loads(row) for row in (desk / name / "metrics.jsonl").read_text().splitlines()] for name in ("one", "two")
+    ]
+    for alone, together in zip(*rows, strict=True):
+        for name in alone.keys() - {"tokens_per_s", "step_s"}:
+            assert together[name] == pytest.approx(alone[name], abs=1e-5), name
+    for name in ("model", "best"):
+        first, second = (load_file(desk / job / name / "model.safetensors") for job in ("one", "two"))
+        assert first.keys() == second.keys()
+        assert all(torch.allclose(first[key], second[key], atol=1e-5) for key in first)
 
 
 @pytest.mark.slow

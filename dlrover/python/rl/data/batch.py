@@ -206,17 +206,29 @@ class Batch:
         Args:
             parts: how many; at least 1 and at most the number of rows.
             by: ``"rows"``: sizes differ by at most one, larger ones first; ``"tokens"``: the summed lengths of the
-                ragged ``column`` are as even as contiguous cuts allow greedily, every part has a row.
+                ragged ``column`` are as even as contiguous cuts allow greedily, every part has a row. Neighbours with
+                the same number in ``unit`` (dense, if there is one) stay together.
         """
         if not 1 <= parts <= len(self):
             raise DataError(f"{len(self)} rows cannot be split into {parts} parts")
         if by == "rows":
             cuts = even_cuts(len(self), parts)
         elif by == "tokens":
-            cuts = token_cuts(self.ragged(column).lengths, parts)
+            cuts = self._token_cuts(parts, column)
         else:
             raise DataError(f"split by '{by}'{hint(by, ('rows', 'tokens'))}")
         return [self.rows(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+
+    def _token_cuts(self, parts: int, column: str) -> list[int]:
+        lengths = self.ragged(column).lengths
+        if "unit" not in self:
+            return token_cuts(lengths, parts)
+        unit = self.dense("unit")
+        starts = np.flatnonzero(np.concatenate([[True], unit[1:] != unit[:-1]]))
+        if parts > len(starts):
+            raise DataError(f"{len(starts)} units cannot be split into {parts} parts")
+        bounds = [*starts.tolist(), len(self)]
+        return [bounds[cut] for cut in token_cuts(np.add.reduceat(lengths, starts), parts)]
 
 
 def even_cuts(rows: int, parts: int) -> list[int]:

@@ -18,35 +18,40 @@ class TrainAbilities:
         adapters: whether it trains adapters.
         shares_process: whether an engine of one rank runs in a process that is a rank of another engine already.
         tells_likely_ids: whether it evaluates with ``top``, as teachers of whole distributions do.
+        bare_head: whether it trains a token head without a bias, as reward models have.
     """
 
     divides: tuple[str, ...] = ()
     adapters: bool = False
     shares_process: bool = False
     tells_likely_ids: bool = False
+    bare_head: bool = True
 
 
 _TRAIN = {
     "fsdp2": TrainAbilities(("ddp_size", "tensor_parallel_size", "context_parallel_size"), True, True, True),
     "deepspeed": TrainAbilities(tells_likely_ids=True),
-    "megatron": TrainAbilities(("tensor_parallel_size", "pipeline_parallel_size")),
+    "megatron": TrainAbilities(("tensor_parallel_size", "pipeline_parallel_size"), bare_head=False),
 }
 _ON_ONE_DEVICE = ("torch",)
 """Rollout engines that cannot split a model."""
 
 
-def train_faults(engine: str, sizes: ParallelSizes, lora: bool) -> list[str]:
+def train_faults(engine: str, sizes: ParallelSizes, lora: bool, bare_head: bool = False) -> list[str]:
     """What is asked of a train engine that it cannot do.
 
     Args:
         engine: its name.
         sizes: how its ranks shall divide the model.
         lora: whether it shall train adapters.
+        bare_head: whether its token head shall have no bias.
     """
     if (can := _TRAIN.get(engine)) is None:
         return []
     above = {name: size for name, size in asdict(sizes).items() if size > 1 and name not in can.divides}
     faults = [f"{name} is {size}, but {engine} runs with 1 only here" for name, size in above.items()]
+    if bare_head and not can.bare_head:
+        faults.append(f"{engine} gives a score head a bias, which a reward model must not have: use fsdp2 or deepspeed")
     if lora and not can.adapters:
         faults.append(f"{engine} trains whole models only here: adapters need fsdp2")
     elif lora and sizes.tensor_parallel_size > 1:

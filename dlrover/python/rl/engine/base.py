@@ -12,29 +12,10 @@ from annotated_types import Ge, Gt, Le
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.layout import Layout, ParallelSizes
 from dlrover.python.rl.engine.offload import Offloadable
+from dlrover.python.rl.engine.optimizing import OptimizerConfig as OptimizerConfig  # a part of this port
 from dlrover.python.rl.engine.weights import WeightSnapshot
 
 # -- training ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW with linear warm-up and gradient-norm clipping."""
-
-    lr: Annotated[float, Gt(0.0)] = 1e-6
-    """Peak learning rate."""
-
-    warmup_steps: Annotated[int, Ge(0)] = 0
-    """Optimizer steps over which the rate rises linearly from ``lr / warmup_steps`` to ``lr``."""
-
-    weight_decay: Annotated[float, Ge(0.0)] = 0.0
-    """Decoupled weight decay, not applied to vectors (norms, biases)."""
-
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of the two moments."""
-
-    max_grad_norm: Annotated[float, Gt(0.0)] | None = 1.0
-    """Global gradient norm to clip to; None turns clipping off."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +61,10 @@ class TrainSettings:
     """``causal``: a language model, whose outputs are log-probs. ``token``: a token-classification model of one label
     (critic, reward model), whose outputs are scores: what it says at the action token itself, having read it. So the
     value before an action is the score of the token before it."""
+
+    head_bias: bool = True
+    """Whether a ``token`` head has a bias. Without one the model is saved as one that classifies sequences, with the
+    same scores (``AutoModelForSequenceClassification``)."""
 
     backend: Mapping[str, Any] = field(default_factory=dict)
     """Options that only the named backend has (``zero_stage`` of deepspeed); an unknown one is refused."""

@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from dlrover.python.rl.algorithm.base import Algorithm, EngineLoss
 from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.batch import Batch, Column
-from dlrover.python.rl.data.examples import Counts, Encoding, load_sft
 from dlrover.python.rl.engine.base import (
     OptimizerConfig,
     Rendezvous,
@@ -19,11 +18,15 @@ from dlrover.python.rl.engine.base import (
 from dlrover.python.rl.engine.layout import ParallelSizes
 from dlrover.python.rl.engine.registry import TRAIN, engine_class
 from dlrover.python.rl.engine.sync.base import Ticket
+from dlrover.python.rl.engine.torch.blueprint import tokenizer_of
+from dlrover.python.rl.engine.torch.packing import Head
 from dlrover.python.rl.engine.torch.randomness import random_state, seed_random, set_random_state
 from dlrover.python.rl.engine.weights import WeightStamp
-from dlrover.python.rl.recipe.config import EngineConfig, SFTData
+from dlrover.python.rl.recipe.config import EngineConfig
 from dlrover.python.rl.recipe.device_turns import EngineWorkload, on_device
 from dlrover.python.rl.recipe.disk import patiently
+from dlrover.python.rl.recipe.evaluating import Measured, measure, outputs_of
+from dlrover.python.rl.recipe.examples import ExampleData, Examples, load_examples
 from dlrover.python.rl.recipe.members import (
     TRAINED,
     device_of,
@@ -33,6 +36,7 @@ from dlrover.python.rl.recipe.members import (
     warming,
     weight_transport,
 )
+from dlrover.python.rl.recipe.refusals import not_finite_rows
 from dlrover.python.rl.recipe.updates import UpdatePlan, each_update, joined
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
@@ -47,6 +51,12 @@ class ActorWorkload(EngineWorkload):
     """
 
     needs_own_process = True
+
+    head: ClassVar[Head] = "causal"
+    """What the model's outputs are."""
+
+    head_bias: ClassVar[bool] = True
+    """Whether a token head has a bias."""
 
     @classmethod
     def warm_up(cls) -> None:
@@ -65,7 +75,8 @@ class ActorWorkload(EngineWorkload):
         self._algorithm = algorithm
         meeting = Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
         device = device_of(self, engine)
-        settings = replace(train_settings(engine, device, parallel_sizes(engine, self.world_size)), lora=engine.lora)
+        settings = train_settings(engine, device, parallel_sizes(engine, self.world_size))
+        settings = replace(settings, lora=engine.lora, head=self.head, head_bias=self.head_bias)
         made = engine_class(TRAIN, engine.train)
         with self._first_turn(device) as memory:
             self._engine: TrainEngine = made(model, optimizer, settings, meeting, memory)
@@ -121,11 +132,22 @@ class ActorWorkload(EngineWorkload):
         """One optimizer step on annotated rows with ``tokens`` and ``action_mask``."""
         return self._engine.step(batch, EngineLoss(self._algorithm))
 
-    def encode(self, data: SFTData) -> tuple[Batch, Counts]:
-        """Tokenise the examples; the batch, and what has become of the rows."""
-        encoding = Encoding(data.max_length, data.over_long, data.assistant, data.mask_prompt, data.keys)
-        examples, counts = load_sft(data.train, self._engine.tokenizer, encoding)
-        return examples.select(*TRAINED), counts
+    @on_device
+    def measure(self, batch: Batch) -> Measured:
+        """This rank's part of the loss on annotated rows, which changes nothing."""
+        return measure(self._engine, batch, EngineLoss(self._algorithm))
+
+    @on_device
+    def not_finite(self, batch: Batch, names: tuple[str, ...]) -> Batch:
+        """After an update was refused: the columns ``names`` of the rows of this rank's share with a value that is not
+        finite, in a column or in what the model says of them, and their ``text``."""
+        bad = not_finite_rows(batch, outputs_of(self._engine, batch))
+        texts = [self._engine.tokenizer.decode(batch.ragged("tokens")[row]) for row in bad]
+        return batch.select(*names).take(bad).with_columns(text=texts)
+
+    def encode(self, model: str, data: ExampleData, evaluates: bool, seed: int) -> Examples:
+        """Tokenise examples, and hold some out if the run ``evaluates``; needs no model to be loaded."""
+        return load_examples(data, tokenizer_of(model), evaluates, seed)
 
     @trainer_invocation(blocking=False)
     def publish_weights(self) -> Ticket:

@@ -35,14 +35,13 @@ def reward_problems(function: str | Mapping[str, float]) -> list[Problem]:
     return found if function else [Problem("config.reward.function", "names no function")]
 
 
-def train_engine_problems(engine: EngineConfig, actors: int) -> list[Problem]:
+def train_engine_problems(engine: EngineConfig, actors: int, bare_head: bool = False) -> list[Problem]:
     """Whether there is such an engine, that can do what is asked of it, and whether its sizes divide the actor's
     members."""
     problems = engine_problems(TRAIN, engine.train, engine.train_options, "config.engine.train")
     sizes = engine.parallel or ParallelSizes()
-    problems += [
-        Problem("config.engine", fault) for fault in train_faults(engine.train, sizes, engine.lora is not None)
-    ]
+    faults = train_faults(engine.train, sizes, engine.lora is not None, bare_head)
+    problems += [Problem("config.engine", fault) for fault in faults]
     try:
         Layout.of(actors, sizes)
     except EngineError as error:

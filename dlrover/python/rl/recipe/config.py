@@ -190,55 +190,6 @@ class GRPOConfig(PolicyConfig):
     """Group-relative policy optimisation, and others that need no further model."""
 
 
-@dataclass(frozen=True)
-class SFTData:
-    """Examples: rows of ``prompt`` and ``response``, or of ``messages``."""
-
-    train: str
-    """A file (``.json``, ``.jsonl``, ``.csv``, ``.parquet``, ``.arrow``), a folder or a hub name; ``split@`` before it
-    picks a split."""
-
-    max_length: Positive = 512
-    """Tokens of a row at most."""
-
-    over_long: Literal["cut", "drop", "refuse"] = "cut"
-    """What becomes of a longer row: its tail is cut, and it is dropped if nothing is left to train; it is dropped; or
-    the data are refused. Rows cut and dropped are counted."""
-
-    assistant: Literal["all", "last"] = "all"
-    """Which assistant turns are trained."""
-
-    mask_prompt: bool = True
-    """False trains prompts too."""
-
-    keys: Mapping[str, str] = field(default_factory=dict)
-    """The data's own names of columns: ``{prompt: question, response: answer}``."""
-
-
-@dataclass(frozen=True)
-class SFTConfig:
-    """Supervised fine-tuning."""
-
-    model: str
-    """Folder or hub name of a causal language model."""
-
-    data: SFTData
-    epochs: Annotated[float, Gt(0.0)] = 1.0
-    """Passes over the data."""
-
-    batch_size: Positive = 32
-    """Rows of one optimizer step."""
-
-    averaging: Literal["token", "sequence"] = "token"
-    """Mean over the tokens of the whole batch, or over rows of their token means."""
-
-    seed: NonNegative = 0
-    """What the order of the data depends on."""
-
-    optimizer: OptimizerConfig = OptimizerConfig()
-    engine: EngineConfig = EngineConfig()
-
-
 def model_problems(model: str) -> list[Problem]:
     """A model given as a path has to be there; a hub name is looked up when it is loaded."""
     if not model:

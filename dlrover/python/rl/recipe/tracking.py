@@ -20,7 +20,7 @@ from dlrover.python.rl.recipe.disk import PATIENT, Patience, append, replace
 _LOG = get_logger(__name__)
 
 _METRICS, _SAMPLES = "metrics.jsonl", "samples.jsonl"
-_FILES = (_METRICS, _SAMPLES, "held_out.jsonl", "summary.json", "reward.png", "loss.png")
+_FILES = (_METRICS, _SAMPLES, "held_out.jsonl", "refused.jsonl", "summary.json", "reward.png", "loss.png")
 _BOARD = "tensorboard"
 _STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
 
@@ -76,6 +76,10 @@ class RunLog:
     def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write samples of a step, one line each."""
         self._append(_SAMPLES, ({"step": step, **row} for row in rows))
+
+    def refused(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write the samples that an update was refused for, one line each, to ``refused.jsonl``."""
+        self._replace("refused.jsonl", "".join(_line({"step": step, **row}) for row in rows).encode())
 
     def held_out(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the last answers to the held-out problems, one line each, to ``held_out.jsonl``."""

@@ -7,5 +7,6 @@ from dlrover.python.rl.recipe.actor import ActorWorkload
 from dlrover.python.rl.recipe.reference import ReferenceWorkload
 from dlrover.python.rl.recipe.reward import RewardWorkload
 from dlrover.python.rl.recipe.rollout import RolloutWorkload
+from dlrover.python.rl.recipe.scorer import ScorerWorkload
 
-__all__ = ["ActorWorkload", "ReferenceWorkload", "RewardWorkload", "RolloutWorkload"]
+__all__ = ["ActorWorkload", "ReferenceWorkload", "RewardWorkload", "RolloutWorkload", "ScorerWorkload"]

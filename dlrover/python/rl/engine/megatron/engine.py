@@ -39,7 +39,7 @@ class MegatronTrainEngine(TrainShell):
     def _connect(self, rendezvous: Rendezvous) -> Ranks:
         settings = self._settings
         options = require(MegatronOptions, settings.backend, "backend")
-        refuse(train_faults("megatron", settings.parallel, settings.lora is not None))
+        refuse(train_faults("megatron", settings.parallel, settings.lora is not None, not settings.head_bias))
         self.layout = Layout.of(rendezvous.world_size, settings.parallel)
         self._shape = TransformerShape.of(self._blueprint.config, settings.head)
         self._shape.check_split(self.layout.tensor, self.layout.pipeline)

@@ -1,5 +1,6 @@
 """A Hugging Face model described, not built: its module without weights, its tokenizer, and where its weights are."""
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -39,6 +41,7 @@ class Blueprint:
         tokenizer: its tokenizer.
         head: what its outputs are.
         weights: in place of files.
+        head_bias: whether a token head has a bias.
     """
 
     name: str
@@ -47,9 +50,10 @@ class Blueprint:
     tokenizer: Any
     head: Head = "causal"
     weights: Source | None = None
+    head_bias: bool = True
 
     @classmethod
-    def of(cls, model: str | Path, head: Head = "causal") -> "Blueprint":
+    def of(cls, model: str | Path, head: Head = "causal", head_bias: bool = True) -> "Blueprint":
         """Read configuration and tokenizer of a folder or hub name.
 
         Raises:
@@ -65,7 +69,7 @@ class Blueprint:
             raise EngineError(f"no model can be loaded from '{model}': {why}") from error
         if head == "token":
             config.num_labels = 1
-        return cls(str(model), folder, config, tokenizer, head)
+        return cls(str(model), folder, config, tokenizer, head, head_bias=head_bias)
 
     def empty(self) -> Any:
         """A new module in evaluation mode: parameters on the meta device in float32, real buffers, no dropout.
@@ -80,6 +84,8 @@ class Blueprint:
                 module = _CLASSES[self.head].from_config(self.config, dtype=torch.float32)
         except ValueError as error:
             raise EngineError(f"'{self.name}' is no model with a head of kind '{self.head}': {error}") from error
+        if not self.head_bias and self.head == "token":
+            module.score.bias = None
         if attention.can_pack(module):
             module.set_attn_implementation(attention.NAME)
         disable_dropout(module)
@@ -168,10 +174,30 @@ class Blueprint:
 
     def save(self, path: Path, tensors: dict[str, Any]) -> None:
         """Write the model with these weights, and the tokenizer, in Hugging Face format, whole or not at all."""
-        module = self.empty()
+        module = self._classifier() if self.head == "token" and not self.head_bias else self.empty()
         if self.folder is not None and (self.folder / "generation_config.json").is_file() and module.can_generate():
             module.generation_config = GenerationConfig.from_pretrained(self.folder)
         write_atomically(path, module, self.tokenizer, tensors)
+
+    def _classifier(self) -> Any:
+        """What scores a sequence by its last token, which it finds by the padding after it."""
+        config = copy.deepcopy(self.config)
+        if config.pad_token_id is None:
+            config.pad_token_id = self.tokenizer.pad_token_id
+        with empty_weights():
+            return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+
+
+def tokenizer_of(model: str | Path) -> Any:
+    """The tokenizer of a model, which is not loaded.
+
+    Raises:
+        EngineError: there is no such model, or it has none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(model_folder(model))
+    except (OSError, ValueError) as error:
+        raise EngineError(f"no tokenizer can be loaded from '{model}'") from error
 
 
 def model_folder(model: str | Path) -> Path:

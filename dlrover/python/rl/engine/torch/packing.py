@@ -68,17 +68,27 @@ class MicroBatch:
         return ids, document[self.reads] * longest + self.positions[self.reads]
 
     def columns(self, batch: Batch, device: str) -> dict[str, Any]:
-        """The batch's numeric columns at the action tokens, each ``[actions, ...]``.
+        """The batch's numeric columns at the action tokens, see :func:`columns_at`."""
+        return columns_at(batch, self.flat, device)
 
-        Ragged columns aligned with the tokens are picked, dense ones are spread over their row's tokens, float64
-        becomes float32. Others (objects, rows of other lengths) have no value per token and are left out. ``unit``, if
-        the batch has none, is the number of each token's row.
-        """
-        tokens = batch.ragged("tokens")
-        row_of = np.searchsorted(tokens.offsets, self.flat, side="right") - 1
-        columns = {"unit": np.arange(len(batch)), **batch.columns}
-        picked = {name: _at(column, tokens, self.flat, row_of) for name, column in columns.items()}
-        return {name: _to_torch(values, device) for name, values in picked.items() if values is not None}
+
+def columns_at(batch: Batch, flat: Ids, device: str) -> dict[str, Any]:
+    """A batch's numeric columns at some of its tokens, each ``[actions, ...]``.
+
+    Ragged columns aligned with the tokens are picked, dense ones are spread over their row's tokens, float64 becomes
+    float32. Others (objects, rows of other lengths) have no value per token and are left out. ``unit``, if the batch
+    has none, is the number of each token's row.
+
+    Args:
+        batch: ragged ``tokens``, and others.
+        flat: ``[actions]``: where the tokens stand in the flat column.
+        device: where the columns are wanted.
+    """
+    tokens = batch.ragged("tokens")
+    row_of = np.searchsorted(tokens.offsets, flat, side="right") - 1
+    columns = {"unit": np.arange(len(batch)), **batch.columns}
+    picked = {name: _at(column, tokens, flat, row_of) for name, column in columns.items()}
+    return {name: _to_torch(values, device) for name, values in picked.items() if values is not None}
 
 
 def _at(column: Column, tokens: Ragged, flat: Array, row_of: Array) -> Array | None:

@@ -59,7 +59,9 @@ class TrainShell(ABC):
         self.version = 0
         settings = settings or TrainSettings()
         self._settings, self._config = replace(settings, device=numbered(settings.device)), optimizer
-        self._blueprint = model if isinstance(model, Blueprint) else Blueprint.of(model, self._settings.head)
+        if not isinstance(model, Blueprint):
+            model = Blueprint.of(model, settings.head, settings.head_bias)
+        self._blueprint = model
         self._memory = memory or DeviceMemory(self._settings.device)
         self._ranks = self._connect(rendezvous or Rendezvous())
         self._owner = self._memory.owner(f"{'trained' if optimizer else 'frozen'} {self._blueprint.name}")
