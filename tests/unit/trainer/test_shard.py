@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from dlrover.python.rl.common.errors import ShardError
 from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.trainer.port import Pending, Ref
 from dlrover.python.rl.trainer.shard import Replicate, Rows, Shard, divide, join, row_count, take_rows, unwrap
 
 Point = namedtuple("Point", "x y z")
@@ -210,6 +211,55 @@ def test_pending_rows_are_divided_anew_and_only_needed_parts_are_fetched(sizes, 
         assert fetched == [part for part, value in enumerate(parts) if set(items_of(value)) & set(rows)]
     assert [row for rows in got for row in rows] == list(range(total))
     assert [len(rows) for rows in got] == even_sizes(total, shards)
+
+
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=5),
+    st.integers(1, 5),
+    st.sampled_from(["list", "tuple", "numpy", "torch", "batch"]),
+    st.data(),
+)
+def test_chosen_rows_of_pending_results_come_in_their_order_from_the_parts_that_hold_them(sizes, shards, kind, data):
+    total = sum(sizes)
+    numbers = iter(range(total))
+    parts = [MAKE[kind]([next(numbers) for _ in range(size)]) for size in sizes]
+    order = data.draw(st.permutations(range(total)))[: data.draw(st.integers(0, total))]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(order)), min_size=shards - 1, max_size=shards - 1)))
+    chosen = [order[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(order)], strict=True)]
+    pending = Pending([Ref(None, token) for token in range(len(parts))])
+    for rows, wanted in zip(divide(Shard(pending, rows=chosen), shards, True, "x"), chosen, strict=True):
+        fetched = []
+
+        def fetch(ref, fetched=fetched):
+            fetched.append(ref.token)
+            return parts[ref.token]
+
+        taken = take_rows(rows, sizes, fetch)
+        assert items_of(taken) == wanted
+        assert type(taken) is type(parts[0])
+        if wanted:
+            assert fetched == [part for part, value in enumerate(parts) if set(items_of(value)) & set(wanted)]
+    whole = join(parts)
+    assert [items_of(part) for part in divide(Shard(whole, rows=chosen), shards, True, "x")] == chosen
+    if len(order) >= shards:
+        even = divide(Shard(whole, rows=order), shards, True, "x")
+        assert [row for part in even for row in items_of(part)] == order
+        assert [len(part) for part in even] == even_sizes(len(order), shards)
+
+
+@pytest.mark.parametrize(
+    ("shard", "what"),
+    [
+        (Shard([1, 2, 3], rows=[0, 3]), "x has 3 rows, and row 3 was chosen"),
+        (Shard([1, 2, 3], rows=[[0], [1], [2]]), "x has rows chosen for 3 shards, not for 2"),
+        (Shard([1, 2, 3], rows=[2]), "x has 1 row, too few"),
+        (Shard({"a": [1, 2]}, rows=[0, 1]), "x is dict, which has no rows to choose from"),
+        (Shard(MAKE["batch"]([1, 2]), by="tokens", rows=[0, 1]), "has its rows chosen; only a whole Batch"),
+    ],
+)
+def test_rows_that_cannot_be_chosen_are_refused(shard, what):
+    with pytest.raises(ShardError, match=what):
+        divide(shard, 2, True, "x")
 
 
 def test_pending_results_without_rows_are_refused():

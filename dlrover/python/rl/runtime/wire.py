@@ -2,7 +2,7 @@
 shapes that hold nested ones."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dlrover.python.rl.trainer.port import Ref
@@ -19,12 +19,10 @@ class ListOfRefs:
 
 @dataclass(frozen=True)
 class RowsOfRefs:
-    """One shard of pending results: refs of the parts and of their row counts."""
+    """One shard of pending results, whose parts are refs, and refs of the parts' row counts."""
 
-    tokens: tuple[Any, ...]
+    rows: Rows
     sizes: tuple[Any, ...]
-    index: int
-    count: int
 
 
 def encode(value: Any) -> Any:
@@ -32,8 +30,8 @@ def encode(value: Any) -> Any:
     if isinstance(value, Ref):
         return value.token
     if isinstance(value, Rows):
-        refs = value.parts
-        return RowsOfRefs(tuple(ref.token for ref in refs), tuple(ref.size for ref in refs), value.index, value.count)
+        tokens = tuple(ref.token for ref in value.parts)
+        return RowsOfRefs(replace(value, parts=tokens), tuple(ref.size for ref in value.parts))
     if isinstance(value, list) and any(isinstance(item, Ref) for item in value):
         is_ref = tuple(isinstance(item, Ref) for item in value)
         return ListOfRefs(tuple(item.token if isinstance(item, Ref) else item for item in value), is_ref)
@@ -46,5 +44,5 @@ def decode(value: Any, get: Callable[[Any], Any]) -> Any:
     if isinstance(value, ListOfRefs):
         return [get(item) if is_ref else item for item, is_ref in zip(value.items, value.is_ref, strict=True)]
     if isinstance(value, RowsOfRefs):
-        return take_rows(Rows(value.tokens, value.index, value.count), get(list(value.sizes)), get)
+        return take_rows(value.rows, get(list(value.sizes)), get)
     return value

@@ -4,6 +4,8 @@
 argument                                    what each of ``n`` shards gets
 ==========================================  ===========================================================================
 ``Shard(x)``                                an even part of ``x`` along its first axis
+``Shard(x, rows=[4, 0, 2])``                an even part of these rows, in this order
+``Shard(x, rows=[[4], [0, 2]])``            these rows: its item of exactly ``n``
 ``Replicate(x)``                            all of ``x``
 list of exactly ``n`` items                 its item
 longer list, tuple, array, tensor, Batch    an even part along the first axis
@@ -33,10 +35,12 @@ class Shard:
         value: a list, tuple, array, tensor, ``Batch``, dict of equally long columns, or pending results (the parts are
             then taken as one sequence of rows, each shard fetching only the rows it needs).
         by: ``"rows"``, or ``"tokens"`` for a ``Batch``: parts with even token counts.
+        rows: which rows, from 0, as they are wanted: cut into even parts, or a list for each shard. None: all.
     """
 
     value: Any
     by: str = "rows"
+    rows: Sequence[int] | Sequence[Sequence[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,13 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Rows:
-    """One shard of pending results: part ``index`` of ``count`` over the rows of ``parts`` joined together."""
+    """One shard of pending results: part ``index`` of ``count`` over the rows of ``parts`` joined together; or of those
+    rows the ``chosen`` ones, in their order."""
 
     parts: Sequence[Any]
     index: int
     count: int
+    chosen: Sequence[int] | None = None
 
 
 def divide(value: Any, shards: int, auto_shard: bool, label: str) -> list[Any] | None:
@@ -70,16 +76,44 @@ def divide(value: Any, shards: int, auto_shard: bool, label: str) -> list[Any] |
     if isinstance(value, Replicate):
         return None
     if isinstance(value, Shard):
-        if getattr(value.value, "is_pending", False):
-            if value.by != "rows":
-                raise ShardError(f"{label} is pending results; only a Batch can be split by '{value.by}'")
-            return [Rows(tuple(value.value), index, shards) for index in range(shards)]
-        return split(value.value, shards, label, value.by)
+        return _divide_rows(value, shards, label)
     if not auto_shard or not is_sequence_of_rows(value):
         return None
     if isinstance(value, list) and len(value) == shards:
         return list(value)
     return split(value, shards, label)
+
+
+def _divide_rows(value: Shard, shards: int, label: str) -> list[Any]:
+    pending = getattr(value.value, "is_pending", False)
+    if value.by != "rows" and (pending or value.rows is not None):
+        what = "is pending results" if pending else "has its rows chosen"
+        raise ShardError(f"{label} {what}; only a whole Batch can be split by '{value.by}'")
+    if value.rows is None:
+        if pending:
+            return [Rows(tuple(value.value), index, shards) for index in range(shards)]
+        return split(value.value, shards, label, value.by)
+    chosen = _chosen(value.rows, shards, label)
+    if pending:
+        return [Rows(tuple(value.value), index, shards, rows) for index, rows in enumerate(chosen)]
+    if not (is_sequence_of_rows(value.value) or isinstance(value.value, range)):
+        raise ShardError(f"{label} is {type(value.value).__name__}, which has no rows to choose from")
+    _check_rows(chosen, len(value.value), label)
+    return [_taken(value.value, rows) for rows in chosen]
+
+
+def _chosen(rows: Sequence[int] | Sequence[Sequence[int]], shards: int, label: str) -> list[list[int]]:
+    """The rows of each shard."""
+    if len(rows) and isinstance(rows[0], Sequence | np.ndarray):
+        if len(rows) != shards:
+            raise ShardError(f"{label} has rows chosen for {len(rows)} shards, not for {shards}")
+        return [[int(row) for row in part] for part in rows]  # type: ignore[union-attr]
+    return [list(map(int, part)) for part in split(list(rows), shards, label)]
+
+
+def _check_rows(chosen: Sequence[Sequence[int]], count: int, label: str) -> None:
+    if outside := [row for rows in chosen for row in rows if not 0 <= row < count]:
+        raise ShardError(f"{label} has {count} rows, and row {outside[0]} was chosen")
 
 
 def unwrap(value: Any) -> Any:
@@ -150,11 +184,13 @@ def take_rows(rows: Rows, sizes: Sequence[int | None], fetch: Callable[[Any], An
         fetch: gets the value of a part; called only for the parts this shard needs.
 
     Raises:
-        ShardError: a part has no rows, or there are fewer rows than shards.
+        ShardError: a part has no rows, there are fewer rows than shards, or a chosen one is not there.
     """
     known = [size for size in sizes if size is not None]
     if len(known) != len(sizes):
         raise ShardError("Shard(...) of pending results needs results with rows (list, tuple, array or Batch)")
+    if rows.chosen is not None:
+        return _fetch_chosen(rows, known, fetch)
     total = sum(known)
     if total < rows.count:
         raise ShardError(f"pending results have {total} rows, too few to split over {rows.count} shards")
@@ -168,6 +204,31 @@ def take_rows(rows: Rows, sizes: Sequence[int | None], fetch: Callable[[Any], An
             pieces.append(value if (start, stop) == (0, size) else _slice(value, start, stop))
         offset += size
     return join(pieces)
+
+
+def _fetch_chosen(rows: Rows, sizes: Sequence[int], fetch: Callable[[Any], Any]) -> Any:
+    chosen = np.asarray(rows.chosen, dtype=np.int64)
+    _check_rows([chosen.tolist()], sum(sizes), "Shard(...) of pending results")
+    starts = np.cumsum([0, *sizes])
+    part_of = np.searchsorted(starts, chosen, side="right") - 1
+    needed = np.unique(part_of).tolist() or [0]
+    if needed == [0] and not len(chosen):
+        return _taken(fetch(rows.parts[0]), [])
+    pieces = [_taken(fetch(rows.parts[part]), (chosen[part_of == part] - starts[part]).tolist()) for part in needed]
+    back = np.argsort(np.argsort(part_of, kind="stable"), kind="stable").tolist()
+    return _taken(join(pieces), back)
+
+
+def _taken(value: Any, rows: list[int]) -> Any:
+    """These rows of ``value``, in this order; ``value`` itself where they are all of it."""
+    if rows == list(range(len(value))):
+        return value
+    if isinstance(value, Batch):
+        return value.take(rows)
+    if _is_array(value):
+        return value[rows]
+    picked = [value[row] for row in rows]
+    return tuple(picked) if isinstance(value, tuple) else picked
 
 
 def _slice(value: Any, start: int, stop: int) -> Any:
