@@ -47,7 +47,7 @@ class Command:
 
     @property
     def trains_a_model(self) -> bool:
-        return "runs/tiny" in self.line or "own_data" in self.line
+        return any(name in self.line for name in ("runs/tiny", "own_data", "own_algorithm"))
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
@@ -88,7 +88,8 @@ def texts_after(words: str) -> list[str]:
 def desk(tmp_path):
     """A working directory that looks like the repository's, with ``dlrover-rl`` and ``python`` on the path."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(DOCS / "guides" / "own_data", tmp_path / "docs" / "guides" / "own_data")
+    for folder in ("own_algorithm", "own_data"):
+        shutil.copytree(DOCS / "guides" / folder, tmp_path / "docs" / "guides" / folder)
     for name, module in (("dlrover-rl", "-m dlrover.python.rl.master.main"), ("python", "")):
         script = tmp_path / "bin" / name
         script.parent.mkdir(exist_ok=True)

@@ -24,17 +24,6 @@ def test_shaping_is_part_of_the_reward_that_is_compared():
     assert twice.annotate(rows).dense("advantage") == pytest.approx([1, -1])
 
 
-def test_097_groups_of_equal_rewards_are_drawn_anew():
-    rows = rows_of([4, 9, 4, 9, 2, 7, 7], [1, 0, 1, 1, 1, 0, NAN], [3, 3, 9, 3, 3, 3, 3])
-    shaped = DAPO(max_tokens=10, overlong_buffer=4)
-    assert shaped.keeps(rows).tolist() == [False, True, False, True, False, False, False]
-
-
-def test_all_groups_can_be_equal():
-    assert not DAPO().keeps(rows_of([1, 1], [1, 1], [2, 2])).any()
-    assert not DAPO().keeps(rows_of([1, 1], [NAN, NAN], [2, 2])).any()
-
-
 def test_there_is_more_room_upwards():
     annotated = DAPO().annotate(rows_of([1, 1], [1, 0], [2, 2]))
     zeros = torch.zeros(4)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dlrover.python.rl.algorithm.dpo import DPO
@@ -10,6 +11,7 @@ from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.registry import ALGORITHMS, make_algorithm
 from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.data.batch import Batch
 
 
 def problems(name, options=None):
@@ -65,3 +67,47 @@ def test_options_that_do_not_go_together_are_a_problem_of_the_job():
     ]
     assert problems("dr_grpo", {"max_tokens": 0}) == ["algorithm.max_tokens: must be above 0, not 0"]
     assert problems("dr_grpo", {"max_tokens": 1.5}) == ["algorithm.max_tokens: must be an integer, not 1.5"]
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    guide = Path(__file__).parents[3] / "docs/guides/own_algorithm/above_median.py"
+    monkeypatch.syspath_prepend(str(guide.parent))
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
+    (tmp_path / "other.py").write_text("class Median:\n    pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return guide
+
+
+def test_an_algorithm_of_ones_own_is_one_short_file(mine):
+    assert len(mine.read_text(encoding="utf-8").splitlines()) < 60
+    algorithm = make_algorithm("above_median:AboveMedian", {"quantile": 0.25, "clip_high": 0.3})
+    rows = Batch(
+        {
+            "prompt_id": np.array([0, 0, 0, 0, 7, 7]),
+            "reward": np.array([0.0, 1.0, 2.0, np.nan, 5.0, 5.0]),
+            "action_tokens": np.array([2, 2, 2, 2, 3, 3]),
+        }
+    )
+    assert algorithm.annotate(rows).dense("advantage").tolist() == [0, 1, 1, 0, 0, 0]
+    assert problems("above_median:AboveMedian", {"quantil": 1.0}) == [
+        "algorithm.quantil: is unknown; did you mean 'quantile'?"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("above_median:AboveMedan", "the module 'above_median' has no 'AboveMedan'; did you mean 'AboveMedian'?"),
+        (
+            "above_medan:AboveMedian",
+            "'above_medan:AboveMedian' cannot be imported: ModuleNotFoundError: No module named",
+        ),
+        ("broken:Thing", "'broken:Thing' cannot be imported: ModuleNotFoundError: No module named 'nothing_of_this"),
+        ("other:Median", "'other:Median' is no algorithm: a dataclass with needs, check_group_size, annotate, loss"),
+    ],
+)
+@pytest.mark.usefixtures("mine")
+def test_what_is_no_algorithm_is_refused(name, what):
+    (found,) = problems(name)
+    assert found.startswith(f"algorithm.name: {what}")

@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 from annotated_types import Ge, Gt
 
-from dlrover.python.rl.algorithm.advantages import Normalize, group_advantages, varied_groups
+from dlrover.python.rl.algorithm.advantages import Normalize, group_advantages
 from dlrover.python.rl.algorithm.policy import PolicyGradient
 from dlrover.python.rl.algorithm.samples import Floats, Samples
-from dlrover.python.rl.data.batch import Batch, Column
+from dlrover.python.rl.data.batch import Column
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,6 @@ class DAPO(PolicyGradient):
             raise ValueError("max_tokens and overlong_buffer go together: give both or neither")
         if self.overlong_buffer is not None and self.max_tokens is not None and self.overlong_buffer > self.max_tokens:
             raise ValueError(f"overlong_buffer {self.overlong_buffer} is above max_tokens {self.max_tokens}")
-
-    def keeps(self, rows: Batch) -> npt.NDArray[np.bool_]:
-        """``[rows]``: False in groups whose rewards, before any shaping, are all equal."""
-        samples = Samples.of(rows)
-        return varied_groups(samples.prompt_id, samples.reward, samples.counted)[samples.of_row]
 
     def advantages(self, samples: Samples) -> Column:
         """Shaped rewards less their group's mean, in standard deviations of the group: float32 ``[rows]``."""

@@ -101,10 +101,6 @@ class PolicyGradient:
         if self.compares_samples:
             check_group_size(samples_per_prompt)
 
-    def keeps(self, rows: Batch) -> npt.NDArray[np.bool_]:
-        """``[rows]``: False where others should be drawn instead, since these teach nothing."""
-        return np.ones(len(rows), dtype=np.bool_)
-
     # -- the global batch ---------------------------------------------------------------------------------------------
 
     def annotate(self, rows: Batch) -> Batch:

@@ -1,7 +1,8 @@
 """Algorithms by the names that job files use."""
 
+import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from dlrover.python.rl.algorithm.base import Algorithm
@@ -59,16 +60,23 @@ ALGORITHMS: dict[str, Preset] = {
 """Every name. ``openai_ppo`` has its KL penalty (k1, coefficient as in arXiv:2203.02155) in the reward,
 ``deepseek_grpo`` its own (k3, arXiv:2402.03300) in the loss; ``ppo`` and ``grpo`` have none unless told."""
 
+_METHODS = ("needs", "check_group_size", "annotate", "loss")
+"""What every algorithm has."""
+
 
 def make_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Algorithm:
     """The algorithm ``name`` with ``options`` for the fields of its class.
 
+    Args:
+        name: one of :data:`ALGORITHMS`, or ``"package.module:Class"`` of one's own: a frozen dataclass.
+        options: values of its fields.
+
     Raises:
         InvalidJob: unknown name or options (with the nearest known ones), or values a field forbids; all at once.
     """
-    if name not in ALGORITHMS:
+    preset = Preset(_own(name)) if ":" in name else ALGORITHMS.get(name)
+    if preset is None:
         raise InvalidJob([Problem("algorithm.name", f"'{name}' is unknown{hint(name, ALGORITHMS)}")])
-    preset = ALGORITHMS[name]
     faults = field_faults(preset.algorithm, options or {})
     if faults:
         raise InvalidJob([Problem(f"algorithm.{option}", fault) for option, fault in faults.items()])
@@ -77,3 +85,21 @@ def make_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Algor
     except ValueError as error:
         raise InvalidJob([Problem("algorithm", str(error))]) from None
     return algorithm
+
+
+def _own(name: str) -> type:
+    """The class ``"package.module:Class"``."""
+    module, _, path = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), path, None)
+    except Exception as error:  # a module of the user's own
+        what = f"'{name}' cannot be imported: {type(error).__name__}: {error}"
+        raise InvalidJob([Problem("algorithm.name", what)]) from error
+    if found is None:
+        known = [key for key, value in vars(importlib.import_module(module)).items() if isinstance(value, type)]
+        what = f"the module '{module}' has no '{path}'{hint(path, known)}"
+    elif not (isinstance(found, type) and is_dataclass(found) and all(hasattr(found, part) for part in _METHODS)):
+        what = f"'{name}' is no algorithm: a dataclass with {', '.join(_METHODS)}"
+    else:
+        return found
+    raise InvalidJob([Problem("algorithm.name", what)])
