@@ -3,18 +3,11 @@
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.engine.weights import WeightStamp
 from dlrover.python.rl.master.job import check_job, run_here
-from dlrover.python.rl.recipe.config import GRPOConfig, PromptData
-from dlrover.python.rl.recipe.drawing import Drawing
 
 sys.path.append(str(Path(__file__).parents[3]))
 
@@ -114,33 +107,3 @@ def test_a_step_of_which_every_group_is_lost_ends_the_run(tmp_path, monkeypatch)
     assert status.phase is Phase.FAILED
     assert "step 1: the reward function failed on all 128 samples" in status.cause.message + status.cause.detail
     assert [row["attempt"] for row in lines(out / "samples.jsonl")] == [0] * 64 + [1] * 64
-
-
-class Members:
-    """Stands for a role group whose methods give what they are told to."""
-
-    def __init__(self, **answers):
-        self.__dict__.update({name: lambda *args, answer=answer: answer for name, answer in answers.items()})
-
-
-def drawing_with(received, published):
-    trainer = SimpleNamespace(
-        RG_ACTOR=Members(publish_weights=["snapshot"], published=[published]),
-        RG_ROLLOUT=Members(receive_weights=received),
-    )
-    return Drawing(trainer, GRPOConfig("model", PromptData("problems.jsonl")), None)
-
-
-def test_a_rollout_that_holds_other_weights_than_those_published_is_named():
-    good, bad = WeightStamp(3, "aa"), WeightStamp(3, "bb")
-    drawing_with([good, good], good).sync_weights()
-    with pytest.raises(WeightSyncError, match=r"ROLLOUT\[1\] received weights of version 3 \(bb\), not of .* \(aa\)"):
-        drawing_with([good, bad], good).sync_weights()
-
-
-def test_samples_of_another_version_than_the_one_synced_are_refused():
-    drawing = drawing_with([WeightStamp(3, "aa")], WeightStamp(3, "aa"))
-    drawing.sync_weights()
-    drawing.check_versions(4, Batch({"version": np.array([3, 3])}))
-    with pytest.raises(WeightSyncError, match="step 4: samples were drawn by weights of version 2, not 3"):
-        drawing.check_versions(4, Batch({"version": np.array([3, 2])}))

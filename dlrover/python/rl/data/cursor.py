@@ -41,10 +41,12 @@ class PromptCursor:
         """The epoch the next index is drawn from, counted from 0; equally, the number of finished epochs."""
         return self._drawn // self._rows
 
-    def next(self) -> list[int]:
-        """The next ``batch_size`` row indices; fewer, or none, at the end of ``total``."""
+    def next(self, count: int | None = None) -> list[int]:
+        """The next ``count`` row indices, ``batch_size`` by default; fewer, or none, at the end of ``total``."""
         batch: list[int] = []
-        wanted = self._batch_size if self._total is None else min(self._batch_size, max(self._total - self._drawn, 0))
+        wanted = self._batch_size if count is None else count
+        if self._total is not None:
+            wanted = min(wanted, max(self._total - self._drawn, 0))
         while len(batch) < wanted:
             epoch, position = divmod(self._drawn, self._rows)
             if epoch != self._order_epoch:

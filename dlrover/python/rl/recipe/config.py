@@ -77,6 +77,17 @@ class RolloutConfig:
     temperature: Annotated[float, Gt(0.0)] = 1.0
     """Divides the logits."""
 
+    max_staleness: NonNegative = 0
+    """How many weights may have been served since those that began a sample when it is trained on. 0: rollouts and
+    training take turns; above, rollouts run ahead, and samples under way go on with new weights."""
+
+    dynamic_filtering: Literal["off", "drop", "refill"] = "off"
+    """What becomes of a group whose rewards are all alike, which teaches nothing: it is trained on all the same; left
+    out; or other prompts are drawn in its place (DAPO's dynamic sampling)."""
+
+    max_refills: Positive = 3
+    """How often a step draws other prompts, with ``dynamic_filtering: refill``; then it does with what it has."""
+
     top_k: Positive | None = None
     """Draw from the most likely so many tokens only. The log-probs are those of all tokens, here as in training."""
 
@@ -85,10 +96,6 @@ class RolloutConfig:
 
     stop: tuple[str, ...] = ()
     """A completion ends once its text holds one of these; an environment sees them in the action."""
-
-    max_staleness: NonNegative = 0
-    """How many versions the weights that began a sample may be behind those that it trains. Above 0 samples go on while
-    the actor trains."""
 
     env_path: str | None = None
     """The environment that answers completions and rewards them: ``path/to/script.py`` or ``package.module``, whose

@@ -1,17 +1,30 @@
 """The way from prompts to judged samples, and from the actor's weights to the rollouts that draw them."""
 
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.jsonl import raise_problems
 from dlrover.python.rl.engine.base import SamplingParams
 from dlrover.python.rl.recipe.config import PolicyConfig
-from dlrover.python.rl.recipe.failures import Drawn, failed_groups, prompts_of, with_attempt
+from dlrover.python.rl.recipe.failures import failed_groups, rewards_of
+from dlrover.python.rl.recipe.flight import Flight, Group
 from dlrover.python.rl.recipe.problems import ProblemSource
+from dlrover.python.rl.recipe.step_rows import Drawn
+from dlrover.python.rl.trainer.port import STRAGGLER_LOG_INTERVAL_S, Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard
+
+_LOG = get_logger(__name__)
+
+_FIRST_LOOK_S, _LOOK_AGAIN = 0.25, 0.1
+"""After how long the trainer first asks how far the rollouts are; and later, in what share of the time that it has
+waited. In between no member is given what another has not begun."""
 
 
 class Drawing:
@@ -19,11 +32,15 @@ class Drawing:
 
     ::
 
-        ACTOR weights -> ROLLOUT.generate -> REWARD.score
-        problems -----------^
+        ACTOR weights --> ROLLOUT.draw (until enough groups are complete) --> .take --> REWARD.score --> Drawn
+        problems -----------^                                                             '-> failed, or all alike:
+                                                                                              draw again
+
+    Each call of ``draw`` tells every member all that it shall have: what it does not know it begins, what is not told
+    any more it gives up. So a member that takes another's place needs nothing else, nor does a run that went back.
 
     Args:
-        trainer: has the role groups.
+        trainer: has the role groups, and the state that lasts.
         config: what to draw.
         problems: the prompts.
     """
@@ -32,38 +49,12 @@ class Drawing:
         self._trainer, self._cfg, self.problems = trainer, config, problems
         rollout = config.rollout
         self.sampling = SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.samples_per_prompt)
+        self._members = len(trainer.RG_ROLLOUT)
+        self._flight = trainer.state["flight"] = Flight(
+            config.prompts_per_step, rollout.max_staleness, self._members, problems.rows
+        )
 
-    def first_look(self) -> Any:
-        """The rewards ``[rows]`` of the held-out problems before training.
-
-        Raises:
-            DataError: the model cannot complete some of the prompts; names each by its row (20 at most), now rather
-                than in the step that draws it.
-        """
-        found = self._trainer.RG_ROLLOUT.check_prompts(Shard(self.problems.places), self.sampling)
-        if problems := [problem for part in found for problem in part]:
-            raise_problems(problems)
-        return self.evaluate(0).dense("reward")
-
-    def draw(self, step: int) -> Drawn:
-        """Draw and judge a step's samples; groups with a failed one again, if the configuration says so."""
-        prompts = self.problems.next()
-        reward = self._cfg.reward
-        drawn = self._draw(step, prompts)
-        for attempt in range(1, reward.max_redraws + 1 if reward.on_failure == "redraw" else 1):
-            again = prompts_of(prompts, failed_groups(drawn.scored))
-            if len(again):
-                drawn = drawn.followed_by(self._draw(step, again, attempt))
-        return drawn
-
-    def _draw(self, step: int, prompts: Batch, attempt: int = 0) -> Drawn:
-        """Draw and judge samples of these prompts. They depend on the job's seed, step, attempt, prompt and index."""
-        rows = len(prompts) * self.sampling.samples_per_prompt
-        seed = Replicate((self._cfg.seed, step, *([attempt] if attempt else ())))
-        rollouts = over(self._trainer.RG_ROLLOUT, "generate", len(prompts))(Shard(prompts), self.sampling, seed)
-        scored = Batch.concat(over(self._trainer.RG_REWARD, "score", rows)(Shard(rollouts)))
-        self.check_versions(step, scored)
-        return Drawn(rollouts, with_attempt(scored, attempt))
+    # -- weights ------------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
         """Give the actor's weights to every rollout member; returns once all of them serve just these.
@@ -77,24 +68,129 @@ class Drawing:
         for rank, stamp in enumerate(received):
             if stamp != self._synced:
                 raise WeightSyncError(f"ROLLOUT[{rank}] received weights of {stamp}, not of {self._synced}")
+        self._flight.serves(self._synced.version)
 
-    def check_versions(self, step: int, drawn: Batch) -> None:
-        """Refuse samples of other weights than those just synced.
+    def check_versions(self, step: int, drawn: Batch, max_staleness: int = 0) -> None:
+        """Refuse samples with tokens of other weights than those just synced, or than the last few.
 
         Raises:
             WeightSyncError: names both versions.
         """
-        for version in np.unique(drawn.dense("version")).tolist():
-            if version != self._synced.version:
+        for version in np.unique(drawn.dense("oldest")).tolist():
+            if version > self._synced.version or self._flight.staleness(version) > max_staleness:
                 what = f"samples were drawn by weights of version {version}, not {self._synced.version}"
-                raise WeightSyncError(f"step {step}: {what}, which was just synced")
+                least = f" or the {max_staleness} served before" if max_staleness else ""
+                raise WeightSyncError(f"step {step}: {what}, which was just synced{least}")
+
+    # -- samples ------------------------------------------------------------------------------------------------------
+
+    def draw(self, step: int) -> Drawn:
+        """Draw and judge the samples of a step; those of failed and of filtered groups again, if the configuration
+        says so."""
+        wanted, rollout = self._cfg.prompts_per_step, self._cfg.rollout
+        refills = rollout.max_refills if rollout.dynamic_filtering == "refill" else 0
+        self._flight.begin()
+        parts: list[Drawn] = []
+        for _ in range(1 + refills):
+            missing = wanted - sum(part.groups for part in parts)
+            if not missing:
+                break
+            room = self._flight.room(self._cfg.steps - step + 1, kept=wanted - missing)
+            self._flight.ask(step, self.problems.draw(room))
+            parts.append(self._draw(step, missing))
+        return Drawn.joined(parts)
+
+    def _draw(self, step: int, count: int) -> Drawn:
+        """Draw and judge so many groups, less those that are filtered out."""
+        groups, reward = self._wait_for(count), self._cfg.reward
+        drawn = self._judged(step, groups)
+        for _ in range(reward.max_redraws if reward.on_failure == "redraw" else 0):
+            again = failed_groups(drawn.scored)
+            groups = [group for group in groups if group.prompt_id in again]
+            if groups:
+                self._flight.ask_again(step, groups)
+                groups = self._wait_for(len(groups))
+                drawn = Drawn.joined([drawn, replace(self._judged(step, groups), groups=0)])
+        filtering = self._cfg.rollout.dynamic_filtering != "off"
+        return drawn.without_alike(rewards_of(drawn.scored, reward)) if filtering else drawn
+
+    def _wait_for(self, count: int) -> list[Group]:
+        """Wait until so many groups can be trained on."""
+        flight, began_s, patience_s, told_s = self._flight, time.monotonic(), _FIRST_LOOK_S, STRAGGLER_LOG_INTERVAL_S
+        while True:
+            theirs = [flight.of(member) for member in range(self._members)]
+            complete = [sum(group.complete for group in groups) for groups in theirs]
+            share = -(-max(count - sum(complete), 1) // self._members)
+            heard = self._trainer.RG_ROLLOUT.draw(
+                [self._asked(groups) for groups in theirs],
+                self.sampling,
+                self._cfg.seed,
+                [number + share for number in complete],
+                patience_s,
+            )
+            for groups, told in zip(theirs, heard, strict=True):
+                columns = [told.dense(name).tolist() for name in ("begun", "complete", "oldest")]
+                for group, *now in zip(groups, *columns, strict=True):
+                    flight.heard(group.key, *now)
+            if (taken := flight.take(count)) is not None:
+                return taken
+            flight.spread()
+            waited_s = time.monotonic() - began_s
+            patience_s = max(_FIRST_LOOK_S, _LOOK_AGAIN * waited_s)
+            if waited_s > told_s:
+                told_s = waited_s + STRAGGLER_LOG_INTERVAL_S
+                _LOG.warning("still waiting for samples after %.0f s: %s", waited_s, flight)
+
+    def _judged(self, step: int, groups: Sequence[Group]) -> Drawn:
+        """Take complete groups, and have them judged."""
+        theirs = [[group for group in groups if group.member == member] for member in range(self._members)]
+        rollouts = self._trainer.RG_ROLLOUT.take([self._asked(groups) for groups in theirs])
+        rows = len(groups) * self.sampling.samples_per_prompt
+        scored = self._scored(rollouts, rows)
+        self.check_versions(step, scored, self._cfg.rollout.max_staleness)
+        attempt = {group.prompt_id: group.attempt for group in groups}
+        place = {group.prompt_id: at for at, group in enumerate(groups)}
+        ids = scored.dense("prompt_id").tolist()
+        scored = scored.with_columns(attempt=np.array([attempt[prompt_id] for prompt_id in ids], dtype=np.int64))
+        order = np.argsort([place[prompt_id] for prompt_id in ids], kind="stable")
+        return Drawn.of(rollouts, scored, order, len(groups))
+
+    def _scored(self, rollouts: Pending, rows: int) -> Batch:
+        """What the trainer knows of so many samples or more: an environment has judged them already."""
+        if self._cfg.rollout.env_path is not None:
+            told = over(self._trainer.RG_ROLLOUT, "told", rows)
+        else:
+            told = over(self._trainer.RG_REWARD, "score", rows)
+        return Batch.concat(told(Shard(rollouts)))
+
+    def _asked(self, groups: Sequence[Group]) -> Batch:
+        """What a member is told of these groups."""
+        told = {
+            name: np.array([getattr(group, name) for group in groups], dtype=np.int64)
+            for name in ("prompt_id", "begun_at", "attempt")
+        }
+        return self.problems.prompts([group.row for group in groups]).with_columns(**told)
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    def first_look(self) -> Any:
+        """The rewards ``[rows]`` of the held-out problems before training.
+
+        Raises:
+            DataError: the model cannot complete some of the prompts; names each by its row (20 at most), now rather
+                than in the step that draws it.
+        """
+        found = self._trainer.RG_ROLLOUT.check_prompts(Shard(self.problems.places), self.sampling)
+        if problems := [problem for part in found for problem in part]:
+            raise_problems(problems)
+        return self.evaluate(0).dense("reward")
 
     def evaluate(self, step: int) -> Batch:
         """Greedy answers to the held-out problems, judged, by the weights that were synced last."""
         greedy = SamplingParams(self._cfg.rollout.max_new_tokens, temperature=0.0, samples_per_prompt=1)
         seed = Replicate((self._cfg.seed, step))
         drawn = self._trainer.RG_ROLLOUT.generate(Shard(self.problems.held_out), greedy, seed)
-        answers = Batch.concat(self._trainer.RG_REWARD.score(Shard(drawn)))
+        answers = self._scored(drawn, len(self.problems.held_out))
         self.check_versions(step, answers)
         return answers
 

@@ -3,33 +3,12 @@
 A failed sample has no reward, which is not a reward of 0. It is counted, logged with its reason, and never trained on.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from dlrover.python.rl.common.errors import DataError, Problem
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.config import RewardConfig
-from dlrover.python.rl.trainer.port import Pending
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """What one step has drawn, redrawn groups at the end.
-
-    Attributes:
-        rollouts: pending batches, which the trainer never sees.
-        scored: what the trainer knows of the same rows; ``attempt`` counts the draws of a group from 0.
-    """
-
-    rollouts: Pending
-    scored: Batch
-
-    def followed_by(self, more: "Drawn") -> "Drawn":
-        """Both together."""
-        rollouts = Pending([*self.rollouts, *more.rollouts])
-        return Drawn(rollouts, Batch.concat([self.scored, more.scored]))
 
 
 def failed(scored: Batch) -> npt.NDArray[np.bool_]:
@@ -49,12 +28,18 @@ def trainable(step: int, scored: Batch, config: RewardConfig) -> Batch:
     Raises:
         DataError: nothing is left: the step would teach nothing, and the next ones neither.
     """
+    reward = rewards_of(scored, config)
+    if len(reward) and np.isnan(reward).all():
+        raise DataError([Problem(f"step {step}", _nothing_left(scored))])
+    return scored.with_columns(reward=reward)
+
+
+def rewards_of(scored: Batch, config: RewardConfig) -> npt.NDArray[np.float64]:
+    """``[rows]``: rewards, NaN in samples that are not to be trained on."""
     reward = scored.dense("reward").copy()
     if config.on_failure != "drop_sample":
         reward[_in_failed_draw(scored)] = np.nan
-    if np.isnan(reward).all():
-        raise DataError([Problem(f"step {step}", _nothing_left(scored))])
-    return scored.with_columns(reward=reward)
+    return reward
 
 
 def _in_failed_draw(scored: Batch) -> npt.NDArray[np.bool_]:
@@ -86,14 +71,3 @@ def failure_metrics(scored: Batch, rows: Batch) -> dict[str, float]:
         "redrawn_samples": float((scored.dense("attempt") > 0).sum()),
         "dropped_groups": float(len(np.unique(ids)) - len(np.unique(ids[kept]))),
     }
-
-
-def with_attempt(scored: Batch, attempt: int) -> Batch:
-    """The rows of one draw."""
-    return scored.with_columns(attempt=np.full(len(scored), attempt, dtype=np.int64))
-
-
-def prompts_of(prompts: Batch, groups: npt.NDArray[np.int64]) -> Batch:
-    """The prompts of these groups, in the order they came."""
-    wanted = np.isin(prompts.dense("prompt_id"), groups)
-    return prompts.take(np.flatnonzero(wanted).tolist())

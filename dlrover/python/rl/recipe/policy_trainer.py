@@ -23,9 +23,10 @@ from dlrover.python.rl.recipe.checks import (
 )
 from dlrover.python.rl.recipe.config import PolicyConfig, model_problems
 from dlrover.python.rl.recipe.drawing import Drawing, over
-from dlrover.python.rl.recipe.failures import Drawn, failure_metrics, trainable
+from dlrover.python.rl.recipe.failures import failure_metrics, trainable
 from dlrover.python.rl.recipe.held_out import before_and_after, step_metrics
 from dlrover.python.rl.recipe.problems import ProblemSource, data_problems
+from dlrover.python.rl.recipe.step_rows import Drawn
 from dlrover.python.rl.recipe.tracking import RunLog
 from dlrover.python.rl.recipe.updates import UpdatePlan, figures, over_updates
 from dlrover.python.rl.trainer.port import Pending
@@ -34,7 +35,18 @@ from dlrover.python.rl.trainer.trainer import BaseTrainer
 
 _LOG = get_logger(__name__)
 
-_LOGGED = ("prompt_id", "sample_index", "attempt", "reward", "error", "version", "prompt", "completion", "answer")
+_LOGGED = (
+    "prompt_id",
+    "sample_index",
+    "attempt",
+    "reward",
+    "error",
+    "version",
+    "oldest",
+    "prompt",
+    "completion",
+    "answer",
+)
 
 Opinions: TypeAlias = Mapping[str, Pending]
 """What other roles make of a step's rows: who was asked, to pending batches of ragged columns, which the trainer need
@@ -85,12 +97,10 @@ class PolicyTrainer(BaseTrainer):
             if step == 1:
                 self.state["rewards before"] = self.samples.first_look()
             drawn = self.samples.draw(step)
-            self.run_log.samples(step, texts(drawn.scored, self.problems.rows))
+            self.run_log.samples(step, texts(drawn.everything, self.problems.rows))
             judged = self.judged(step, drawn.scored)
-            opinions = self.opinions(drawn)
-            rows = self.algorithm.annotate(self.with_tokens(judged, drawn, opinions))
-            trained = self.update(step, drawn, rows, opinions) if rows.dense("weight").any() else self.skipped(step)
-            self.record(step, drawn.scored, judged, trained, time.monotonic() - began_s)
+            trained = self.learn(step, drawn, judged) if len(judged) else self.skipped(step)
+            self.record(step, drawn, judged, trained, time.monotonic() - began_s)
         self.run_log.begin(self.cfg.steps + 1)
         self.samples.sync_weights()
         self.finish(self.state["rewards before"], self.samples.evaluate(self.cfg.steps))
@@ -104,9 +114,10 @@ class PolicyTrainer(BaseTrainer):
             self.RG_ACTOR.init_model.options(blocking=False)(
                 cfg.model, cfg.engine, cfg.optimizer, self.algorithm, cfg.seed
             ),
-            self.RG_ROLLOUT.init_model.options(blocking=False)(cfg.model, cfg.engine),
-            self.RG_REWARD.init_verifier.options(blocking=False)(cfg.reward),
+            self.RG_ROLLOUT.init_model.options(blocking=False)(cfg.model, cfg.engine, cfg.rollout),
         ]
+        if cfg.rollout.env_path is None:
+            loading.append(self.RG_REWARD.init_verifier.options(blocking=False)(cfg.reward))
         if self.uses("ref_logprobs"):
             loading.append(self.RG_REFERENCE.init_model.options(blocking=False)(cfg.model, cfg.engine))
         return loading
@@ -115,12 +126,18 @@ class PolicyTrainer(BaseTrainer):
         """The rows as the algorithm shall see them: those that are not to be trained on have no reward."""
         return trainable(step, scored, self.cfg.reward)
 
+    def learn(self, step: int, drawn: Drawn, judged: Batch) -> dict[str, float]:
+        """Annotate the rows, and train on them; the figures of that."""
+        opinions = self.opinions(drawn)
+        rows = self.algorithm.annotate(self.with_tokens(judged, drawn, opinions))
+        return self.update(step, drawn, rows, opinions) if rows.dense("weight").any() else self.skipped(step)
+
     def opinions(self, drawn: Drawn) -> Opinions:
         """Ask the other roles what the algorithm needs of them."""
         if not self.uses("ref_logprobs"):
             return {}
         logprobs = over(self.RG_REFERENCE, "logprobs", len(drawn.scored))
-        return {"reference": logprobs(Shard(drawn.rollouts), self.cfg.rollout.temperature)}
+        return {"reference": logprobs(drawn.samples, self.cfg.rollout.temperature)}
 
     def with_tokens(self, judged: Batch, drawn: Drawn, opinions: Opinions) -> Batch:
         """The rows with the columns of single tokens that the algorithm has to see before it annotates them."""
@@ -130,14 +147,14 @@ class PolicyTrainer(BaseTrainer):
             columns |= {name: told[name] for name in told.columns if name in needed}
         if of_policy := sorted(needed - columns.keys()):
             temperature = self.cfg.rollout.temperature
-            told = Batch.concat(self.RG_ACTOR.token_columns(Shard(drawn.rollouts), of_policy, temperature))
+            told = Batch.concat(self.RG_ACTOR.token_columns(drawn.samples, of_policy, temperature))
             columns |= told.columns
         return judged.with_columns(**columns)
 
     def update(self, step: int, drawn: Drawn, rows: Batch, opinions: Opinions) -> dict[str, float]:
         """Train the actor on annotated rows; the figures of that."""
         rows, plan = self.planned(drawn, rows)
-        trained = self.RG_ACTOR.update(Shard(drawn.rollouts), Shard(rows), plan, *map(Shard, opinions.values()))
+        trained = self.RG_ACTOR.update(drawn.samples, Shard(rows), plan, *map(Shard, opinions.values()))
         return figures(trained[0])
 
     def planned(self, drawn: Drawn, rows: Batch) -> tuple[Batch, UpdatePlan]:
@@ -158,10 +175,11 @@ class PolicyTrainer(BaseTrainer):
 
     # -- what is told of it -------------------------------------------------------------------------------------------
 
-    def record(self, step: int, scored: Batch, judged: Batch, trained: Mapping[str, float], seconds: float) -> None:
+    def record(self, step: int, drawn: Drawn, judged: Batch, trained: Mapping[str, float], seconds: float) -> None:
         """Log a step."""
-        metrics = {**scores(scored), **failure_metrics(scored, judged), **trained, "step_s": seconds}
-        metrics["tokens_per_s"] = float(scored.dense("token_count").sum()) / seconds
+        everything = drawn.everything
+        metrics = {**scores(everything), **drawn.figures, **failure_metrics(drawn.scored, judged), **trained}
+        metrics |= {"step_s": seconds, "tokens_per_s": float(everything.dense("token_count").sum()) / seconds}
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
             self.samples.sync_weights()
             metrics |= step_metrics(self.samples.evaluate(step).dense("reward"))

@@ -45,9 +45,13 @@ class ProblemSource:
         self._rows, self.rows = rows, len(rows)
         self._cursor = PromptCursor(len(self._train), config.prompts_per_step, config.seed)
 
-    def next(self) -> Batch:
-        """The next prompts to train on; see :func:`as_batch`."""
-        return as_batch(self._rows, [self._train[drawn] for drawn in self._cursor.next()])
+    def draw(self, count: int) -> list[int]:
+        """Numbers of the next rows to train on, from 0."""
+        return [self._train[drawn] for drawn in self._cursor.next(count)]
+
+    def prompts(self, rows: Sequence[int]) -> Batch:
+        """Rows of the training file, as objects ``prompt``, ``answer`` and ``extra_info``."""
+        return as_batch(self._rows, rows).select("prompt", "answer", "extra_info")
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands in its data."""
