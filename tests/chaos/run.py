@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dlrover.python.rl.config.spec import JobSpec
+from tests.chaos.ahead import violations
 from tests.chaos.damage import clear
 from tests.chaos.faults import NODE_LOSSES, Kind, schedule
 from tests.chaos.harness import HANG_S, REPOSITORY, Outcome, as_json, chaos_job, judge, report, run_job, save
@@ -32,18 +33,22 @@ def chaos(
     commit_to = "job_dir" if NODE_LOSSES & set(options.kinds) else "memory"
 
     def job(run: str) -> JobSpec:
-        job = chaos_job(folder / "inputs", folder / run, f"{run}-{seed}", steps, seed, options.hang_after)
+        job = chaos_job(
+            folder / "inputs", folder / run, f"{run}-{seed}", steps, seed, options.hang_after, options.max_staleness
+        )
         return replace(job, checkpoint=replace(job.checkpoint, commit_to=commit_to))
 
     plan = schedule(seed, options.faults, steps, options.kinds)
+    config, ahead = job("oracle").config, options.max_staleness > 0
     oracle = run_job(job("oracle"), cluster, (), log)
-    problems = [f"the undisturbed run: {problem}" for problem in oracle.problems]
+    found = [*oracle.problems, *(violations(folder / "oracle/kept", config) if ahead else ())]
+    problems = [f"the undisturbed run: {problem}" for problem in found]
     log(f"undisturbed: {steps} steps in {oracle.seconds:.0f} s, {oracle.status.phase.value}")
     if problems:
         return oracle, problems
     outcome = run_job(job("chaos"), cluster, plan, log)
-    found, redone = judge(folder / "oracle", folder / "chaos", outcome, steps)
-    log(text := report(outcome, found, redone, command(options)))
+    found, redone = judge(folder / "oracle", folder / "chaos", outcome, config)
+    log(text := report(outcome, found, redone, command(options), ahead))
     save(folder, text, as_json(outcome, found, redone))
     return outcome, found
 
@@ -51,7 +56,9 @@ def chaos(
 def command(options: argparse.Namespace) -> str:
     """The command that repeats a run."""
     kinds = "" if len(options.kinds) == len(Kind) else f" KINDS='{','.join(kind.name for kind in options.kinds)}'"
-    more = "" if options.hang_after == HANG_S else f" ARGS='--hang-after {options.hang_after:g}'"
+    given = [] if options.hang_after == HANG_S else [f"--hang-after {options.hang_after:g}"]
+    given += [f"--max-staleness {options.max_staleness}"] if options.max_staleness else []
+    more = f" ARGS='{' '.join(given)}'" if given else ""
     return f"make chaos FAULTS={options.faults} STEPS={options.steps} SEED={options.seed}{kinds}{more}"
 
 
@@ -68,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hang-after", type=float, default=HANG_S, help="seconds; more on a machine that is busy")
+    parser.add_argument("--max-staleness", type=int, default=0, help="how many versions rollouts run ahead")
     parser.add_argument("--kinds", type=kinds_of, default=kinds_of(""), help=", ".join(kind.name for kind in Kind))
     parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "chaos")
     options = parser.parse_args(argv)

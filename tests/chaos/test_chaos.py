@@ -22,10 +22,10 @@ FAST = tuple(kind for kind in Kind if kind not in SLOW_TO_HEAL)
 KILLED = (Kind.KILL_ROLLOUT, Kind.KILL_REWARD, Kind.KILL_TRAINER, Kind.KILL_MASTER, Kind.KILL_GCS)
 
 
-def run_chaos(folder, faults, steps, seed, kinds, timeout_s):
+def run_chaos(folder, faults, steps, seed, kinds, timeout_s, *more):
     """What the command found; it must find nothing wrong."""
     named = ",".join(kind.name for kind in kinds)
-    command = [sys.executable, "-m", "tests.chaos.run", "--out", str(folder), "--kinds", named]
+    command = [sys.executable, "-m", "tests.chaos.run", "--out", str(folder), "--kinds", named, *more]
     for name, value in (("faults", faults), ("steps", steps), ("seed", seed)):
         command += [f"--{name}", str(value)]
     ran = subprocess.run(command, cwd=REPOSITORY, timeout=timeout_s, capture_output=True, text=True, check=False)
@@ -70,3 +70,10 @@ def test_the_plan_of_every_kind(seed):
 def test_every_kind_of_fault(tmp_path, seed):
     report = run_chaos(tmp_path, *EVERY_KIND, seed, tuple(Kind), 1700)
     assert {finding["fault"]["kind"] for finding in report["findings"]} == {kind.value for kind in Kind}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rollouts_that_run_ahead_give_no_step_what_is_too_stale(tmp_path):
+    report = run_chaos(tmp_path, 9, 30, 120, FAST, 580, "--max-staleness", "2")
+    assert (len(report["findings"]), report["problems"]) == (9, [])

@@ -38,22 +38,28 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def differences(oracle: Path, chaos: Path, steps: int) -> list[str]:
     """Where two job directories differ; empty when they hold the same run, bit for bit."""
     return [
-        *_metric_differences(oracle, chaos, steps),
+        *step_faults(chaos, steps),
+        *_metric_differences(oracle, chaos),
         *_row_differences("samples.jsonl", oracle, chaos),
         *_row_differences("held_out.jsonl", oracle, chaos),
-        *_sample_faults(chaos, steps),
+        *sample_faults(chaos, steps),
         *_model_differences(oracle / "model", chaos / "model"),
         *_state_differences(oracle, chaos, steps),
     ]
 
 
-def _metric_differences(oracle: Path, chaos: Path, steps: int) -> Iterator[str]:
+def step_faults(job: Path, steps: int) -> Iterator[str]:
+    """Steps that a run's metrics lack or repeat."""
+    found = [row["step"] for row in read_rows(job / "metrics.jsonl")]
+    if found != list(range(1, steps + 1)):
+        yield f"metrics.jsonl holds the steps {found}, not 1 to {steps} once each"
+
+
+def _metric_differences(oracle: Path, chaos: Path) -> Iterator[str]:
     rows = [
         [{name: value for name, value in row.items() if name not in TIMING} for row in read_rows(job / "metrics.jsonl")]
         for job in (oracle, chaos)
     ]
-    if [row["step"] for row in rows[1]] != list(range(1, steps + 1)):
-        yield f"metrics.jsonl holds the steps {[row['step'] for row in rows[1]]}, not 1 to {steps} once each"
     for left, right in zip(*rows, strict=False):
         if left != right:
             names = [name for name in left if left[name] != right.get(name)]
@@ -71,7 +77,8 @@ def _row_differences(name: str, oracle: Path, chaos: Path) -> Iterator[str]:
             return
 
 
-def _sample_faults(chaos: Path, steps: int) -> Iterator[str]:
+def sample_faults(chaos: Path, steps: int) -> Iterator[str]:
+    """Samples that were trained on more than once, and steps without any."""
     keys = Counter((row["step"], row["prompt_id"], row["sample_index"]) for row in read_rows(chaos / "samples.jsonl"))
     if twice := [key for key, count in keys.items() if count > 1]:
         yield f"{len(twice)} samples were consumed more than once, first {twice[0]} (step, prompt, index)"

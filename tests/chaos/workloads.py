@@ -91,11 +91,23 @@ class ChaosRollout(Warm, RolloutWorkload):
         note(self, "receive_weights")
         return received
 
+    def draw(self, wanted, sampling, seed, enough, patience_s):
+        if len(wanted):
+            Gates.of_this_process().pace(int(wanted.dense("begun_at").max()))
+        return super().draw(wanted, sampling, seed, enough, patience_s)
+
+    @trainer_invocation(blocking=False)
+    def take(self, groups):
+        taken = super().take(groups)
+        if len(groups):
+            note(self, "generate", int(groups.dense("begun_at").max()))
+        return taken
+
     @trainer_invocation(blocking=False)
     def generate(self, prompts, sampling, seed):
         Gates.of_this_process().pace(seed[-1])
         drawn = super().generate(prompts, sampling, seed)
-        note(self, "generate" if sampling.temperature else "evaluate", seed[-1])
+        note(self, "evaluate", seed[-1])
         return drawn
 
 
