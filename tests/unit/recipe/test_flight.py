@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrover.python.rl.engine.torch.sampling import uniforms
 from dlrover.python.rl.recipe.flight import Flight
 
 
@@ -141,3 +142,25 @@ def test_another_attempt_is_a_group_of_its_own_for_the_same_prompt():
     taken = flight.take(2)
     flight.ask_again(4, taken[:1])
     assert [group.key for group in flight.open.values()] == [(1, 1, 4)]
+
+
+def test_a_prompt_twice_in_a_step_is_sampled_anew_in_a_group_of_its_own():
+    flight = Flight(16, 0, 1, 8)
+    flight.ask(1, [*range(8), *range(8)])
+    ids = [group.prompt_id for group in flight.open.values()]
+    assert (ids, [group.row for group in flight.open.values()]) == (list(range(16)), [*range(8), *range(8)])
+    draws = {tuple(uniforms((0, 1), identity, sample, 4)) for identity in ids for sample in range(4)}
+    assert len(draws) == 16 * 4
+
+
+def test_what_a_step_has_taken_keeps_its_number_until_the_next_one():
+    flight = Flight(1, 0, 1, 8)
+    flight.ask(1, [3])
+    flight.heard((3, 0, 1), True, True, 0)
+    flight.take(1)
+    flight.ask(1, [3])
+    assert [group.prompt_id for group in flight.open.values()] == [11]
+    flight.open.clear()
+    flight.begin()
+    flight.ask(2, [3])
+    assert [group.prompt_id for group in flight.open.values()] == [3]

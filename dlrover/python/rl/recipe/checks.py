@@ -58,9 +58,10 @@ def rollout_engine_problems(engine: EngineConfig) -> list[Problem]:
 
 def role_problems(trainer: str, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[Problem]:
     """Roles that a trainer of this name lacks, or that have more members than there are rows to share."""
+    needed = [RLRoleType.ROLLOUT, *([RLRoleType.REWARD] if cfg.rollout.env_path is None else [])]
     problems = [
         Problem("workload", f"the role '{role.lower()}' is required by {trainer}")
-        for role in (RLRoleType.ROLLOUT, RLRoleType.REWARD)
+        for role in needed
         if role not in roles
     ]
     held_out, drawn = _held_out_rows(cfg), cfg.prompts_per_step * cfg.rollout.samples_per_prompt

@@ -48,7 +48,14 @@ class Drawing:
     def __init__(self, trainer: Any, config: PolicyConfig, problems: ProblemSource) -> None:
         self._trainer, self._cfg, self.problems = trainer, config, problems
         rollout = config.rollout
-        self.sampling = SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.samples_per_prompt)
+        self.sampling = SamplingParams(
+            rollout.max_new_tokens,
+            rollout.temperature,
+            rollout.samples_per_prompt,
+            rollout.top_k,
+            rollout.top_p,
+            rollout.stop,
+        )
         self._members = len(trainer.RG_ROLLOUT)
         self._flight = trainer.state["flight"] = Flight(
             config.prompts_per_step, rollout.max_staleness, self._members, problems.rows

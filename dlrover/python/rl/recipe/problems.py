@@ -1,6 +1,5 @@
 """The problems of a run: which are trained on, which are held out, and in which order they come."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,22 +66,12 @@ class ProblemSource:
 
 
 def as_batch(rows: Sequence[PromptRow], chosen: Sequence[int]) -> Batch:
-    """The chosen rows of a file as a batch: ``prompt_id`` (int64), and as objects ``prompt``, ``answer`` and
-    ``extra_info``.
-
-    A prompt's id is the number of its row in the file, from 0. Where a row is chosen again, its id is that number plus
-    ``k * len(rows)`` the k-th further time: samples depend on the id, and ids make groups, so each time has samples and
-    a group of its own. Modulo ``len(rows)`` an id is the row's number.
-    """
+    """The chosen rows of a file as a batch: ``prompt_id`` (int64: the row's number in the file, from 0), and as objects
+    ``prompt``, ``answer`` and ``extra_info``."""
     picked = [rows[index] for index in chosen]
-    seen: Counter[int] = Counter()
-    ids = np.zeros(len(chosen), dtype=np.int64)
-    for at, index in enumerate(chosen):
-        ids[at] = index + seen[index] * len(rows)
-        seen[index] += 1
     return Batch(
         {
-            "prompt_id": ids,
+            "prompt_id": np.array(chosen, dtype=np.int64),
             "prompt": [row.prompt for row in picked],
             "answer": [row.answer for row in picked],
             "extra_info": [row.extra_info for row in picked],
@@ -102,7 +91,7 @@ def data_problems(config: PolicyConfig) -> list[Problem]:
     problems = [problem for path in files for problem in first_problems(check_prompts(path, data.keys))]
     if problems or not data.train:
         return problems
-    if config.reward.function == RewardConfig().function:
+    if config.rollout.env_path is None and config.reward.function == RewardConfig().function:
         problems = [problem for path in files for problem in first_problems(_without_answer(path, data.keys))]
     if data.eval is None:
         try:
