@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-backends chaos bench-recovery bench-rollout bench-training bench-weight-sync check lint types docs format clean
+.PHONY: help demo test test-slow test-backends chaos bench-recovery bench-rollout bench-training bench-weight-sync bench-async check lint types docs format clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -104,6 +104,9 @@ bench-training: $(VENV)-trl/ready ## Measure training against TRL, in an environ
 
 bench-weight-sync: $(VENV)/dev ## Measure weight sync against a plain memory copy (ARGS=--quick to try it)
 	$(BIN)/python -m benchmarks.weight_sync $(ARGS)
+
+bench-async: $(VENV)/dev ## Measure how much sooner a run ends whose rollouts run ahead (ARGS=--quick to try it)
+	$(BIN)/python -m benchmarks.running_ahead $(ARGS)
 
 check: $(VENV)/dev lint types ## Lint, types, layers and the fast tests
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not ray' tests/test_architecture.py tests/unit/common tests/unit/config \
