@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.layout import ParallelSizes
+from dlrover.python.rl.engine.optimizing import OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class TrainAbilities:
         adapters: whether it trains adapters.
         shares_process: whether an engine of one rank runs in a process that is a rank of another engine already.
         tells_likely_ids: whether it evaluates with ``top``, as teachers of whole distributions do.
+        sgd: whether it has that optimizer besides AdamW.
         bare_head: whether it trains a token head without a bias, as reward models have.
     """
 
@@ -25,11 +27,12 @@ class TrainAbilities:
     adapters: bool = False
     shares_process: bool = False
     tells_likely_ids: bool = False
+    sgd: bool = False
     bare_head: bool = True
 
 
 _TRAIN = {
-    "fsdp2": TrainAbilities(("ddp_size", "tensor_parallel_size", "context_parallel_size"), True, True, True),
+    "fsdp2": TrainAbilities(("ddp_size", "tensor_parallel_size", "context_parallel_size"), True, True, True, sgd=True),
     "deepspeed": TrainAbilities(tells_likely_ids=True),
     "megatron": TrainAbilities(("tensor_parallel_size", "pipeline_parallel_size"), bare_head=False),
 }
@@ -59,6 +62,13 @@ def train_faults(engine: str, sizes: ParallelSizes, lora: bool, bare_head: bool 
             f"adapters cannot be split: tensor_parallel_size is {sizes.tensor_parallel_size}, and has to be 1"
         )
     return faults
+
+
+def optimizer_faults(engine: str, config: OptimizerConfig) -> list[str]:
+    """What is asked of a train engine's optimizer that it cannot do."""
+    if config.name == "adamw" or _TRAIN.get(engine, TrainAbilities(sgd=True)).sgd:
+        return []
+    return [f"{engine} runs with adamw only here: {config.name} needs fsdp2"]
 
 
 def rollout_faults(engine: str, tensor_parallel_size: int) -> list[str]:

@@ -11,7 +11,8 @@ from dlrover.python.rl.algorithm.sft import SFT
 from dlrover.python.rl.common.errors import EngineError, InvalidJob, Problem, VerifierError
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.data.problems import check_prompts, load_prompts
-from dlrover.python.rl.engine.abilities import rollout_faults, train_faults
+from dlrover.python.rl.engine.abilities import optimizer_faults, rollout_faults, train_faults
+from dlrover.python.rl.engine.base import OptimizerConfig
 from dlrover.python.rl.engine.layout import Layout, ParallelSizes
 from dlrover.python.rl.engine.registry import ROLLOUT, TRAIN, engine_problems
 from dlrover.python.rl.environment.lookup import load_function
@@ -24,15 +25,15 @@ _RECIPES = {"values": "ppo", "teacher_logprobs": "distill", "candidates": "disti
 """Where algorithms that need these find them."""
 
 
-def reward_problems(function: str | Mapping[str, float]) -> list[Problem]:
+def reward_problems(function: str | Mapping[str, float], where: str = "config.reward") -> list[Problem]:
     """Whether the reward function can be imported, or each of several."""
     found = []
     for name in [function] if isinstance(function, str) else function:
         try:
             load_function(name)
         except VerifierError as error:
-            found.append(Problem("config.reward.function", str(error)))
-    return found if function else [Problem("config.reward.function", "names no function")]
+            found.append(Problem(f"{where}.function", str(error)))
+    return found if function else [Problem(f"{where}.function", "names no function")]
 
 
 def train_engine_problems(engine: EngineConfig, actors: int, bare_head: bool = False) -> list[Problem]:
@@ -47,6 +48,11 @@ def train_engine_problems(engine: EngineConfig, actors: int, bare_head: bool = F
     except EngineError as error:
         problems.append(Problem("config.engine.parallel", f"{error}: they are members of the actor"))
     return problems
+
+
+def optimizer_problems(engine: EngineConfig, optimizer: OptimizerConfig) -> list[Problem]:
+    """Whether the train engine has the optimizer that is asked for."""
+    return [Problem("config.optimizer.name", fault) for fault in optimizer_faults(engine.train, optimizer)]
 
 
 def rollout_engine_problems(engine: EngineConfig) -> list[Problem]:

@@ -15,6 +15,7 @@ from dlrover.python.rl.config.typed import require, salvage
 from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.recipe.checks import (
     algorithm_problems,
+    optimizer_problems,
     reward_problems,
     role_problems,
     rollout_engine_problems,
@@ -112,7 +113,7 @@ class PolicyTrainer(BaseTrainer):
         cfg = self.cfg
         loading = [
             self.RG_ACTOR.init_model.options(blocking=False)(
-                cfg.model, cfg.engine, cfg.optimizer, self.algorithm, cfg.seed
+                cfg.model, cfg.engine, cfg.optimizer.over(self.update_count), self.algorithm, cfg.seed
             ),
             self.RG_ROLLOUT.init_model.options(blocking=False)(cfg.model, cfg.engine, cfg.rollout),
         ]
@@ -121,6 +122,11 @@ class PolicyTrainer(BaseTrainer):
         if self.uses("ref_logprobs"):
             loading.append(self.RG_REFERENCE.init_model.options(blocking=False)(cfg.model, cfg.engine))
         return loading
+
+    @property
+    def update_count(self) -> int:
+        """Optimizer steps of the whole run at most, over which a falling learning rate falls."""
+        return self.cfg.steps * self.cfg.updates_per_step * self.cfg.epochs
 
     def judged(self, step: int, scored: Batch) -> Batch:
         """The rows as the algorithm shall see them: those that are not to be trained on have no reward."""
@@ -217,7 +223,7 @@ class PolicyTrainer(BaseTrainer):
         further = [*model_problems(cfg.model), *template_problems(cfg), *data_problems(cfg)]
         further += [*role_problems(cls.__name__, cfg, roles), *reward_problems(cfg.reward.function)]
         further += train_engine_problems(cfg.engine, roles.get(RLRoleType.ACTOR, 1))
-        further += rollout_engine_problems(cfg.engine)
+        further += [*rollout_engine_problems(cfg.engine), *optimizer_problems(cfg.engine, cfg.optimizer)]
         further += algorithm_problems(lambda: cls.algorithm_of(cfg), cls.given, cfg, roles)
         further += cls.own_problems(cfg, roles)
         said = {problem.where for problem in problems}

@@ -8,7 +8,7 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.config.typed import require
-from dlrover.python.rl.engine.abilities import refuse, train_faults
+from dlrover.python.rl.engine.abilities import optimizer_faults, refuse, train_faults
 from dlrover.python.rl.engine.base import Rendezvous
 from dlrover.python.rl.engine.deepspeed.options import DeepSpeedOptions
 from dlrover.python.rl.engine.layout import Layout
@@ -48,6 +48,8 @@ class DeepSpeedTrainEngine(TrainShell):
         settings = self._settings
         self._stage = require(DeepSpeedOptions, settings.backend, "backend").zero_stage
         refuse(train_faults("deepspeed", settings.parallel, settings.lora is not None))
+        if self._config is not None:
+            refuse(optimizer_faults("deepspeed", self._config))
         device = torch.device(settings.device)
         if get_accelerator().device_name() != device.type:
             raise EngineError(

@@ -21,7 +21,7 @@ from dlrover.python.rl.engine.torch.blueprint import Blueprint
 from dlrover.python.rl.engine.torch.checkpoint import read_checkpoint, write_checkpoint
 from dlrover.python.rl.engine.torch.lighter import lighten
 from dlrover.python.rl.engine.torch.loading import prepare
-from dlrover.python.rl.engine.torch.optimizer import MasterAdamW
+from dlrover.python.rl.engine.torch.optimizer import MasterOptimizer
 from dlrover.python.rl.engine.torch.outputs import Reader
 from dlrover.python.rl.engine.torch.packing import MicroBatch
 from dlrover.python.rl.engine.torch.precision import DTYPES
@@ -52,7 +52,7 @@ class TrainedModel:
     settings: TrainSettings
     ranks: Ranks
     made: Materialized
-    optimizer: MasterAdamW[ParameterShard] | None
+    optimizer: MasterOptimizer[ParameterShard] | None
     reader: Reader
     vocab_size: int
     max_positions: int | None
@@ -102,7 +102,7 @@ class TrainedModel:
             settings,
             ranks,
             made,
-            None if config is None else MasterAdamW(config, made.shards.trained),
+            None if config is None else MasterOptimizer(config, made.shards.trained),
             reader,
             module.get_input_embeddings().num_embeddings,
             getattr(module.config.get_text_config(), "max_position_embeddings", None),

@@ -22,7 +22,7 @@ from dlrover.python.rl.engine.megatron.shards import MegatronShard, MegatronShar
 from dlrover.python.rl.engine.torch.attention import Documents
 from dlrover.python.rl.engine.torch.blueprint import Blueprint
 from dlrover.python.rl.engine.torch.checkpoint import read_checkpoint, write_checkpoint
-from dlrover.python.rl.engine.torch.optimizer import MasterAdamW
+from dlrover.python.rl.engine.torch.optimizer import MasterOptimizer
 from dlrover.python.rl.engine.torch.outputs import VocabularyShard, token_logprobs
 from dlrover.python.rl.engine.torch.packing import MicroBatch
 from dlrover.python.rl.engine.torch.precision import DTYPES
@@ -74,7 +74,7 @@ class MegatronBackend:
             self._module.requires_grad_(config is not None)
             self._passes = self._module if config is None else self._data_parallel()
         self._shards = MegatronShards(self._module, shape, stage, trained=config is not None)
-        self._optimizer = None if config is None else MasterAdamW(config, self._shards.trained)
+        self._optimizer = None if config is None else MasterOptimizer(config, self._shards.trained)
         if stage.is_last:
             self._module.output_layer.register_forward_pre_hook(self._only_where_read)
         self._reside()

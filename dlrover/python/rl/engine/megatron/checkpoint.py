@@ -13,7 +13,7 @@ from dlrover.python.rl.engine.megatron.conversion import Form, join, padded_voca
 from dlrover.python.rl.engine.megatron.shape import TransformerShape
 from dlrover.python.rl.engine.megatron.shards import MegatronShard, MegatronShards, Stage
 from dlrover.python.rl.engine.torch.checkpoint import model_tensor, optimizer_tensor
-from dlrover.python.rl.engine.torch.optimizer import MasterAdamW
+from dlrover.python.rl.engine.torch.optimizer import MasterOptimizer
 
 _DIVIDED: Mapping[Form, int] = {"vocab": 0, "columns": 1, "qkv": 0, "gate_up": 0}
 """The dimension of each of the tensors that the tensor-parallel ranks divide."""
@@ -27,7 +27,7 @@ class CheckpointTensors:
     """
 
     def __init__(
-        self, shape: TransformerShape, stage: Stage, shards: MegatronShards, optimizer: MasterAdamW[Any] | None
+        self, shape: TransformerShape, stage: Stage, shards: MegatronShards, optimizer: MasterOptimizer[Any] | None
     ) -> None:
         self._shape, self._stage, self._local = shape, stage, _local_shape(shape, stage)
         self._shards, self._optimizer = shards, optimizer

@@ -7,7 +7,7 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.config.typed import require
-from dlrover.python.rl.engine.abilities import refuse, train_faults
+from dlrover.python.rl.engine.abilities import optimizer_faults, refuse, train_faults
 from dlrover.python.rl.engine.base import Rendezvous
 from dlrover.python.rl.engine.layout import Layout
 from dlrover.python.rl.engine.megatron.options import MegatronOptions
@@ -40,6 +40,8 @@ class MegatronTrainEngine(TrainShell):
         settings = self._settings
         options = require(MegatronOptions, settings.backend, "backend")
         refuse(train_faults("megatron", settings.parallel, settings.lora is not None, not settings.head_bias))
+        if self._config is not None:
+            refuse(optimizer_faults("megatron", self._config))
         self.layout = Layout.of(rendezvous.world_size, settings.parallel)
         self._shape = TransformerShape.of(self._blueprint.config, settings.head)
         self._shape.check_split(self.layout.tensor, self.layout.pipeline)

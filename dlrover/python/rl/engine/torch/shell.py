@@ -5,6 +5,7 @@ when it is to have some again.
 """
 
 import gc
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -25,7 +26,7 @@ from dlrover.python.rl.engine.torch.blueprint import Blueprint
 from dlrover.python.rl.engine.torch.evaluation import check_asked, gathered
 from dlrover.python.rl.engine.torch.packing import MicroBatch, check_actions, check_tokens, pack
 from dlrover.python.rl.engine.torch.ranks import Ranks, numbered
-from dlrover.python.rl.engine.torch.stepping import agreed_micro_batches, check_norm, settle
+from dlrover.python.rl.engine.torch.stepping import agreed_micro_batches, check_norm, learning_rate, settle
 from dlrover.python.rl.engine.weights import WeightSnapshot, take_snapshot, verify
 
 
@@ -62,6 +63,10 @@ class TrainShell(ABC):
         if not isinstance(model, Blueprint):
             model = Blueprint.of(model, settings.head, settings.head_bias)
         self._blueprint = model
+        if optimizer is not None:
+            learning_rate(
+                optimizer, optimizer.warmup_steps
+            )  # raises where nobody has said over how many steps it falls
         self._memory = memory or DeviceMemory(self._settings.device)
         self._ranks = self._connect(rendezvous or Rendezvous())
         self._owner = self._memory.owner(f"{'trained' if optimizer else 'frozen'} {self._blueprint.name}")
@@ -82,6 +87,11 @@ class TrainShell(ABC):
 
     layout: Layout
     """How the ranks divide the model and its batch."""
+
+    @property
+    def parameter_count(self) -> int:
+        """Numbers in the whole model's weights, tied ones once."""
+        return sum(map(math.prod, self._holding("parameter_count").shapes().values()))
 
     @property
     def tokenizer(self) -> Any:

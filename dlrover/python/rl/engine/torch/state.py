@@ -36,6 +36,8 @@ def restore(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     faults = misfits(shapes, {name: tuple(tensor.shape) for name, tensor in state["model"].items()})
     faults += [f"the optimizer's '{name}' is unknown" for name in moments or {} if name not in own_moments]
     faults += [f"the optimizer's '{name}' is missing" for name in own_moments or {} if name not in moments]
+    if not faults and moments and any(moments[name].keys() != kept.keys() for name, kept in own_moments.items()):
+        faults = ["its optimizer is another one"]
     if faults:
         raise WeightSyncError("the state is of another model: " + "; ".join(faults))
     if any(map(_emptied, state["model"].values())):

@@ -132,10 +132,22 @@ def first_bad(tensors: Mapping[str, Any]) -> str:
 
 
 def learning_rate(config: OptimizerConfig, steps_taken: int) -> float:
-    """The rate of the next step: rises linearly to the peak over the warm-up."""
-    if steps_taken >= config.warmup_steps:
+    """The rate of the next step: rises linearly to the peak over the warm-up, and then falls as the schedule says.
+
+    ``cosine`` is half a period (Loshchilov and Hutter, arXiv:1608.03983, eq. 5, without restarts).
+
+    Raises:
+        EngineError: nobody has said over how many steps it falls.
+    """
+    if steps_taken < config.warmup_steps:
+        return config.lr * (steps_taken + 1) / config.warmup_steps
+    if config.schedule == "constant":
         return config.lr
-    return config.lr * (steps_taken + 1) / config.warmup_steps
+    if config.decay_steps is None:
+        raise EngineError(f"a {config.schedule} schedule needs decay_steps: over how many steps the rate falls")
+    done = (steps_taken - config.warmup_steps) / max(config.decay_steps - config.warmup_steps, 1)
+    left = 1 - min(done, 1.0) if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    return config.min_lr + (config.lr - config.min_lr) * left
 
 
 def clip_factor(norm: float, most: float | None) -> float:
