@@ -37,6 +37,8 @@ HOMES = {
     "math_verify": "environment",
     "gem": "environment",
     "gymnasium": "environment",
+    "wandb": "recipe",
+    "mlflow": "recipe",
 }
 
 CLOCK_THREAD_DISK = {

@@ -8,11 +8,13 @@ import pytest
 from example_jobs import EXAMPLES, PAIRS, log_probs, metrics_of, stage, write_rows
 
 from dlrover.python.rl.common.errors import InvalidJob, NonFiniteUpdate
+from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.recipe.evaluating import Measured
 from dlrover.python.rl.recipe.keeping import KeepConfig, Keeping
+from dlrover.python.rl.recipe.sft import SFTTrainer
 from dlrover.python.rl.recipe.tiny import write_tiny_model
-from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload
+from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 HELD_OUT = [{"prompt": "7+7=", "response": "14"}, {"prompt": "1=", "response": "one, and a good deal more"}]
@@ -103,6 +105,38 @@ def test_pairs_are_evaluated_by_the_loss_they_are_trained_with(inputs, tmp_path,
 def test_sums_over_ranks_of_which_one_has_no_rows():
     parts = [Measured(0.25, {"accuracy": 0.5}), Measured(0.0, {}), Measured(0.5, {"accuracy": 0.25})]
     assert Measured.total(parts) == Measured(0.75, {"accuracy": 0.75})
+
+
+def test_130_answers_are_drawn_and_judged_where_the_job_has_the_roles_for_it(inputs, tmp_path):
+    config = config_of(inputs, batch_size=4, epochs=50.0, eval_every=50)
+    config["data"] = {name: str(inputs / "examples.jsonl") for name in ("train", "eval")}
+    roles = {"ACTOR": (ActorWorkload, 1), "ROLLOUT": (RolloutWorkload, 2), "REWARD": (RewardWorkload, 1)}
+    answers = {"max_new_tokens": 8, "reward": {"workers": 1}}
+    job = stage("sft", tmp_path / "asked", config | {"answers": answers, "keep": {"best": "eval_reward"}}, roles)
+    job.run()
+    for role, rank in (("REWARD", 0), ("ROLLOUT", 0), ("ROLLOUT", 1), ("ACTOR", 0)):
+        job.workload(role, rank).close()
+    row = metrics_of(tmp_path / "asked")[-1]
+    assert (row["eval_reward"], row["eval_failed"]) == (1.0, 0.0), "it knows four sums by heart"
+    told = [json.loads(line) for line in (tmp_path / "asked/held_out.jsonl").read_text().splitlines()]
+    assert [(row["prompt"], row["completion"]) for row in told] == [tuple(row.values()) for row in EXAMPLES]
+    assert (tmp_path / "asked/best/model.safetensors").exists()
+    stage("sft", tmp_path / "plain", config | {"epochs": 1.0}).run()
+    assert "eval_reward" not in metrics_of(tmp_path / "plain")[-1]
+
+
+def test_roles_that_do_not_go_together_are_refused(inputs):
+    def problems_of(config, **roles):
+        found = SFTTrainer.check_config(config, {RLRoleType(role): size for role, size in roles.items()})
+        return {problem.where: problem.what for problem in found}
+
+    config = config_of(inputs, eval_every=1)
+    assert problems_of(config, ACTOR=1, ROLLOUT=1, REWARD=1) == {}
+    assert "both" in problems_of(config, ACTOR=1, ROLLOUT=1)["workload"]
+    assert "nothing to do" in problems_of(config_of(inputs), ACTOR=1, ROLLOUT=1, REWARD=1)["config.eval_every"]
+    answers = {"reward": {"function": "no.such:function"}}
+    found = problems_of(config | {"answers": answers}, ACTOR=1, ROLLOUT=1, REWARD=1)
+    assert "config.answers.reward.function" in found
 
 
 # -- what is kept -----------------------------------------------------------------------------------------------------

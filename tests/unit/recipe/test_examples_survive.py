@@ -34,7 +34,7 @@ def config_of(inputs, kind):
     }
 
 
-TIMES = ("tokens_per_s", "step_s")
+TIMES = ("tokens_per_s", "step_s", "train_tflops", "time/")
 
 
 def end_of(folder, inputs, kind, faults=None):
@@ -42,7 +42,7 @@ def end_of(folder, inputs, kind, faults=None):
     job = stage(kind, folder, config_of(inputs, kind))
     job.run(faults)
     assert not job.port.faults, "not all of them have happened"
-    figures = [{name: value for name, value in row.items() if name not in TIMES} for row in metrics_of(folder)]
+    figures = [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in metrics_of(folder)]
     models = {
         str(file.relative_to(folder)): file.read_bytes()
         for name in ("model", "best", "steps")

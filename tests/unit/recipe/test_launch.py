@@ -323,7 +323,7 @@ def test_pairs_are_learned_alike_in_one_process_and_in_two_though_one_has_no_pai
         [json.loads(row) for row in (desk / name / "metrics.jsonl").read_text().splitlines()] for name in ("one", "two")
     ]
     for alone, together in zip(*rows, strict=True):
-        for name in alone.keys() - {"tokens_per_s", "step_s"}:
+        for name in (name for name in alone if not name.startswith(("tokens_per_s", "step_s", "train_", "time/"))):
             assert together[name] == pytest.approx(alone[name], abs=1e-5), name
     for name in ("model", "best"):
         first, second = (load_file(desk / job / name / "model.safetensors") for job in ("one", "two"))

@@ -40,8 +40,8 @@ from dlrover.python.rl.master.job import (
     run_on_ray,
     stop_master,
 )
-from dlrover.python.rl.master.progress import ProgressView
 from dlrover.python.rl.master.status import JobStatus
+from dlrover.python.rl.runtime.progress import ProgressView
 from dlrover.python.rl.runtime.ray.actors import ask, end, find, sweep, wait_gone
 from dlrover.python.rl.runtime.ray.cluster import ray_cluster
 

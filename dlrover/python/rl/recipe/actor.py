@@ -37,6 +37,7 @@ from dlrover.python.rl.recipe.members import (
     weight_transport,
 )
 from dlrover.python.rl.recipe.refusals import not_finite_rows
+from dlrover.python.rl.recipe.speed import Machine
 from dlrover.python.rl.recipe.updates import UpdatePlan, each_update, joined
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
@@ -81,8 +82,14 @@ class ActorWorkload(EngineWorkload):
         with self._first_turn(device) as memory:
             self._engine: TrainEngine = made(model, optimizer, settings, meeting, memory)
         self._weights = weight_transport(self, device, leads=self.rank == 0)
+        self._runs_on = device, engine.precision
         seed_random(seed, self.role, self.rank)
         return type(self._engine).__name__
+
+    @trainer_invocation(target="RANK0")
+    def machine(self) -> Machine:
+        """What trains here, by which its speed can be judged."""
+        return Machine.of(self._engine, *self._runs_on)
 
     @classmethod
     def data_parallel_size(cls, config: Any, world_size: int) -> int:

@@ -17,6 +17,7 @@ from dlrover.python.rl.recipe.failures import failed_groups, rewards_of
 from dlrover.python.rl.recipe.flight import Flight, Group
 from dlrover.python.rl.recipe.problems import ProblemSource
 from dlrover.python.rl.recipe.step_rows import Drawn
+from dlrover.python.rl.recipe.syncing import give_weights
 from dlrover.python.rl.trainer.port import STRAGGLER_LOG_INTERVAL_S, Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 
@@ -69,12 +70,7 @@ class Drawing:
         Raises:
             WeightSyncError: a rollout holds others.
         """
-        ticket, *_ = self._trainer.RG_ACTOR.publish_weights()
-        received = self._trainer.RG_ROLLOUT.receive_weights(Replicate(ticket))
-        (self._synced,) = self._trainer.RG_ACTOR.published()
-        for rank, stamp in enumerate(received):
-            if stamp != self._synced:
-                raise WeightSyncError(f"ROLLOUT[{rank}] received weights of {stamp}, not of {self._synced}")
+        self._synced = give_weights(self._trainer)
         self._flight.serves(self._synced.version)
 
     def check_versions(self, step: int, drawn: Batch, max_staleness: int = 0) -> None:

@@ -10,6 +10,8 @@ from dlrover.python.rl.engine.base import OptimizerConfig
 from dlrover.python.rl.recipe.config import EngineConfig, NonNegative, Positive
 from dlrover.python.rl.recipe.examples import ExampleData, PairData, ScoredPairData, SFTData
 from dlrover.python.rl.recipe.keeping import KeepConfig
+from dlrover.python.rl.recipe.sampled import AnswersConfig
+from dlrover.python.rl.recipe.trackers import LogConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class ExampleConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     engine: EngineConfig = EngineConfig()
     keep: KeepConfig = KeepConfig()
+    log: LogConfig = LogConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,9 @@ class SFTConfig(ExampleConfig):
     data: SFTData
     averaging: Literal["token", "sequence"] = "token"
     """Mean over the tokens of the whole batch, or over rows of their token means."""
+
+    answers: AnswersConfig = AnswersConfig()
+    """Evaluation by what the model says, where the job has the roles for it."""
 
 
 @dataclass(frozen=True, kw_only=True)

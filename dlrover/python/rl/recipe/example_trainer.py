@@ -1,8 +1,8 @@
 """The loop of the recipes that learn from examples."""
 
 import math
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 from dlrover.python.rl.algorithm.base import Algorithm, added
@@ -13,7 +13,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.cursor import PromptCursor
 from dlrover.python.rl.engine.base import StepResult
 from dlrover.python.rl.engine.layout import ParallelSizes
-from dlrover.python.rl.recipe.checks import train_engine_problems
+from dlrover.python.rl.recipe.checks import optimizer_problems, train_engine_problems
 from dlrover.python.rl.recipe.config import model_problems
 from dlrover.python.rl.recipe.evaluating import Measured
 from dlrover.python.rl.recipe.example_config import ExampleConfig
@@ -21,12 +21,14 @@ from dlrover.python.rl.recipe.examples import Examples, example_problems, filled
 from dlrover.python.rl.recipe.keeping import Keeping, keep_problems
 from dlrover.python.rl.recipe.members import TRAINED
 from dlrover.python.rl.recipe.refusals import naming_samples
+from dlrover.python.rl.recipe.speed import Machine
+from dlrover.python.rl.recipe.timing import TimedTrainer
 from dlrover.python.rl.recipe.tracking import RunLog
+from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Shard
-from dlrover.python.rl.trainer.trainer import BaseTrainer
 
 
-class ExampleTrainer(BaseTrainer):
+class ExampleTrainer(TimedTrainer):
     """Role ACTOR, whose members are data-parallel ranks; and REFERENCE where the loss needs it.
 
     ::
@@ -72,7 +74,7 @@ class ExampleTrainer(BaseTrainer):
         """Encode the examples; let the roles load their models."""
         self.cfg = cfg = require(self.config_class, self.config, "config")
         self.algorithm = self.algorithm_of(cfg)
-        self.run_log = RunLog(self.job_dir)
+        self.run_log = self.state["log"] = RunLog(self.job_dir, config=cfg.log, settings=asdict(cfg))
         self.keeping = self.state["keeping"] = Keeping(cfg.keep, self.job_dir, self.RG_ACTOR.save)
         self.examples: Examples
         encode = self.RG_ACTOR.encode.options(target="RANK0")
@@ -81,24 +83,28 @@ class ExampleTrainer(BaseTrainer):
         self.cursor = self.state["cursor"] = PromptCursor(
             self.unit_count, cfg.batch_size, cfg.seed, total=self.rows_in_all
         )
-        loading = [
-            self.RG_ACTOR.init_model.options(blocking=False)(
-                cfg.model, cfg.engine, cfg.optimizer, self.algorithm, cfg.seed
-            )
-        ]
+        for pending in self.loading():
+            pending.result()  # waits: for models, which the members' limits bound
+        self.machine: Machine
+        (self.machine,) = self.RG_ACTOR.machine()
+
+    def loading(self) -> list[Pending]:
+        """Let the roles load their models."""
+        cfg, optimizer = self.cfg, self.cfg.optimizer.over(self.total_steps)
+        begin = self.RG_ACTOR.init_model.options(blocking=False)
+        loading = [begin(cfg.model, cfg.engine, optimizer, self.algorithm, cfg.seed)]
         if _uses_reference(self.algorithm):
             loading.append(self.RG_REFERENCE.init_model.options(blocking=False)(cfg.model, cfg.engine))
-        for pending in loading:
-            pending.result()  # waits: for models, which the members' limits bound
+        return loading
 
     def fit(self) -> None:
         """The whole training."""
+        self.time_figures()  # what came before is of no step
         done = self.total_steps
         for step in self.steps(self.total_steps):
             if self.keeping.gives_up:
                 done = step - 1
                 break
-            began_s = time.monotonic()
             self.run_log.begin(step)
             batch = units(self.examples.train, self.cfg.data.unit_rows, self.cursor.next())
             trained = self.update(step, self.prepared(batch, self.algorithm))
@@ -107,8 +113,8 @@ class ExampleTrainer(BaseTrainer):
             if self.evaluates_after(step):
                 metrics |= self.evaluate(step)
             self.keeping.stepped(step)
-            seconds = time.monotonic() - began_s
-            metrics |= {"tokens_per_s": len(batch.ragged("tokens").values) / seconds, "step_s": seconds}
+            times = self.time_figures()
+            metrics |= self.machine.figures(len(batch.ragged("tokens").values), len(self.RG_ACTOR), times) | times
             self.run_log.step(step, metrics)
             self.log(step, metrics)
         self.run_log.begin(done + 1)
@@ -172,8 +178,13 @@ class ExampleTrainer(BaseTrainer):
         assert self.examples.held_out is not None, "there are some where a run evaluates"
         batch = self.prepared(self.examples.held_out, self.algorithm_of_evaluation)
         figures = self.evaluation_figures(Measured.total(self.RG_ACTOR.measure(self._shared(batch))))
+        figures |= self.further_figures(step)
         self.keeping.evaluated(step, figures)
         return figures
+
+    def further_figures(self, step: int) -> dict[str, float]:
+        """What else an evaluation says."""
+        return {}
 
     @property
     def algorithm_of_evaluation(self) -> Algorithm:
@@ -214,11 +225,26 @@ class ExampleTrainer(BaseTrainer):
             what = f"{actors} actor members cannot share a batch of {cfg.batch_size}"
             further.append(Problem("config.batch_size", what))
         further += [*train_engine_problems(cfg.engine, actors, cls.bare_head), *model_problems(cfg.model)]
+        further += optimizer_problems(cfg.engine, cfg.optimizer)
         further += example_problems(cfg.data, cfg.eval_every > 0, cfg.seed)
-        known = cls.evaluation_figures(Measured(0.0, dict.fromkeys(cls.metric_names, 0.0)))
+        known = [
+            *cls.evaluation_figures(Measured(0.0, dict.fromkeys(cls.metric_names, 0.0))),
+            *cls.further_names(roles),
+        ]
         further += [*keep_problems(cfg.keep, cfg.eval_every, known), *cls._algorithm_problems(cfg, roles)]
+        further += cls.own_problems(cfg, roles)
         said = {problem.where for problem in problems}
         return [*problems, *(problem for problem in further if problem.where not in said)]
+
+    @classmethod
+    def further_names(cls, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
+        """The names of :meth:`further_figures` in a job with these roles."""
+        return ()
+
+    @classmethod
+    def own_problems(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[Problem]:
+        """What else is wrong for this trainer."""
+        return []
 
     @classmethod
     def _algorithm_problems(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[Problem]:

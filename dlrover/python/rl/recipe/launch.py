@@ -27,9 +27,10 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.engine.abilities import shares_process
 from dlrover.python.rl.recipe.config import EngineConfig
 from dlrover.python.rl.runtime.inspection import inspect_job
+from dlrover.python.rl.runtime.progress import ProgressView
 from dlrover.python.rl.runtime.torchrun.links import MEETING_S, Board, Place, call_in, join, refuse
 from dlrover.python.rl.runtime.torchrun.run import Lead, follow
-from dlrover.python.rl.trainer.trainer import Reporter, StepReport
+from dlrover.python.rl.trainer.trainer import Reporter
 
 _LOG = get_logger(__name__)
 
@@ -79,7 +80,8 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
         jobs.append(described(recipe, job_file, overrides, place))
         return jobs[0]
 
-    error = run_together(describe, place, _report)
+    with ProgressView(recipe or "job", live=not place.rank) as view:
+        error = run_together(describe, place, view)
     if error is not None:
         return EXIT_INVALID if isinstance(error, InvalidJob) else EXIT_FAILED
     for job in jobs:
@@ -196,12 +198,6 @@ def _store() -> Board:
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     board: Board = store
     return board
-
-
-def _report(report: StepReport) -> None:
-    of = f"/{report.total_steps}" if report.total_steps else ""
-    figures = "  ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
-    _LOG.info("step %d%s  %s", report.step, of, figures)
 
 
 def _print_summary(job: JobSpec) -> None:

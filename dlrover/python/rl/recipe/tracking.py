@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -16,6 +17,7 @@ from matplotlib.figure import Figure
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.recipe.board import EventFile
 from dlrover.python.rl.recipe.disk import PATIENT, Patience, append, replace
+from dlrover.python.rl.recipe.trackers import LogConfig, Trackers
 
 _LOG = get_logger(__name__)
 
@@ -34,10 +36,22 @@ class RunLog:
     Args:
         folder: the job's directory; nothing is changed there before :meth:`begin`.
         patience: with a full disk; after that the error is raised, and no half line is left.
+        config: what else is told of it, and where.
+        settings: of the run, a plain tree, for trackers to show.
+
+    In a trainer's ``state`` it keeps the run's name, by which trackers know it when it goes on.
     """
 
-    def __init__(self, folder: Path, patience: Patience = PATIENT) -> None:
-        self._folder, self._patience = folder, patience
+    def __init__(
+        self,
+        folder: Path,
+        patience: Patience = PATIENT,
+        config: LogConfig | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._folder, self._patience, self._config = folder, patience, config or LogConfig()
+        self._trackers = Trackers(self._config, folder, settings or {}, patience)
+        self._run = uuid4().hex[:12]
         self._begun: int | None = None
         self._history: list[tuple[int, dict[str, float]]] = []
 
@@ -72,10 +86,14 @@ class RunLog:
         self._history.append((step, values))
         self._append(_METRICS, [{"step": step, **values}])
         self._board.scalars(step, values)
+        self._trackers.step(self._run, step, values)
 
     def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write samples of a step, one line each."""
-        self._append(_SAMPLES, ({"step": step, **row} for row in rows))
+        """Write samples of a step, one line each; show the first ones, as far as that is wanted."""
+        told = list(rows)
+        self._append(_SAMPLES, ({"step": step, **row} for row in told))
+        for row in told[: self._config.show_samples]:
+            _LOG.info("step %d: %s", step, _shown(row, self._config.max_chars))
 
     def refused(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the samples that an update was refused for, one line each, to ``refused.jsonl``."""
@@ -86,8 +104,17 @@ class RunLog:
         self._replace("held_out.jsonl", "".join(map(_line, rows)).encode())
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        """Write the closing figures, which the command line prints as a table."""
+        """Write the closing figures, which the command line prints as a table: the run has come to its end."""
         self._replace("summary.json", json.dumps(_nulled(values), indent=2).encode())
+        self._trackers.close()
+
+    def state_dict(self) -> dict[str, str]:
+        """Which run it is."""
+        return {"run": self._run}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """Go on with the run that gave ``state``."""
+        self._run = state["run"]
 
     def curve(self, name: str, file: str) -> None:
         """Draw one figure over the steps as a PNG, with its running mean."""
@@ -112,6 +139,17 @@ class RunLog:
 
     def _replace(self, name: str, content: bytes) -> None:
         replace(self._folder / name, content, self._patience)
+
+
+def _shown(row: Mapping[str, Any], most: int) -> str:
+    """A sample in one line of the log, each of its texts cut after ``most`` characters."""
+    texts = {name: text if isinstance(text, str) else str(text) for name, text in row.items() if text is not None}
+    return "  ".join(f"{name} {_cut_text(text, most)}" for name, text in texts.items())
+
+
+def _cut_text(text: str, most: int) -> str:
+    line = repr(text)[1:-1]
+    return line if len(line) <= most else f"{line[:most]}... ({len(text)} characters)"
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dlrover.python.rl.trainer.trainer import StepReport
 
-_HEADLINE = ("reward", "loss", "kl", "accuracy", "tokens_per_s")
+_HEADLINE = ("reward", "loss", "kl", "accuracy", "eval_loss", "tokens_per_s")
 _PLAIN_INTERVAL_S = 2.0
 
 
@@ -63,6 +63,8 @@ class ProgressView:
             self._bar.stop()
 
     def __call__(self, report: StepReport) -> None:
+        if not self._began_s:
+            self._began_s, self._first = time.monotonic(), report.step
         if self._bar is None:
             self._line(report)
             return
@@ -71,23 +73,29 @@ class ProgressView:
             self._task = self._bar.add_task(self._title, total=total, figures="")
         # Rich knows tasks by a number type of its own.
         task = self._bar.tasks[self._task].id
-        self._bar.update(task, completed=report.step, total=total, figures=figures(report.metrics))
+        self._bar.update(task, completed=report.step, total=total, figures=figures(report.metrics) + self._rate(report))
 
     def _line(self, report: StepReport) -> None:
         now_s = time.monotonic()
-        if not self._began_s:
-            self._began_s, self._first = now_s, report.step
         last = report.step == report.total_steps
         if now_s - self._printed_s < _PLAIN_INTERVAL_S and not last:
             return
         self._printed_s = now_s
         of = f"/{report.total_steps}" if report.total_steps else ""
-        self._stream.write(f"{self._title}  step {report.step}{of}  {figures(report.metrics)}{self._eta(report)}\n")
+        told = f"{figures(report.metrics)}{self._rate(report)}{self._eta(report)}"
+        self._stream.write(f"{self._title}  step {report.step}{of}  {told}\n")
         self._stream.flush()
 
-    def _eta(self, report: StepReport) -> str:
+    def _seconds_a_step(self, report: StepReport) -> float | None:
         done = report.step - self._first
-        if done <= 0 or not report.total_steps:
+        return (time.monotonic() - self._began_s) / done if done > 0 else None
+
+    def _rate(self, report: StepReport) -> str:
+        each_s = self._seconds_a_step(report)
+        return f"  {1 / each_s:.3g} steps/s" if each_s else ""
+
+    def _eta(self, report: StepReport) -> str:
+        each_s = self._seconds_a_step(report)
+        if each_s is None or not report.total_steps:
             return ""
-        left_s = (time.monotonic() - self._began_s) / done * (report.total_steps - report.step)
-        return f"  eta {left_s:.0f} s"
+        return f"  eta {each_s * (report.total_steps - report.step):.0f} s"
