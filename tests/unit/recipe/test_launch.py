@@ -43,6 +43,7 @@ config: {steps: 5, pause_s: 0, fault: {where: "", rank: 1, step: 3, once: nothin
 def desk(tmp_path):
     """A working directory with a tiny model, data, and the toy job."""
     write_tiny_model(tmp_path / "model", hidden=32, layers=2, heads=4, kv_heads=2, max_positions=32)
+    write_tiny_model(tmp_path / "teacher", hidden=32, layers=2, heads=4, kv_heads=2, max_positions=32, seed=1)
     rows = [(a, b) for a in range(1, 10) for b in range(1, 6)]
     problems = [json.dumps({"prompt": f"{a}+{b}=", "answer": a + b}) for a, b in rows]
     examples = [json.dumps({"prompt": f"{a}+{b}=", "response": f"{a + b}"}) for a, b in rows]
@@ -63,6 +64,12 @@ GRPO = (
     "-m dlrover.python.rl.recipe.grpo model=model data.train=problems.jsonl data.eval_rows=8 prompts_per_step=4 "
     "steps=2 reward.function=launched_rewards:jumble "
     "rollout.samples_per_prompt=4 rollout.max_new_tokens=4 eval_every=1 engine.threads=1"
+)
+WITH_CRITIC = "optimizer.lr=1e-3 critic.optimizer.lr=1e-3"
+PPO = GRPO.replace("recipe.grpo", "recipe.ppo").replace("prompts_per_step=4", f"prompts_per_step=8 {WITH_CRITIC}")
+DISTILL = (
+    GRPO.replace("recipe.grpo", "recipe.distill").replace("reward.function=launched_rewards:jumble ", "")
+    + " teachers.teacher.model=teacher"
 )
 ADD = "-m dlrover.python.rl.recipe.launch --config toy.yaml"
 
@@ -276,7 +283,11 @@ def test_003_torchrun_with_two_processes_leaves_one_model(desk):
     said = run(desk, f"{TWO} {line} batch_size=15")
     assert "finished" in said
     found = [path.relative_to(desk).as_posix() for path in desk.rglob("*.safetensors")]
-    assert sorted(found) == ["model/model.safetensors", "runs/sft/model/model.safetensors"]
+    assert sorted(found) == [
+        "model/model.safetensors",
+        "runs/sft/model/model.safetensors",
+        "teacher/model.safetensors",
+    ]
     rows = [json.loads(line) for line in (desk / "runs/sft/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
 
@@ -298,7 +309,7 @@ def test_004_two_launchers_of_one_process_end_in_the_weights_of_one_with_two(des
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [SFT, GRPO], ids=["sft", "grpo"])
+@pytest.mark.parametrize("recipe", [SFT, GRPO, PPO, DISTILL], ids=["sft", "grpo", "ppo", "distill"])
 def test_005_accelerate_launch_runs_two_steps_of_each_recipe(desk, recipe):
     pytest.importorskip("accelerate")
     began_s = time.monotonic()
@@ -306,10 +317,20 @@ def test_005_accelerate_launch_runs_two_steps_of_each_recipe(desk, recipe):
     said = run(desk, f"{launcher} {recipe} epochs=0.6" if recipe == SFT else f"{launcher} {recipe}")
     assert time.monotonic() - began_s < 60
     assert "step 2/2" in said
-    assert len(list((desk / "runs").rglob("*.safetensors"))) == 1
-    if recipe == GRPO:
-        rows = [json.loads(line) for line in (desk / "runs/grpo/metrics.jsonl").read_text().splitlines()]
+    (out,) = (desk / "runs").iterdir()
+    assert {path.parent.name for path in out.rglob("*.safetensors")} == {
+        "model",
+        *(["critic"] if recipe == PPO else []),
+    }
+    if recipe != SFT:
+        rows = metrics(out)
         assert all("accuracy" in row or "held_out_reward" in row for row in rows)
+
+
+def metrics(folder):
+    """The figures of each step that do not depend on time."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name not in ("step_s", "tokens_per_s")} for row in rows]
 
 
 @pytest.mark.slow
@@ -332,10 +353,22 @@ def test_pairs_are_learned_alike_in_one_process_and_in_two_though_one_has_no_pai
 
 
 @pytest.mark.slow
-def test_grpo_with_a_reference_is_the_same_in_one_process_and_in_two(desk):
-    run(desk, f"{GRPO} job_dir=one algorithm.kl_coef=0.1 optimizer.lr=1e-3")
-    run(desk, f"{TWO} {GRPO} job_dir=two algorithm.kl_coef=0.1 optimizer.lr=1e-3")
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"{GRPO} algorithm.kl_coef=0.1 optimizer.lr=1e-3",
+        f"{GRPO} updates_per_step=10 epochs=2 optimizer.lr=2e-4",
+        f"{PPO} algorithm.kl_coef=0.1 algorithm.correction=truncate updates_per_step=2",
+        f"{DISTILL} algorithm.name=vocabulary_distillation top=16 optimizer.lr=1e-3",
+    ],
+    ids=["grpo", "updates", "ppo", "distill"],
+)
+def test_138_a_recipe_is_the_same_in_one_process_and_in_two(desk, line):
+    run(desk, f"{line} job_dir=one")
+    run(desk, f"{TWO} {line} job_dir=two")
     assert (desk / "one/samples.jsonl").read_text() == (desk / "two/samples.jsonl").read_text()
+    for one, two in zip(metrics(desk / "one"), metrics(desk / "two"), strict=True):
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-5), "figures are of all rows, not of one rank's"
     assert differ(desk / "one", desk / "two") < 1e-5
     assert differ(desk / "one", desk) > 1e-4
 

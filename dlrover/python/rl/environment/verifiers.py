@@ -15,3 +15,8 @@ def exact(completion: str, answer: str | None, extra_info: dict[str, Any]) -> fl
     if answer is None:
         raise ValueError("the problem has no answer to compare with")
     return exact_answer(completion, answer)
+
+
+def unjudged(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
+    """0.0, whatever the completion: for training that learns nothing from rewards."""
+    return 0.0

@@ -1,68 +1,30 @@
 """ACTOR: the policy that is trained."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
 
 from dlrover.python.rl.algorithm.base import Algorithm, EngineLoss
-from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.batch import Batch, Column
-from dlrover.python.rl.engine.base import (
-    OptimizerConfig,
-    Rendezvous,
-    StepResult,
-    TrainEngine,
-)
-from dlrover.python.rl.engine.layout import ParallelSizes
-from dlrover.python.rl.engine.registry import TRAIN, engine_class
+from dlrover.python.rl.engine.base import OptimizerConfig, StepResult
 from dlrover.python.rl.engine.sync.base import Ticket
 from dlrover.python.rl.engine.torch.blueprint import tokenizer_of
-from dlrover.python.rl.engine.torch.packing import Head
-from dlrover.python.rl.engine.torch.randomness import random_state, seed_random, set_random_state
 from dlrover.python.rl.engine.weights import WeightStamp
 from dlrover.python.rl.recipe.config import EngineConfig
-from dlrover.python.rl.recipe.device_turns import EngineWorkload, on_device
+from dlrover.python.rl.recipe.device_turns import on_device
 from dlrover.python.rl.recipe.disk import patiently
 from dlrover.python.rl.recipe.evaluating import Measured, measure, outputs_of
 from dlrover.python.rl.recipe.examples import ExampleData, Examples, load_examples
-from dlrover.python.rl.recipe.members import (
-    TRAINED,
-    device_of,
-    parallel_sizes,
-    train_settings,
-    use_threads,
-    warming,
-    weight_transport,
-)
+from dlrover.python.rl.recipe.members import TRAINED, device_of, weight_transport
 from dlrover.python.rl.recipe.refusals import not_finite_rows
 from dlrover.python.rl.recipe.speed import Machine
+from dlrover.python.rl.recipe.trained import TrainedWorkload
 from dlrover.python.rl.recipe.updates import UpdatePlan, each_update, joined
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 
-class ActorWorkload(EngineWorkload):
-    """ACTOR: holds the policy that is trained. Several members divide the rows, and the model by ``engine.parallel``.
-
-    Every rank saves its own state. Where each has a copy of the model, which is the default where the engine can, that
-    is the whole, the same on all of them: 12 bytes a parameter and rank, written side by side. So a rank comes back
-    from its own file whatever became of the others, without a collective in the middle of a recovery that another loss
-    could break.
-    """
-
-    needs_own_process = True
-
-    head: ClassVar[Head] = "causal"
-    """What the model's outputs are."""
-
-    head_bias: ClassVar[bool] = True
-    """Whether a token head has a bias."""
-
-    @classmethod
-    def warm_up(cls) -> None:
-        """Import and build what loading a model, an update and a commit need."""
-        warming().warm_actor()
+class ActorWorkload(TrainedWorkload):
+    """ACTOR: holds the policy that is trained, and gives its weights to the rollouts."""
 
     def init_model(
         self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, algorithm: Algorithm, seed: int = 0
@@ -72,30 +34,17 @@ class ActorWorkload(EngineWorkload):
         Returns:
             The class of the engine that runs.
         """
-        use_threads(engine.threads)
         self._algorithm = algorithm
-        meeting = Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
+        self._load(model, engine, optimizer, seed, engine.lora)
         device = device_of(self, engine)
-        settings = train_settings(engine, device, parallel_sizes(engine, self.world_size))
-        settings = replace(settings, lora=engine.lora, head=self.head, head_bias=self.head_bias)
-        made = engine_class(TRAIN, engine.train)
-        with self._first_turn(device) as memory:
-            self._engine: TrainEngine = made(model, optimizer, settings, meeting, memory)
         self._weights = weight_transport(self, device, leads=self.rank == 0)
         self._runs_on = device, engine.precision
-        seed_random(seed, self.role, self.rank)
         return type(self._engine).__name__
 
     @trainer_invocation(target="RANK0")
     def machine(self) -> Machine:
         """What trains here, by which its speed can be judged."""
         return Machine.of(self._engine, *self._runs_on)
-
-    @classmethod
-    def data_parallel_size(cls, config: Any, world_size: int) -> int:
-        """Members that have rows of their own: without those that split a matrix, a sequence or the layers."""
-        engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
-        return world_size // (engine.parallel or ParallelSizes()).replica_size
 
     @on_device
     def update(self, rollouts: Batch, rows: Batch, plan: UpdatePlan, *opinions: Batch) -> list[StepResult]:
@@ -179,15 +128,6 @@ class ActorWorkload(EngineWorkload):
     def _save(self, path: Path) -> None:
         with self._bare_turn():  # not while it waits for room
             self._engine.save(path)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer, version and random states: all that later steps depend on, bit for bit."""
-        return {"engine": self._engine.state_dict(), "random": random_state()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to what :meth:`state_dict` gave; the model has been loaded by ``init_model``."""
-        self._engine.load_state_dict(state["engine"])
-        set_random_state(state["random"])
 
     def close(self) -> None:
         """Leave the group of ranks, and keep no weights."""

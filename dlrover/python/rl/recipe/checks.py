@@ -36,17 +36,19 @@ def reward_problems(function: str | Mapping[str, float], where: str = "config.re
     return found if function else [Problem(f"{where}.function", "names no function")]
 
 
-def train_engine_problems(engine: EngineConfig, actors: int, bare_head: bool = False) -> list[Problem]:
-    """Whether there is such an engine, that can do what is asked of it, and whether its sizes divide the actor's
-    members."""
+def train_engine_problems(
+    engine: EngineConfig, members: int, bare_head: bool = False, role: str = "actor"
+) -> list[Problem]:
+    """Whether there is such an engine, that can do what is asked of it, and whether its sizes divide the members of a
+    role that trains."""
     problems = engine_problems(TRAIN, engine.train, engine.train_options, "config.engine.train")
     sizes = engine.parallel or ParallelSizes()
     faults = train_faults(engine.train, sizes, engine.lora is not None, bare_head)
     problems += [Problem("config.engine", fault) for fault in faults]
     try:
-        Layout.of(actors, sizes)
+        Layout.of(members, sizes)
     except EngineError as error:
-        problems.append(Problem("config.engine.parallel", f"{error}: they are members of the actor"))
+        problems.append(Problem("config.engine.parallel", f"{error}: they are members of the {role}"))
     return problems
 
 
@@ -65,24 +67,28 @@ def rollout_engine_problems(engine: EngineConfig) -> list[Problem]:
 def role_problems(trainer: str, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[Problem]:
     """Roles that a trainer of this name lacks, or that have more members than there are rows to share."""
     needed = [RLRoleType.ROLLOUT, *([RLRoleType.REWARD] if cfg.rollout.env_path is None else [])]
-    problems = [
-        Problem("workload", f"the role '{role.lower()}' is required by {trainer}")
-        for role in needed
-        if role not in roles
-    ]
+    problems = [problem for role in needed for problem in role_is_there(trainer, role, roles)]
     held_out, drawn = _held_out_rows(cfg), cfg.prompts_per_step * cfg.rollout.samples_per_prompt
     shared = {
         RLRoleType.ROLLOUT: (min(cfg.prompts_per_step, held_out), "prompts"),
         RLRoleType.REWARD: (min(drawn, held_out), "answers"),
         RLRoleType.REFERENCE: (drawn, "samples"),
         RLRoleType.ACTOR: (drawn, "samples"),
+        RLRoleType.CRITIC: (drawn, "samples"),
     }
-    replica = {RLRoleType.ACTOR: (cfg.engine.parallel or ParallelSizes()).replica_size}
+    replica = dict.fromkeys(
+        (RLRoleType.ACTOR, RLRoleType.CRITIC), (cfg.engine.parallel or ParallelSizes()).replica_size
+    )
     for role, (rows, what) in shared.items():
         if roles.get(role, 1) > rows * replica.get(role, 1):
             name = role.lower()
             problems.append(Problem(f"workload.{name}.num", f"{roles[role]} {name} members cannot share {rows} {what}"))
     return problems
+
+
+def role_is_there(trainer: str, role: RLRoleType, roles: Mapping[RLRoleType, int]) -> list[Problem]:
+    """Whether a job has a role that a trainer of this name cannot do without."""
+    return [] if role in roles else [Problem("workload", f"the role '{role.lower()}' is required by {trainer}")]
 
 
 def algorithm_problems(

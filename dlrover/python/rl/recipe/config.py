@@ -197,14 +197,14 @@ class GRPOConfig(PolicyConfig):
     """Group-relative policy optimisation, and others that need no further model."""
 
 
-def model_problems(model: str) -> list[Problem]:
+def model_problems(model: str, where: str = "config.model") -> list[Problem]:
     """A model given as a path has to be there; a hub name is looked up when it is loaded."""
     if not model:
         return []  # said already: it is required
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
     folder = Path(model).expanduser()
     if looks_like_path and not folder.is_dir():
-        return [Problem("config.model", f"no such folder: {model}")]
+        return [Problem(where, f"no such folder: {model}")]
     if folder.is_dir() and not (folder / "config.json").is_file():
-        return [Problem("config.model", f"{model} holds no model: it has no config.json")]
+        return [Problem(where, f"{model} holds no model: it has no config.json")]
     return []

@@ -181,12 +181,14 @@ def _over_processes(job: JobSpec, place: Place) -> JobSpec:
 
 
 def _sharing_problems(job: JobSpec, place: Place) -> list[Problem]:
-    """Some engines cannot run alone in a process that is one of several ranks of another."""
+    """Some engines cannot run in a process where another one is, of several ranks."""
     engine = getattr(getattr(job.config, "engine", None), "train", None) or EngineConfig.train
-    if place.world_size == 1 or RLRoleType.REFERENCE not in job.workloads or shares_process(engine):
+    teachers = [RLRoleType(name) for name in getattr(job.config, "teachers", None) or ()]
+    others = [role.lower() for role in (RLRoleType.REFERENCE, RLRoleType.CRITIC, *teachers) if role in job.workloads]
+    if place.world_size == 1 or not others or shares_process(engine):
         return []
-    what = f"{engine} cannot run the reference's model in the processes of the actor's ranks: use fsdp2, or Ray"
-    return [Problem("config.engine.train", what)]
+    what = f"{engine} cannot run the models of {', '.join(others)} in the processes of the actor's ranks: use fsdp2"
+    return [Problem("config.engine.train", f"{what}, or Ray")]
 
 
 @cache

@@ -1,6 +1,8 @@
 """What the ready workloads have in common: how an engine is asked for, and where it runs."""
 
+import hashlib
 import importlib
+import json
 from typing import Any
 
 import torch
@@ -45,9 +47,14 @@ def train_settings(engine: EngineConfig, device: str, parallel: ParallelSizes) -
 
 
 def parallel_sizes(engine: EngineConfig, members: int) -> ParallelSizes:
-    """How a role divides its model: copies of the whole by default, where they can be had."""
     """Copies of the whole model by default, where they can be had: none needs another one to come back."""
     return engine.parallel or ParallelSizes(ddp_size=members if engine.train == "fsdp2" else 1)
+
+
+def vocabulary_mark(tokenizer: Any) -> str:
+    """The same for tokenizers that give every token the same id."""
+    told = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def use_threads(count: int | None) -> None:

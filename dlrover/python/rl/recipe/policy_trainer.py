@@ -1,14 +1,15 @@
 """The loop of all trainers that learn from samples: draw, judge, annotate, update."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.registry import make_algorithm
-from dlrover.python.rl.common.errors import Problem
+from dlrover.python.rl.common.errors import EngineError, Problem
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.config.typed import require, salvage
@@ -31,7 +32,8 @@ from dlrover.python.rl.recipe.step_rows import Drawn
 from dlrover.python.rl.recipe.tracking import RunLog
 from dlrover.python.rl.recipe.updates import UpdatePlan, figures, over_updates
 from dlrover.python.rl.trainer.port import Pending
-from dlrover.python.rl.trainer.shard import Shard
+from dlrover.python.rl.trainer.role_group import RoleGroup
+from dlrover.python.rl.trainer.shard import Replicate, Shard
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 
 _LOG = get_logger(__name__)
@@ -49,9 +51,22 @@ _LOGGED = (
     "answer",
 )
 
-Opinions: TypeAlias = Mapping[str, Pending]
-"""What other roles make of a step's rows: who was asked, to pending batches of ragged columns, which the trainer need
-not see."""
+
+@dataclass(frozen=True)
+class Opinion:
+    """What another role makes of a step's rows.
+
+    Attributes:
+        columns: which of the algorithm's needs it is for.
+        told: pending batches with ragged columns of these names, which the trainer need not see.
+    """
+
+    columns: tuple[str, ...]
+    told: Pending
+
+    def is_for(self, needs: frozenset[str]) -> bool:
+        """Whether some of these columns are needed."""
+        return not needs.isdisjoint(self.columns)
 
 
 class PolicyTrainer(BaseTrainer):
@@ -86,8 +101,7 @@ class PolicyTrainer(BaseTrainer):
         self.samples = Drawing(self, cfg, self.problems)
         self.run_log = RunLog(self.job_dir)
         told = [pending.result() for pending in self.loading()]  # waits: for models, which the members' limits bound
-        actors, rollouts, *_ = told
-        self.engines = {"train engine": actors[0], "rollout engine": rollouts[0]}
+        self.engines = {"train engine": told[0][0], "rollout engine": told[1][0]}
 
     def fit(self) -> None:
         """The whole training."""
@@ -128,6 +142,22 @@ class PolicyTrainer(BaseTrainer):
         """Optimizer steps of the whole run at most, over which a falling learning rate falls."""
         return self.cfg.steps * self.cfg.updates_per_step * self.cfg.epochs
 
+    def check_vocabularies(self, roles: Iterable[str]) -> None:
+        """Refuse models that are to judge the policy's token ids and mean others by them.
+
+        Raises:
+            EngineError: names the role.
+        """
+        marks = {role: self.group(role).vocabulary()[0] for role in ("actor", *roles)}
+        for role, mark in marks.items():
+            if mark != marks["actor"]:
+                raise EngineError(f"the model of the role '{role}' has another vocabulary than the policy's")
+
+    def group(self, role: str) -> RoleGroup:
+        """The role group of a role by its name."""
+        found: RoleGroup = getattr(self, f"RG_{RLRoleType(role)}")
+        return found
+
     def judged(self, step: int, scored: Batch) -> Batch:
         """The rows as the algorithm shall see them: those that are not to be trained on have no reward."""
         return trainable(step, scored, self.cfg.reward)
@@ -138,37 +168,40 @@ class PolicyTrainer(BaseTrainer):
         rows = self.algorithm.annotate(self.with_tokens(judged, drawn, opinions))
         return self.update(step, drawn, rows, opinions) if rows.dense("weight").any() else self.skipped(step)
 
-    def opinions(self, drawn: Drawn) -> Opinions:
+    def opinions(self, drawn: Drawn) -> Sequence[Opinion]:
         """Ask the other roles what the algorithm needs of them."""
         if not self.uses("ref_logprobs"):
-            return {}
+            return []
         logprobs = over(self.RG_REFERENCE, "logprobs", len(drawn.scored))
-        return {"reference": logprobs(drawn.samples, self.cfg.rollout.temperature)}
+        return [Opinion(("ref_logprobs",), logprobs(drawn.samples, self.cfg.rollout.temperature))]
 
-    def with_tokens(self, judged: Batch, drawn: Drawn, opinions: Opinions) -> Batch:
+    def with_tokens(self, judged: Batch, drawn: Drawn, opinions: Sequence[Opinion]) -> Batch:
         """The rows with the columns of single tokens that the algorithm has to see before it annotates them."""
         needed, columns = self.algorithm.needs.annotate, dict[str, Column]()
-        for pending in opinions.values() if needed else ():
-            told = Batch.concat(pending.result())  # waits: for a pass over the rows, which the members' limits bound
+        for opinion in opinions:
+            if not opinion.is_for(needed):
+                continue
+            told = Batch.concat(opinion.told.result())  # waits: for a pass over the rows, which a limit bounds
             columns |= {name: told[name] for name in told.columns if name in needed}
         if of_policy := sorted(needed - columns.keys()):
             temperature = self.cfg.rollout.temperature
-            told = Batch.concat(self.RG_ACTOR.token_columns(drawn.samples, of_policy, temperature))
+            told = Batch.concat(self.RG_ACTOR.token_columns(drawn.samples, Replicate(of_policy), temperature))
             columns |= told.columns
         return judged.with_columns(**columns)
 
-    def update(self, step: int, drawn: Drawn, rows: Batch, opinions: Opinions) -> dict[str, float]:
+    def update(self, step: int, drawn: Drawn, rows: Batch, opinions: Sequence[Opinion]) -> dict[str, float]:
         """Train the actor on annotated rows; the figures of that."""
-        rows, plan = self.planned(drawn, rows)
-        trained = self.RG_ACTOR.update(drawn.samples, Shard(rows), plan, *map(Shard, opinions.values()))
-        return figures(trained[0])
-
-    def planned(self, drawn: Drawn, rows: Batch) -> tuple[Batch, UpdatePlan]:
-        """What of annotated rows is not where they are trained on already, and how they become optimizer steps."""
-        dealt, updates = over_updates(rows, self.cfg.updates_per_step)
+        dealt, plan = self.planned(rows)
+        # The rest is not needed there, or is there already.
         there = {*drawn.scored.columns, *self.algorithm.needs.annotate} - {"digest", "old_logprobs"}
-        kept = dealt.select(*(name for name in dealt.columns if name not in there))
-        return kept, UpdatePlan(self.cfg.rollout.temperature, updates, self.cfg.epochs)
+        told = dealt.select(*(name for name in dealt.columns if name not in there))
+        given = [Shard(opinion.told) for opinion in opinions if opinion.is_for(self.algorithm.needs.loss)]
+        return figures(self.RG_ACTOR.update(drawn.samples, Shard(told), plan, *given)[0])
+
+    def planned(self, rows: Batch) -> tuple[Batch, UpdatePlan]:
+        """How annotated rows become optimizer steps."""
+        dealt, updates = over_updates(rows, self.cfg.updates_per_step)
+        return dealt, UpdatePlan(self.cfg.rollout.temperature, updates, self.cfg.epochs)
 
     def skipped(self, step: int) -> dict[str, float]:
         """No row counts: nothing is updated."""

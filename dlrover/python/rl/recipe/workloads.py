@@ -4,9 +4,19 @@ They read no configuration: the trainer hands them what they need in ``init_mode
 """
 
 from dlrover.python.rl.recipe.actor import ActorWorkload
+from dlrover.python.rl.recipe.critic import CriticWorkload
 from dlrover.python.rl.recipe.reference import ReferenceWorkload
 from dlrover.python.rl.recipe.reward import RewardWorkload
 from dlrover.python.rl.recipe.rollout import RolloutWorkload
 from dlrover.python.rl.recipe.scorer import ScorerWorkload
+from dlrover.python.rl.recipe.teacher import TeacherWorkload
 
-__all__ = ["ActorWorkload", "ReferenceWorkload", "RewardWorkload", "RolloutWorkload", "ScorerWorkload"]
+__all__ = [
+    "ActorWorkload",
+    "CriticWorkload",
+    "ReferenceWorkload",
+    "RewardWorkload",
+    "RolloutWorkload",
+    "ScorerWorkload",
+    "TeacherWorkload",
+]

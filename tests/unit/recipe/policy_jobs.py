@@ -1,0 +1,96 @@
+"""Jobs of trainers on samples, small enough to learn something within a minute of one core."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from dlrover.python.rl.config.builder import JobBuilder
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.job import check_job, run_here
+from dlrover.python.rl.recipe.tiny import write_tiny_model
+
+WORKLOADS = "dlrover.python.rl.recipe.workloads"
+TRAINERS = {
+    "grpo": ("GRPOTrainer", ()),
+    "ppo": ("PPOTrainer", ("critic",)),
+    "distill": ("DistillationTrainer", ("teacher",)),
+}
+CLASSES = {"reference": "ReferenceWorkload", "critic": "CriticWorkload"}
+
+
+def policy_job(folder, recipe, *, roles=(), out="out", **config):
+    """A job of a recipe with one member of each role; it writes to ``folder/out``.
+
+    Args:
+        folder: where model, data and output go.
+        recipe: ``grpo``, ``ppo`` or ``distill``.
+        roles: beside those that the trainer cannot do without.
+        out: the output's folder.
+        config: fields of the configuration to replace.
+    """
+    folder = Path(folder)
+    write_inputs(folder)
+    trainer, own = TRAINERS[recipe]
+    builder = JobBuilder().device_type("CPU").device_per_node(16).config(_config(folder) | config)
+    builder.trainer(f"dlrover.python.rl.recipe.{recipe}", trainer)
+    builder.actor(WORKLOADS, "ActorWorkload").total(1)
+    builder.rollout(WORKLOADS, "RolloutWorkload").total(1)
+    builder.reward(WORKLOADS, "RewardWorkload").total(1)
+    for role in (*own, *roles):
+        builder.role(role, WORKLOADS, CLASSES.get(role, "TeacherWorkload")).total(1)
+    job = builder.spec(recipe, search_path=(str(Path(__file__).parent),))
+    object.__setattr__(job, "job_dir", folder / out)
+    return job
+
+
+def write_inputs(folder):
+    """A model of two small layers, and additions of one-digit numbers; left as they are where they exist."""
+    if not (folder / "model").exists():
+        write_tiny_model(folder / "model", hidden=32, layers=2, heads=4, kv_heads=2, max_positions=32)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 10) for b in range(1, 10)]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _config(folder):
+    return {
+        "model": str(folder / "model"),
+        "data": {"train": str(folder / "problems.jsonl"), "eval_rows": 4},
+        "steps": 3,
+        "prompts_per_step": 4,
+        "optimizer": {"lr": 3e-3},
+        "rollout": {"samples_per_prompt": 8, "max_new_tokens": 8},
+        "reward": {"function": "policy_rewards:low", "workers": 1},
+        "engine": {"threads": 1},
+    }
+
+
+def finished(job):
+    """Run a job in this process; its folder and the figures of its steps."""
+    status = run_here(check_job(job, local=True))
+    assert status.phase is Phase.FINISHED, status.cause
+    return job.job_dir, [json.loads(line) for line in (job.job_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_teacher(folder, name="teacher", sharper=3.0, seed=0):
+    """A model of the policy's shape that is surer of what it says; with seed 0 that is what the policy begins with."""
+    write_tiny_model(folder / name, hidden=32, layers=2, heads=4, kv_heads=2, max_positions=32, seed=seed)
+    model = AutoModelForCausalLM.from_pretrained(folder / name)
+    model.model.norm.weight.data *= sharper
+    model.save_pretrained(folder / name)
+    return str(folder / name)
+
+
+@torch.no_grad()
+def reverse_kl(student, teacher, rows=256, length=8):
+    """KL(student || teacher) over the whole vocabulary: the mean over the tokens of samples that the student draws."""
+    student, teacher = (AutoModelForCausalLM.from_pretrained(path) for path in (student, teacher))
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.tensor([list(b"%d+%d=" % (1 + row % 9, 1 + row // 9 % 9)) for row in range(rows)])
+    found = []
+    for _ in range(length):
+        p, q = (model(ids).logits[:, -1].double().log_softmax(-1) for model in (student, teacher))
+        found.append((p.exp() * (p - q)).sum(-1).mean())
+        ids = torch.cat([ids, torch.multinomial(p.exp(), 1, generator=draw)], dim=1)
+    return float(torch.stack(found).mean())
