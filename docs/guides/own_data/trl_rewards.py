@@ -1,7 +1,7 @@
 """A reward function of TRL's kind, which judges a batch, as one that judges a sample."""
 
 
-def correct(completions: list[str], solution: list[str], **kwargs) -> list[float]:
+def correct(completions: list[str], solution: list[str], **kwargs: object) -> list[float]:
     """As TRL calls it."""
     return [float(answer in completion) for completion, answer in zip(completions, solution, strict=True)]
 

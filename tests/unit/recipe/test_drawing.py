@@ -216,6 +216,7 @@ def test_rollouts_run_ahead_and_no_sample_is_staler_than_allowed():
         drawn = step_of(drawing, rollouts, step)
         stale += (step - drawn.scored.dense("oldest")).tolist()
         assert drawn.groups == 4
+        assert drawn.figures["staleness_max"] == max(stale[-8:])
     assert max(stale) == 2
     assert drawing.problems.drawn == 36
     assert not drawing._flight.open

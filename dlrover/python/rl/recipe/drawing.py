@@ -155,6 +155,9 @@ class Drawing:
         place = {group.prompt_id: at for at, group in enumerate(groups)}
         ids = scored.dense("prompt_id").tolist()
         scored = scored.with_columns(attempt=np.array([attempt[prompt_id] for prompt_id in ids], dtype=np.int64))
+        if self._cfg.rollout.max_staleness:
+            stale = [self._flight.staleness(version) for version in scored.dense("oldest").tolist()]
+            scored = scored.with_columns(staleness=np.array(stale, dtype=np.int64))
         order = np.argsort([place[prompt_id] for prompt_id in ids], kind="stable")
         return Drawn.of(rollouts, scored, order, len(groups))
 

@@ -46,6 +46,7 @@ _LOGGED = (
     "error",
     "version",
     "oldest",
+    "staleness",
     "prompt",
     "completion",
     "answer",

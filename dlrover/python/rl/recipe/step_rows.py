@@ -82,6 +82,11 @@ class Drawn:
 
     @property
     def figures(self) -> dict[str, float]:
-        """How many groups were filtered out, where there are such."""
-        groups = sum(len(np.unique(rows.dense("prompt_id"))) for rows in self.filtered)
-        return {"filtered_groups": float(groups)} if groups else {}
+        """How many groups were filtered out, and how stale the others are, where there is something to say."""
+        figures = {}
+        if self.filtered:
+            figures["filtered_groups"] = float(sum(len(np.unique(rows.dense("prompt_id"))) for rows in self.filtered))
+        if "staleness" in self.scored and len(self.scored):
+            stale = self.scored.dense("staleness")
+            figures |= {"staleness": float(stale.mean()), "staleness_max": float(stale.max())}
+        return figures
