@@ -47,7 +47,7 @@ nitpick_ignore_regex = [
 ]
 
 _MODULES = re.compile(r"<!-- modules: (\S+) -->")
-_FIELDS = re.compile(r"<!-- fields: (\S+)\.(\w+) -->")
+_FIELDS = re.compile(r"<!-- (own )?fields: (\S+)\.(\w+) -->")
 _COMPARISONS = {"Gt": ">", "Ge": ">=", "Lt": "<", "Le": "<="}
 
 
@@ -108,15 +108,21 @@ def default_text(field: dataclasses.Field) -> str:
 
 
 def list_fields(app, docname, source):
-    """Put the table of a configuration's keys where a page says ``<!-- fields: module.Class -->``."""
+    """Put the table of a configuration's keys where a page says ``<!-- fields: module.Class -->``; with ``own fields`` of
+    those that it does not inherit."""
 
     def table(match):
-        config = getattr(importlib.import_module(match[1]), match[2])
-        comments = ModuleAnalyzer.for_module(match[1]).find_attr_docs()
+        config = getattr(importlib.import_module(match[2]), match[3])
+        comments = {}
+        for base in [config] if match[1] else reversed(config.__mro__[:-1]):
+            told = ModuleAnalyzer.for_module(base.__module__).find_attr_docs()
+            comments |= {name: text for (where, name), text in told.items() if where == base.__name__}
         types = get_type_hints(config, include_extras=True)
         rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
         for field in dataclasses.fields(config):
-            meaning = " ".join(comments.get((match[2], field.name), ["its own table"])).strip().replace("``", "`")
+            if match[1] and field.name not in config.__annotations__:
+                continue
+            meaning = " ".join(comments.get(field.name, ["its own table"])).strip().replace("``", "`")
             kind = type_text(types[field.name]).replace("|", "or")
             rows.append(f"| `{field.name.rstrip('_')}` | {kind} | {default_text(field)} | {meaning} |")
         return "\n".join(rows)
