@@ -108,8 +108,10 @@ def default_text(field: dataclasses.Field) -> str:
 
 
 def list_fields(app, docname, source):
-    """Put the table of a configuration's keys where a page says ``<!-- fields: module.Class -->``; with ``own fields`` of
-    those that it does not inherit."""
+    """Put the table of a configuration's keys where a page says ``<!-- fields: module.Class -->``.
+
+    Where it says ``own fields``, the inherited ones are left out.
+    """
 
     def table(match):
         config = getattr(importlib.import_module(match[2]), match[3])

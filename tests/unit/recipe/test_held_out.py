@@ -17,7 +17,8 @@ def test_right_and_wrong_make_an_accuracy_and_a_failed_answer_is_wrong():
         "held-out failed before": 0,
         "held-out failed after": 1,
     }
-    assert step_metrics(np.array([1.0, 1.0, NAN, 0.0])) == {"accuracy": 0.5}
+    told = step_metrics(np.array([1.0, 1.0, NAN, 0.0]))
+    assert told == {"accuracy": 0.5, "held_out_reward": pytest.approx(2 / 3), "held_out_failed": 1.0}
 
 
 @pytest.mark.parametrize("after", [[0.5, 1.0, NAN], [-1.0, 2.5, NAN]])

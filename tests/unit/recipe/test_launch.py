@@ -25,7 +25,7 @@ from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDE = ROOT / "docs" / "guides" / "torchrun.md"
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 TORCHRUN = "-m torch.distributed.run"
 TWO = f"{TORCHRUN} --nproc_per_node=2"
 

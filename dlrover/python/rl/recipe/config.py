@@ -10,6 +10,8 @@ from annotated_types import Ge, Gt, Le
 from dlrover.python.rl.common.errors import Problem
 from dlrover.python.rl.engine.base import LoraSettings, OptimizerConfig
 from dlrover.python.rl.engine.layout import ParallelSizes
+from dlrover.python.rl.recipe.keeping import KeepConfig
+from dlrover.python.rl.recipe.trackers import LogConfig
 
 Positive = Annotated[int, Gt(0)]
 NonNegative = Annotated[int, Ge(0)]
@@ -190,6 +192,8 @@ class PolicyConfig:
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     engine: EngineConfig = EngineConfig()
+    keep: KeepConfig = KeepConfig()
+    log: LogConfig = LogConfig()
 
 
 @dataclass(frozen=True)

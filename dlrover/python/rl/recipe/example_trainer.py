@@ -25,7 +25,7 @@ from dlrover.python.rl.recipe.speed import Machine
 from dlrover.python.rl.recipe.timing import TimedTrainer
 from dlrover.python.rl.recipe.tracking import RunLog
 from dlrover.python.rl.trainer.port import Pending
-from dlrover.python.rl.trainer.shard import Shard
+from dlrover.python.rl.trainer.shard import Replicate, Shard
 
 
 class ExampleTrainer(TimedTrainer):
@@ -155,7 +155,7 @@ class ExampleTrainer(TimedTrainer):
         return trained
 
     def _to_blame(self, shared: Shard) -> list[dict[str, Any]]:
-        found = Batch.concat(self.RG_ACTOR.not_finite(shared, ("line",)))
+        found = Batch.concat(self.RG_ACTOR.not_finite(shared, Replicate(("line",))))
         rows = zip(found.dense("line").tolist(), found.objects("text"), strict=True)
         return [{"sample": self._place(line), "text": text} for line, text in rows]
 

@@ -9,6 +9,10 @@ Rewards = npt.NDArray[np.floating[Any]]
 """``[rows]``; NaN where an answer could not be judged."""
 
 
+EVALUATED = ("accuracy", "held_out_reward", "held_out_failed")
+"""The names in :func:`step_metrics`."""
+
+
 def is_right_or_wrong(rewards: Rewards) -> bool:
     """Whether every reward is 0 or 1, and there is one: their mean is then an accuracy."""
     judged = rewards[~np.isnan(rewards)]
@@ -32,10 +36,9 @@ def failures(rewards: Rewards) -> int:
 
 
 def step_metrics(rewards: Rewards) -> dict[str, float]:
-    """The figures of an evaluation during training."""
-    if is_right_or_wrong(rewards):
-        return {"accuracy": accuracy(rewards)}
-    return {"held_out_reward": mean_reward(rewards), "held_out_failed": float(failures(rewards))}
+    """The figures of an evaluation during training; an accuracy among them where every reward is 0 or 1."""
+    told = {"held_out_reward": mean_reward(rewards), "held_out_failed": float(failures(rewards))}
+    return {"accuracy": accuracy(rewards), **told} if is_right_or_wrong(rewards) else told
 
 
 def before_and_after(before: Rewards, after: Rewards) -> dict[str, float | int]:

@@ -1,8 +1,8 @@
 """The loop of all trainers that learn from samples: draw, judge, annotate, update."""
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,15 +26,18 @@ from dlrover.python.rl.recipe.checks import (
 from dlrover.python.rl.recipe.config import PolicyConfig, model_problems
 from dlrover.python.rl.recipe.drawing import Drawing, over
 from dlrover.python.rl.recipe.failures import failure_metrics, trainable
-from dlrover.python.rl.recipe.held_out import before_and_after, step_metrics
+from dlrover.python.rl.recipe.held_out import EVALUATED, before_and_after, step_metrics
+from dlrover.python.rl.recipe.keeping import Keeping, keep_problems
 from dlrover.python.rl.recipe.problems import ProblemSource, data_problems
+from dlrover.python.rl.recipe.refusals import naming_samples
+from dlrover.python.rl.recipe.speed import Machine
 from dlrover.python.rl.recipe.step_rows import Drawn
+from dlrover.python.rl.recipe.timing import TimedTrainer
 from dlrover.python.rl.recipe.tracking import RunLog
 from dlrover.python.rl.recipe.updates import UpdatePlan, figures, over_updates
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.role_group import RoleGroup
 from dlrover.python.rl.trainer.shard import Replicate, Shard
-from dlrover.python.rl.trainer.trainer import BaseTrainer
 
 _LOG = get_logger(__name__)
 
@@ -70,7 +73,7 @@ class Opinion:
         return not needs.isdisjoint(self.columns)
 
 
-class PolicyTrainer(BaseTrainer):
+class PolicyTrainer(TimedTrainer):
     """Roles ACTOR, ROLLOUT and REWARD, and REFERENCE where the algorithm looks at its log-probs.
 
     ::
@@ -100,14 +103,21 @@ class PolicyTrainer(BaseTrainer):
         self.algorithm = self.algorithm_of(cfg)
         self.problems = self.state["problems"] = ProblemSource(cfg)
         self.samples = Drawing(self, cfg, self.problems)
-        self.run_log = RunLog(self.job_dir)
+        self.run_log = self.state["log"] = RunLog(self.job_dir, config=cfg.log, settings=asdict(cfg))
+        self.keeping = self.state["keeping"] = Keeping(cfg.keep, self.job_dir, self.RG_ACTOR.save)
         told = [pending.result() for pending in self.loading()]  # waits: for models, which the members' limits bound
+        self.machine: Machine
+        (self.machine,) = self.RG_ACTOR.machine()
         self.engines = {"train engine": told[0][0], "rollout engine": told[1][0]}
 
     def fit(self) -> None:
         """The whole training."""
+        self.time_figures()  # what came before is of no step
+        done = self.cfg.steps
         for step in self.steps(self.cfg.steps):
-            began_s = time.monotonic()
+            if self.keeping.gives_up:
+                done = step - 1
+                break
             self.run_log.begin(step)
             self.samples.sync_weights()
             if step == 1:
@@ -115,11 +125,12 @@ class PolicyTrainer(BaseTrainer):
             drawn = self.samples.draw(step)
             self.run_log.samples(step, texts(drawn.everything, self.problems.rows))
             judged = self.judged(step, drawn.scored)
-            trained = self.learn(step, drawn, judged) if len(judged) else self.skipped(step)
-            self.record(step, drawn, judged, trained, time.monotonic() - began_s)
-        self.run_log.begin(self.cfg.steps + 1)
+            with naming_samples(step, self.run_log, named(drawn.scored), partial(self.to_blame, drawn)):
+                trained = self.learn(step, drawn, judged) if len(judged) else self.skipped(step)
+            self.record(step, drawn, judged, trained)
+        self.run_log.begin(done + 1)
         self.samples.sync_weights()
-        self.finish(self.state["rewards before"], self.samples.evaluate(self.cfg.steps))
+        self.finish(self.state["rewards before"], self.samples.evaluate(done))
 
     # -- what a step is made of ---------------------------------------------------------------------------------------
 
@@ -204,6 +215,11 @@ class PolicyTrainer(BaseTrainer):
         dealt, updates = over_updates(rows, self.cfg.updates_per_step)
         return dealt, UpdatePlan(self.cfg.rollout.temperature, updates, self.cfg.epochs)
 
+    def to_blame(self, drawn: Drawn) -> list[dict[str, Any]]:
+        """The samples with a value that is not finite, after an update was refused."""
+        found = Batch.concat(self.RG_ACTOR.not_finite(drawn.samples, Replicate(("prompt_id", "sample_index"))))
+        return [{**name, "text": text} for name, text in zip(named(found), found.objects("text"), strict=True)]
+
     def skipped(self, step: int) -> dict[str, float]:
         """No row counts: nothing is updated."""
         _LOG.warning("step %d: none of its samples counts, so nothing is updated", step)
@@ -215,14 +231,19 @@ class PolicyTrainer(BaseTrainer):
 
     # -- what is told of it -------------------------------------------------------------------------------------------
 
-    def record(self, step: int, drawn: Drawn, judged: Batch, trained: Mapping[str, float], seconds: float) -> None:
-        """Log a step."""
+    def record(self, step: int, drawn: Drawn, judged: Batch, trained: Mapping[str, float]) -> None:
+        """Log a step; evaluate and keep the model, if it is its turn."""
         everything = drawn.everything
         metrics = {**scores(everything), **drawn.figures, **failure_metrics(drawn.scored, judged), **trained}
-        metrics |= {"step_s": seconds, "tokens_per_s": float(everything.dense("token_count").sum()) / seconds}
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
             self.samples.sync_weights()
-            metrics |= step_metrics(self.samples.evaluate(step).dense("reward"))
+            evaluated = step_metrics(self.samples.evaluate(step).dense("reward"))
+            self.keeping.evaluated(step, evaluated)
+            metrics |= evaluated
+        self.keeping.stepped(step)
+        times = self.time_figures()
+        tokens = int(everything.dense("token_count").sum())
+        metrics |= self.machine.figures(tokens, len(self.RG_ACTOR), times) | times
         self.run_log.step(step, metrics)
         self.log(step, metrics)
 
@@ -236,6 +257,7 @@ class PolicyTrainer(BaseTrainer):
                 "held-out problems": len(self.problems.held_out),
                 **before_and_after(before, after.dense("reward")),
                 **{name: told for name, told in self.engines.items() if told},
+                **self.keeping.told(),
                 "model": str(self.job_dir / "model"),
             }
         )
@@ -259,6 +281,7 @@ class PolicyTrainer(BaseTrainer):
         further += train_engine_problems(cfg.engine, roles.get(RLRoleType.ACTOR, 1))
         further += [*rollout_engine_problems(cfg.engine), *optimizer_problems(cfg.engine, cfg.optimizer)]
         further += algorithm_problems(lambda: cls.algorithm_of(cfg), cls.given, cfg, roles)
+        further += keep_problems(cfg.keep, cfg.eval_every, EVALUATED)
         further += cls.own_problems(cfg, roles)
         said = {problem.where for problem in problems}
         return [*problems, *(problem for problem in further if problem.where not in said)]
@@ -278,6 +301,12 @@ def scores(scored: Batch) -> dict[str, float]:
         "completion_tokens": float(lengths.mean()),
         "finished": float(scored.dense("finished").mean()),
     }
+
+
+def named(rows: Batch) -> list[dict[str, Any]]:
+    """What each row's sample is called."""
+    ids = zip(rows.dense("prompt_id").tolist(), rows.dense("sample_index").tolist(), strict=True)
+    return [{"sample": f"sample {index} of prompt {prompt}"} for prompt, index in ids]
 
 
 def texts(scored: Batch, rows: int) -> Iterator[dict[str, Any]]:

@@ -31,6 +31,7 @@ PHASES = {
     "tell": "generation",
     "score": "reward",
     "logprobs": "reference",
+    "judge": "teacher",
     "values": "critic",
     "train": "update",
     "update": "update",
