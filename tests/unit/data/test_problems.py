@@ -79,7 +79,7 @@ def test_a_file_without_rows_is_refused(tmp_path):
 
 def test_075_an_environment_that_says_what_it_begins_with_needs_no_file():
     rows = empty_prompts(3)
-    assert rows == [PromptRow("", None, {})] * 3
+    assert rows == [PromptRow("", None, {"seed": number}) for number in range(3)]
     assert rows[0].extra_info is not rows[1].extra_info
     with pytest.raises(ValueError, match="a row at least, not 0"):
         empty_prompts(0)

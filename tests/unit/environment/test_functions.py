@@ -81,7 +81,7 @@ def test_a_class_with_options_and_sync_calls():
         (str(SCRIPT.with_name("user_environment.py")), None, "did you mean 'user_environments.py'"),
         ("user_environmnts", None, "no module named 'user_environmnts'; did you mean 'user_environments'"),
         ("user_environments:Countin", None, "has no 'Countin'; did you mean 'Counting'"),
-        ("user_environments:Counting", {"strt": 1}, "could not be made: TypeError"),
+        ("user_environments:Counting", {"strt": 1}, "an unexpected keyword argument 'strt'; did you mean 'start'"),
         ("user_environments:Without", None, "has no function 'step'; did you mean 'stpe'"),
         ("user_environments", {"a": 1}, "take no options: a"),
     ],

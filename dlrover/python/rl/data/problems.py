@@ -57,14 +57,15 @@ def check_prompts(where: str | Path, keys: Mapping[str, str] | None = None) -> l
 
 
 def empty_prompts(count: int) -> list[PromptRow]:
-    """Rows for an environment that says itself what it begins with: empty prompts, no answer, no data.
+    """Rows for an environment that says itself what it begins with, by the ``seed`` of ``extra_info``, which is the
+    row's number: so the samples of a prompt begin alike. Empty prompts, no answers.
 
     Raises:
         ValueError: ``count`` is not positive.
     """
     if count < 1:
         raise ValueError(f"need a row at least, not {count}")
-    return [PromptRow("") for _ in range(count)]
+    return [PromptRow("", extra_info={"seed": number}) for number in range(count)]
 
 
 def fit_prompts(

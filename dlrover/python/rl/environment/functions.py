@@ -31,21 +31,61 @@ def load_environment(where: str, options: Mapping[str, Any] | None = None) -> "U
     Raises:
         EnvironmentFailed: there is no such thing, or it has no ``step``.
     """
-    place, colon, name = where.rpartition(":") if ":" in where else (where, "", "")
-    module = _script(Path(place).expanduser()) if place.endswith(".py") else _module(place)
-    if not colon:
-        if options:
-            raise EnvironmentFailed(f"{where} is made of functions, which take no options: {', '.join(options)}")
-        return UserEnvironment(module, where)
-    if not hasattr(module, name):
-        raise EnvironmentFailed(f"{place} has no '{name}'{hint(name, [key for key in vars(module) if key[0] != '_'])}")
-    target = getattr(module, name)
-    if isinstance(target, type) or (callable(target) and not hasattr(target, "step")):
+    target = find_environment(where, options)
+    if _is_made(target):
         try:
             target = target(**dict(options or {}))
         except Exception as error:
             raise EnvironmentFailed(f"{where} could not be made: {type(error).__name__}: {error}") from error
     return UserEnvironment(target, where)
+
+
+def find_environment(where: str, options: Mapping[str, Any] | None = None) -> Any:
+    """What a name stands for, without making it: a module, an object, or what makes one.
+
+    Raises:
+        EnvironmentFailed: there is no such thing, it has no ``step``, or does not take the options.
+    """
+    place, colon, name = where.rpartition(":") if ":" in where else (where, "", "")
+    target: Any = _script(Path(place).expanduser()) if place.endswith(".py") else _module(place)
+    if colon:
+        if not hasattr(target, name):
+            known = [key for key in vars(target) if key[0] != "_"]
+            raise EnvironmentFailed(f"{place} has no '{name}'{hint(name, known)}")
+        target = getattr(target, name)
+    if _is_made(target):
+        _check_options(where, target, options or {})
+    elif options:
+        what = "is an object, which takes" if colon else "is made of functions, which take"
+        raise EnvironmentFailed(f"{where} {what} no options: {', '.join(options)}")
+    if isinstance(target, type) or not _is_made(target):
+        _check_step(target, where)
+    return target
+
+
+def _is_made(target: Any) -> bool:
+    """Whether it is called with the options: a class, or a function."""
+    return isinstance(target, type) or (callable(target) and not hasattr(target, "step"))
+
+
+def _check_step(target: Any, name: str) -> None:
+    if not callable(getattr(target, "step", None)):
+        known = [key for key in dir(target) if callable(getattr(target, key)) and not key.startswith("_")]
+        raise EnvironmentFailed(f"{name} has no function 'step'{hint('step', known)}")
+
+
+def _check_options(where: str, maker: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(maker)
+    except (TypeError, ValueError):  # Some written in C say nothing of themselves.
+        return
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        known = list(signature.parameters)
+        unknown = [name for name in options if name not in known]
+        close = hint(unknown[0], known) if unknown else ""
+        raise EnvironmentFailed(f"{where} does not take its options: {error}{close}") from error
 
 
 def _module(name: str) -> ModuleType:
@@ -96,9 +136,7 @@ class UserEnvironment:
     def __init__(self, target: Any, name: str) -> None:
         self.name = name
         self._calls = {call: getattr(target, call) for call in _CALLS if callable(getattr(target, call, None))}
-        if "step" not in self._calls:
-            known = [key for key in dir(target) if callable(getattr(target, key)) and not key.startswith("_")]
-            raise EnvironmentFailed(f"{name} has no function 'step'{hint('step', known)}")
+        _check_step(target, name)
         self.episodes: int | None = getattr(target, "episodes", None)
 
     async def reset(self, extra_info: dict[str, Any]) -> str | None:

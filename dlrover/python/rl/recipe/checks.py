@@ -8,15 +8,16 @@ from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.algorithm.sft import SFT
-from dlrover.python.rl.common.errors import EngineError, InvalidJob, Problem, VerifierError
+from dlrover.python.rl.common.errors import EngineError, EnvironmentFailed, InvalidJob, Problem, VerifierError
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.data.problems import check_prompts, load_prompts
 from dlrover.python.rl.engine.abilities import optimizer_faults, rollout_faults, train_faults
 from dlrover.python.rl.engine.base import OptimizerConfig
 from dlrover.python.rl.engine.layout import Layout, ParallelSizes
 from dlrover.python.rl.engine.registry import ROLLOUT, TRAIN, engine_problems
+from dlrover.python.rl.environment.functions import find_environment
 from dlrover.python.rl.environment.lookup import load_function
-from dlrover.python.rl.recipe.config import EngineConfig, PolicyConfig
+from dlrover.python.rl.recipe.config import EngineConfig, PolicyConfig, RolloutConfig
 
 _OF_ENGINES = frozenset({"entropy", "candidate_logprobs"})
 """What train engines make for a loss that wants it."""
@@ -34,6 +35,17 @@ def reward_problems(function: str | Mapping[str, float], where: str = "config.re
         except VerifierError as error:
             found.append(Problem(f"{where}.function", str(error)))
     return found if function else [Problem(f"{where}.function", "names no function")]
+
+
+def environment_problems(rollout: RolloutConfig) -> list[Problem]:
+    """Whether the environment can be loaded, and takes its options."""
+    if rollout.env_path is None:
+        return [Problem("config.rollout.env_options", "there is no env_path")] if rollout.env_options else []
+    try:
+        find_environment(rollout.env_path, rollout.env_options)
+    except EnvironmentFailed as error:
+        return [Problem("config.rollout.env_path", str(error))]
+    return []
 
 
 def train_engine_problems(

@@ -1,14 +1,14 @@
 """What a job file's ``config`` holds for the ready recipes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from dlrover.python.rl.common.errors import Problem
-from dlrover.python.rl.engine.base import LoraSettings, OptimizerConfig
+from dlrover.python.rl.engine.base import LoraSettings, OptimizerConfig, SamplingParams
 from dlrover.python.rl.engine.layout import ParallelSizes
 from dlrover.python.rl.recipe.keeping import KeepConfig
 from dlrover.python.rl.recipe.trackers import LogConfig
@@ -145,9 +145,10 @@ class RewardConfig:
 class PromptData:
     """Problems to train and to evaluate on: rows of ``prompt`` or ``messages``, with ``answer``."""
 
-    train: str
+    train: str | None = None
     """A file (``.json``, ``.jsonl``, ``.csv``, ``.parquet``, ``.arrow``), a folder or a hub name; ``split@`` before it
-    picks a split."""
+    picks a split. None: the environment says itself what it begins with, by the ``seed`` in ``extra_info``, which is
+    another for each prompt."""
 
     eval: str | None = None
     """The same of problems to evaluate on; None holds ``eval_rows`` out of ``train``, which are never trained on."""
@@ -166,7 +167,7 @@ class PolicyConfig:
     model: str
     """Folder or hub name of a causal language model."""
 
-    data: PromptData
+    data: PromptData = PromptData()
     steps: Positive = 100
     """Training steps: each draws samples from the current policy, and learns from them."""
 
@@ -199,6 +200,24 @@ class PolicyConfig:
 @dataclass(frozen=True)
 class GRPOConfig(PolicyConfig):
     """Group-relative policy optimisation, and others that need no further model."""
+
+
+def training_sampling(rollout: RolloutConfig) -> SamplingParams:
+    """How samples are drawn to train on."""
+    return SamplingParams(
+        rollout.max_new_tokens,
+        rollout.temperature,
+        rollout.samples_per_prompt,
+        rollout.top_k,
+        rollout.top_p,
+        rollout.stop,
+        keep_stop=rollout.env_path is not None,  # It is among the tokens, so the state that goes on from them has it.
+    )
+
+
+def greedy_sampling(rollout: RolloutConfig) -> SamplingParams:
+    """How held-out problems are answered."""
+    return replace(training_sampling(rollout), temperature=0.0, samples_per_prompt=1)
 
 
 def model_problems(model: str, where: str = "config.model") -> list[Problem]:

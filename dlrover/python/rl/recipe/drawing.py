@@ -11,8 +11,7 @@ from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.jsonl import raise_problems
-from dlrover.python.rl.engine.base import SamplingParams
-from dlrover.python.rl.recipe.config import PolicyConfig
+from dlrover.python.rl.recipe.config import PolicyConfig, greedy_sampling, training_sampling
 from dlrover.python.rl.recipe.failures import failed_groups, rewards_of
 from dlrover.python.rl.recipe.flight import Flight, Group
 from dlrover.python.rl.recipe.problems import ProblemSource
@@ -48,15 +47,7 @@ class Drawing:
 
     def __init__(self, trainer: Any, config: PolicyConfig, problems: ProblemSource) -> None:
         self._trainer, self._cfg, self.problems = trainer, config, problems
-        rollout = config.rollout
-        self.sampling = SamplingParams(
-            rollout.max_new_tokens,
-            rollout.temperature,
-            rollout.samples_per_prompt,
-            rollout.top_k,
-            rollout.top_p,
-            rollout.stop,
-        )
+        self.sampling, rollout = training_sampling(config.rollout), config.rollout
         self._members = len(trainer.RG_ROLLOUT)
         self._flight = trainer.state["flight"] = Flight(
             config.prompts_per_step, rollout.max_staleness, self._members, problems.rows
@@ -79,7 +70,8 @@ class Drawing:
         Raises:
             WeightSyncError: names both versions.
         """
-        for version in np.unique(drawn.dense("oldest")).tolist():
+        oldest = drawn.dense("oldest")
+        for version in np.unique(oldest[oldest >= 0]).tolist():  # -1: the sample failed before a token was drawn
             if version > self._synced.version or self._flight.staleness(version) > max_staleness:
                 what = f"samples were drawn by weights of version {version}, not {self._synced.version}"
                 least = f" or the {max_staleness} served before" if max_staleness else ""
@@ -193,7 +185,7 @@ class Drawing:
 
     def evaluate(self, step: int) -> Batch:
         """Greedy answers to the held-out problems, judged, by the weights that were synced last."""
-        greedy = SamplingParams(self._cfg.rollout.max_new_tokens, temperature=0.0, samples_per_prompt=1)
+        greedy = greedy_sampling(self._cfg.rollout)
         seed = Replicate((self._cfg.seed, step))
         drawn = self._trainer.RG_ROLLOUT.generate(Shard(self.problems.held_out), greedy, seed)
         answers = self._scored(drawn, len(self.problems.held_out))

@@ -9,7 +9,7 @@ from dlrover.python.rl.recipe.members import use_threads
 
 T = TypeVar("T")
 
-_JOIN_S = 10.0
+_JOIN_S, _CANCEL_S = 10.0, 1.0
 
 
 class EventLoop(Protocol):
@@ -45,6 +45,7 @@ class LoopHere:
 
     def close(self) -> None:
         """Run nothing any more."""
+        self.run(_end_all())
         self._loop.close()
 
 
@@ -69,6 +70,7 @@ class LoopBeside:
 
     def close(self) -> None:
         """Run nothing any more."""
+        self.run(_end_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_S)
         if not self._thread.is_alive():
@@ -104,6 +106,15 @@ class _StandingLoop(asyncio.SelectorEventLoop):
     def __del__(self) -> None:  # Workloads that nobody closes are let go in silence.
         if not self.is_closed():
             self.close()
+
+
+async def _end_all() -> None:
+    """Cancel the tasks that are left. One that hears of no cancellation is left behind."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=_CANCEL_S)
 
 
 def _in_thread(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -87,6 +87,7 @@ class Sample:
     error: str | None = None
     asked: Asked | None = None
     drawn: tuple[int, int] = (-1, -1)
+    over: bool = False
 
     def saw(self, versions: tuple[int, int]) -> tuple[int, int]:
         """Oldest and newest of what has been drawn and of ``versions``; -1 where nothing was."""

@@ -10,7 +10,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.cursor import PromptCursor
 from dlrover.python.rl.data.held_out import hold_out
 from dlrover.python.rl.data.jsonl import first_problems
-from dlrover.python.rl.data.problems import PromptRow, check_prompts, load_prompts
+from dlrover.python.rl.data.problems import PromptRow, check_prompts, empty_prompts, load_prompts
 from dlrover.python.rl.recipe.config import PolicyConfig, RewardConfig
 
 
@@ -32,15 +32,16 @@ class ProblemSource:
 
     def __init__(self, config: PolicyConfig) -> None:
         data = config.data
-        rows = load_prompts(data.train, data.keys)
+        source = data.train or "rollout.env_path"
+        rows = load_prompts(data.train, data.keys) if data.train else _empty_rows(config)
         if data.eval is None:
-            self._train, held = hold_out([row.prompt for row in rows], data.eval_rows, config.seed)
+            self._train, held = hold_out([row.prompt or row.extra_info for row in rows], data.eval_rows, config.seed)
             self.held_out, self.held_out_rows = as_batch(rows, held), len(rows)
-            self.places = _places((data.train, rows))
+            self.places = _places((source, rows))
         else:
             self._train, evaluated = list(range(len(rows))), load_prompts(data.eval, data.keys)[: data.eval_rows]
             self.held_out, self.held_out_rows = as_batch(evaluated, range(len(evaluated))), len(evaluated)
-            self.places = _places((data.train, rows), (data.eval, evaluated))
+            self.places = _places((source, rows), (data.eval, evaluated))
         self._rows, self.rows = rows, len(rows)
         self._cursor = PromptCursor(len(self._train), config.prompts_per_step, config.seed)
 
@@ -79,6 +80,13 @@ def as_batch(rows: Sequence[PromptRow], chosen: Sequence[int]) -> Batch:
     )
 
 
+def _empty_rows(config: PolicyConfig) -> list[PromptRow]:
+    """Rows for an environment that says itself what it begins with: one for each prompt of the run, and those to
+    evaluate on."""
+    held_out = 0 if config.data.eval else config.data.eval_rows
+    return empty_prompts(config.steps * config.prompts_per_step + held_out)
+
+
 def _places(*files: tuple[str, Sequence[PromptRow]]) -> Batch:
     placed = [(f"{path}:{row.line}", row.prompt) for path, rows in files for row in rows]
     return Batch({"place": [place for place, _ in placed], "prompt": [prompt for _, prompt in placed]})
@@ -87,6 +95,8 @@ def _places(*files: tuple[str, Sequence[PromptRow]]) -> Batch:
 def data_problems(config: PolicyConfig) -> list[Problem]:
     """Everything that is wrong with the files, each with its place."""
     data = config.data
+    if data.train is None and config.rollout.env_path is None:
+        return [Problem("config.data.train", "is required, where no rollout.env_path says what to begin with")]
     files = [path for path in (data.train, data.eval) if path]
     problems = [problem for path in files for problem in first_problems(check_prompts(path, data.keys))]
     if problems or not data.train:

@@ -253,7 +253,8 @@ class Roller:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + patience_s
         while not done() and (left_s := until_s - loop.time()) > 0:
-            self._begin_more()
+            if self._begin_more():
+                await asyncio.sleep(0)  # They ask for what the next step draws.
             if self._stream.step():
                 await asyncio.sleep(0)
             else:  # waits: for an environment, each of whose calls has a deadline; or for what a call brings
@@ -271,9 +272,11 @@ class Roller:
                     raise failed
             await self._bell.wait(left_s if left_s < math.inf else None)
 
-    def _begin_more(self) -> None:
+    def _begin_more(self) -> bool:
+        before = len(self._queue)
         while self._queue and self._player.busy < self._limits.room and not self._stream.is_alone:
             self._begin(self._queue.popleft())
+        return len(self._queue) < before
 
     def _begin(self, group: _Group) -> None:
         if group.begun:
@@ -288,17 +291,32 @@ class Roller:
         group.left = len(group.samples)
         self._player.busy += group.left
         for sample in group.samples:
-            task = loop.create_task(self._player.play(sample, group.task, tokens))
-            task.add_done_callback(partial(self._over, group))
+            task = loop.create_task(self._play(group, sample, tokens))
+            task.add_done_callback(partial(self._ended, group, sample))
             group.tasks.append(task)
 
-    def _over(self, group: _Group, ended: "asyncio.Task[None]") -> None:
-        self._player.busy -= 1
-        group.left -= 1
-        self._ending.discard(ended)
-        if not ended.cancelled() and (error := ended.exception()) is not None:
+    async def _play(self, group: _Group, sample: Sample, tokens: Sequence[int]) -> None:
+        try:
+            await self._player.play(sample, group.task, tokens)
+        except BaseException as error:
             group.trouble = group.trouble or error
-        self._bell.ring()
+            raise
+        finally:
+            self._over(group, sample)
+
+    def _over(self, group: _Group, sample: Sample) -> None:
+        """A sample has ended, however; its place is free."""
+        if not sample.over:
+            sample.over = True
+            self._player.busy -= 1
+            group.left -= 1
+            self._bell.ring()
+
+    def _ended(self, group: _Group, sample: Sample, task: "asyncio.Task[None]") -> None:
+        self._ending.discard(task)
+        if not task.cancelled():
+            task.exception()  # It is the group's trouble.
+        self._over(group, sample)
 
     def _end(self, groups: Sequence[_Group]) -> None:
         for group in groups:

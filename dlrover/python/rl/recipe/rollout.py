@@ -108,6 +108,8 @@ class RolloutWorkload(EngineWorkload):
         """
         problems = []
         for place, prompt in zip(prompts.objects("place"), prompts.objects("prompt"), strict=True):
+            if not prompt and self._roller.guard is not None:
+                continue  # The environment says what it begins with.
             try:
                 tokens = encode_prompt(self._engine.tokenizer, prompt)
             except DataError as error:

@@ -1,0 +1,121 @@
+"""A rollout engine that says what it is told to, a byte at a time, and rolls samples for environments."""
+
+import math
+from contextlib import contextmanager
+
+import numpy as np
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.engine.base import Completion, Request, SamplingParams
+from dlrover.python.rl.environment.functions import load_environment
+from dlrover.python.rl.environment.guard import Guard
+from dlrover.python.rl.environment.isolated import IsolatedEnvironment
+from dlrover.python.rl.recipe.event_loops import LoopHere
+from dlrover.python.rl.recipe.rolling import Limits, Roller
+from dlrover.python.rl.recipe.tiny import byte_tokenizer
+
+
+class Scripted:
+    """Each completion is ``say(context, sample_index)`` and the end of sequence; a token of each in every step.
+
+    Args:
+        say: the text that follows a context.
+        longest: tokens of a sequence at most.
+
+    Attributes:
+        steps: what has been called ``advance``.
+        seeds: of every request, by its key and the length of its prompt.
+    """
+
+    def __init__(self, say, longest=4096):
+        self._say, self._longest = say, longest
+        self.tokenizer, self.version = byte_tokenizer(), 0
+        self._running, self.steps, self.seeds = {}, 0, {}
+
+    def check(self, tokens, sampling):
+        longest = max(map(len, tokens)) + sampling.max_new_tokens
+        if longest > self._longest or not min(map(len, tokens)):
+            raise EngineError(f"{longest} tokens, {self._longest} at most")
+
+    def add(self, requests, sampling, seed):
+        self.check([request.prompt for request in requests], sampling)
+        for request in requests:
+            assert request.key not in self._running
+            text = self._say(self.tokenizer.decode(request.prompt), request.sample_index)
+            ids = [*text.encode(), self.tokenizer.eos_token_id][: sampling.max_new_tokens]
+            self.seeds[(*request.key, len(request.prompt))] = seed
+            self._running[request.key] = [request, ids, sampling]
+
+    def advance(self):
+        self.steps += 1
+        ended = []
+        for key, (request, ids, _) in list(self._running.items()):
+            done = np.append(request.done, ids[len(request.done)])
+            columns = np.append(request.logprobs, np.float32(-1)), np.append(request.versions, self.version)
+            request = Request(*key, request.prompt, done, *columns)
+            self._running[key][0] = request
+            if len(done) == len(ids):
+                del self._running[key]
+                ended.append(self._completion(request, "eos" if ids[-1] >= 256 else "length"))
+        return ended
+
+    def _completion(self, request, why):
+        return Completion(request, why, self.tokenizer.decode(request.done, skip_special_tokens=True))
+
+    def abort(self, keys=None):
+        keys = list(self._running) if keys is None else keys
+        return [self._completion(self._running.pop(key)[0], "aborted") for key in keys]
+
+    @property
+    def running(self):
+        return len(self._running)
+
+
+SAMPLING = SamplingParams(max_new_tokens=64, samples_per_prompt=1, keep_stop=True)
+
+
+class Rolling:
+    """A roller in this thread: its calls, without the workload around them."""
+
+    def __init__(self, say, environment=None, max_turns=4, *, room=64, timeout_s=20.0, episodes=None, longest=4096):
+        self.engine, self.loop = Scripted(say, longest), LoopHere()
+        self.guard = Guard(environment, timeout_s, episodes) if environment is not None else None
+        self.roller = Roller(self.engine, self.guard, Limits(room, max_turns))
+
+    def draw(self, groups, samples=1, enough=10**6, patience_s=math.inf):
+        sampling = SamplingParams(max_new_tokens=64, samples_per_prompt=samples, keep_stop=True)
+        return self.loop.run(self.roller.draw(groups, sampling, 5, enough, patience_s))
+
+    def take(self, groups, samples=1):
+        self.draw(groups, samples)
+        return self.loop.run(self.roller.take(groups))
+
+
+@contextmanager
+def rolling(say, where=None, *arguments, isolated=False, **limits):
+    """With the environment called ``where``; it is shut down behind."""
+    environment = None
+    if where is not None:
+        environment = IsolatedEnvironment(where) if isolated else load_environment(where)
+    made = Rolling(say, environment, *arguments, **limits)
+    try:
+        yield made
+    finally:
+        made.loop.run(made.roller.close())
+        made.loop.close()
+
+
+def groups(*infos, prompt="ask ", begun_at=1):
+    """A group for each ``extra_info``."""
+    count = len(infos)
+    numbers = {"prompt_id": range(count), "begun_at": [begun_at] * count, "attempt": [0] * count}
+    columns = {"prompt": [prompt] * count, "answer": ["7"] * count, "extra_info": list(infos)}
+    return Batch({name: np.array(list(values), dtype=np.int64) for name, values in numbers.items()} | columns)
+
+
+def texts(batch, name, tokenizer=None):
+    """Rows of a ragged column as text: those of ``tokens`` that ``name``, a mask, chooses."""
+    tokenizer = tokenizer or byte_tokenizer()
+    masks = batch.ragged(name)
+    return [tokenizer.decode(row[mask]) for row, mask in zip(batch.ragged("tokens"), masks, strict=True)]

@@ -1,0 +1,134 @@
+"""Jobs whose samples an environment answers and rewards: the same bits every time, and a run that goes on whatever the
+environment or the reward function does."""
+
+import json
+import math
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.job import check_job, run_here
+
+sys.path.append(str(Path(__file__).parents[3]))
+
+from tests.chaos.job import tiny_job  # noqa: E402
+
+HERE = Path(__file__).parent
+HOSTILE = str(HERE / "hostile.py")
+GAMES = {"train": None, "eval_rows": 4}
+ROLLOUT = {"samples_per_prompt": 4, "max_new_tokens": 4}
+TIMES = ("step_s", "tokens_per_s")
+
+
+def job(folder, steps=2, **config):
+    """Prompts are 4 a step; options of ``rollout`` come beside the usual ones."""
+    rollout = ROLLOUT | config.pop("rollout", {})
+    return tiny_job(folder, steps, prompts_per_step=4, rollout=rollout, **config)
+
+
+def finished(folder, **config):
+    made = job(folder, **config)
+    status = run_here(check_job(made, local=True))
+    assert status.phase is Phase.FINISHED, status.cause
+    return made.job_dir
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def children():
+    files = [Path("/proc/self/task", task, "children") for task in os.listdir("/proc/self/task")]
+    return {pid for file in files if file.exists() for pid in file.read_text().split()}
+
+
+def ours():
+    """The threads of this process but for the progress bars' one, which stays once there is one."""
+    return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
+
+
+@pytest.fixture
+def leaves_nothing():
+    """No process and no thread is left."""
+    processes, threads = children(), ours()
+    yield
+    until = time.monotonic() + 20
+    while (children() - processes or ours() - threads) and time.monotonic() < until:
+        threading.Event().wait(0.05)
+    assert children() <= processes
+    assert ours() <= threads
+
+
+def test_075_two_runs_without_data_play_the_same_games_to_the_bit(tmp_path, leaves_nothing):
+    rollout = {"env_path": f"{HOSTILE}:Calm", "env_isolated": False}
+    first, second = (finished(tmp_path / name, data=GAMES, rollout=rollout) for name in ("one", "two"))
+    for file in ("samples.jsonl", "held_out.jsonl", "model/model.safetensors"):
+        assert (first / file).read_bytes() == (second / file).read_bytes(), file
+    samples = lines(first / "samples.jsonl")
+    assert {row["error"] for row in samples} == {None}
+    assert {row["prompt"].split()[0] for row in samples} == {"game", "something"}
+    games = {(row["step"], row["prompt_id"]): row["prompt"] for row in samples if row["prompt"].startswith("game")}
+    assert len(set(games.values())) == len(games) == 8
+    assert len(samples) > 32
+    for row in lines(first / "metrics.jsonl"):
+        assert row["failed_samples"] == 0
+        assert math.isfinite(row["loss"])
+
+
+def test_a_hostile_environment_fails_some_samples_and_the_run_goes_on(tmp_path, leaves_nothing):
+    """It raises, hangs, returns nothing, 10 MB of text, no number, what cannot travel, and closes late."""
+    out = finished(tmp_path, data=GAMES, steps=1, rollout={"env_path": HOSTILE, "env_timeout_s": 1.0})
+    assert len({row["error"] for row in lines(out / "samples.jsonl")} - {None}) > 1
+    steps = lines(out / "metrics.jsonl")
+    assert [row["step"] for row in steps] == [1]
+    assert all(row["failed_samples"] > 0 for row in steps)
+    rows = lines(out / "samples.jsonl")
+    assert all((row["reward"] is None) == (row["error"] is not None) for row in rows)
+    assert any(row["reward"] for row in rows)
+
+
+@pytest.mark.slow
+def test_an_environment_that_takes_its_process_along_costs_those_who_play_in_it(tmp_path, leaves_nothing):
+    out = finished(tmp_path, rollout={"env_path": f"{HOSTILE}:Bombs", "env_timeout_s": 1.0})
+    rows = lines(out / "samples.jsonl")
+    reasons = " ".join(row["error"] or "" for row in rows)
+    assert "the environment's process ended" in reasons or "within 1 s" in reasons
+    assert sum(row["reward"] is not None for row in rows) > len(rows) // 3
+
+
+def test_098_a_hostile_reward_function_fails_some_samples_and_the_run_goes_on(tmp_path, monkeypatch, leaves_nothing):
+    monkeypatch.syspath_prepend(str(HERE))
+    reward = {"function": "hostile:reward", "timeout_s": 0.5, "workers": 2}
+    out = finished(tmp_path, steps=1, reward=reward)
+    rows, steps = lines(out / "samples.jsonl"), lines(out / "metrics.jsonl")
+    assert sum(row["failed_samples"] for row in steps) == sum(row["reward"] is None for row in rows) > 0
+    assert all(row["error"] for row in rows if row["reward"] is None)
+
+
+def problems(folder, **config):
+    try:
+        check_job(job(folder, **config), local=True)
+    except InvalidJob as error:
+        return {problem.where: problem.what for problem in error.problems}
+    return {}
+
+
+def test_an_environment_that_does_not_load_is_refused_before_the_start(tmp_path):
+    def found(**rollout):
+        return problems(tmp_path, rollout=rollout)
+
+    assert "did you mean 'hostile.py'" in found(env_path=str(HERE / "hostle.py"))["config.rollout.env_path"]
+    assert "did you mean 'Bombs'" in found(env_path=f"{HOSTILE}:Bomb")["config.rollout.env_path"]
+    wrong = found(env_path=f"{HOSTILE}:Bombs", env_options={"sze": 2})
+    assert "takes no arguments" in wrong["config.rollout.env_path"] or "argument" in wrong["config.rollout.env_path"]
+    assert "take no options" in found(env_path=HOSTILE, env_options={"a": 1})["config.rollout.env_path"]
+    assert found(env_options={"a": 1}) == {"config.rollout.env_options": "there is no env_path"}
+    assert "is required" in problems(tmp_path, data=GAMES)["config.data.train"]
+    assert "did you mean 'env_path'" in found(env_pth="x")["config.rollout.env_pth"]
+    assert found(env_path=HOSTILE) == {}
