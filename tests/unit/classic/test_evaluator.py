@@ -8,10 +8,10 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from judging_envs import Length
+from judging_envs import Length, asked
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dlrover.python.rl.classic import EnvBase, Evaluator, MathDataset
+from dlrover.python.rl.classic import Evaluator, MathDataset
 from dlrover.python.rl.common.errors import MissingExtra
 from dlrover.python.rl.engine.base import RolloutSettings
 from dlrover.python.rl.engine.registry import ROLLOUT
@@ -19,15 +19,6 @@ from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
 from dlrover.python.rl.recipe.tiny import write_tiny_model
 
 WHO = ("Ada", "Emmy", "Sofia", "Grace", "Mary")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=32, layers=2, max_positions=64)
-
-
-def asked(*who, kind=EnvBase):
-    return [kind([{"role": "user", "content": name}], answer=len(name)) for name in who]
 
 
 def evaluator(model, dataset, folder, **arguments):
@@ -84,7 +75,7 @@ def test_131_answers_depend_on_seed_and_sample_and_on_no_batch(model, tmp_path):
 
 
 def test_131_another_model_and_one_in_memory(model, tmp_path):
-    other = write_tiny_model(tmp_path / "other", hidden=32, layers=2, max_positions=64, seed=1)
+    other = write_tiny_model(tmp_path / "other", hidden=32, layers=2, max_positions=96, seed=1)
     subject = evaluator(model, asked(*WHO), tmp_path, do_sample=False)
 
     def said():

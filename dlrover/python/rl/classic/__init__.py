@@ -1,4 +1,4 @@
-"""Data sets of samples with rewards, and an evaluator.
+"""Recipes as constructors: ``GRPOTrainer(model=..., train_dataset=..., ...).train()``.
 
 Each name is fetched when it is first used: the process that runs a reward imports ``EnvBase`` without torch.
 """
@@ -10,14 +10,20 @@ if TYPE_CHECKING:
     from dlrover.python.rl.classic.datasets import AIME2025, CapyBaraSFTDataset, IntellectMathDataset, MathDataset
     from dlrover.python.rl.classic.envs import EnvBase, get_boxed_answer
     from dlrover.python.rl.classic.evaluator import Evaluator
+    from dlrover.python.rl.classic.trainers.grpo_trainer import GRPOTrainer
+    from dlrover.python.rl.classic.trainers.onpolicy_distillation_trainer import OnPolicyDistillationTrainer
+    from dlrover.python.rl.classic.trainers.sft_trainer import SFTTrainer
 
 _HOME = {
     "AIME2025": "datasets",
     "CapyBaraSFTDataset": "datasets",
     "EnvBase": "envs",
     "Evaluator": "evaluator",
+    "GRPOTrainer": "trainers.grpo_trainer",
     "IntellectMathDataset": "datasets",
     "MathDataset": "datasets",
+    "OnPolicyDistillationTrainer": "trainers.onpolicy_distillation_trainer",
+    "SFTTrainer": "trainers.sft_trainer",
     "get_boxed_answer": "envs",
 }
 
@@ -26,8 +32,11 @@ __all__ = [
     "CapyBaraSFTDataset",
     "EnvBase",
     "Evaluator",
+    "GRPOTrainer",
     "IntellectMathDataset",
     "MathDataset",
+    "OnPolicyDistillationTrainer",
+    "SFTTrainer",
     "get_boxed_answer",
 ]
 

@@ -30,6 +30,7 @@ from dlrover.python.rl.engine.torch.loading import as_causal_lm
 from dlrover.python.rl.environment.deadline import DeadlineVerifier
 from dlrover.python.rl.environment.pool import VerifierPool
 from dlrover.python.rl.recipe.disk import replace
+from dlrover.python.rl.runtime.torchrun.links import Place
 
 RESULTS, METRICS = "results.jsonl", "metrics.json"
 
@@ -159,6 +160,8 @@ class Evaluator:
         judged = judge(taken, completions, self.reward_timeout_s)
         tokens = [int(mask.sum()) for mask in drawn.ragged("action_mask")]
         metrics = _metrics(judged, tokens)
+        if Place.from_env(os.environ).rank:
+            return metrics  # the main process writes
         folder = Path(self.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         rows = [_row(*row) for row in zip(taken, completions, judged, strict=True)]

@@ -110,7 +110,8 @@ class Link:
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._connection: Connection[Any, Any] = Connection(connection.detach())
-        self._outbox: SimpleQueue[list[Any]] = SimpleQueue()
+        self._outbox: SimpleQueue[list[Any] | None] = SimpleQueue()
+        self._lock, self._at_work = threading.Lock(), 2
         self.ended = threading.Event()
 
     def begin(self, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
@@ -146,16 +147,24 @@ class Link:
         os.write(self._connection.fileno(), words.ljust(_HELLO_BYTES))
 
     def close(self) -> None:
-        """Hear and say nothing more."""
+        """Hear and say nothing more; before :meth:`begin`."""
         self._connection.close()
+
+    def end(self) -> None:
+        """Hang up once all is sent; after :meth:`begin`. The other one is told the end, and hangs up too."""
+        self._outbox.put(None)
 
     def _write_all(self) -> None:
         try:
-            while True:
-                for part in self._outbox.get():  # waits: for somebody to send something; a daemon thread
+            while (parts := self._outbox.get()) is not None:  # waits: for somebody to send something; a daemon thread
+                for part in parts:
                     self._connection.send_bytes(part)
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as handle:
+                handle.shutdown(socket.SHUT_WR)
         except OSError:
             pass  # the other one is gone, which whoever reads here is told
+        finally:
+            self._leave()
 
     def _read_all(self, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
         try:
@@ -167,7 +176,15 @@ class Link:
             _LOG.exception("a message of another process cannot be taken")
         finally:
             self.ended.set()
+            self.end()
+            self._leave()
             on_end()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._at_work -= 1
+            if not self._at_work:
+                self._connection.close()
 
     def _read(self) -> Any:
         first = self._connection.recv_bytes()  # waits: for messages, until the other process ends; a daemon thread

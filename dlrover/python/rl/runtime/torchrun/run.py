@@ -149,6 +149,9 @@ class Lead:
             trainer.join(CLOSE_S)
             for link in self.links.values():
                 link.ended.wait(ABORT_S if self.error else CLOSE_S)
+                link.end()
+            for held in self._ports.values():
+                held.give_back()
             if self.error is None:
                 roots_of(self.job, now.run, now.number, socket.gethostname()).commit_store("").remove()
         return self.error
@@ -242,7 +245,10 @@ def follow(place: Place, link: Link) -> bool:
             _end_soon(worker, clean=False)
 
     link.begin(take, lose)
-    return worker.run()
+    try:
+        return worker.run()
+    finally:
+        link.end()
 
 
 def _end_soon(worker: Worker, clean: bool) -> None:

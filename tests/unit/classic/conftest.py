@@ -1,0 +1,27 @@
+"""A tiny model, and the package's logger as it was."""
+
+import logging
+
+import pytest
+
+from dlrover.python.rl.recipe.tiny import write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=32, layers=2, max_positions=96)
+
+
+@pytest.fixture(scope="session")
+def wide_model(tmp_path_factory):
+    """Takes longer prompts."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "wide", hidden=32, layers=2, max_positions=256)
+
+
+@pytest.fixture(autouse=True)
+def _logger_kept():
+    logger = logging.getLogger("dlrover")
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)

@@ -1,0 +1,48 @@
+"""Trains by constructors, one after the other, in every process that runs it.
+
+Arguments: folder of the model, where to write, samples of a step in all, which trainers.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from judging_envs import Share, asked
+
+from dlrover.python.rl import classic
+
+NAMES = ("Ada", "Emmy", "Sofia", "Grace", "Mary", "Katherine")
+
+
+def main(model, out, size, *which):
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    shared = {
+        "num_steps": 2,
+        "batch_size": int(size) // world,
+        "saving_steps": 2,
+        "logging_steps": 1,
+        "eval_steps": 1,
+        "optimizer_args": {"lr": 1e-3},
+        "use_accelerate": True,
+        "engine": {"threads": 1},
+    }
+    samples, held_out = asked(*NAMES, kind=Share), asked("Alan", "Kurt", "Emil", kind=Share)
+    told = {}
+    for name in which:
+        data = {"train_dataset": samples, "eval_dataset": held_out, "output_dir": Path(out) / name, **shared}
+        if name == "sft":
+            trainer = classic.SFTTrainer(model, eval_sample_completions=True, max_new_tokens=4, **data)
+        elif name == "grpo":
+            trainer = classic.GRPOTrainer(model, max_new_tokens=6, **data)
+        else:
+            trainer = classic.OnPolicyDistillationTrainer(
+                model, teacher_model=f"{model}-teacher", max_new_tokens=6, **data
+            )
+        trainer.train()
+        told[name] = trainer.test()
+    (Path(out) / f"rank-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

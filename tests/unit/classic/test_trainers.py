@@ -1,0 +1,357 @@
+"""The constructors in one process: what they train, evaluate, keep and tell."""
+
+import json
+import math
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from judging_envs import Length, Share, asked
+from torch.optim import lr_scheduler as schedulers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dlrover.python.rl.classic import EnvBase, GRPOTrainer, MathDataset, OnPolicyDistillationTrainer, SFTTrainer
+from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.recipe.tiny import write_tiny_model
+
+NAMES = ("Ada", "Emmy", "Sofia", "Grace", "Mary", "Katherine")
+
+
+def sft(model, folder, **arguments):
+    usual = {"num_steps": 4, "batch_size": 2, "saving_steps": 2, "logging_steps": 1, "optimizer_args": {"lr": 1e-2}}
+    dataset = arguments.pop("train_dataset", asked(*NAMES))
+    return SFTTrainer(model, dataset, output_dir=folder, engine={"threads": 1}, **{**usual, **arguments})
+
+
+def grpo(model, folder, **arguments):
+    usual = {"num_steps": 2, "batch_size": 2, "saving_steps": 2, "logging_steps": 1, "max_new_tokens": 6}
+    dataset = arguments.pop("train_dataset", asked("Ada", "Grace", "Mary", kind=Share, answers=False))
+    return GRPOTrainer(model, dataset, output_dir=folder, engine={"threads": 1}, **{**usual, **arguments})
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def weights(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def same(one, other):
+    first, second = weights(one), weights(other)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+# -- SFT --------------------------------------------------------------------------------------------------------------
+
+
+def test_128_an_evaluation_comes_every_so_many_steps_and_changes_nothing(model, tmp_path):
+    sft(model, tmp_path / "without").train()
+    held_out = asked("Alan", "Kurt", kind=Length)
+    evaluated = {"eval_steps": 2, "eval_dataset": held_out, "eval_sample_completions": True, "max_new_tokens": 4}
+    sft(model, tmp_path / "with", **evaluated).train()
+    assert [row["step"] for row in metrics(tmp_path / "with") if "eval_loss" in row] == [2, 4]
+    assert not any("eval_loss" in row for row in metrics(tmp_path / "without"))
+    assert same(tmp_path / "with" / "final", tmp_path / "without" / "final")
+    assert not same(tmp_path / "with" / "final", model)
+
+
+def test_129_cross_entropy_is_the_mean_over_all_labelled_tokens_and_perplexity_its_exponential(model, tmp_path):
+    held_out = asked("Alan", "Kurt") + [EnvBase(asked("Emil")[0].prompt, "a much longer answer")]
+    trainer = sft(model, tmp_path, eval_steps=4, eval_dataset=held_out)
+    trainer.train()
+    judge, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "final"), AutoTokenizer.from_pretrained(model)
+    total = count = 0
+    for sample in held_out:
+        asking = tokenizer.apply_chat_template(sample.prompt, tokenize=False, add_generation_prompt=True)
+        prompt, answer = tokenizer(asking)["input_ids"], tokenizer(f"{sample.answer}<|im_end|>")["input_ids"]
+        with torch.no_grad():
+            logits = judge(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum"))
+        count += len(answer)
+    last, told = metrics(tmp_path)[-1], trainer.test()
+    assert last["eval_loss"] == pytest.approx(total / count, abs=1e-5)
+    assert told["ce_loss"] == pytest.approx(total / count, abs=1e-5)
+    assert told["perplexity"] == pytest.approx(math.exp(told["ce_loss"]))
+    assert last["eval_perplexity"] == pytest.approx(math.exp(last["eval_loss"]))
+
+
+def test_130_rewards_are_there_only_where_completions_are_drawn_to_evaluate(model, tmp_path):
+    evaluated = {"num_steps": 2, "eval_steps": 2, "eval_dataset": asked("Alan", "Kurt", kind=Length)}
+    drawing = {"eval_sample_completions": True, "max_new_tokens": 4}
+    for folder, more in (("without", {}), ("with", drawing)):
+        trainer = sft(model, tmp_path / folder, **evaluated, **more)
+        trainer.train()
+        last, told = metrics(tmp_path / folder)[-1], trainer.test()
+        assert ("eval_reward_mean" in last) == ("reward_mean" in told) == (folder == "with")
+        assert {"ce_loss", "perplexity"} <= told.keys()
+    assert 0 <= last["eval_reward_mean"] <= 4
+    assert last["eval_failed"] == 0
+    assert json.loads((tmp_path / "with/evaluation/metrics.json").read_text())["num_samples"] == 2
+    with (
+        pytest.raises(InvalidJob, match="has no reward") if False else pytest.raises(ValueError, match="has no reward")
+    ):
+        sft(model, tmp_path / "none", eval_steps=2, eval_dataset=asked("Alan"), eval_sample_completions=True).train()
+
+
+def test_133_models_of_steps_and_the_final_one_are_whole_folders(model, tmp_path):
+    sft(model, tmp_path).train()
+    assert sorted(found.name for found in tmp_path.glob("step_*")) == ["step_2", "step_4"]
+    assert same(tmp_path / "step_4", tmp_path / "final")
+    assert not same(tmp_path / "step_2", tmp_path / "final")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "final")
+    asking = tokenizer("2 + 2", return_tensors="pt")
+    logits = [AutoModelForCausalLM.from_pretrained(tmp_path / name)(**asking).logits for name in ("step_4", "final")]
+    assert torch.equal(*logits)
+
+
+def test_rows_that_are_too_long_are_left_out_and_the_number_of_steps_stays(model, tmp_path):
+    dataset = [*asked("Ada", "Grace"), EnvBase(asked("Ada")[0].prompt, "x" * 60)]
+    sft(model, tmp_path, train_dataset=dataset, max_seq_len=60, num_steps=5).train()
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    assert json.loads((tmp_path / "summary.json").read_text())["dropped rows"] == 1
+
+
+def test_what_is_trained_follows_the_arguments(model, tmp_path):
+    turns = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "2+2"},
+    ]
+    said = {}
+    for name, arguments in {
+        "all": {},
+        "last": {"assistant_loss_mode": "last"},
+        "everything": {"mask_prompt": False},
+    }.items():
+        trainer = sft(model, tmp_path / name, train_dataset=[EnvBase(turns, 4)], num_steps=1, batch_size=1, **arguments)
+        trainer.train()
+        said[name] = metrics(tmp_path / name)[0]["loss"]
+    assert len(set(said.values())) == 3
+
+
+def test_134_a_run_that_broke_off_goes_on_where_it_was(model, tmp_path):
+    sft(model, tmp_path / "whole", num_steps=6, saving_steps=3).train()
+    sft(model, tmp_path / "parts", num_steps=3, saving_steps=3).train()
+    begun = metrics(tmp_path / "parts")
+    sft(model, tmp_path / "parts", num_steps=6, saving_steps=3, resume=True).train()
+    rows = metrics(tmp_path / "parts")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[:3] == begun
+    assert same(tmp_path / "parts" / "final", tmp_path / "whole" / "final")
+
+
+# -- GRPO -------------------------------------------------------------------------------------------------------------
+
+
+def test_077_samples_without_answers_are_trained_on_if_they_reward(model, tmp_path):
+    trainer = grpo(model, tmp_path, optimizer_args={"lr": 1e-2}, kl_penalty=0.05, ppo_steps=2)
+    trainer.train()
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(0 < row["reward"] < 1 and row["failed_samples"] == 0 for row in rows)
+    assert rows[-1]["kl"] > 0
+    assert not same(tmp_path / "final", model)
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 2 * 2 * 4
+
+
+def test_078_sums_are_trained_on_and_evaluated(wide_model, tmp_path):
+    arguments = {"num_samples": 4, "min_val": 0, "max_val": 5, "operand": "add"}
+    dataset, held_out = MathDataset(**arguments), MathDataset(**arguments, seed=1)
+    short = {"max_new_tokens": 4, "group_size": 2, "eval_steps": 1, "eval_dataset": held_out}
+    trainer = grpo(wide_model, tmp_path, train_dataset=dataset, **short)
+    trainer.train()
+    assert [row["held_out_reward"] for row in metrics(tmp_path)] == [-1e6, -1e6]
+    assert trainer.test(num_batches=1)["num_samples"] == 2
+
+
+def test_a_reward_that_hangs_or_raises_costs_its_samples_and_not_the_run(model, tmp_path):
+    dataset = asked("Ada", "Emmy", "Sofia", "Grace", kind=Length)
+    grpo(model, tmp_path, train_dataset=dataset, batch_size=4, group_size=2, num_steps=1, reward_timeout_s=1.0).train()
+    (row,) = metrics(tmp_path)
+    assert row["failed_samples"] == 4
+    assert row["reward"] > 0
+
+
+def test_139_completions_are_logged_as_far_as_is_asked_for(model, tmp_path, capsys):
+    grpo(model, tmp_path, num_steps=1, log_completions=True, max_log_chars=2, max_new_tokens=12).train()
+    shown = [line.split("  ", 1)[1] for line in capsys.readouterr().err.splitlines() if "I reward " in line]
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert shown == [repr(sample["completion"][:2]) for sample in samples]
+    grpo(model, tmp_path, num_steps=1).train()
+    assert "I reward " not in capsys.readouterr().err
+
+
+def test_figures_are_logged_every_so_many_steps(model, tmp_path, capsys):
+    sft(model, tmp_path, logging_steps=3).train()
+    assert [line.split("step ")[1].split("/")[0] for line in capsys.readouterr().err.splitlines()] == ["3"]
+
+
+# -- on-policy distillation -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [EnvBase, Share])
+def test_124_distillation_runs_with_rewards_and_without(model, tmp_path, kind):
+    teacher = write_tiny_model(tmp_path / "teacher", hidden=32, layers=2, max_positions=96, seed=3)
+    samples = asked("Ada", "Grace", "Mary", kind=kind)
+    arguments = {"num_steps": 2, "batch_size": 3, "saving_steps": 2, "eval_steps": 1, "max_new_tokens": 6}
+    trainer = OnPolicyDistillationTrainer(
+        model,
+        teacher,
+        samples,
+        eval_dataset=samples[:2],
+        output_dir=tmp_path / "out",
+        engine={"threads": 1},
+        **arguments,
+    )
+    trainer.train()
+    rows = metrics(tmp_path / "out")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["reverse_kl"] > 0 for row in rows)
+    assert [row["reward"] is None for row in rows] == [kind is EnvBase] * 2
+    assert not same(tmp_path / "out" / "final", model)
+    assert same(tmp_path / "out" / "final", tmp_path / "out" / "step_2")
+    assert (trainer.test()["reward_mean"] is None) == (kind is EnvBase)
+
+
+# -- Weights & Biases -------------------------------------------------------------------------------------------------
+
+
+class FakeRun:
+    def __init__(self):
+        self.logged, self.finished = [], 0
+
+    def log(self, figures, step):
+        self.logged.append((step, figures))
+
+    def finish(self):
+        self.finished += 1
+
+
+def test_136_the_run_has_its_project_and_name_and_its_steps_begin_with_1(model, tmp_path, monkeypatch):
+    wandb, run, asked_for = ModuleType("wandb"), FakeRun(), []
+    wandb.init = lambda **arguments: asked_for.append(arguments) or run
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    sft(model, tmp_path, num_steps=2, enable_wandb=True, wandb_project="rlfusion", wandb_run_name="sft-demo").train()
+    ((arguments),) = asked_for
+    assert (arguments["project"], arguments["name"]) == ("rlfusion", "sft-demo")
+    assert [step for step, _ in run.logged] == [1, 2]
+    assert [figures["loss"] for _, figures in run.logged] == [row["loss"] for row in metrics(tmp_path)]
+    assert run.finished == 1
+    assert [sft(model, tmp_path).wandb_project, grpo(model, tmp_path).wandb_project] == ["sft", "grpo"]
+
+
+def test_136_without_the_package_there_is_one_warning(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    sft(model, tmp_path, num_steps=2, enable_wandb=True).train()
+    assert capsys.readouterr().err.count("wandb is not installed") == 1
+    assert len(metrics(tmp_path)) == 2
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+COMMON = ("num_steps", "batch_size", "saving_steps", "logging_steps", "eval_steps", "max_new_tokens", "max_grad_norm")
+OF_GRPO = ("ppo_steps", "clip_eps", "max_log_chars", "sampling_temperature")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*((SFTTrainer, name) for name in (*COMMON, "max_seq_len")), *((GRPOTrainer, n) for n in OF_GRPO)]
+)
+@pytest.mark.parametrize("value", [0, -1])
+def test_147_a_count_that_is_not_positive_names_its_argument(kind, name, value):
+    with pytest.raises(ValueError, match=rf"^{name} must be above 0(\.0)?, not {value}"):
+        kind("model", asked("Ada"), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "error", "words"),
+    [
+        (SFTTrainer, {"num_step": 2}, TypeError, "SFTTrainer has no argument 'num_step'; did you mean 'num_steps'"),
+        (GRPOTrainer, {"group_size": 1}, ValueError, "group_size must be at least 2, not 1"),
+        (GRPOTrainer, {"do_sample": False}, ValueError, "do_sample=False draws the same completion"),
+        (SFTTrainer, {"assistant_loss_mode": "first"}, ValueError, "must be one of 'all', 'last', not 'first'"),
+        (SFTTrainer, {"eval_steps": 2}, ValueError, "eval_steps needs an eval_dataset"),
+        (SFTTrainer, {"eval_sample_completions": True}, ValueError, "eval_sample_completions needs an eval_dataset"),
+        (SFTTrainer, {"seed": -1}, ValueError, "seed must be at least 0, not -1"),
+        (SFTTrainer, {"optimizer": torch.optim.Adagrad}, ValueError, "optimizer Adagrad is not known"),
+        (SFTTrainer, {"optimizer_args": {"lr": 0}}, ValueError, "optimizer_args.lr"),
+        (SFTTrainer, {"optimizer_args": {"lrr": 1}}, ValueError, "AdamW has no 'lrr'; did you mean 'lr'"),
+        (SFTTrainer, {"optimizer_args": {"eps": 1e-6}}, ValueError, "eps can only be 1e-08"),
+        (SFTTrainer, {"lr_scheduler_args": {"T_max": 2}}, ValueError, "lr_scheduler_args go with an lr_scheduler"),
+        (GRPOTrainer, {"generation_args": {"topk": 2}}, ValueError, "generation_args has no 'topk'; did you mean"),
+    ],
+)
+def test_147_what_cannot_be_is_refused_by_the_constructor(kind, arguments, error, words):
+    with pytest.raises(error, match=words):
+        kind("model", asked("Ada"), **arguments)
+
+
+def test_data_sets_that_cannot_be_learned_from_are_refused_before_anything_starts(model, tmp_path):
+    with pytest.raises(ValueError, match=r"train_dataset\[0\] has no reward: EnvBase must define get_reward"):
+        grpo(model, tmp_path / "a", train_dataset=asked("Ada")).train()
+    with pytest.raises(ValueError, match=r"train_dataset\[0\] has nothing to learn"):
+        sft(model, tmp_path / "b", train_dataset=asked("Ada", answers=False)).train()
+    with pytest.raises(InvalidJob, match="no such folder"):
+        grpo("/no/such/model", tmp_path / "c").train()
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_several_processes_are_refused_where_they_are_not_meant(model, tmp_path, monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="2 processes were launched.*pass use_accelerate=True"):
+        sft(model, tmp_path).train()
+
+
+# -- optimizers and schedules -----------------------------------------------------------------------------------------
+
+
+def torch_rates(kind, arguments, steps, lr=1e-2):
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=lr)
+    scheduler, rates = kind(optimizer, **arguments), []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates, kind(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (schedulers.CosineAnnealingLR, {"T_max": 4, "eta_min": 1e-3}),
+        (schedulers.LinearLR, {"start_factor": 1.0, "end_factor": 0.1, "total_iters": 4}),
+        (schedulers.ConstantLR, {"factor": 1.0}),
+    ],
+)
+def test_141_a_schedule_by_class_or_instance_gives_pytorchs_rates(model, tmp_path, kind, arguments):
+    expected, instance = torch_rates(kind, arguments, 4)
+    sft(model, tmp_path / "class", lr_scheduler=kind, lr_scheduler_args=arguments).train()
+    sft(model, tmp_path / "instance", lr_scheduler=instance).train()
+    for name in ("class", "instance"):
+        assert [row["lr"] for row in metrics(tmp_path / name)] == pytest.approx(expected)
+
+
+def test_142_gradient_descent_by_its_class(model, tmp_path):
+    sft(model, tmp_path, num_steps=1, optimizer=torch.optim.SGD, optimizer_args={"lr": 0.5}).train()
+    before, after = weights(model), weights(tmp_path / "final")
+    moved = torch.sqrt(sum(((before[name] - after[name]).float() ** 2).sum() for name in before))
+    tied = "lm_head.weight" in before  # counted twice
+    assert float(moved) > 0
+    assert tied or float(moved) == pytest.approx(0.5 * metrics(tmp_path)[0]["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"lr_scheduler": schedulers.StepLR, "lr_scheduler_args": {"step_size": 2}}, "StepLR with .* is not known"),
+        ({"lr_scheduler": schedulers.LinearLR}, "known: ConstantLR without an end, LinearLR that falls"),
+        ({"optimizer": torch.optim.SGD, "optimizer_args": {"nesterov": True}}, "nesterov can only be False"),
+    ],
+)
+def test_141_and_142_what_has_no_counterpart_is_refused_with_what_has(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        SFTTrainer("model", asked("Ada"), **arguments)
