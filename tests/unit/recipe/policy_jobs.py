@@ -61,7 +61,7 @@ def _config(folder):
         "prompts_per_step": 4,
         "optimizer": {"lr": 3e-3},
         "rollout": {"samples_per_prompt": 8, "max_new_tokens": 8},
-        "reward": {"function": "policy_rewards:low", "workers": 1},
+        "reward": {"function": "policy_rewards:low", "workers": 1, "timeout_s": 60.0},
         "engine": {"threads": 1},
     }
 

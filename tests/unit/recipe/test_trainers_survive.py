@@ -62,7 +62,7 @@ def stage(folder, inputs, recipe):
         "prompts_per_step": 4,
         "optimizer": {"lr": 3e-3},
         "rollout": {"samples_per_prompt": 2, "max_new_tokens": 3},
-        "reward": {"function": "policy_rewards:low", "workers": 1},
+        "reward": {"function": "policy_rewards:low", "workers": 1, "timeout_s": 60.0},
         "engine": {"threads": 1},
     }
     if recipe == "ppo":

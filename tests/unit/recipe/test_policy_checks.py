@@ -1,0 +1,65 @@
+"""What is wrong with a job of PPO or of distillation is said before it starts."""
+
+import json
+
+import pytest
+from policy_jobs import policy_job, write_inputs
+
+from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.job import check_job, run_here
+from dlrover.python.rl.recipe.tiny import write_tiny_model
+
+
+def problems_of(job):
+    with pytest.raises(InvalidJob) as caught:
+        check_job(job, local=True)
+    return {problem.where: problem.what for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize(
+    ("config", "where", "what"),
+    [
+        ({"critic": {"optimiser": {}}}, "config.critic.optimiser", "did you mean 'optimizer'"),
+        ({"critic": {"warmup_steps": -1}}, "config.critic.warmup_steps", "greater than or equal to 0"),
+        ({"critic": {"model": "./none"}}, "config.critic.model", "no such folder: ./none"),
+        ({"updates_per_step": 0}, "config.updates_per_step", "greater than 0"),
+        ({"algorithm": {"name": "distillation"}}, "config.algorithm", "the trainer of recipe.distill has it"),
+        ({"algorithm": {"name": "openai_ppo"}}, "workload", "needs the role 'reference'"),
+    ],
+)
+def test_ppo(tmp_path, config, where, what):
+    assert what in problems_of(policy_job(tmp_path, "ppo", **config))[where]
+
+
+@pytest.mark.parametrize(
+    ("teachers", "where", "what"),
+    [
+        ({}, "config.teachers", "names no teacher"),
+        ({"teacher": {"model": "./none"}}, "config.teachers.teacher.model", "no such folder: ./none"),
+        ({"teecher": {"model": "a/b"}}, "config.teachers.teecher", "did you mean 'teacher'"),
+        ({"teacher": {"model": "a/b", "weight": 0}}, "config.teachers.teacher.weight", "greater than 0"),
+    ],
+)
+def test_distillation(tmp_path, teachers, where, what):
+    assert what in problems_of(policy_job(tmp_path, "distill", teachers=teachers))[where]
+
+
+def test_a_job_without_its_critic_is_refused(tmp_path):
+    job = policy_job(tmp_path, "ppo")
+    object.__setattr__(job, "workloads", {role: spec for role, spec in job.workloads.items() if role != "CRITIC"})
+    assert problems_of(job)["workload"] == "the role 'critic' is required by PPOTrainer"
+
+
+@pytest.mark.slow
+def test_a_teacher_that_means_other_tokens_is_refused(tmp_path):
+    write_inputs(tmp_path)
+    other = write_tiny_model(tmp_path / "other", hidden=32, layers=1, heads=4, kv_heads=2, max_positions=32)
+    tokenizer = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    job = policy_job(tmp_path, "distill", teachers={"teacher": {"model": str(other)}})
+    status = run_here(check_job(job, local=True))
+    assert status.phase is Phase.FAILED
+    assert "the model of the role 'teacher' has another vocabulary" in status.cause.message + status.cause.detail

@@ -1,0 +1,114 @@
+"""Trainers on samples learn what they are for, on a model of 35 thousand parameters."""
+
+import numpy as np
+import pytest
+from policy_jobs import finished, policy_job, reverse_kl, write_inputs, write_teacher
+
+from dlrover.python.rl.algorithm.policy import PolicyGradient
+from dlrover.python.rl.algorithm.registry import ALGORITHMS
+from dlrover.python.rl.recipe.grpo import GRPOTrainer
+
+pytestmark = pytest.mark.slow
+
+SEEDS = (0, 1, 2)
+FAMILY = ("cispo", "dapo", "deepseek_grpo", "dr_grpo", "grpo", "gspo", "reinforce_pp", "reinforce_pp_baseline", "rloo")
+CRITIC = {"optimizer": {"lr": 3e-3}}
+
+
+def gain(rows, name="reward"):
+    """The mean of the last five steps over that of the first five."""
+    values = [row[name] for row in rows]
+    return np.mean(values[-5:]) / np.mean(values[:5])
+
+
+def test_every_algorithm_on_rewards_without_a_critic_is_of_the_family():
+    found = {
+        name
+        for name, preset in ALGORITHMS.items()
+        if issubclass(preset.algorithm, PolicyGradient) and preset.algorithm().needs.all <= GRPOTrainer.given
+    }
+    assert found == set(FAMILY)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", FAMILY)
+def test_127_each_of_the_family_doubles_the_reward(tmp_path, name, seed):
+    roles = ("reference",) if name == "deepseek_grpo" else ()
+    _, rows = finished(policy_job(tmp_path, "grpo", roles=roles, steps=60, seed=seed, algorithm={"name": name}))
+    assert gain(rows) >= 2.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ["ppo", "openai_ppo"])
+def test_127_ppo_doubles_the_reward(tmp_path, name, seed):
+    roles = ("reference",) if name == "openai_ppo" else ()
+    job = policy_job(tmp_path, "ppo", roles=roles, steps=60, seed=seed, algorithm={"name": name}, critic=CRITIC)
+    _, rows = finished(job)
+    assert gain(rows) >= 2.0
+    assert rows[-1]["critic_value"] == pytest.approx(rows[-1]["reward"], abs=0.2)
+
+
+def test_127_several_updates_and_epochs_learn_sooner_from_as_many_samples(tmp_path):
+    config = {"steps": 20, "critic": CRITIC, "algorithm": {"correction": "truncate"}}
+    _, often = finished(policy_job(tmp_path, "ppo", out="often", updates_per_step=2, epochs=2, **config))
+    _, once = finished(policy_job(tmp_path, "ppo", out="once", **config))
+    assert often[-1]["reward"] > once[-1]["reward"]
+
+
+def test_125_the_actor_is_as_it_was_while_the_critic_is_warmed_up(tmp_path):
+    critic = {**CRITIC, "warmup_steps": 4}
+    _, rows = finished(policy_job(tmp_path, "ppo", steps=6, critic=critic))
+    assert ["loss" in row for row in rows] == [False] * 4 + [True] * 2
+    assert rows[3]["critic_value_error"] < rows[0]["critic_value_error"]
+    out, rows = finished(policy_job(tmp_path, "ppo", out="frozen", steps=4, critic=critic))
+    model = "model.safetensors"
+    assert (out / "model" / model).read_bytes() == (tmp_path / "model" / model).read_bytes()
+
+
+@pytest.mark.parametrize("place", ["loss", "reward", "advantage"])
+def test_117_a_kl_penalty_keeps_the_policy_near_the_reference(tmp_path, place):
+    """At the end of training, whatever the reward has pulled it to."""
+    ends = []
+    for coefficient in (1e-6, 0.5):
+        algorithm = {"name": "grpo", "kl_coef": coefficient, "kl_in": place, "normalize": "none"}
+        job = policy_job(tmp_path, "grpo", out=str(coefficient), roles=["reference"], steps=50, algorithm=algorithm)
+        out, _ = finished(job)
+        ends.append(reverse_kl(out / "model", tmp_path / "model"))
+    assert ends[1] < 0.5 * ends[0]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ["distillation", "vocabulary_distillation"])
+def test_124_distillation_lowers_the_reverse_kl_over_the_vocabulary(tmp_path, name, seed):
+    write_inputs(tmp_path)
+    teacher = write_teacher(tmp_path)
+    config = {"steps": 40, "seed": seed, "top": 64, "optimizer": {"lr": 1e-2}, "algorithm": {"name": name}}
+    out, _ = finished(policy_job(tmp_path, "distill", teachers={"teacher": {"model": teacher}}, **config))
+    assert reverse_kl(out / "model", teacher) < 0.9 * reverse_kl(tmp_path / "model", teacher)
+
+
+@pytest.mark.parametrize("name", ["distillation", "vocabulary_distillation"])
+def test_124_a_teacher_like_the_student_teaches_nothing(tmp_path, name):
+    write_inputs(tmp_path)
+    teachers = {"teacher": {"model": str(tmp_path / "model")}}
+    _, (row,) = finished(policy_job(tmp_path, "distill", steps=1, algorithm={"name": name}, teachers=teachers))
+    assert row["loss"] == pytest.approx(0.0, abs=1e-6)
+    assert row["grad_norm"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_several_teachers_each_count_by_their_weight(tmp_path):
+    write_inputs(tmp_path)
+    first, second = write_teacher(tmp_path), write_teacher(tmp_path, "second", seed=5)
+    ends = []
+    for weights in ((1.0, 20.0), (20.0, 1.0)):
+        teachers = {
+            "teacher": {"model": first, "weight": weights[0]},
+            "coder": {"model": second, "weight": weights[1]},
+        }
+        config = {"steps": 40, "top": 64, "optimizer": {"lr": 1e-2}, "teachers": teachers}
+        algorithm = {"name": "vocabulary_distillation"}
+        job = policy_job(tmp_path, "distill", out=str(weights), roles=["coder"], algorithm=algorithm, **config)
+        out, _ = finished(job)
+        ends.append([reverse_kl(out / "model", teacher) for teacher in (first, second)])
+    assert ends[1][0] < ends[0][0]
+    assert ends[0][1] < ends[1][1]
