@@ -187,6 +187,13 @@ def test_080_an_epoch_takes_each_row_once_and_its_last_batch_what_is_left(inputs
     assert sorted(line for batch in batches for line in batch.dense("line").tolist()) == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("kind", ["rm", "dpo"])
+def test_a_batch_that_is_larger_than_the_data_has_pairs_several_times(inputs, tmp_path, kind):
+    (row,) = ran(kind, tmp_path / "thrice", config_of(inputs, kind, batch_size=12, epochs=3.0))
+    (once,) = ran(kind, tmp_path / "once", config_of(inputs, kind))
+    assert row["loss"] == pytest.approx(once["loss"], abs=1e-6)
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 

@@ -195,8 +195,9 @@ def example_problems(data: ExampleData, evaluates: bool, seed: int) -> list[Prob
 
 
 def units(batch: Batch, unit_rows: int, drawn: Iterator[int] | list[int]) -> Batch:
-    """The rows of the units with these numbers."""
-    return batch.take([row for unit in drawn for row in range(unit * unit_rows, (unit + 1) * unit_rows)])
+    """The rows of the units with these numbers; pairs are numbered anew, for one may be drawn several times."""
+    taken = batch.take([row for unit in drawn for row in range(unit * unit_rows, (unit + 1) * unit_rows)])
+    return taken.with_columns(pair=np.arange(len(taken)) // unit_rows) if "pair" in taken else taken
 
 
 def filled_up(batch: Batch, count: int) -> Batch:
