@@ -118,6 +118,8 @@ class IsolatedEnvironment:
         """The child, a new one where the last has ended."""
         with self._lock:
             if self._child is None or self._child.is_gone:
+                if self._closed:
+                    raise EnvironmentFailed("the environment has been shut down")
                 self._child = _Child(self._where, self._options, self._memory_mb)
                 try:
                     self.episodes = self._child.ready(self._start_timeout_s)
