@@ -1,0 +1,54 @@
+"""RL2's README: its rows, its environment, its presets and its command lines."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrover.python.rl.algorithm.registry import make_algorithm
+from dlrover.python.rl.data.examples import read_sft
+from dlrover.python.rl.data.pairs import read_pairs
+from dlrover.python.rl.data.problems import load_prompts
+from dlrover.python.rl.recipe.tiny import write_tiny_model
+from tests.processes import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = ROOT / "docs" / "guides" / "from-rl2.md"
+DATA = ROOT / "docs" / "guides" / "from_rl2"
+COMMANDS = re.findall(r"^torchrun (.*)$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
+DEADLINE_S = 250.0
+
+
+def test_066_to_074_the_rows_of_the_readme_are_read():
+    assert [row["response"] for row in read_sft(DATA / "sft.json")] == ["Beijing.", "Paris."]
+    assert [len(row["messages"]) for row in read_sft(DATA / "sft_messages.json")] == [2, 2]
+    assert [len(read_pairs(DATA / name)) for name in ("pairs.json", "pairs_messages.json")] == [2, 2]
+    for name in ("ppo.json", "ppo_messages.json"):
+        assert [row.extra_info for row in load_prompts(DATA / name)] == [{"answer": "Beijing"}, {"answer": "Paris"}]
+
+
+def test_111_112_and_114_the_presets_are_what_the_readme_says_of_them():
+    ppo = make_algorithm("openai_ppo")
+    assert (ppo.kl_in, ppo.kl_estimator, type(ppo)) == ("reward", "k1", type(make_algorithm("ppo")))
+    grpo = make_algorithm("deepseek_grpo")
+    assert (grpo.averaging, grpo.kl_in, grpo.kl_estimator, grpo.normalize) == ("sequence", "loss", "k3", "std")
+    spelled = {"averaging": "sequence", "kl_in": "loss", "kl_estimator": "k3", "normalize": "std", "kl_coef": 0.04}
+    assert make_algorithm("grpo", spelled) == grpo
+    assert make_algorithm("dr_grpo").averaging == "token"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda line: line.split("recipe.")[1].split()[0])
+def test_004_the_command_lines_of_the_guide_run(tmp_path, command):
+    write_tiny_model(tmp_path / "runs" / "tiny", hidden=32, layers=2)
+    shutil.copytree(DATA, tmp_path / "docs" / "guides" / "from_rl2")
+    line = [sys.executable, "-m", "torch.distributed.run", f"--master_port={free_port()}", *shlex.split(command)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "runs").glob("*/model/*.safetensors"))
