@@ -5,6 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlrover import nn
+    from dlrover.python.rl.classic import (
+        EnvBase,
+        Evaluator,
+        GRPOTrainer,
+        MathDataset,
+        OnPolicyDistillationTrainer,
+        SFTTrainer,
+    )
     from dlrover.python.rl.common.roles import RLRoleType
     from dlrover.python.rl.master.job import RLJob, RLJobBuilder
     from dlrover.python.rl.session.inference import InferenceEngine
@@ -18,12 +26,18 @@ if TYPE_CHECKING:
 _HOME = {
     "BaseTrainer": "dlrover.python.rl.trainer.trainer",
     "BaseWorkload": "dlrover.python.rl.trainer.workload",
+    "EnvBase": "dlrover.python.rl.classic",
+    "Evaluator": "dlrover.python.rl.classic",
+    "GRPOTrainer": "dlrover.python.rl.classic",
     "InferenceEngine": "dlrover.python.rl.session.inference",
+    "MathDataset": "dlrover.python.rl.classic",
     "NeedParallel": "dlrover.python.rl.session.split",
+    "OnPolicyDistillationTrainer": "dlrover.python.rl.classic",
     "RLJob": "dlrover.python.rl.master.job",
     "RLJobBuilder": "dlrover.python.rl.master.job",
     "RLRoleType": "dlrover.python.rl.common.roles",
     "Replicate": "dlrover.python.rl.trainer.shard",
+    "SFTTrainer": "dlrover.python.rl.classic",
     "Shard": "dlrover.python.rl.trainer.shard",
     "TrainEngine": "dlrover.python.rl.session.train",
     "init": "dlrover.python.rl.session.session",
@@ -34,12 +48,18 @@ _HOME = {
 __all__ = [
     "BaseTrainer",
     "BaseWorkload",
+    "EnvBase",
+    "Evaluator",
+    "GRPOTrainer",
     "InferenceEngine",
+    "MathDataset",
     "NeedParallel",
+    "OnPolicyDistillationTrainer",
     "RLJob",
     "RLJobBuilder",
     "RLRoleType",
     "Replicate",
+    "SFTTrainer",
     "Shard",
     "TrainEngine",
     "init",
