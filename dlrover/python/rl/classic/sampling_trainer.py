@@ -53,7 +53,7 @@ class SamplingTraining(Training):
         step: int | None = None,
         eval_temperature: float | None = None,
     ) -> dict[str, Any]:
-        """Evaluate the trained model, or before :meth:`train` the one that it begins with; on the main process.
+        """Evaluate the trained model, or before ``train`` the one that it begins with; on the main process.
 
         Args:
             dataset: ``eval_dataset`` by default.
@@ -62,7 +62,7 @@ class SamplingTraining(Training):
             eval_temperature: ``sampling_temperature`` by default.
 
         Returns:
-            What :meth:`Evaluator.evaluate` does, whose files are in ``output_dir/evaluation``; nothing elsewhere than
+            What ``Evaluator.evaluate`` does, whose files are in ``output_dir/evaluation``; nothing elsewhere than
             on the main process.
         """
         if place_of(self.use_accelerate).rank:

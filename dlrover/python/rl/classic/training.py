@@ -22,7 +22,7 @@ DATA = "data"
 
 @dataclass(kw_only=True)
 class Training:
-    """Arguments of every trainer, and :meth:`train`."""
+    """Arguments of every trainer, and ``train``."""
 
     model: str | Path
     num_steps: Positive = 100

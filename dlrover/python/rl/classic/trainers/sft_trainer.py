@@ -77,7 +77,7 @@ class SFTTrainer(Training):
             raise ValueError("eval_sample_completions needs an eval_dataset")
 
     def test(self, dataset: Samples | None = None, num_batches: int | None = None) -> dict[str, Any]:
-        """Evaluate the trained model, or before :meth:`train` the one that it begins with; on the main process.
+        """Evaluate the trained model, or before ``train`` the one that it begins with; on the main process.
 
         Args:
             dataset: ``eval_dataset`` by default.
@@ -85,7 +85,7 @@ class SFTTrainer(Training):
 
         Returns:
             ``ce_loss``, the mean over all labelled tokens, and ``perplexity``; with ``eval_sample_completions`` also
-            what :meth:`Evaluator.evaluate` gives, whose files are in ``output_dir/evaluation``. Nothing elsewhere than
+            what ``Evaluator.evaluate`` gives, whose files are in ``output_dir/evaluation``. Nothing elsewhere than
             on the main process.
         """
         if place_of(self.use_accelerate).rank:
