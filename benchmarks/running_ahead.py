@@ -22,6 +22,7 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.master.job import check_job, run_here
 from dlrover.python.rl.recipe.tiny import write_tiny_model
 from tests.chaos.tables import markdown
+from tests.chaos.verdict import read_rows
 
 REPOSITORY = Path(__file__).parents[1]
 WORKLOADS = "dlrover.python.rl.recipe.workloads"
@@ -62,8 +63,7 @@ def run_one(folder: Path, max_staleness: int, seed: int, steps: int) -> dict[str
     """One run, in this process."""
     job = job_of(folder, max_staleness, seed, steps)
     status = run_here(check_job(job))
-    rows = [json.loads(line) for line in (job.job_dir / "metrics.jsonl").read_text().splitlines()]
-    samples = [json.loads(line) for line in (job.job_dir / "samples.jsonl").read_text().splitlines()]
+    rows, samples = read_rows(job.job_dir / "metrics.jsonl"), read_rows(job.job_dir / "samples.jsonl")
     stale = [row["step"] - 1 - row["oldest"] for row in samples]
     return {
         "phase": status.phase.value,

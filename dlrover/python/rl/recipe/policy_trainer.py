@@ -127,7 +127,7 @@ class PolicyTrainer(TimedTrainer):
             self.run_log.samples(step, texts(drawn.everything, self.problems.rows))
             judged = self.judged(step, drawn.scored)
             with naming_samples(step, self.run_log, named(drawn.scored), partial(self.to_blame, drawn)):
-                trained = self.learn(step, drawn, judged) if len(judged) else self.skipped(step)
+                trained = self.learn(step, drawn, judged) if self.can_share(judged) else self.skipped(step)
             self.record(step, drawn, judged, trained)
         self.run_log.begin(done + 1)
         self.samples.sync_weights()
@@ -175,6 +175,10 @@ class PolicyTrainer(TimedTrainer):
         """The rows as the algorithm shall see them: those that are not to be trained on have no reward."""
         return trainable(step, scored, self.cfg.reward)
 
+    def can_share(self, judged: Batch) -> bool:
+        """Whether there is a row for each of those who train; filtering may have left too few."""
+        return bool(len(judged) >= self.RG_ACTOR.data_parallel_size)
+
     def learn(self, step: int, drawn: Drawn, judged: Batch) -> dict[str, float]:
         """Annotate the rows, and train on them; the figures of that."""
         opinions = self.opinions(drawn)
@@ -208,8 +212,9 @@ class PolicyTrainer(TimedTrainer):
         # The rest is not needed there, or is there already.
         there = {*drawn.scored.columns, *self.algorithm.needs.annotate} - {"digest", "old_logprobs"}
         told = dealt.select(*(name for name in dealt.columns if name not in there))
-        given = [Shard(opinion.told) for opinion in opinions if opinion.is_for(self.algorithm.needs.loss)]
-        return figures(self.RG_ACTOR.update(drawn.samples, Shard(told), plan, *given)[0])
+        parts = drawn.divided(self.RG_ACTOR.data_parallel_size)
+        given = [Shard(opinion.told, rows=parts) for opinion in opinions if opinion.is_for(self.algorithm.needs.loss)]
+        return figures(self.RG_ACTOR.update(drawn.samples_of(parts), Shard(told, rows=parts), plan, *given)[0])
 
     def planned(self, rows: Batch) -> tuple[Batch, UpdatePlan]:
         """How annotated rows become optimizer steps."""
@@ -222,8 +227,8 @@ class PolicyTrainer(TimedTrainer):
         return [{**name, "text": text} for name, text in zip(named(found), found.objects("text"), strict=True)]
 
     def skipped(self, step: int) -> dict[str, float]:
-        """No row counts: nothing is updated."""
-        _LOG.warning("step %d: none of its samples counts, so nothing is updated", step)
+        """No row counts, or there are fewer than members to share them: nothing is updated."""
+        _LOG.warning("step %d: nothing is updated, since too few of its samples count", step)
         return {}
 
     def uses(self, column: str) -> bool:

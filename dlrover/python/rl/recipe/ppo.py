@@ -60,6 +60,10 @@ class PPOTrainer(PolicyTrainer):
             loading.append(init_model(model, cfg.engine, optimizer, loss, cfg.seed))
         return loading
 
+    def can_share(self, judged: Batch) -> bool:
+        """Whether there is a row for each rank of the critic too."""
+        return super().can_share(judged) and len(judged) >= self.RG_CRITIC.data_parallel_size
+
     def opinions(self, drawn: Drawn) -> Sequence[Opinion]:
         """The critic's values too."""
         opinions = super().opinions(drawn)
@@ -74,7 +78,8 @@ class PPOTrainer(PolicyTrainer):
         dealt, plan = self.planned(rows)
         told = dealt.select(*(name for name in _OF_CRITIC if name in dealt))
         # One after the other: both meet in collectives, and may share devices.
-        trained = self.RG_CRITIC.update(drawn.samples, Shard(told), plan)
+        parts = drawn.divided(self.RG_CRITIC.data_parallel_size)
+        trained = self.RG_CRITIC.update(drawn.samples_of(parts), Shard(told, rows=parts), plan)
         critic = {f"critic_{name}": value for name, value in figures(trained[0]).items()}
         if step <= self.cfg.critic.warmup_steps:
             return critic

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlrover.python.rl.algorithm.advantages import varied_groups
+from dlrover.python.rl.data.balance import partition
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Shard
@@ -42,6 +43,14 @@ class Drawn:
     def samples(self) -> Shard:
         """The rows that are trained on, divided over whoever is given them."""
         return Shard(self.rollouts, rows=self.rows)
+
+    def divided(self, ranks: int) -> list[tuple[int, ...]]:
+        """Which of the rows that are trained on each rank gets, so that all have about as many tokens."""
+        return list(partition(self.scored.dense("token_count").tolist(), ranks).groups)
+
+    def samples_of(self, parts: Sequence[Sequence[int]]) -> Shard:
+        """The samples, divided so."""
+        return Shard(self.rollouts, rows=[[self.rows[row] for row in part] for part in parts])
 
     @classmethod
     def joined(cls, parts: Sequence["Drawn"]) -> "Drawn":
