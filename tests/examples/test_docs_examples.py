@@ -213,8 +213,8 @@ def test_the_launch_file_runs_the_example(desk):
 def test_the_guides_have_commands_and_code():
     languages = [block.language for block in blocks(GUIDES)]
     assert len(GUIDES) >= 3
-    assert len(commands()) >= 14
-    assert languages.count("python") == 3
+    assert len(commands()) >= 40
+    assert languages.count("python") == 4
     assert set(languages) <= {*LANGUAGES, "text"}
 
 
@@ -300,10 +300,15 @@ def test_the_script_of_the_weight_sync_guide_runs(desk):
     assert done.stdout == "True tensor([1., 1., 1., 1.])\n"
 
 
+def test_the_script_of_the_guide_to_algorithms_runs(desk):
+    (block,) = [item for item in blocks(GUIDES) if item.language == "python" and "make_algorithm" in item.text]
+    (desk / "script.py").write_text(block.text, encoding="utf-8")
+    done = run(desk, "python script.py")
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_job_files_of_the_reference_are_jobs():
-    shown = [item.text for item in blocks(PAGES) if item.language == "yaml"]
-    assert len(shown) == 2
-    whole, group = shown
+    whole, group = [item.text for item in blocks(PAGES) if item.page == "job-file.md" and item.language == "yaml"]
     job = load_job_text(whole, "shown")
     assert list(job.workloads) == ["ACTOR"]
     roles = "workload: {actor: {module: m, class: C}, reference: {module: m, class: C}}\n"
