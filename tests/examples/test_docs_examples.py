@@ -149,7 +149,7 @@ def test_it_learns_the_same_on_ray_digit_for_digit(desk):
     assert read(desk / "runs/ray/policy.json") == read(desk / "runs/here/policy.json")
 
 
-def test_breakpoint_stops_in_the_member_that_got_the_empty_text(desk):
+def test_148_breakpoint_stops_in_the_member_that_got_the_empty_text(desk):
     done = run(desk, "dlrover-rl run examples/debug_locally/job.yaml --local", "p self.rank, texts\nc\nc\n")
     assert done.returncode == 0, done.stderr
     assert "(1, ['', 'eleven'])" in done.stdout

@@ -12,7 +12,7 @@ LENGTHS = np.array([1, 3])
 @pytest.mark.parametrize(
     ("mode", "expected"), [("token", [1 / 4, 1 / 4]), ("sequence", [1 / 2, 1 / 6]), ("constant", [1 / 20, 1 / 20])]
 )
-def test_row_121_lengths_one_and_three_by_hand(mode, expected):
+def test_121_lengths_one_and_three_by_hand(mode, expected):
     weights = token_weights(LENGTHS, ALL, mode, max_tokens=10)
     assert weights == pytest.approx(expected)
     assert weights.dtype == np.float32

@@ -33,20 +33,20 @@ def divergence_gradient(forward: bool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.1065307)])
-def test_row_116_values_by_hand(kind, expected):
+def test_116_values_by_hand(kind, expected):
     value = kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), kind)
     assert value.item() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_row_116_k1_and_k3_are_exact_in_expectation(kind):
+def test_116_k1_and_k3_are_exact_in_expectation(kind):
     logits, reference = policies()
     logprobs = logits.detach().log_softmax(-1)
     exact = (logprobs.exp() * (logprobs - reference)).sum()
     assert (logprobs.exp() * kl_estimate(logprobs, reference, kind)).sum().item() == pytest.approx(exact.item())
 
 
-def test_row_116_expected_gradients():
+def test_116_expected_gradients():
     torch.testing.assert_close(expected_gradient("k1"), torch.zeros(7, dtype=torch.float64))
     torch.testing.assert_close(expected_gradient("k2"), divergence_gradient(forward=False))
     torch.testing.assert_close(expected_gradient("k3"), divergence_gradient(forward=True))

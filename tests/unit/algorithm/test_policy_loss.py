@@ -21,14 +21,14 @@ def surrogate(ratios, advantages, low=0.2, high=0.2):
     return losses.tolist(), logprobs.grad.tolist(), metrics
 
 
-def test_row_118_ratio_above_the_clip():
+def test_118_ratio_above_the_clip():
     losses, gradient, metrics = surrogate([1.3, 1.3], [2.0, -2.0])
     assert losses == pytest.approx([-2.4, 2.6])
     assert gradient == pytest.approx([0, 2.6])
     assert metrics["clip_fraction"].item() == 0.5
 
 
-def test_row_118_ratio_below_the_clip():
+def test_118_ratio_below_the_clip():
     losses, gradient, metrics = surrogate([0.7, 0.7], [2.0, -2.0])
     assert losses == pytest.approx([-1.4, 1.6])
     assert gradient == pytest.approx([-1.4, 0])

@@ -13,7 +13,7 @@ LOGPROBS = torch.tensor([-1.0, -2.0, -3.0, -4.0])
 
 
 @pytest.mark.parametrize(("averaging", "expected"), [("token", 10 / 4), ("sequence", (1 + 9 / 3) / 2)])
-def test_row_121_both_averages_by_hand(averaging, expected):
+def test_121_both_averages_by_hand(averaging, expected):
     algorithm = SFT(averaging)
     loss, _, metrics = run(algorithm, algorithm.annotate(ROWS), LOGPROBS, LOGPROBS, LOGPROBS)
     assert loss == pytest.approx(expected)
@@ -22,7 +22,7 @@ def test_row_121_both_averages_by_hand(averaging, expected):
 
 @pytest.mark.parametrize("averaging", ["token", "sequence"])
 @pytest.mark.parametrize("parts", [2, 4])
-def test_row_122_parts_change_nothing(averaging, parts):
+def test_122_parts_change_nothing(averaging, parts):
     rows, *logprobs = random_update(2)
     annotated = SFT(averaging).annotate(rows)
     whole, split = run(SFT(averaging), annotated, *logprobs), run(SFT(averaging), annotated, *logprobs, parts=parts)

@@ -19,6 +19,7 @@ from dlrover.python.rl.common.errors import (
     DataError,
     DLRoverRLError,
     EngineError,
+    EnvironmentFailed,
     InvalidJob,
     InvocationError,
     InvocationTimeout,
@@ -34,6 +35,7 @@ from dlrover.python.rl.common.errors import (
     Problem,
     ReplayDiverged,
     ResultLost,
+    RowsDiffer,
     Scope,
     SessionError,
     ShardError,
@@ -59,6 +61,7 @@ EXAMPLES = {
     ClassNotFound: ClassNotFound("words"),
     MissingExtra: MissingExtra("vllm", "vllm"),
     DataError: DataError(PROBLEMS),
+    RowsDiffer: RowsDiffer("words"),
     EngineError: EngineError("words"),
     OutOfDeviceMemory: OutOfDeviceMemory("words"),
     WeightSyncError: WeightSyncError("words"),
@@ -80,6 +83,7 @@ EXAMPLES = {
     VerifierError: VerifierError("words", "Traceback ..."),
     VerifierTimeout: VerifierTimeout("words"),
     VerifierCrashed: VerifierCrashed("words"),
+    EnvironmentFailed: EnvironmentFailed("words", "Traceback ..."),
     PlacementTimeout: PlacementTimeout("words"),
     JobError: JobError("words"),
     JobFailed: JobFailed("words"),
@@ -136,13 +140,14 @@ def test_what_helps_after_an_error():
     retried = {kind for kind in tree_of_classes() if kind.retryable}
     lost = {WorkloadDied, ResultLost, CallSkipped, ReplayDiverged}
     of_engines = {NonFiniteUpdate, WeightSyncError, WeightsLost}
-    assert retried == {*lost, *of_engines, InvocationTimeout, PlacementTimeout, ClusterUnavailable}
+    assert retried == {*lost, *of_engines, RowsDiffer, InvocationTimeout, PlacementTimeout, ClusterUnavailable}
     assert {kind: kind.restarts for kind in tree_of_classes() if kind.restarts is not Scope.NOTHING} == {
         InvocationTimeout: Scope.MEMBER,
         WorkloadDied: Scope.MEMBER,
         ReplayDiverged: Scope.JOB,
         PlacementTimeout: Scope.JOB,
         NonFiniteUpdate: Scope.TRAINER,
+        RowsDiffer: Scope.TRAINER,
         WeightSyncError: Scope.TRAINER,
         WeightsLost: Scope.TRAINER,
     }

@@ -62,7 +62,7 @@ def test_raw_text_without_a_prompt_cannot_train_its_first_token(tokenizer):
     assert encoded.action_mask == [False, True, True]
 
 
-def test_067_and_68_every_answer_and_no_header(tokenizer):
+def test_067_068_every_answer_and_no_header(tokenizer):
     (encoded,) = encode_example(tokenizer, {"messages": say("Q1", "A1", "Q2", "A2", system="S")})
     assert trained(tokenizer, encoded) == "A1<|im_end|>A2<|im_end|>"
     assert decode(tokenizer, encoded.tokens).endswith("A2<|im_end|>\n")

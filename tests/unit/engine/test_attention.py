@@ -112,3 +112,12 @@ def test_models_with_layers_that_are_no_attention_are_not_packed():
     model = MODELS["qwen2"]()
     model.config.layer_types = ["linear_attention", "full_attention"]
     assert not can_pack(model)
+
+
+def test_143_on_a_host_half_precision_is_left_to_pytorchs_own_attention(monkeypatch):
+    monkeypatch.setattr(attention, "varlen_attn", None)
+    query, key, value = torch.randn(3, 1, 4, 7, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    found = attend(query, key, value, Documents((3, 4)))
+    parts = zip(*(tensor.split([3, 4], dim=2) for tensor in (query, key, value)), strict=True)
+    expected = [torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True) for part in parts]
+    assert torch.allclose(found, torch.cat(expected, dim=2).transpose(1, 2), atol=2e-2)

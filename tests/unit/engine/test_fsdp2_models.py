@@ -122,7 +122,7 @@ def test_a_critic_scores_the_action_tokens_and_learns(model_path, tmp_path):
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def test_038_adapters_are_trained_alone_and_leave_merged(model_path, tmp_path):
+def test_038_145_adapters_are_trained_alone_and_leave_merged(model_path, tmp_path):
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     lora = LoraSettings(rank=4, alpha=8.0)
     engine = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(lora=lora))

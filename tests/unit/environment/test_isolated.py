@@ -49,7 +49,8 @@ def test_098_arithmetic_that_holds_the_interpreter_costs_its_deadline_and_the_ne
         began = time.monotonic()
         bombed, beside = await asyncio.gather(play(guard, ["bomb"]), play(guard, ["nap", "sleep"]))
         failed_s = time.monotonic() - began
-        guard._timeout_s = 60.0  # A new process has to start.
+        guard._timeout_s = 60.0  # A new process has to start, once the old one has ended.
+        await asyncio.to_thread(wait_until_gone, before.extra_info["pid"])
         after = await play(guard, ["done"])
         await guard.shutdown()
         return before, bombed, beside, failed_s, after
@@ -69,7 +70,7 @@ def test_a_process_that_ends_fails_the_calls_it_is_in_at_once():
     async def ended():
         guard = Guard(IsolatedEnvironment(SCRIPT))
         began = time.monotonic()
-        ended, beside = await asyncio.gather(play(guard, ["exit"]), play(guard, ["sleep"]))
+        ended, beside = await asyncio.gather(play(guard, ["nap", "exit"]), play(guard, ["sleep"]))
         took_s = time.monotonic() - began
         after = await play(guard, ["done"])
         await guard.shutdown()

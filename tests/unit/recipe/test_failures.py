@@ -6,7 +6,7 @@ import pytest
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.config import RewardConfig
-from dlrover.python.rl.recipe.failures import failed_groups, failure_metrics, prompts_of, trainable
+from dlrover.python.rl.recipe.failures import failed_groups, failure_metrics, trainable
 
 NAN = float("nan")
 
@@ -65,11 +65,6 @@ def test_only_the_last_draw_decides_what_is_drawn_again():
     assert failed_groups(TWO_GROUPS).tolist() == [4]
     assert failed_groups(Batch.concat([TWO_GROUPS, scored((4, 1, [0.0, 0.5]))])).tolist() == []
     assert failed_groups(Batch.concat([TWO_GROUPS, scored((4, 1, [NAN, 0.5]))])).tolist() == [4]
-
-
-def test_prompts_keep_their_order():
-    prompts = Batch({"prompt_id": np.array([7, 3, 5])})
-    assert prompts_of(prompts, np.array([5, 7])).dense("prompt_id").tolist() == [7, 5]
 
 
 def test_a_failure_is_never_a_reward_of_zero():

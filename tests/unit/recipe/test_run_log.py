@@ -29,7 +29,7 @@ def board(folder):
     return [(point.step, round(point.value, 4)) for point in events.Scalars("reward")]
 
 
-def test_numbers_that_are_none_become_null(tmp_path):
+def test_137_numbers_that_are_none_become_null(tmp_path):
     log = RunLog(tmp_path)
     log.begin(1)
     log.step(1, {"reward": float("nan"), "loss": float("inf")})

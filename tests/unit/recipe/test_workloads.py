@@ -110,7 +110,7 @@ def test_two_runs_end_in_the_same_bits(model):
     assert run() == run()
 
 
-def test_the_random_states_of_an_actor_follow_from_the_seed_and_who_it_is(model):
+def test_146_the_random_states_of_an_actor_follow_from_the_seed_and_who_it_is(model):
     def state(seed, role, rank):
         with member_context(MemberContext("a", RLRoleType(role), rank, 1)):
             made = ActorWorkload(None, {})
@@ -206,7 +206,7 @@ def test_another_rollout_gives_the_same_bits(model):
     assert same(*draws)
 
 
-def test_a_sample_depends_on_its_seed_prompt_and_index_alone(model):
+def test_146_a_sample_depends_on_its_seed_prompt_and_index_alone(model):
     """Not on which member drew it, nor on what was drawn beside it."""
     publisher = actor(model)
     weights = publisher.publish_weights()

@@ -147,7 +147,7 @@ def test_committing_again_what_is_committed_changes_nothing(store):
     assert store.manifests() == [manifest]
 
 
-def test_newest_means_committed_last_so_going_back_and_on_again_works(store):
+def test_135_newest_means_committed_last_so_going_back_and_on_again_works(store):
     for step in (1, 2, 3):
         commit(store, step)
     assert store.newest_valid(at_most=2).step == 2
@@ -168,7 +168,7 @@ def test_a_durable_generation_is_on_disk_before_the_commit_returns(tmp_path):
     assert called == ["fsync", "replace", "fsync", "fsync"], "manifest, its name, the folder, the root"
 
 
-def test_a_commit_whose_files_are_not_there_is_no_generation(store):
+def test_135_a_commit_whose_files_are_not_there_is_no_generation(store):
     commit(store, 1)
     folder = store.folder(2, 1)
     file = write_state(folder / "a", {}, 1, store.durable)

@@ -349,7 +349,7 @@ def test_the_rows_of_pending_results_are_divided_anew_over_any_number_of_members
 
 def test_rows_of_pending_results_are_not_divided_by_tokens():
     trainer = trainer_of(actor=2, rollout=2)
-    with pytest.raises(ShardError, match="only a Batch can be split by 'tokens'"):
+    with pytest.raises(ShardError, match="only a whole Batch can be split by 'tokens'"):
         trainer.RG_ROLLOUT.same(Shard(trainer.RG_ACTOR.later([[1], [2]]), by="tokens"))
 
 

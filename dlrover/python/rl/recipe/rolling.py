@@ -85,7 +85,7 @@ class Roller:
         advance, as long as anyone asks -> engine ---'
 
     Every method is called in the event loop that the samples live in. Without :meth:`go_on` nothing moves but within
-    :meth:`until`.
+    ``_until``.
 
     Args:
         engine: used by nobody else meanwhile.
