@@ -10,6 +10,7 @@ sys.path.append(str(Path(__file__).parent))
 
 from recipe_stage import Stage, kill  # noqa: E402
 
+from dlrover.python.rl.common.errors import InvocationError  # noqa: E402
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine  # noqa: E402
 from dlrover.python.rl.engine.memory import DeviceMemory  # noqa: E402
 from dlrover.python.rl.recipe.device_turns import physical_device  # noqa: E402
@@ -37,10 +38,10 @@ class TurnReference(ReferenceWorkload):
     takes_turns = True
 
 
-def stage(folder, classes, collocation=""):
+def stage(folder, classes, collocation="", **drawing):
     actor, rollout, reference = classes
     roles = {"ACTOR": (actor, 1), "ROLLOUT": (rollout, 1), "REFERENCE": (reference, 1), "REWARD": (RewardWorkload, 1)}
-    small = {"samples_per_prompt": 4, "max_new_tokens": 3, "temperature": 1.0}
+    small = {"samples_per_prompt": 4, "max_new_tokens": 3, "temperature": 1.0, **drawing}
     job = tiny_job(folder, 2, reference=True, rollout=small, prompts_per_step=4)
     return Stage(folder / "out", GRPOTrainer, roles, job.config, collocation)
 
@@ -97,6 +98,14 @@ def test_roles_that_share_nothing_or_only_cores_keep_what_they_have(tmp_path, un
     assert end_of(made) == undisturbed
     assert made.workload("ACTOR")._leases == ()
     assert made.workload("ACTOR")._engine.place() == "cuda"
+
+
+def test_a_rollout_that_takes_turns_cannot_run_ahead(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
+    made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), max_staleness=1)
+    with pytest.raises(InvocationError, match="cannot run ahead: rollout.max_staleness has to be 0"):
+        made.run()
+    made.workload("REWARD").close()
 
 
 @pytest.mark.parametrize(

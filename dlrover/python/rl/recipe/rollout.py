@@ -71,6 +71,8 @@ class RolloutWorkload(EngineWorkload):
             engine.rollout_options,
         )
         with self._first_turn(device) as memory:
+            if rollout.max_staleness and self._leases:
+                raise EngineError("a rollout on a shared device cannot run ahead: rollout.max_staleness has to be 0")
             self._engine: RolloutEngine = engine_class(ROLLOUT, engine.rollout)(model, settings, memory)
         self._weights = weight_transport(self, device)
         guard = Guard(_environment(rollout), rollout.env_timeout_s) if rollout.env_path else None
