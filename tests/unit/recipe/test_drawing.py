@@ -185,6 +185,19 @@ def test_a_failed_group_is_drawn_again():
     assert drawn.groups == 4
 
 
+def test_a_group_that_fails_beside_one_that_was_drawn_again_is_drawn_again_too():
+    def reward(prompt_id, begun_at, attempt, index):
+        return float("nan") if prompt_id in (2, 5) and index == 1 and not attempt else float(index)
+
+    rollouts = Rollouts([9])
+    drawing = drawing_of(rollouts, reward, on_failure="redraw", max_staleness=1)
+    seen = set()
+    for step in range(1, 5):
+        scored = step_of(drawing, rollouts, step).scored
+        seen |= set(zip(scored.dense("prompt_id").tolist(), scored.dense("attempt").tolist(), strict=True))
+    assert {(2, 1), (5, 1)} <= seen
+
+
 def uniform(*without):
     return lambda prompt_id, begun_at, attempt, index: 1.0 if prompt_id in without else float(index)
 

@@ -18,8 +18,11 @@ def failed(scored: Batch) -> npt.NDArray[np.bool_]:
 
 def failed_groups(scored: Batch) -> npt.NDArray[np.int64]:
     """Prompt ids of the groups in whose last draw a sample failed, rising."""
-    last = scored.dense("attempt") == scored.dense("attempt").max()
-    return np.unique(scored.dense("prompt_id")[last & failed(scored)])
+    ids, attempt = scored.dense("prompt_id"), scored.dense("attempt")
+    _, group = np.unique(ids, return_inverse=True)
+    last = np.full(len(ids), -1)
+    np.maximum.at(last, group, attempt)  # each one's own: a group that an earlier step drew anew may be among others
+    return np.unique(ids[(attempt == last[group]) & failed(scored)])
 
 
 def trainable(step: int, scored: Batch, config: RewardConfig) -> Batch:
