@@ -374,6 +374,17 @@ def test_138_a_recipe_is_the_same_in_one_process_and_in_two(desk, line):
 
 
 @pytest.mark.slow
+def test_097_filtering_may_leave_fewer_samples_than_there_are_ranks(desk):
+    few = "prompts_per_step=3 rollout.samples_per_prompt=2 steps=4 rollout.dynamic_filtering=drop job_dir=out"
+    alike = PPO.replace(":jumble", ":often_alike").replace("eval_every=1 ", "")
+    run(desk, f"{TORCHRUN} --nproc_per_node=3 {alike} {few}")
+    steps = [json.loads(line) for line in (desk / "out/metrics.jsonl").read_text().splitlines()]
+    trained_on_two = [step for step in steps if step.get("filtered_groups") == 2]
+    assert len(steps) == 4
+    assert trained_on_two
+    assert all({"loss", "critic_loss"} <= step.keys() for step in trained_on_two)
+
+
 def test_a_job_that_cannot_be_is_refused_once_with_every_problem(desk):
     said = run(desk, f"{TWO} {SFT} batch_siz=4 data.trian=x", code=1)  # torchrun's own code
     assert said.count("did you mean 'batch_size'") == 1

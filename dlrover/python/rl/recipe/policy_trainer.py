@@ -127,7 +127,7 @@ class PolicyTrainer(TimedTrainer):
             self.run_log.samples(step, texts(drawn.everything, self.problems.rows))
             judged = self.judged(step, drawn.scored)
             with naming_samples(step, self.run_log, named(drawn.scored), partial(self.to_blame, drawn)):
-                trained = self.learn(step, drawn, judged) if self.can_share(judged) else self.skipped(step)
+                trained = self.learn(step, drawn, judged) if len(judged) else self.skipped(step)
             self.record(step, drawn, judged, trained)
         self.run_log.begin(done + 1)
         self.samples.sync_weights()
@@ -175,10 +175,6 @@ class PolicyTrainer(TimedTrainer):
         """The rows as the algorithm shall see them: those that are not to be trained on have no reward."""
         return trainable(step, scored, self.cfg.reward)
 
-    def can_share(self, judged: Batch) -> bool:
-        """Whether there is a row for each of those who train; filtering may have left too few."""
-        return bool(len(judged) >= self.RG_ACTOR.data_parallel_size)
-
     def learn(self, step: int, drawn: Drawn, judged: Batch) -> dict[str, float]:
         """Annotate the rows, and train on them; the figures of that."""
         opinions = self.opinions(drawn)
@@ -202,7 +198,8 @@ class PolicyTrainer(TimedTrainer):
             columns |= {name: told[name] for name in told.columns if name in needed}
         if of_policy := sorted(needed - columns.keys()):
             temperature = self.cfg.rollout.temperature
-            told = Batch.concat(self.RG_ACTOR.token_columns(drawn.samples, Replicate(of_policy), temperature))
+            samples = drawn.in_order(self.RG_ACTOR.data_parallel_size)
+            told = Batch.concat(self.RG_ACTOR.token_columns(samples, Replicate(of_policy), temperature))
             columns |= told.columns
         return judged.with_columns(**columns)
 
@@ -223,12 +220,13 @@ class PolicyTrainer(TimedTrainer):
 
     def to_blame(self, drawn: Drawn) -> list[dict[str, Any]]:
         """The samples with a value that is not finite, after an update was refused."""
-        found = Batch.concat(self.RG_ACTOR.not_finite(drawn.samples, Replicate(("prompt_id", "sample_index"))))
+        samples = drawn.in_order(self.RG_ACTOR.data_parallel_size)
+        found = Batch.concat(self.RG_ACTOR.not_finite(samples, Replicate(("prompt_id", "sample_index"))))
         return [{**name, "text": text} for name, text in zip(named(found), found.objects("text"), strict=True)]
 
     def skipped(self, step: int) -> dict[str, float]:
-        """No row counts, or there are fewer than members to share them: nothing is updated."""
-        _LOG.warning("step %d: nothing is updated, since too few of its samples count", step)
+        """No row counts: nothing is updated."""
+        _LOG.warning("step %d: none of its samples counts, so nothing is updated", step)
         return {}
 
     def uses(self, column: str) -> bool:

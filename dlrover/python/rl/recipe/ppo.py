@@ -60,16 +60,13 @@ class PPOTrainer(PolicyTrainer):
             loading.append(init_model(model, cfg.engine, optimizer, loss, cfg.seed))
         return loading
 
-    def can_share(self, judged: Batch) -> bool:
-        """Whether there is a row for each rank of the critic too."""
-        return super().can_share(judged) and len(judged) >= self.RG_CRITIC.data_parallel_size
-
     def opinions(self, drawn: Drawn) -> Sequence[Opinion]:
         """The critic's values too."""
         opinions = super().opinions(drawn)
         if not self.uses("values"):
             return opinions
-        return [*opinions, Opinion(("values",), self.RG_CRITIC.values(drawn.samples))]
+        values = self.RG_CRITIC.values(drawn.in_order(self.RG_CRITIC.data_parallel_size))
+        return [*opinions, Opinion(("values",), values)]
 
     def update(self, step: int, drawn: Drawn, rows: Batch, opinions: Sequence[Opinion]) -> dict[str, float]:
         """Train the critic, and after its first ``critic.warmup_steps`` the actor."""

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from dlrover.python.rl.algorithm.advantages import varied_groups
 from dlrover.python.rl.data.balance import partition
-from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.data.batch import Batch, even_cuts
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Shard
 
@@ -41,11 +41,18 @@ class Drawn:
 
     @property
     def samples(self) -> Shard:
-        """The rows that are trained on, divided over whoever is given them."""
+        """The rows that are trained on, divided over whoever is given them: not more members than there are rows."""
         return Shard(self.rollouts, rows=self.rows)
 
+    def in_order(self, ranks: int) -> Shard:
+        """The same for ranks that all have to take part: where filtering has left fewer rows, some get none."""
+        rows = range(len(self.rows))
+        cuts = even_cuts(len(rows), ranks)
+        return self.samples_of([rows[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)])
+
     def divided(self, ranks: int) -> list[tuple[int, ...]]:
-        """Which of the rows that are trained on each rank gets, so that all have about as many tokens."""
+        """Which of the rows that are trained on each rank gets, so that all have about as many tokens; of fewer rows
+        than ranks some get none."""
         return list(partition(self.scored.dense("token_count").tolist(), ranks).groups)
 
     def samples_of(self, parts: Sequence[Sequence[int]]) -> Shard:
