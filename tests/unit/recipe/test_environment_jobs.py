@@ -1,6 +1,7 @@
 """Jobs whose samples an environment answers and rewards: the same bits every time, and a run that goes on whatever the
 environment or the reward function does."""
 
+import importlib
 import json
 import math
 import os
@@ -9,7 +10,9 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+from policy_jobs import policy_job
 
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.control.state import Phase
@@ -109,6 +112,23 @@ def test_098_a_hostile_reward_function_fails_some_samples_and_the_run_goes_on(tm
     rows, steps = lines(out / "samples.jsonl"), lines(out / "metrics.jsonl")
     assert sum(row["failed_samples"] for row in steps) == sum(row["reward"] is None for row in rows) > 0
     assert all(row["error"] for row in rows if row["reward"] is None)
+
+
+def test_115_each_turn_is_credited_with_the_rewards_that_come_after_it_and_not_with_those_before(tmp_path):
+    rollout = {
+        "samples_per_prompt": 2,
+        "max_new_tokens": 3,
+        "env_path": str(HERE / "tipping.py"),
+        "env_isolated": False,
+    }
+    played = policy_job(tmp_path, "ppo", steps=1, algorithm={"name": "tipping:Kept"}, rollout=rollout)
+    status = run_here(check_job(played, local=True))
+    assert status.phase is Phase.FINISHED, status.cause
+    (rows,) = importlib.import_module("tipping").Kept.annotated
+    for returns, mask in zip(rows.ragged("returns"), rows.ragged("action_mask"), strict=True):
+        turns = np.cumsum(np.diff(mask.astype(int), prepend=0) == 1)[mask]
+        np.testing.assert_allclose(returns[mask], turns == 1, atol=1e-6)
+        assert turns.max() == 2
 
 
 def problems(folder, **config):

@@ -191,6 +191,8 @@ class PolicyTrainer(TimedTrainer):
     def with_tokens(self, judged: Batch, drawn: Drawn, opinions: Sequence[Opinion]) -> Batch:
         """The rows with the columns of single tokens that the algorithm has to see before it annotates them."""
         needed, columns = self.algorithm.needs.annotate, dict[str, Column]()
+        if "action_mask" in needed and self.cfg.rollout.env_path is not None:
+            needed |= {"token_rewards"}  # each action has its own; the sum over the row would credit later ones too
         for opinion in opinions:
             if not opinion.is_for(needed):
                 continue
@@ -207,7 +209,7 @@ class PolicyTrainer(TimedTrainer):
         """Train the actor on annotated rows; the figures of that."""
         dealt, plan = self.planned(rows)
         # The rest is not needed there, or is there already.
-        there = {*drawn.scored.columns, *self.algorithm.needs.annotate} - {"digest", "old_logprobs"}
+        there = {*drawn.scored.columns, *self.algorithm.needs.annotate, "token_rewards"} - {"digest", "old_logprobs"}
         told = dealt.select(*(name for name in dealt.columns if name not in there))
         parts = drawn.divided(self.RG_ACTOR.data_parallel_size)
         given = [Shard(opinion.told, rows=parts) for opinion in opinions if opinion.is_for(self.algorithm.needs.loss)]
