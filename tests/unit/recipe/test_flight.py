@@ -87,6 +87,7 @@ def test_without_staleness_a_step_takes_all_that_it_has_asked_for_in_order():
     for group in list(flight.open.values())[:3]:
         flight.heard(group.key, True, True, 3)
     assert flight.take(4) is None
+    assert flight.told() == "ROLLOUT[0] has 2 of 2 groups, ROLLOUT[1] has 1 of 2 groups"
     flight.heard((2, 0, 7), True, True, 3)
     assert [group.prompt_id for group in flight.take(4)] == [5, 9, 105, 2]
     assert flight.room(1, kept=4) == 0

@@ -134,7 +134,7 @@ class Drawing:
             patience_s = max(_FIRST_LOOK_S, _LOOK_AGAIN * waited_s)
             if waited_s > told_s:
                 told_s = waited_s + STRAGGLER_LOG_INTERVAL_S
-                _LOG.warning("still waiting for samples after %.0f s: %s", waited_s, flight)
+                _LOG.warning("still waiting for samples after %.0f s: %s", waited_s, flight.told())
 
     def _judged(self, step: int, groups: Sequence[Group]) -> Drawn:
         """Take complete groups, and have them judged."""

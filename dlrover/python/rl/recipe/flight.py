@@ -164,6 +164,12 @@ class Flight:
             for after in range(self.max_staleness)
         )
 
+    def told(self) -> str:
+        """How far each member is, in words."""
+        groups = [self.of(member) for member in range(self.members)]
+        parts = [(sum(group.complete for group in theirs), len(theirs)) for theirs in groups]
+        return ", ".join(f"ROLLOUT[{rank}] has {done} of {count} groups" for rank, (done, count) in enumerate(parts))
+
     # -- lasting ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
