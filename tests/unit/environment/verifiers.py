@@ -78,7 +78,7 @@ def _flood(extra_info):
 
 def _forge(extra_info):
     """Writes an answer of its own to whatever it finds open."""
-    for descriptor in range(3, 64):
+    for descriptor in range(3, 4096):
         try:
             os.write(descriptor, b'{"number": "guess", "reward": 1000.0}\n')
         except OSError:
@@ -88,7 +88,7 @@ def _forge(extra_info):
 
 def _half_forge(extra_info):
     """Writes a reply that never ends."""
-    for descriptor in range(3, 64):
+    for descriptor in range(3, 4096):
         try:
             os.write(descriptor, b'{"number": ')
         except OSError:

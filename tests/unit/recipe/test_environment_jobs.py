@@ -105,6 +105,7 @@ def test_an_environment_that_takes_its_process_along_costs_those_who_play_in_it(
     assert sum(row["reward"] is not None for row in rows) > len(rows) // 3
 
 
+@pytest.mark.slow
 def test_098_a_hostile_reward_function_fails_some_samples_and_the_run_goes_on(tmp_path, monkeypatch, leaves_nothing):
     monkeypatch.syspath_prepend(str(HERE))
     reward = {"function": "hostile:reward", "timeout_s": 0.5, "workers": 2}

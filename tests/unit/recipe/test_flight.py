@@ -1,6 +1,6 @@
 """Groups under way: how many, who has them, and that none of them becomes too stale, whatever is fast or slow."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrover.python.rl.engine.torch.sampling import uniforms
@@ -47,6 +47,7 @@ class Rollouts:
     st.booleans(),
     st.data(),
 )
+@settings(deadline=None)
 def test_no_step_gets_a_group_that_is_too_stale_and_none_waits_for_ever(
     per_step, max_staleness, members, room, steps, rows, resumes, dice
 ):

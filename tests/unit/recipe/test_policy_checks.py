@@ -24,6 +24,11 @@ def problems_of(job):
         ({"critic": {"warmup_steps": -1}}, "config.critic.warmup_steps", "greater than or equal to 0"),
         ({"critic": {"model": "./none"}}, "config.critic.model", "no such folder: ./none"),
         ({"updates_per_step": 0}, "config.updates_per_step", "greater than 0"),
+        (
+            {"rollout": {"samples_per_prompt": 1, "dynamic_filtering": "refill"}},
+            "config.rollout.dynamic_filtering",
+            "has to be at least 2",
+        ),
         ({"algorithm": {"name": "distillation"}}, "config.algorithm", "the trainer of recipe.distill has it"),
         ({"algorithm": {"name": "openai_ppo"}}, "workload", "needs the role 'reference'"),
     ],
@@ -43,6 +48,21 @@ def test_ppo(tmp_path, config, where, what):
 )
 def test_distillation(tmp_path, teachers, where, what):
     assert what in problems_of(policy_job(tmp_path, "distill", teachers=teachers))[where]
+
+
+@pytest.mark.parametrize(
+    ("config", "where", "what"),
+    [
+        ({"algorithm": {"name": "grpo"}}, "config.algorithm.name", "does not look at teachers"),
+        (
+            {"rollout": {"samples_per_prompt": 2, "dynamic_filtering": "drop"}},
+            "config.rollout.dynamic_filtering",
+            "goes by rewards",
+        ),
+    ],
+)
+def test_what_has_no_meaning_for_distillation(tmp_path, config, where, what):
+    assert what in problems_of(policy_job(tmp_path, "distill", **config))[where]
 
 
 def test_a_job_without_its_critic_is_refused(tmp_path):

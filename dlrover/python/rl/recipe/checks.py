@@ -135,6 +135,14 @@ def algorithm_problems(
     return []
 
 
+def filtering_problems(cfg: PolicyConfig) -> list[Problem]:
+    """A group of one sample is always all alike."""
+    if cfg.rollout.dynamic_filtering == "off" or cfg.rollout.samples_per_prompt > 1:
+        return []
+    what = "compares the samples of a prompt: rollout.samples_per_prompt has to be at least 2"
+    return [Problem("config.rollout.dynamic_filtering", what)]
+
+
 def _held_out_rows(cfg: PolicyConfig) -> int:
     path, keys = cfg.data.eval, cfg.data.keys
     if path is None or check_prompts(path, keys):

@@ -96,6 +96,11 @@ class DistillationTrainer(PolicyTrainer):
             needs = cls.algorithm_of(cfg).needs.all
         except InvalidJob:
             return problems  # said already
+        if "teacher_logprobs" not in needs:
+            problems.append(Problem("config.algorithm.name", "it does not look at teachers: use distillation"))
+        if cfg.rollout.dynamic_filtering != "off":
+            what = "goes by rewards, from which nothing is learned here"
+            problems.append(Problem("config.rollout.dynamic_filtering", what))
         if "candidates" in needs and not tells_likely_ids(cfg.engine.train):
             what = f"{cfg.engine.train} does not tell the likely ids that {cfg.algorithm.get('name')} needs: use fsdp2"
             problems.append(Problem("config.engine.train", what))

@@ -17,6 +17,7 @@ from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.recipe.checks import (
     algorithm_problems,
     environment_problems,
+    filtering_problems,
     optimizer_problems,
     reward_problems,
     role_problems,
@@ -284,7 +285,7 @@ class PolicyTrainer(TimedTrainer):
             return problems
         further = [*model_problems(cfg.model), *template_problems(cfg), *data_problems(cfg)]
         further += role_problems(cls.__name__, cfg, roles)
-        further += environment_problems(cfg.rollout)
+        further += [*environment_problems(cfg.rollout), *filtering_problems(cfg)]
         further += reward_problems(cfg.reward.function) if cfg.rollout.env_path is None else []
         further += train_engine_problems(cfg.engine, roles.get(RLRoleType.ACTOR, 1))
         further += [*rollout_engine_problems(cfg.engine), *optimizer_problems(cfg.engine, cfg.optimizer)]
