@@ -166,3 +166,19 @@ def test_what_a_step_has_taken_keeps_its_number_until_the_next_one():
     flight.begin()
     flight.ask(2, [3])
     assert [group.prompt_id for group in flight.open.values()] == [3]
+
+
+def test_a_run_that_goes_on_with_a_lower_bound_begins_what_is_open_step_by_step():
+    before = Flight(2, 2, 1, 100)
+    before.ask(1, range(6))
+    flight = Flight(2, 0, 1, 100)
+    flight.load_state_dict(before.state_dict())
+    for step, rows in ((1, [0, 1]), (2, [2, 3]), (3, [4, 5])):
+        flight.begin()
+        flight.serves(step)
+        assert flight.room(9) <= 0
+        assert [group.row for group in flight.of(0)] == rows
+        for group in flight.of(0):
+            flight.heard(group.key, True, True, step)
+        assert [group.row for group in flight.take(2)] == rows
+    assert flight.room(9) == 2

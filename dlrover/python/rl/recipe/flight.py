@@ -117,8 +117,12 @@ class Flight:
                 self.open[group.key] = replace(group, member=member)
 
     def of(self, member: int) -> list[Group]:
-        """What a member shall have, in the order to begin it."""
-        return [group for group in self.open.values() if group.member == member]
+        """What a member shall have, in the order to begin it.
+
+        A run that goes on with a lower bound may have more open than it can train on in time: these wait their turn.
+        """
+        timely = list(self.open.values())[: self.groups_per_step * (self.max_staleness + 1)]
+        return [group for group in timely if group.member == member]
 
     # -- hearing ------------------------------------------------------------------------------------------------------
 
