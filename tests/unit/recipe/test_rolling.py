@@ -12,7 +12,7 @@ import pytest
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.samples import Samples
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.recipe.drawn import told_of
+from dlrover.python.rl.recipe.sample_rows import told_of
 
 sys.path.append(str(Path(__file__).parent))
 

@@ -11,7 +11,7 @@ from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.base import SamplingParams
 from dlrover.python.rl.recipe.config import EngineConfig
-from dlrover.python.rl.recipe.drawn import told_of
+from dlrover.python.rl.recipe.sample_rows import told_of
 from dlrover.python.rl.recipe.tiny import write_tiny_model
 
 sys.path.append(str(Path(__file__).parent))
@@ -97,7 +97,8 @@ def test_085_the_end_of_sequence_token_of_a_completion_is_trained(server):
 def test_the_trainer_is_told_of_the_rows_that_are_taken(server):
     groups = wanted(1, 2)
     draw(server, groups)
-    told, taken = server.tell(groups), server.take(groups)
+    taken = server.take(groups)
+    told = server.told(taken)
     assert rows(told, *told.columns) == rows(told_of(taken), *told.columns)
     assert told.dense("action_tokens").tolist() == [int(mask.sum()) for mask in taken.ragged("action_mask")]
     assert told.dense("token_count").tolist() == taken.ragged("tokens").lengths.tolist()

@@ -13,7 +13,7 @@ from dlrover.python.rl.engine.abilities import tells_likely_ids
 from dlrover.python.rl.recipe.config import PolicyConfig, Positive, RewardConfig, RolloutConfig, model_problems
 from dlrover.python.rl.recipe.drawing import over
 from dlrover.python.rl.recipe.policy_trainer import Opinion, PolicyTrainer
-from dlrover.python.rl.recipe.step_rows import Drawn
+from dlrover.python.rl.recipe.step_samples import Drawn
 from dlrover.python.rl.recipe.teacher import TeacherConfig
 from dlrover.python.rl.trainer.port import Pending
 

@@ -15,7 +15,7 @@ from dlrover.python.rl.recipe.config import PolicyConfig, greedy_sampling, train
 from dlrover.python.rl.recipe.failures import failed_groups, rewards_of
 from dlrover.python.rl.recipe.flight import Flight, Group
 from dlrover.python.rl.recipe.problems import ProblemSource
-from dlrover.python.rl.recipe.step_rows import Drawn
+from dlrover.python.rl.recipe.step_samples import Drawn
 from dlrover.python.rl.recipe.syncing import give_weights
 from dlrover.python.rl.trainer.port import STRAGGLER_LOG_INTERVAL_S, Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard

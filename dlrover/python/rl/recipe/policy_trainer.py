@@ -33,7 +33,7 @@ from dlrover.python.rl.recipe.keeping import Keeping, keep_problems
 from dlrover.python.rl.recipe.problems import ProblemSource, data_problems
 from dlrover.python.rl.recipe.refusals import naming_samples
 from dlrover.python.rl.recipe.speed import Machine
-from dlrover.python.rl.recipe.step_rows import Drawn
+from dlrover.python.rl.recipe.step_samples import Drawn
 from dlrover.python.rl.recipe.timing import TimedTrainer
 from dlrover.python.rl.recipe.tracking import RunLog
 from dlrover.python.rl.recipe.updates import UpdatePlan, figures, over_updates

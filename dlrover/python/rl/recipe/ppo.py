@@ -11,7 +11,7 @@ from dlrover.python.rl.recipe.checks import role_is_there, train_engine_problems
 from dlrover.python.rl.recipe.config import PolicyConfig, Positive, RolloutConfig, model_problems
 from dlrover.python.rl.recipe.critic import CriticConfig
 from dlrover.python.rl.recipe.policy_trainer import Opinion, PolicyTrainer
-from dlrover.python.rl.recipe.step_rows import Drawn
+from dlrover.python.rl.recipe.step_samples import Drawn
 from dlrover.python.rl.recipe.updates import figures
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Shard

@@ -11,7 +11,7 @@ from dlrover.python.rl.environment.deadline import DeadlineVerifier
 from dlrover.python.rl.environment.pool import VerifierPool
 from dlrover.python.rl.environment.verifiers import exact
 from dlrover.python.rl.recipe.config import RewardConfig
-from dlrover.python.rl.recipe.drawn import told_of
+from dlrover.python.rl.recipe.sample_rows import told_of
 from dlrover.python.rl.trainer.workload import BaseWorkload
 
 _LOG = get_logger(__name__)
@@ -34,7 +34,7 @@ class RewardWorkload(BaseWorkload):
         """Judge completions.
 
         Returns:
-            What the trainer needs to know of each row, see :func:`~dlrover.python.rl.recipe.drawn.told_of`, with
+            What the trainer needs to know of each row, see :func:`~dlrover.python.rl.recipe.sample_rows.told_of`, with
             ``reward`` (float64, NaN where the verifier failed) and ``error`` (why, or None).
         """
         columns = [rollouts.objects(name) for name in ("completion", "answer", "extra_info")]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -18,17 +18,15 @@ from dlrover.python.rl.data.conversation import encode_prompt
 from dlrover.python.rl.engine.base import RolloutEngine, SamplingParams
 from dlrover.python.rl.engine.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.environment.guard import Guard
-from dlrover.python.rl.recipe.drawn import Group, as_batch
+from dlrover.python.rl.recipe.flight import Key
 from dlrover.python.rl.recipe.playing import Player, Sample, Task
+from dlrover.python.rl.recipe.sample_rows import Group, as_batch
 from dlrover.python.rl.recipe.stream import Bell, EngineStream
 
 _LOG = get_logger(__name__)
 
 _CLOSING_S = 5.0
 """How long episodes may take to close when the member is ended."""
-
-Key: TypeAlias = tuple[int, int, int]
-"""Names a group: ``prompt_id``, ``attempt``, ``begun_at``."""
 
 
 @dataclass(frozen=True)

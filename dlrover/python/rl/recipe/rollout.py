@@ -20,10 +20,10 @@ from dlrover.python.rl.environment.guard import Guard
 from dlrover.python.rl.environment.isolated import IsolatedEnvironment
 from dlrover.python.rl.recipe.config import EngineConfig, RolloutConfig
 from dlrover.python.rl.recipe.device_turns import EngineWorkload, on_device
-from dlrover.python.rl.recipe.drawn import told_of
 from dlrover.python.rl.recipe.event_loops import EventLoop, LoopBeside, LoopHere
 from dlrover.python.rl.recipe.members import device_of, use_threads, warming, weight_transport
 from dlrover.python.rl.recipe.rolling import Limits, Roller
+from dlrover.python.rl.recipe.sample_rows import told_of
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 _LOG = get_logger(__name__)
@@ -160,18 +160,13 @@ class RolloutWorkload(EngineWorkload):
 
         Returns:
             Rows in the order of ``groups``, samples by index, sequences of a sample adjacent; see
-            :func:`~dlrover.python.rl.recipe.drawn.as_batch`.
+            :func:`~dlrover.python.rl.recipe.sample_rows.as_batch`.
         """
         return self._loop.run(self._roller.take(groups))
 
-    @on_device
-    def tell(self, groups: Batch) -> Batch:
-        """What the trainer needs to know of the rows that :meth:`take` gives; see
-        :func:`~dlrover.python.rl.recipe.drawn.told_of`. Their rewards are among it where an environment gives them."""
-        return told_of(self._loop.run(self._roller.take(groups)))
-
     def told(self, rollouts: Batch) -> Batch:
-        """The same of rows that :meth:`generate` gave."""
+        """What the trainer needs to know of rows that :meth:`take` or :meth:`generate` gave; see
+        :func:`~dlrover.python.rl.recipe.sample_rows.told_of`. Rewards are among it where an environment gives them."""
         return told_of(rollouts)
 
     @trainer_invocation(blocking=False)
@@ -185,7 +180,7 @@ class RolloutWorkload(EngineWorkload):
             seed: what the samples depend on besides prompt and index: the job's, the step and, if any, the attempt.
 
         Returns:
-            Rows in the order of ``prompts``; see :func:`~dlrover.python.rl.recipe.drawn.as_batch`.
+            Rows in the order of ``prompts``; see :func:`~dlrover.python.rl.recipe.sample_rows.as_batch`.
 
         Raises:
             WeightSyncError: the actor's weights have not arrived, or not whole.
