@@ -47,7 +47,7 @@ class Command:
 
     @property
     def trains_a_model(self) -> bool:
-        return any(name in self.line for name in ("runs/tiny", "own_data", "own_algorithm"))
+        return any(name in self.line for name in ("recipe.tiny", "runs/tiny", "own_data", "own_algorithm"))
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:

@@ -119,7 +119,7 @@ def test_what_is_compared_has_moved(undisturbed, inputs):
     assert end["model/model.safetensors"] != (inputs / "model" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_whatever_dies_the_end_is_the_same(tmp_path, inputs, undisturbed, seed):
     recipe, expected, calls = undisturbed
     made = stage(tmp_path, inputs, recipe)
