@@ -44,6 +44,7 @@ nitpick_ignore_regex = [
     (r"py:(class|obj)", r"dlrover\..*\.([A-Z]|_\w+)"),
     (r"py:.*", r"[A-Z_][A-Za-z_]?|Any|inf|str|int|float|bool|bytes|type|None|list|dict|tuple|set|object"),
     (r"py:.*", r"\w+\[(str|int)"),
+    (r"py:class", r"(\\n|\n)"),  # a line's end that stands in a default value
 ]
 
 _MODULES = re.compile(r"<!-- modules: (\S+) -->")
