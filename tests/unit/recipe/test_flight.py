@@ -182,3 +182,33 @@ def test_a_run_that_goes_on_with_a_lower_bound_begins_what_is_open_step_by_step(
             flight.heard(group.key, True, True, step)
         assert [group.row for group in flight.take(2)] == rows
     assert flight.room(9) == 2
+
+
+def test_a_trainer_that_goes_on_leaves_what_was_begun_where_it_is():
+    before = Flight(2, 1, 2, 100)
+    before.ask(1, range(4))
+    before.heard((0, 0, 1), True, True, 0)
+    before.heard((2, 0, 1), True, False, 0)
+    where = {group.row: group.member for group in before.open.values()}
+    assert where[0] == where[2] == 0
+
+    flight = Flight(2, 1, 2, 100)
+    flight.load_state_dict(before.state_dict())
+    flight.spread()
+    assert {group.row: group.member for group in flight.open.values() if group.begun} == {0: 0, 2: 0}
+
+    fewer = Flight(2, 1, 1, 100)
+    fewer.load_state_dict(before.state_dict())
+    fewer.spread()
+    assert {group.member for group in fewer.open.values()} == {0}
+
+
+def test_what_a_lost_member_had_begun_is_begun_elsewhere():
+    before = Flight(2, 1, 2, 100)
+    before.ask(1, range(4))
+    before.heard((1, 0, 1), True, False, 0)
+    assert before.open[1, 0, 1].member == 1
+
+    flight = Flight(2, 1, 1, 100)
+    flight.load_state_dict(before.state_dict())
+    assert not flight.open[1, 0, 1].begun

@@ -177,13 +177,17 @@ class Flight:
     # -- lasting ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What is open and which weights were served; what members have of it, they say themselves."""
-        groups = [[*group.key, group.row, group.member] for group in self.open.values()]
+        """What is open and where, and which weights were served; how far members are, they say themselves."""
+        groups = [[*group.key, group.row, group.member, group.begun] for group in self.open.values()]
         return {"open": groups, "served": list(self._served)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the run that gave ``state`` stood; there may be more or fewer members now."""
+        """Go on where the run that gave ``state`` stood; there may be more or fewer members now.
+
+        What was begun stays where it is: that member has it still, or draws it again from the same seeds.
+        """
         self.open = {}
-        for prompt_id, attempt, begun_at, row, member in state["open"]:
-            self._add(Group(prompt_id, row, begun_at, attempt, member if member < self.members else 0))
+        for prompt_id, attempt, begun_at, row, member, begun in state["open"]:
+            there = member < self.members
+            self._add(Group(prompt_id, row, begun_at, attempt, member if there else 0, begun=begun and there))
         self._served = list(state["served"])
