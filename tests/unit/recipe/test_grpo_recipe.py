@@ -110,6 +110,7 @@ def test_all_problems_of_the_configuration_are_found_before_anything_starts(tmp_
         ("algorithm.name=grop", "config.algorithm.name", "did you mean 'grpo'"),
         ("algorithm={name: ppo}", "config.algorithm", "needs values, which this trainer does not have; the trainer of"),
         ("algorithm={name: distillation}", "config.algorithm", "the trainer of recipe.distill has it"),
+        ("algorithm={name: dapo, max_tokens: 100, overlong_buffer: 20}", "config.algorithm.max_tokens", "shaping"),
         ("optimizer.lr=-1", "config.optimizer.lr", "greater than 0"),
         ("+optimizer.lrr=1", "config.optimizer.lrr", "did you mean 'lr'"),
         ("data.eval_rows=4000", "config.data.eval_rows", "cannot be held out"),

@@ -39,6 +39,12 @@ class DAPO(PolicyGradient):
         if self.overlong_buffer is not None and self.max_tokens is not None and self.overlong_buffer > self.max_tokens:
             raise ValueError(f"overlong_buffer {self.overlong_buffer} is above max_tokens {self.max_tokens}")
 
+    def shapes(self, longest: int) -> bool:
+        """Whether over-long shaping costs completions of ``longest`` tokens something; true where none is wanted."""
+        return (
+            self.max_tokens is None or self.overlong_buffer is None or longest > self.max_tokens - self.overlong_buffer
+        )
+
     def advantages(self, samples: Samples) -> Column:
         """Shaped rewards less their group's mean, in standard deviations of the group: float32 ``[rows]``."""
         reward = self.rewards(samples)

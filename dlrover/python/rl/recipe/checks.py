@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dlrover.python.rl.algorithm.base import Algorithm
+from dlrover.python.rl.algorithm.dapo import DAPO
 from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.algorithm.sft import SFT
@@ -124,6 +125,10 @@ def algorithm_problems(
         algorithm.check_group_size(cfg.rollout.samples_per_prompt)
     except ValueError as error:
         return [Problem("config.rollout.samples_per_prompt", str(error))]
+    longest = cfg.rollout.max_new_tokens * (cfg.rollout.max_turns if cfg.rollout.env_path else 1)
+    if isinstance(algorithm, DAPO) and not algorithm.shapes(longest):
+        what = f"completions have {longest} tokens at most, so none gets to where over-long shaping begins"
+        return [Problem("config.algorithm.max_tokens", what)]
     absent = algorithm.needs.annotate - given | algorithm.needs.loss - given - _OF_ENGINES
     if absent:
         where = {_RECIPES[name] for name in absent if name in _RECIPES}

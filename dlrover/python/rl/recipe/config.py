@@ -107,7 +107,8 @@ class RolloutConfig:
     """Keyword arguments of the environment's class."""
 
     env_isolated: bool = True
-    """Run the environment in a process of its own, which can be killed; its ``extra_info`` holds plain data then."""
+    """Run the environment in a process of its own, which can be killed; its ``extra_info`` holds plain data then.
+    Otherwise it shares the engine's event loop: a call that blocks holds up every sample."""
 
     env_timeout_s: Annotated[float, Gt(0.0)] = 60.0
     """A call of the environment that takes longer is given up, and its sample counts as failed."""

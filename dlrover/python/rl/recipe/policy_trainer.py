@@ -212,7 +212,7 @@ class PolicyTrainer(TimedTrainer):
         # The rest is not needed there, or is there already.
         there = {*drawn.scored.columns, *self.algorithm.needs.annotate, "token_rewards"} - {"digest", "old_logprobs"}
         told = dealt.select(*(name for name in dealt.columns if name not in there))
-        parts = drawn.divided(self.RG_ACTOR.data_parallel_size)
+        parts = drawn.divided(self.RG_ACTOR.data_parallel_size, dealt.dense("update"))
         given = [Shard(opinion.told, rows=parts) for opinion in opinions if opinion.is_for(self.algorithm.needs.loss)]
         return figures(self.RG_ACTOR.update(drawn.samples_of(parts), Shard(told, rows=parts), plan, *given)[0])
 

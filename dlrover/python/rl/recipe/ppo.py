@@ -75,7 +75,7 @@ class PPOTrainer(PolicyTrainer):
         dealt, plan = self.planned(rows)
         told = dealt.select(*(name for name in _OF_CRITIC if name in dealt))
         # One after the other: both meet in collectives, and may share devices.
-        parts = drawn.divided(self.RG_CRITIC.data_parallel_size)
+        parts = drawn.divided(self.RG_CRITIC.data_parallel_size, dealt.dense("update"))
         trained = self.RG_CRITIC.update(drawn.samples_of(parts), Shard(told, rows=parts), plan)
         critic = {f"critic_{name}": value for name, value in figures(trained[0]).items()}
         if step <= self.cfg.critic.warmup_steps:

@@ -50,10 +50,20 @@ class Drawn:
         cuts = even_cuts(len(rows), ranks)
         return self.samples_of([rows[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)])
 
-    def divided(self, ranks: int) -> list[tuple[int, ...]]:
-        """Which of the rows that are trained on each rank gets, so that all have about as many tokens; of fewer rows
-        than ranks some get none."""
-        return list(partition(self.scored.dense("token_count").tolist(), ranks).groups)
+    def divided(self, ranks: int, update: npt.NDArray[np.int64]) -> list[tuple[int, ...]]:
+        """Which of the rows that are trained on each rank gets, so that all have about as many tokens in each update;
+        of fewer rows than ranks some get none.
+
+        Args:
+            ranks: how many.
+            update: ``[rows]``, the optimizer step that each row is in.
+        """
+        tokens, parts = self.scored.dense("token_count"), [list[int]() for _ in range(ranks)]
+        for number in np.unique(update):
+            rows = np.flatnonzero(update == number)
+            for part, group in zip(parts, partition(tokens[rows].tolist(), ranks).groups, strict=True):
+                part += rows[list(group)].tolist()
+        return [tuple(part) for part in parts]
 
     def samples_of(self, parts: Sequence[Sequence[int]]) -> Shard:
         """The samples, divided so."""

@@ -30,9 +30,8 @@ class UpdatePlan:
 def over_updates(rows: Batch, updates: int) -> tuple[Batch, int]:
     """Deal whole samples out to ``updates`` optimizer steps in turn; those that count nowhere are in none of them.
 
-    In turn, and not one part after the other: so members that divide the rows have about as many in each update,
-    whatever their number, and it is in the same update that a row is trained on. The weights grow by the number of
-    updates: the mean of their gradients, at the same model, is the gradient of all rows together.
+    It is in the same update that a row is trained on, however many members divide the rows. The weights grow by the
+    number of updates: the mean of their gradients, at the same model, is the gradient of all rows together.
 
     Args:
         rows: annotated; ``trajectory`` (int64 ``[rows]``), where they have it, says of which sample a row is.

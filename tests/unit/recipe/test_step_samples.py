@@ -1,0 +1,30 @@
+"""How a step's samples are divided over the members that train on them."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.recipe.step_samples import Drawn
+from dlrover.python.rl.trainer.port import Pending
+
+
+def drawn(*tokens):
+    scored = Batch({"token_count": np.array(tokens, dtype=np.int64)})
+    return Drawn.of(Pending([]), scored, np.arange(len(tokens)), len(tokens))
+
+
+def test_063_tokens_are_balanced_within_each_update():
+    # Balanced over the step as a whole, 40 + 40 and 70 + 10, one rank would have all of the first update.
+    tokens, update = [40, 40, 70, 10], np.array([0, 0, 1, 1])
+    parts = drawn(*tokens).divided(2, update)
+    loads = [[sum(tokens[row] for row in part if update[row] == number) for part in parts] for number in (0, 1)]
+    assert [max(load) for load in loads] == [40, 70]
+
+
+@given(st.lists(st.tuples(st.integers(1, 99), st.integers(-1, 3)), min_size=1, max_size=20), st.integers(1, 5))
+def test_every_row_goes_to_one_rank(rows, ranks):
+    tokens, update = zip(*rows, strict=True)
+    parts = drawn(*tokens).divided(ranks, np.array(update))
+    assert len(parts) == ranks
+    assert sorted(row for part in parts for row in part) == list(range(len(rows)))
