@@ -83,9 +83,9 @@ def test_members_of_1_2_or_4_devices_are_refused_only_when_nothing_would_do(role
 )
 def test_8000_members_are_placed_on_1000_nodes_within_a_second(workloads, groups):
     job = job_of(workloads, groups, nodes=1000, devices=8)
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     placement, problems = plan(job)
-    took_s = time.perf_counter() - began_s
+    took_s = time.process_time() - began_s
     assert not problems
     assert sum(map(len, (*placement.slots.values(), *placement.standbys.values()))) == 8000
     assert took_s < 1.0
@@ -94,8 +94,8 @@ def test_8000_members_are_placed_on_1000_nodes_within_a_second(workloads, groups
 
 def test_8001_members_are_refused_by_1000_nodes_within_a_second():
     job = job_of({"ACTOR": 8001}, (), nodes=1000, devices=8)
-    began_s = time.perf_counter()
+    began_s = time.process_time()
     placement, (problem,) = plan(job)
-    assert time.perf_counter() - began_s < 1.0
+    assert time.process_time() - began_s < 1.0
     assert placement is None
     assert str(problem).endswith("ACTOR needs 1 more on one node, left are [0 on 1000 nodes]")
