@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,9 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.layout import Layout, ParallelSizes
 from dlrover.python.rl.engine.offload import Offloadable
 from dlrover.python.rl.engine.optimizing import OptimizerConfig as OptimizerConfig  # a part of this port
-from dlrover.python.rl.engine.weights import WeightSnapshot
+
+if TYPE_CHECKING:
+    from dlrover.python.rl.engine.weights import WeightSnapshot
 
 # -- training ---------------------------------------------------------------------------------------------------------
 
@@ -154,11 +156,11 @@ class TrainEngine(Offloadable, Protocol):
         """
         ...
 
-    def publish(self) -> WeightSnapshot:
+    def publish(self) -> "WeightSnapshot":
         """The current weights in host memory, stamped with the version and fingerprinted; whole on rank 0."""
         ...
 
-    def receive(self, weights: WeightSnapshot) -> None:
+    def receive(self, weights: "WeightSnapshot") -> None:
         """Take over another engine's weights and version (frozen engines only)."""
         ...
 
@@ -340,7 +342,7 @@ class RolloutEngine(Offloadable, Protocol):
         """Requests taken in that have not ended."""
         ...
 
-    def receive(self, weights: WeightSnapshot, rewind: bool = False) -> None:
+    def receive(self, weights: "WeightSnapshot", rewind: bool = False) -> None:
         """Take over new weights; all of them are verified before any is used.
 
         Running requests go on with them: what they have drawn stays, and their key-value entries are computed anew.

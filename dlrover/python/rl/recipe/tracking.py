@@ -1,6 +1,6 @@
 """What a run leaves behind: ``metrics.jsonl``, ``samples.jsonl``, TensorBoard events, a curve, a summary."""
 
-import io
+import importlib
 import json
 import math
 import os
@@ -10,9 +10,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
-
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.recipe.board import EventFile
@@ -119,26 +116,18 @@ class RunLog:
     def curve(self, name: str, file: str) -> None:
         """Draw one figure over the steps as a PNG, with its running mean."""
         points = [(step, values[name]) for step, values in self._history if math.isfinite(values.get(name, math.nan))]
-        figure = Figure(figsize=(7, 4), dpi=120)
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        steps, values = [point[0] for point in points], [point[1] for point in points]
-        axes.plot(steps, values, color="tab:blue", alpha=0.35, linewidth=1, label="each step")
-        axes.plot(steps, running_mean(values, 10), color="tab:blue", linewidth=2, label="mean of 10 steps")
-        axes.set_xlabel("step")
-        axes.set_ylabel(name)
-        axes.grid(alpha=0.3)
-        axes.legend()
-        figure.tight_layout()
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="png")
-        self._replace(file, drawn.getvalue())
+        self._replace(file, _plotting().curve_png(name, points))
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         append(self._folder / name, "".join(map(_line, rows)).encode(), self._patience)
 
     def _replace(self, name: str, content: bytes) -> None:
         replace(self._folder / name, content, self._patience)
+
+
+def _plotting() -> Any:
+    """Not imported above: a curve is drawn once, and the workloads that import this module draw none."""
+    return importlib.import_module("dlrover.python.rl.recipe.plotting")
 
 
 def _shown(row: Mapping[str, Any], most: int) -> str:
@@ -177,8 +166,3 @@ def _cut(file: Path, step: int) -> None:
 
 def _figures(row: dict[str, Any]) -> tuple[int, dict[str, float]]:
     return row.pop("step"), {name: math.nan if value is None else value for name, value in row.items()}
-
-
-def running_mean(values: list[float], window: int) -> list[float]:
-    """Each value's mean with up to ``window - 1`` before it."""
-    return [sum(values[max(0, end - window) : end]) / (end - max(0, end - window)) for end in range(1, len(values) + 1)]
