@@ -38,9 +38,13 @@ def chaos(
         )
         return replace(job, checkpoint=replace(job.checkpoint, commit_to=commit_to))
 
+    def undisturbed() -> JobSpec:
+        alone = job("oracle")  # nobody will have to be replaced
+        return replace(alone, workloads={role: replace(spec, standby=0) for role, spec in alone.workloads.items()})
+
     plan = schedule(seed, options.faults, steps, options.kinds)
     config, ahead = job("oracle").config, options.max_staleness > 0
-    oracle = run_job(job("oracle"), cluster, (), log)
+    oracle = run_job(undisturbed(), cluster, (), log)
     found = [*oracle.problems, *(violations(folder / "oracle/kept", config) if ahead else ())]
     problems = [f"the undisturbed run: {problem}" for problem in found]
     log(f"undisturbed: {steps} steps in {oracle.seconds:.0f} s, {oracle.status.phase.value}")

@@ -21,8 +21,19 @@ SHORT = ("steps=2", "algorithm.kl_coef=0", "optimizer.warmup_steps=0", "reward.f
 """A model that has learnt nothing gives no right answers: with rewards that tell them apart the weights move."""
 
 SPLIT = "+engine.parallel={tensor_parallel_size: 2}"
-PLACES = {"local": (1, 2), "ray-2": (2, 2), "ray-split": (2, 1, SPLIT)}
-"""Where, how many actors and rollouts, and what else is different."""
+PLACES = {"local": (1, 2), "ray-2": (2, 2)}
+"""Where, and how many actors and rollouts."""
+
+
+def run_in(place, folder, actors, rollouts, *others):
+    """Run the job in a place, to a folder of that name in ``folder``."""
+    sizes = [f"workload.actor.num={actors}", f"workload.rollout.num={rollouts}", "trainer.device_per_node=8"]
+    groups = f"workload_group.0={{actor: {actors}}}"
+    told = [f"name={place}", f"job_dir={folder / place}", f"+env.PYTHONPATH={REWARDS}", *sizes, groups]
+    job = grpo_job(folder, *told, *others, *SHORT)
+    local = place == "local"
+    status = run_here(check_job(job, local=True)) if local else run_on_ray(check_job(job), connected=True)
+    assert status.phase is Phase.FINISHED, status
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +41,19 @@ def folder(tmp_path_factory, ray_session):
     """A folder with the output of the job in each place."""
     path = tmp_path_factory.mktemp("everywhere")
     sys.path.append(str(REWARDS))
-    for name, (actors, rollouts, *others) in PLACES.items():
-        sizes = [f"workload.actor.num={actors}", f"workload.rollout.num={rollouts}", "trainer.device_per_node=8"]
-        groups = f"workload_group.0={{actor: {actors}}}"
-        told = [f"name={name}", f"job_dir={path / name}", f"+env.PYTHONPATH={REWARDS}", *sizes, groups]
-        job = grpo_job(path, *told, *others, *SHORT)
-        local = name == "local"
-        status = run_here(check_job(job, local=True)) if local else run_on_ray(check_job(job), connected=True)
-        assert status.phase is Phase.FINISHED, status
+    for place, (actors, rollouts) in PLACES.items():
+        run_in(place, path, actors, rollouts)
     return path
+
+
+def weights_of(model):
+    return AutoModelForCausalLM.from_pretrained(model).state_dict()
+
+
+def assert_same_end(folder, one, other):
+    ends = [weights_of(folder / place / "model") for place in (one, other)]
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(tensor, ends[1][name], atol=1e-5, rtol=0)
 
 
 def test_the_samples_of_the_first_step_are_the_same_everywhere(folder):
@@ -48,14 +63,16 @@ def test_the_samples_of_the_first_step_are_the_same_everywhere(folder):
 
 
 def test_two_actor_ranks_end_in_the_weights_of_one(folder):
-    start, *ends = (
-        AutoModelForCausalLM.from_pretrained(path).state_dict()
-        for path in (folder / "model", *(folder / name / "model" for name in PLACES))
-    )
-    assert max((start[name] - tensor).abs().max() for name, tensor in ends[0].items()) > 1e-4
-    for name, tensor in ends[0].items():
-        for other in ends[1:]:
-            torch.testing.assert_close(tensor, other[name], atol=1e-5, rtol=0)
+    start, end = weights_of(folder / "model"), weights_of(folder / "local" / "model")
+    assert max((start[name] - tensor).abs().max() for name, tensor in end.items()) > 1e-4
+    assert_same_end(folder, "local", "ray-2")
+
+
+@pytest.mark.slow
+def test_two_halves_of_an_actor_end_in_the_weights_of_one(folder):
+    run_in("ray-split", folder, 2, 1, SPLIT)
+    assert samples(folder / "ray-split") == samples(folder / "local")
+    assert_same_end(folder, "local", "ray-split")
 
 
 @pytest.mark.slow
@@ -73,8 +90,4 @@ def test_two_processes_of_torchrun_end_in_the_weights_of_one(folder):
     )
     assert done.returncode == 0, done.stderr
     assert samples(folder / "torchrun") == samples(folder / "local")
-    ends = [
-        AutoModelForCausalLM.from_pretrained(folder / name / "model").state_dict() for name in ("local", "torchrun")
-    ]
-    for name, tensor in ends[0].items():
-        torch.testing.assert_close(tensor, ends[1][name], atol=1e-5, rtol=0)
+    assert_same_end(folder, "local", "torchrun")
