@@ -2,7 +2,8 @@
 
 Each sample waits for an answer of its environment, most of them shortly, a few long. With ``max_staleness=0`` a step
 waits for the slowest of its samples; above, the others go on meanwhile. Same job, same number of samples, several
-seeds, interleaved; each run is a process of its own. What was learnt is the mean reward of the last tenth of the steps.
+seeds, interleaved; each run is a process of its own. What was learnt is the mean reward of the last tenth of the steps,
+whose samples are as stale as they may be, and that of the last weights' greedy answers to held-out prompts.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def job_of(folder: Path, max_staleness: int, seed: int, steps: int) -> JobSpec:
         data.write_text("".join(json.dumps({"prompt": f"Say {number}: "}) + "\n" for number in range(200)))
     config = {
         "model": str(model),
-        "data": {"train": str(data), "eval_rows": 4},
+        "data": {"train": str(data), "eval_rows": 40},
         "steps": steps,
         "prompts_per_step": 4,
         "seed": seed,
@@ -63,7 +64,7 @@ def run_one(folder: Path, max_staleness: int, seed: int, steps: int) -> dict[str
     """One run, in this process."""
     job = job_of(folder, max_staleness, seed, steps)
     status = run_here(check_job(job))
-    rows, samples = read_rows(job.job_dir / "metrics.jsonl"), read_rows(job.job_dir / "samples.jsonl")
+    rows, samples, held_out = (read_rows(job.job_dir / f"{name}.jsonl") for name in ("metrics", "samples", "held_out"))
     stale = [row["step"] - 1 - row["oldest"] for row in samples]
     return {
         "phase": status.phase.value,
@@ -72,6 +73,7 @@ def run_one(folder: Path, max_staleness: int, seed: int, steps: int) -> dict[str
         "seconds": sum(row["step_s"] for row in rows),
         "first": mean(row["reward"] for row in rows[:3]),
         "reward": mean(row["reward"] for row in rows[-max(steps // 10, 1) :]),
+        "held_out": mean(row["reward"] for row in held_out),
         "staleness": [mean(stale), max(stale)],
     }
 
@@ -99,12 +101,12 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     rows: list[list[object]] = []
     for name, runs in found.items():
         seconds = median(run["seconds"] for run in runs)
-        rewards = ", ".join(f"{run['reward']:.3f}" for run in runs)
+        rewards, after = (", ".join(f"{run[part]:.3f}" for run in runs) for part in ("reward", "held_out"))
         stale = [mean(run["staleness"][0] for run in runs), max(run["staleness"][1] for run in runs)]
-        rows.append([name, seconds, first / seconds, mean(run["first"] for run in runs), rewards, stale[0], stale[1]])
-    return markdown(
-        ["max_staleness", "training, s", "times sooner", "reward at first", "at the end", "stale by", "at most"], rows
-    )
+        start = mean(run["first"] for run in runs)
+        rows.append([name, seconds, first / seconds, start, rewards, after, stale[0], stale[1]])
+    rewards_of = ["reward at first", "at the end", "of the last weights"]
+    return markdown(["max_staleness", "training, s", "times sooner", *rewards_of, "stale by", "at most"], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
