@@ -19,6 +19,7 @@ def scored(*draws):
             "prompt_id": np.array([row[0] for row in rows]),
             "attempt": np.array([row[1] for row in rows]),
             "reward": np.array([row[2] for row in rows]),
+            "action_tokens": np.ones(len(rows), dtype=np.int64),
             "error": ["it broke" if np.isnan(row[2]) else None for row in rows],
         }
     )
@@ -70,6 +71,21 @@ def test_only_the_last_draw_decides_what_is_drawn_again():
 def test_a_failure_is_never_a_reward_of_zero():
     for on_failure in ("drop_sample", "drop_group", "redraw"):
         assert 0.0 not in rewards(trainable(1, scored((1, 0, [NAN, NAN]), (2, 0, [1.0, 1.0])), config(on_failure)))
+
+
+def test_a_failed_sample_of_three_rows_is_one_failed_sample():
+    rows = scored((4, 1, [NAN, NAN, NAN, 1.0]), (9, 0, [0.0, 1.0])).with_columns(
+        trajectory=np.array([0, 0, 0, 1, 2, 3])
+    )
+    told = failure_metrics(rows, trainable(1, rows, config("drop_sample")))
+    assert told == {"failed_samples": 1, "redrawn_samples": 2, "dropped_groups": 0}
+    with pytest.raises(DataError, match="failed on all 1 samples"):
+        trainable(1, rows.rows(0, 3), config("drop_sample"))
+
+
+def test_failures_count_where_their_groups_were_filtered_out():
+    told = failure_metrics(TWO_GROUPS, trainable(1, TWO_GROUPS.rows(2, 4), config("drop_group")))
+    assert told == {"failed_samples": 1, "redrawn_samples": 0, "dropped_groups": 0}
 
 
 def test_a_step_with_nothing_left_to_train_on_is_an_error():

@@ -9,10 +9,11 @@ import numpy.typing as npt
 from dlrover.python.rl.common.errors import DataError, Problem
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.config import RewardConfig
+from dlrover.python.rl.recipe.whole_samples import whole_samples
 
 
 def failed(scored: Batch) -> npt.NDArray[np.bool_]:
-    """``[rows]``: the samples without a reward."""
+    """``[rows]``, or ``[samples]`` of whole ones: those without a reward."""
     return np.isnan(scored.dense("reward"))
 
 
@@ -33,7 +34,7 @@ def trainable(step: int, scored: Batch, config: RewardConfig) -> Batch:
     """
     reward = rewards_of(scored, config)
     if len(reward) and np.isnan(reward).all():
-        raise DataError([Problem(f"step {step}", _nothing_left(scored))])
+        raise DataError([Problem(f"step {step}", _nothing_left(whole_samples(scored), scored.objects("error")))])
     return scored.with_columns(reward=reward)
 
 
@@ -52,25 +53,25 @@ def _in_failed_draw(scored: Batch) -> npt.NDArray[np.bool_]:
     return np.bincount(draw.reshape(-1), weights=failed(scored))[draw.reshape(-1)] > 0
 
 
-def _nothing_left(scored: Batch) -> str:
-    last = [error for error in scored.objects("error") if error is not None][-1]
-    if failed(scored).all():
-        return f"the reward function failed on all {len(scored)} samples, last with: {last}"
-    count, groups = int(failed(scored).sum()), len(np.unique(scored.dense("prompt_id")))
-    what = f"the reward function failed on {count} of {len(scored)} samples, which are in each of the {groups} groups"
+def _nothing_left(samples: Batch, errors: list[str | None]) -> str:
+    last = [error for error in errors if error is not None][-1]
+    if failed(samples).all():
+        return f"the reward function failed on all {len(samples)} samples, last with: {last}"
+    count, groups = int(failed(samples).sum()), len(np.unique(samples.dense("prompt_id")))
+    what = f"the reward function failed on {count} of {len(samples)} samples, which are in each of the {groups} groups"
     return f"{what}: none is left to train on (reward.on_failure: drop_sample would keep the others); last with: {last}"
 
 
-def failure_metrics(scored: Batch, rows: Batch) -> dict[str, float]:
+def failure_metrics(scored: Batch, judged: Batch) -> dict[str, float]:
     """Counts of a step: samples that failed, samples drawn anew, and groups of which nothing was trained on.
 
     Args:
-        scored: all that were drawn.
-        rows: the same as :func:`trainable` gives them.
+        scored: the rows of all that was drawn.
+        judged: the rows that were not filtered out, as :func:`trainable` gives them.
     """
-    ids, kept = scored.dense("prompt_id"), ~failed(rows)
+    samples, ids = whole_samples(scored), judged.dense("prompt_id")
     return {
-        "failed_samples": float(failed(scored).sum()),
-        "redrawn_samples": float((scored.dense("attempt") > 0).sum()),
-        "dropped_groups": float(len(np.unique(ids)) - len(np.unique(ids[kept]))),
+        "failed_samples": float(failed(samples).sum()),
+        "redrawn_samples": float((samples.dense("attempt") > 0).sum()),
+        "dropped_groups": float(len(np.unique(ids)) - len(np.unique(ids[~failed(judged)]))),
     }
