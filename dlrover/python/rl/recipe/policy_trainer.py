@@ -27,7 +27,7 @@ from dlrover.python.rl.recipe.checks import (
 )
 from dlrover.python.rl.recipe.config import PolicyConfig, model_problems
 from dlrover.python.rl.recipe.drawing import Drawing, over
-from dlrover.python.rl.recipe.failures import failure_metrics, trainable
+from dlrover.python.rl.recipe.failures import Outage, failed, failure_metrics, trainable
 from dlrover.python.rl.recipe.held_out import (
     EVALUATED,
     SCORED,
@@ -118,6 +118,7 @@ class PolicyTrainer(TimedTrainer):
         self.samples = Drawing(self, cfg, self.problems)
         self.run_log = self.state["log"] = RunLog(self.job_dir, config=cfg.log, settings=asdict(cfg))
         self.keeping = self.state["keeping"] = Keeping(cfg.keep, self.job_dir, self.RG_ACTOR.save)
+        self.outage = self.state["outage"] = Outage(cfg.reward)
         told = [pending.result() for pending in self.loading()]  # waits: for models, which the members' limits bound
         self.machine: Machine
         (self.machine,) = self.RG_ACTOR.machine()
@@ -137,9 +138,9 @@ class PolicyTrainer(TimedTrainer):
                 self.state["before"] = self.samples.first_look()
             drawn = self.samples.draw(step)
             self.run_log.samples(step, texts(drawn.everything, self.problems.rows))
-            rows = self.judged(step, drawn.scored)
+            rows = self.judged(step, drawn)
             with naming_samples(step, self.run_log, named(drawn.scored), partial(self.to_blame, drawn)):
-                trained = self.learn(step, drawn, rows) if len(rows) else self.skipped(step)
+                trained = self.skipped(step) if failed(rows).all() else self.learn(step, drawn, rows)
             self.record(step, drawn, rows, trained)
         self.run_log.begin(done + 1)
         self.samples.sync_weights()
@@ -183,9 +184,14 @@ class PolicyTrainer(TimedTrainer):
         found: RoleGroup = getattr(self, f"RG_{RLRoleType(role)}")
         return found
 
-    def judged(self, step: int, scored: Batch) -> Batch:
-        """The rows as the algorithm shall see them: those that are not to be trained on have no reward."""
-        return trainable(step, scored, self.cfg.reward)
+    def judged(self, step: int, drawn: Drawn) -> Batch:
+        """The rows as the algorithm shall see them: those that are not to be trained on have no reward.
+
+        Raises:
+            DataError: too many steps in a row had none at all.
+        """
+        self.outage.stepped(step, drawn.everything)
+        return trainable(drawn.scored, self.cfg.reward)
 
     def learn(self, step: int, drawn: Drawn, judged: Batch) -> dict[str, float]:
         """Annotate the rows, and train on them; the figures of that."""
@@ -252,7 +258,8 @@ class PolicyTrainer(TimedTrainer):
     def record(self, step: int, drawn: Drawn, rows: Batch, trained: Mapping[str, float]) -> None:
         """Log a step; evaluate and keep the model, if it is its turn."""
         everything = drawn.everything
-        metrics = {**scores(everything), **drawn.figures, **failure_metrics(everything, rows), **trained}
+        metrics = {**scores(everything), **drawn.figures, **failure_metrics(everything, rows), **self.outage.figures}
+        metrics |= trained
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
             self.samples.sync_weights()
             evaluated = step_metrics(judged(self.samples.evaluate(step)))
