@@ -127,6 +127,18 @@ def test_a_step_whose_judge_was_away_is_skipped_logged_and_counted(tmp_path, mon
     assert versions == {(1, 0), (2, 1), (3, 1)}, "the second step changed nothing"
 
 
+def test_an_evaluation_whose_judge_was_away_says_nothing_of_the_model(tmp_path, monkeypatch):
+    body = AWAY.replace("4 + 64 < number <= 4 + 2 * 64", "4 + 64 + 4 + 64 < number <= 4 + 64 + 4 + 64 + 4")
+    body = body.replace("len(completion) / 8", "1.0 if len(completion) > 3 else 0.0")
+    keep = {"best": "accuracy", "patience": 1}
+    out = finished(tmp_path, reward=flaky(tmp_path, monkeypatch, body), steps=2, eval_every=1, keep=keep)
+    first, second = lines(out / "metrics.jsonl")
+    assert "accuracy" in first
+    assert "accuracy" not in second
+    assert (second["held_out_failed"], second["held_out_reward"], second["failed_samples"]) == (4, None, 0)
+    assert json.loads((out / "summary.json").read_text())["best step"] == 1
+
+
 def test_a_judge_that_stays_away_ends_the_run(tmp_path, monkeypatch):
     reward = flaky(tmp_path, monkeypatch, AWAY.replace("<= 4 + 2 * 64", "< 999")) | {"give_up_after": 2}
     out, status = run(tmp_path, reward=reward)

@@ -1,5 +1,6 @@
 """The loop of all trainers that learn from samples: draw, judge, annotate, update."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -263,7 +264,8 @@ class PolicyTrainer(TimedTrainer):
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
             self.samples.sync_weights()
             evaluated = step_metrics(judged(self.samples.evaluate(step)))
-            self.keeping.evaluated(step, evaluated)
+            if not math.isnan(evaluated["held_out_reward"]):  # else nothing was judged: that says nothing of the model
+                self.keeping.evaluated(step, evaluated)
             metrics |= evaluated
         self.keeping.stepped(step)
         times = self.time_figures()
