@@ -86,6 +86,7 @@ def scored_by(reward):
                     "prompt_id": np.array([row[0] for row in rows], dtype=np.int64),
                     "sample_index": np.array([row[3] for row in rows], dtype=np.int64),
                     "oldest": np.array([row[4] for row in rows], dtype=np.int64),
+                    "action_tokens": np.ones(len(rows), dtype=np.int64),
                     "reward": np.array([reward(*row[:4]) for row in rows], dtype=np.float64),
                 }
             )

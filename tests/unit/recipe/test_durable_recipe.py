@@ -101,6 +101,54 @@ def test_failed_samples_change_nothing_about_two_runs_being_alike(tmp_path, monk
     assert (first / "model/model.safetensors").read_bytes() == (second / "model/model.safetensors").read_bytes()
 
 
+AWAY = """\
+    with open(__file__ + ".calls", "ab") as calls:
+        calls.write(b".")
+        number = calls.tell()
+    if 4 + 64 < number <= 4 + 2 * 64:
+        raise ConnectionError("the judge is away")
+    return len(completion) / 8
+"""
+"""In the second step; four calls come before the first, for what is held out."""
+
+
+@pytest.mark.parametrize("filtering", ["off", "drop"])
+def test_a_step_whose_judge_was_away_is_skipped_logged_and_counted(tmp_path, monkeypatch, filtering):
+    rollout = {"samples_per_prompt": 8, "max_new_tokens": 12, "dynamic_filtering": filtering}
+    out = finished(tmp_path, reward=flaky(tmp_path, monkeypatch, AWAY), rollout=rollout)
+    first, second, third = lines(out / "metrics.jsonl")
+    assert (second["failed_samples"], second["steps_without_reward"], second["reward"]) == (64, 1, None)
+    assert "loss" not in second
+    for row in (first, third):
+        assert {"loss", "reward"} <= set(row)
+        assert row["failed_samples"] == 0
+        assert "steps_without_reward" not in row
+    versions = {(row["step"], row["version"]) for row in lines(out / "samples.jsonl")}
+    assert versions == {(1, 0), (2, 1), (3, 1)}, "the second step changed nothing"
+
+
+def test_an_evaluation_whose_judge_was_away_says_nothing_of_the_model(tmp_path, monkeypatch):
+    body = AWAY.replace("4 + 64 < number <= 4 + 2 * 64", "4 + 64 + 4 + 64 < number <= 4 + 64 + 4 + 64 + 4")
+    body = body.replace("len(completion) / 8", "1.0 if len(completion) > 3 else 0.0")
+    keep = {"best": "accuracy", "patience": 1}
+    out = finished(tmp_path, reward=flaky(tmp_path, monkeypatch, body), steps=2, eval_every=1, keep=keep)
+    first, second = lines(out / "metrics.jsonl")
+    assert "accuracy" in first
+    assert "accuracy" not in second
+    assert (second["held_out_failed"], second["held_out_reward"], second["failed_samples"]) == (4, None, 0)
+    assert json.loads((out / "summary.json").read_text())["best step"] == 1
+
+
+def test_a_judge_that_stays_away_ends_the_run(tmp_path, monkeypatch):
+    reward = flaky(tmp_path, monkeypatch, AWAY.replace("<= 4 + 2 * 64", "< 999")) | {"give_up_after": 2}
+    out, status = run(tmp_path, reward=reward)
+    assert status.phase is Phase.FAILED
+    cause = status.cause.message + status.cause.detail
+    assert "step 3: the reward function failed on all 64 samples, last with: flaky_reward:reward raised" in cause
+    assert "the judge is away; it was the last of 2 such steps in a row (reward.give_up_after)" in cause
+    assert [row["step"] for row in lines(out / "metrics.jsonl")] == [1, 2]
+
+
 def test_a_step_of_which_every_group_is_lost_ends_the_run(tmp_path, monkeypatch):
     reward = flaky(tmp_path, monkeypatch, "    raise ValueError('always')\n") | {"on_failure": "redraw"}
     out, status = run(tmp_path, reward=reward)

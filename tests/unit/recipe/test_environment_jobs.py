@@ -96,6 +96,40 @@ def test_a_hostile_environment_fails_some_samples_and_the_run_goes_on(tmp_path, 
     assert any(row["reward"] for row in rows)
 
 
+def by_sample(rows):
+    """Rows of one step, those of each sample together."""
+    found = {}
+    for row in rows:
+        found.setdefault(row["trajectory"], []).append(row)
+    assert len({(row["prompt_id"], row["sample_index"]) for row in rows}) == len(found)
+    return list(found.values())
+
+
+def mean(name, samples):
+    """Over those that did not fail, of what their rows add up to."""
+    return np.mean([sum(row[name] for row in rows) for rows in samples if rows[0]["error"] is None])
+
+
+def test_089_the_score_is_logged_and_every_figure_is_of_whole_samples(tmp_path):
+    rollout = {"env_path": str(HERE / "scenes.py"), "env_isolated": False}
+    keep = {"best": "held_out_score"}
+    out = finished(tmp_path, data=GAMES, rollout=rollout, eval_every=1, keep=keep)
+    steps, drawn = lines(out / "metrics.jsonl"), lines(out / "samples.jsonl")
+    for figures in steps:
+        rows = [row for row in drawn if row["step"] == figures["step"]]
+        samples = by_sample(rows)
+        assert (len(samples), len(rows)) == (16, 32)
+        assert figures["reward"] == pytest.approx(mean("reward", samples))
+        assert figures["score"] == pytest.approx(mean("score", samples))
+        assert figures["score"] != figures["reward"]
+        assert figures["failed_samples"] == sum(row["error"] is not None for row in rows) / 2 > 0
+    answers, summary = by_sample(lines(out / "held_out.jsonl")), json.loads((out / "summary.json").read_text())
+    assert len(answers) == 4
+    assert steps[-1]["held_out_score"] == pytest.approx(mean("score", answers))
+    assert summary["held-out mean score after"] == pytest.approx(mean("score", answers), abs=1e-4)
+    assert {"held-out mean score before", "best held_out_score"} <= set(summary)
+
+
 @pytest.mark.slow
 def test_an_environment_that_takes_its_process_along_costs_those_who_play_in_it(tmp_path, leaves_nothing):
     out = finished(tmp_path, rollout={"env_path": f"{HOSTILE}:Bombs", "env_timeout_s": 1.0})
@@ -153,3 +187,6 @@ def test_an_environment_that_does_not_load_is_refused_before_the_start(tmp_path)
     assert "is required" in problems(tmp_path, data=GAMES)["config.data.train"]
     assert "did you mean 'env_path'" in found(env_pth="x")["config.rollout.env_pth"]
     assert found(env_path=HOSTILE) == {}
+    by_score = {"eval_every": 1, "keep": {"best": "held_out_score"}}
+    assert problems(tmp_path, **by_score)["config.keep.best"].startswith("no figure 'held_out_score'")
+    assert problems(tmp_path, **by_score, rollout={"env_path": HOSTILE}) == {}

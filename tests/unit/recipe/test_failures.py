@@ -6,7 +6,8 @@ import pytest
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.config import RewardConfig
-from dlrover.python.rl.recipe.failures import failed_groups, failure_metrics, trainable
+from dlrover.python.rl.recipe.failures import Outage, failed_groups, failure_metrics, trainable
+from dlrover.python.rl.trainer.steps import dump_state, load_state
 
 NAN = float("nan")
 
@@ -19,6 +20,7 @@ def scored(*draws):
             "prompt_id": np.array([row[0] for row in rows]),
             "attempt": np.array([row[1] for row in rows]),
             "reward": np.array([row[2] for row in rows]),
+            "action_tokens": np.ones(len(rows), dtype=np.int64),
             "error": ["it broke" if np.isnan(row[2]) else None for row in rows],
         }
     )
@@ -36,27 +38,27 @@ TWO_GROUPS = scored((4, 0, [1.0, NAN]), (9, 0, [0.0, 1.0]))
 
 
 def test_a_failed_sample_alone_is_left_out():
-    rows = trainable(1, TWO_GROUPS, config("drop_sample"))
+    rows = trainable(TWO_GROUPS, config("drop_sample"))
     assert rewards(rows) == [1.0, None, 0.0, 1.0]
     assert failure_metrics(TWO_GROUPS, rows) == {"failed_samples": 1, "redrawn_samples": 0, "dropped_groups": 0}
 
 
 def test_a_failed_samples_whole_group_is_left_out():
-    rows = trainable(1, TWO_GROUPS, config("drop_group"))
+    rows = trainable(TWO_GROUPS, config("drop_group"))
     assert rewards(rows) == [None, None, 0.0, 1.0]
     assert failure_metrics(TWO_GROUPS, rows) == {"failed_samples": 1, "redrawn_samples": 0, "dropped_groups": 1}
 
 
 def test_a_redrawn_group_takes_the_failed_ones_place():
     drawn = Batch.concat([TWO_GROUPS, scored((4, 1, [0.0, 0.5]))])
-    rows = trainable(1, drawn, config("redraw"))
+    rows = trainable(drawn, config("redraw"))
     assert rewards(rows) == [None, None, 0.0, 1.0, 0.0, 0.5]
     assert failure_metrics(drawn, rows) == {"failed_samples": 1, "redrawn_samples": 2, "dropped_groups": 0}
 
 
 def test_a_group_that_fails_again_is_left_out():
     drawn = Batch.concat([TWO_GROUPS, scored((4, 1, [NAN, 0.5]))])
-    rows = trainable(1, drawn, config("redraw"))
+    rows = trainable(drawn, config("redraw"))
     assert rewards(rows) == [None, None, 0.0, 1.0, None, None]
     assert failure_metrics(drawn, rows) == {"failed_samples": 2, "redrawn_samples": 2, "dropped_groups": 1}
 
@@ -69,11 +71,51 @@ def test_only_the_last_draw_decides_what_is_drawn_again():
 
 def test_a_failure_is_never_a_reward_of_zero():
     for on_failure in ("drop_sample", "drop_group", "redraw"):
-        assert 0.0 not in rewards(trainable(1, scored((1, 0, [NAN, NAN]), (2, 0, [1.0, 1.0])), config(on_failure)))
+        assert 0.0 not in rewards(trainable(scored((1, 0, [NAN, NAN]), (2, 0, [1.0, 1.0])), config(on_failure)))
 
 
-def test_a_step_with_nothing_left_to_train_on_is_an_error():
-    with pytest.raises(DataError, match="step 7: the reward function failed on all 2 samples, last with: it broke"):
-        trainable(7, scored((1, 0, [NAN, NAN])), config("drop_sample"))
-    with pytest.raises(DataError, match="step 7: .* failed on 2 of 4 samples, which are in each of the 2 groups"):
-        trainable(7, scored((1, 0, [NAN, 1.0]), (2, 0, [NAN, 1.0])), config("drop_group"))
+def test_a_failed_sample_of_three_rows_is_one_failed_sample():
+    rows = scored((4, 1, [NAN, NAN, NAN, 1.0]), (9, 0, [0.0, 1.0])).with_columns(
+        trajectory=np.array([0, 0, 0, 1, 2, 3])
+    )
+    told = failure_metrics(rows, trainable(rows, config("drop_sample")))
+    assert told == {"failed_samples": 1, "redrawn_samples": 2, "dropped_groups": 0}
+    with pytest.raises(DataError, match="failed on all 1 samples"):
+        Outage(config("drop_sample")).stepped(1, rows.rows(0, 3))
+
+
+def test_failures_count_where_their_groups_were_filtered_out():
+    told = failure_metrics(TWO_GROUPS, trainable(TWO_GROUPS.rows(2, 4), config("drop_group")))
+    assert told == {"failed_samples": 1, "redrawn_samples": 0, "dropped_groups": 0}
+
+
+LOST, LOST_IN_GROUPS = scored((1, 0, [NAN, NAN])), scored((1, 0, [NAN, 1.0]), (2, 0, [NAN, 1.0]))
+
+
+def test_a_first_step_with_nothing_left_to_train_on_is_an_error():
+    with pytest.raises(DataError, match="step 1: the reward function failed on all 2 samples, last with: it broke"):
+        Outage(config("drop_sample")).stepped(1, LOST)
+    with pytest.raises(DataError, match="step 1: .* failed on 2 of 4 samples, which are in each of the 2 groups"):
+        Outage(config("drop_group")).stepped(1, LOST_IN_GROUPS)
+
+
+def test_later_ones_are_counted_and_enough_of_them_in_a_row_are_an_error():
+    outage = Outage(RewardConfig(on_failure="drop_group", give_up_after=3))
+    counts = []
+    for step, rows in enumerate((TWO_GROUPS, LOST, LOST_IN_GROUPS, TWO_GROUPS, LOST, LOST), 1):
+        outage.stepped(step, rows)
+        counts.append(outage.figures.get("steps_without_reward", 0))
+    assert counts == [0, 1, 2, 0, 1, 2]
+    what = r"step 7: .* last with: it broke; it was the last of 3 such steps in a row \(reward.give_up_after\)"
+    with pytest.raises(DataError, match=what) as caught:
+        outage.stepped(7, LOST)
+    assert not caught.value.retryable
+
+
+def test_the_count_goes_on_where_the_run_does():
+    before = {"outage": Outage(RewardConfig(give_up_after=2))}
+    before["outage"].stepped(8, LOST)
+    after = {"outage": Outage(RewardConfig(give_up_after=2))}
+    load_state(after, dump_state(before))
+    with pytest.raises(DataError, match="step 9: .* the last of 2 such steps in a row"):
+        after["outage"].stepped(9, LOST)

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[3]))
 
 from recipe_stage import Stage, both, flip_a_bit, kill, kill_trainer  # noqa: E402
 
-from dlrover.python.rl.common.errors import NonFiniteUpdate, WeightsLost  # noqa: E402
+from dlrover.python.rl.common.errors import DataError, NonFiniteUpdate, WeightsLost  # noqa: E402
 from dlrover.python.rl.data import state_tree  # noqa: E402
 from dlrover.python.rl.engine.sync.pull import PullTransport  # noqa: E402
 from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
@@ -179,3 +179,32 @@ def test_a_nan_that_stays_ends_the_run_and_names_its_place(tmp_path, inputs):
     assert [row["step"] for row in rows] == [1]
     refused = [json.loads(line) for line in (tmp_path / "out" / "refused.jsonl").read_text().splitlines()]
     assert [row["step"] for row in refused] == [2] * 16
+
+
+class Away(Judge):
+    """It has no opinion of what the first update has led to."""
+
+    def score(self, rollouts):
+        judged = super().score(rollouts)
+        away = judged.dense("version") > 0
+        reward = np.where(away, np.nan, judged.dense("reward"))
+        return judged.with_columns(reward=reward, error=["it is away" if lost else None for lost in away.tolist()])
+
+
+@pytest.mark.parametrize("when", ["draw", "score"])
+def test_a_trainer_that_is_killed_goes_on_counting_steps_without_a_reward(tmp_path, inputs, when):
+    def made(folder):
+        roles = {"ACTOR": (ActorWorkload, 1), "ROLLOUT": (RolloutWorkload, 1), "REWARD": (Away, 1)}
+        small = {"samples_per_prompt": 4, "max_new_tokens": 3}
+        reward = {"function": "tests.chaos.graded:graded", "workers": 1, "give_up_after": 3}
+        job = tiny_job(inputs, 9, rollout=small, prompts_per_step=4, reward=reward)
+        return Stage(folder, GRPOTrainer, roles, job.config)
+
+    undisturbed = made(tmp_path / "undisturbed")
+    with pytest.raises(DataError, match="step 4: .* it is away; it was the last of 3 such steps in a row"):
+        undisturbed.run()
+    at = [at for at, call in enumerate(undisturbed.port.calls) if call[2] == when][-2]
+    killed = made(tmp_path / "killed")
+    with pytest.raises(DataError, match="step 4: .* the last of 3 such steps"):
+        killed.run({(at, "after"): kill_trainer})
+    assert killed.epoch == 2

@@ -28,3 +28,32 @@ def test_every_row_goes_to_one_rank(rows, ranks):
     parts = drawn(*tokens).divided(ranks, np.array(update))
     assert len(parts) == ranks
     assert sorted(row for part in parts for row in part) == list(range(len(rows)))
+
+
+def test_097_a_trajectory_of_several_rows_is_judged_as_a_whole():
+    """Prompt 0 has samples worth 1 and 2, prompt 1 two that are worth 1."""
+    scored = Batch(
+        {
+            "prompt_id": np.array([0, 0, 0, 1, 1, 1, 1]),
+            "trajectory": np.array([0, 1, 1, 2, 2, 3, 3]),
+            "action_tokens": np.ones(7, dtype=np.int64),
+            "reward": np.array([1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]),
+        }
+    )
+    filtered = Drawn.of(Pending([]), scored, np.arange(7), 2).without_alike(scored.dense("reward"))
+    assert filtered.rows == (0, 1, 2)
+    assert filtered.groups == 1
+    assert filtered.scored.dense("prompt_id").tolist() == [0, 0, 0]
+    assert filtered.figures == {"filtered_groups": 1.0}
+
+
+def test_how_stale_a_sample_is_says_its_stalest_row():
+    scored = Batch(
+        {
+            "trajectory": np.array([0, 0, 1]),
+            "action_tokens": np.ones(3, dtype=np.int64),
+            "staleness": np.array([1, 2, 0]),
+        }
+    )
+    figures = Drawn.of(Pending([]), scored, np.arange(3), 1).figures
+    assert figures == {"staleness": 1.0, "staleness_max": 2.0}

@@ -27,8 +27,8 @@ def test_an_unknown_total_is_not_shown():
 
 
 def test_the_figures_worth_a_line_in_their_order():
-    metrics = {"loss": 1e-5, "unknown": 3.0, "reward": 0.53, "tokens_per_s": 4812.4, "kl": float("nan")}
-    assert figures(metrics) == "reward 0.53  loss 1e-05  kl nan  4,812 tok/s"
+    metrics = {"loss": 1e-5, "unknown": 3.0, "score": 0.2, "reward": 0.53, "tokens_per_s": 4812.4, "kl": float("nan")}
+    assert figures(metrics) == "reward 0.53  score 0.2  loss 1e-05  kl nan  4,812 tok/s"
     assert figures({}) == ""
 
 

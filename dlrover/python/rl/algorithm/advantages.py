@@ -75,9 +75,14 @@ def leave_one_out(
 def varied_groups(
     prompt_id: npt.NDArray[np.int64], reward: npt.NDArray[np.floating], valid: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """``[rows]``: True where the valid rewards of a row's prompt differ, so that there is something to learn.
+    """``[samples]``: True where the valid rewards of a sample's prompt differ, so that there is something to learn.
 
     DAPO's dynamic sampling (arXiv:2503.14476, eq. 11) draws other prompts in place of the rest.
+
+    Args:
+        prompt_id: ``[samples]``.
+        reward: ``[samples]``, each of its whole trajectory.
+        valid: False on samples to leave out, ``[samples]``.
     """
     _, group = np.unique(prompt_id, return_inverse=True)
     low, high = np.full(len(reward), np.inf), np.full(len(reward), -np.inf)

@@ -141,6 +141,10 @@ class RewardConfig:
     max_redraws: Positive = 1
     """How often a step draws a group anew, with ``on_failure: redraw``."""
 
+    give_up_after: Positive = 5
+    """A step whose failures leave nothing to train on is skipped. The run ends after so many of them in a row, or where
+    the first step is one: a judge may be away for a while, a reward function that never worked is an error."""
+
 
 @dataclass(frozen=True)
 class PromptData:

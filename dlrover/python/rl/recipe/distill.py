@@ -63,9 +63,9 @@ class DistillationTrainer(PolicyTrainer):
             loading.append(init_model(teacher.model, self.cfg.engine))
         return loading
 
-    def judged(self, step: int, scored: Batch) -> Batch:
+    def judged(self, step: int, drawn: Drawn) -> Batch:
         """All rows, whatever became of their rewards; and what each of several teachers counts."""
-        rows = scored.with_columns(reward=np.nan_to_num(scored.dense("reward")))
+        rows = drawn.scored.with_columns(reward=np.nan_to_num(drawn.scored.dense("reward")))
         weights = np.array([teacher.weight for teacher in self.cfg.teachers.values()], dtype=np.float32)
         if len(weights) == 1:
             return rows

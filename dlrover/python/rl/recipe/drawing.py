@@ -14,6 +14,7 @@ from dlrover.python.rl.data.jsonl import raise_problems
 from dlrover.python.rl.recipe.config import PolicyConfig, greedy_sampling, training_sampling
 from dlrover.python.rl.recipe.failures import failed_groups, rewards_of
 from dlrover.python.rl.recipe.flight import Flight, Group
+from dlrover.python.rl.recipe.held_out import Judged, judged
 from dlrover.python.rl.recipe.problems import ProblemSource
 from dlrover.python.rl.recipe.step_samples import Drawn
 from dlrover.python.rl.recipe.syncing import give_weights
@@ -171,8 +172,8 @@ class Drawing:
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
-    def first_look(self) -> Any:
-        """The rewards ``[rows]`` of the held-out problems before training.
+    def first_look(self) -> Judged:
+        """What the answers to the held-out problems are worth before training.
 
         Raises:
             DataError: the model cannot complete some of the prompts; names each by its row (20 at most), now rather
@@ -181,7 +182,7 @@ class Drawing:
         found = self._trainer.RG_ROLLOUT.check_prompts(Shard(self.problems.places), self.sampling)
         if problems := [problem for part in found for problem in part]:
             raise_problems(problems)
-        return self.evaluate(0).dense("reward")
+        return judged(self.evaluate(0))
 
     def evaluate(self, step: int) -> Batch:
         """Greedy answers to the held-out problems, judged, by the weights that were synced last."""

@@ -1,5 +1,6 @@
 """The loop of all trainers that learn from samples: draw, judge, annotate, update."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -27,8 +28,16 @@ from dlrover.python.rl.recipe.checks import (
 )
 from dlrover.python.rl.recipe.config import PolicyConfig, model_problems
 from dlrover.python.rl.recipe.drawing import Drawing, over
-from dlrover.python.rl.recipe.failures import failure_metrics, trainable
-from dlrover.python.rl.recipe.held_out import EVALUATED, before_and_after, step_metrics
+from dlrover.python.rl.recipe.failures import Outage, failed, failure_metrics, trainable
+from dlrover.python.rl.recipe.held_out import (
+    EVALUATED,
+    SCORED,
+    Judged,
+    before_and_after,
+    judged,
+    mean_reward,
+    step_metrics,
+)
 from dlrover.python.rl.recipe.keeping import Keeping, keep_problems
 from dlrover.python.rl.recipe.problems import ProblemSource, data_problems
 from dlrover.python.rl.recipe.refusals import naming_samples
@@ -37,6 +46,7 @@ from dlrover.python.rl.recipe.step_samples import Drawn
 from dlrover.python.rl.recipe.timing import TimedTrainer
 from dlrover.python.rl.recipe.tracking import RunLog
 from dlrover.python.rl.recipe.updates import UpdatePlan, figures, over_updates
+from dlrover.python.rl.recipe.whole_samples import sample_of_row, whole_samples
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.role_group import RoleGroup
 from dlrover.python.rl.trainer.shard import Replicate, Shard
@@ -47,7 +57,9 @@ _LOGGED = (
     "prompt_id",
     "sample_index",
     "attempt",
+    "trajectory",
     "reward",
+    "score",
     "error",
     "version",
     "oldest",
@@ -107,6 +119,7 @@ class PolicyTrainer(TimedTrainer):
         self.samples = Drawing(self, cfg, self.problems)
         self.run_log = self.state["log"] = RunLog(self.job_dir, config=cfg.log, settings=asdict(cfg))
         self.keeping = self.state["keeping"] = Keeping(cfg.keep, self.job_dir, self.RG_ACTOR.save)
+        self.outage = self.state["outage"] = Outage(cfg.reward)
         told = [pending.result() for pending in self.loading()]  # waits: for models, which the members' limits bound
         self.machine: Machine
         (self.machine,) = self.RG_ACTOR.machine()
@@ -123,16 +136,16 @@ class PolicyTrainer(TimedTrainer):
             self.run_log.begin(step)
             self.samples.sync_weights()
             if step == 1:
-                self.state["rewards before"] = self.samples.first_look()
+                self.state["before"] = self.samples.first_look()
             drawn = self.samples.draw(step)
             self.run_log.samples(step, texts(drawn.everything, self.problems.rows))
-            judged = self.judged(step, drawn.scored)
+            rows = self.judged(step, drawn)
             with naming_samples(step, self.run_log, named(drawn.scored), partial(self.to_blame, drawn)):
-                trained = self.learn(step, drawn, judged) if len(judged) else self.skipped(step)
-            self.record(step, drawn, judged, trained)
+                trained = self.skipped(step) if failed(rows).all() else self.learn(step, drawn, rows)
+            self.record(step, drawn, rows, trained)
         self.run_log.begin(done + 1)
         self.samples.sync_weights()
-        self.finish(self.state["rewards before"], self.samples.evaluate(done))
+        self.finish(self.state["before"], self.samples.evaluate(done))
 
     # -- what a step is made of ---------------------------------------------------------------------------------------
 
@@ -172,9 +185,14 @@ class PolicyTrainer(TimedTrainer):
         found: RoleGroup = getattr(self, f"RG_{RLRoleType(role)}")
         return found
 
-    def judged(self, step: int, scored: Batch) -> Batch:
-        """The rows as the algorithm shall see them: those that are not to be trained on have no reward."""
-        return trainable(step, scored, self.cfg.reward)
+    def judged(self, step: int, drawn: Drawn) -> Batch:
+        """The rows as the algorithm shall see them: those that are not to be trained on have no reward.
+
+        Raises:
+            DataError: too many steps in a row had none at all.
+        """
+        self.outage.stepped(step, drawn.everything)
+        return trainable(drawn.scored, self.cfg.reward)
 
     def learn(self, step: int, drawn: Drawn, judged: Batch) -> dict[str, float]:
         """Annotate the rows, and train on them; the figures of that."""
@@ -238,14 +256,16 @@ class PolicyTrainer(TimedTrainer):
 
     # -- what is told of it -------------------------------------------------------------------------------------------
 
-    def record(self, step: int, drawn: Drawn, judged: Batch, trained: Mapping[str, float]) -> None:
+    def record(self, step: int, drawn: Drawn, rows: Batch, trained: Mapping[str, float]) -> None:
         """Log a step; evaluate and keep the model, if it is its turn."""
         everything = drawn.everything
-        metrics = {**scores(everything), **drawn.figures, **failure_metrics(drawn.scored, judged), **trained}
+        metrics = {**scores(everything), **drawn.figures, **failure_metrics(everything, rows), **self.outage.figures}
+        metrics |= trained
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
             self.samples.sync_weights()
-            evaluated = step_metrics(self.samples.evaluate(step).dense("reward"))
-            self.keeping.evaluated(step, evaluated)
+            evaluated = step_metrics(judged(self.samples.evaluate(step)))
+            if not math.isnan(evaluated["held_out_reward"]):  # else nothing was judged: that says nothing of the model
+                self.keeping.evaluated(step, evaluated)
             metrics |= evaluated
         self.keeping.stepped(step)
         times = self.time_figures()
@@ -254,7 +274,7 @@ class PolicyTrainer(TimedTrainer):
         self.run_log.step(step, metrics)
         self.log(step, metrics)
 
-    def finish(self, before: Any, after: Batch) -> None:
+    def finish(self, before: Judged, after: Batch) -> None:
         """Save the model and what there is to know of the run."""
         self.RG_ACTOR.save(self.job_dir / "model")
         self.run_log.curve("reward", "reward.png")
@@ -262,7 +282,7 @@ class PolicyTrainer(TimedTrainer):
         self.run_log.summary(
             {
                 "held-out problems": len(self.problems.held_out),
-                **before_and_after(before, after.dense("reward")),
+                **before_and_after(before, judged(after)),
                 **{name: told for name, told in self.engines.items() if told},
                 **self.keeping.told(),
                 "model": str(self.job_dir / "model"),
@@ -290,7 +310,8 @@ class PolicyTrainer(TimedTrainer):
         further += train_engine_problems(cfg.engine, roles.get(RLRoleType.ACTOR, 1))
         further += [*rollout_engine_problems(cfg.engine), *optimizer_problems(cfg.engine, cfg.optimizer)]
         further += algorithm_problems(lambda: cls.algorithm_of(cfg), cls.given, cfg, roles)
-        further += keep_problems(cfg.keep, cfg.eval_every, EVALUATED)
+        known = EVALUATED if cfg.rollout.env_path is None else (*EVALUATED, SCORED)
+        further += keep_problems(cfg.keep, cfg.eval_every, known)
         further += cls.own_problems(cfg, roles)
         said = {problem.where for problem in problems}
         return [*problems, *(problem for problem in further if problem.where not in said)]
@@ -302,14 +323,12 @@ class PolicyTrainer(TimedTrainer):
 
 
 def scores(scored: Batch) -> dict[str, float]:
-    """Mean figures of a step's samples; failed ones are left out of the mean reward."""
-    reward, lengths = scored.dense("reward"), scored.dense("action_tokens")
-    judged = ~np.isnan(reward)
-    return {
-        "reward": float(reward[judged].mean()) if judged.any() else float("nan"),
-        "completion_tokens": float(lengths.mean()),
-        "finished": float(scored.dense("finished").mean()),
-    }
+    """Mean figures of a step's samples, with ``score`` where an environment gives one; failed samples are left out of
+    what was said of them."""
+    samples = whole_samples(scored)
+    said = {name: mean_reward(samples.dense(name)) for name in ("reward", "score") if name in samples}
+    lengths, finished = samples.dense("action_tokens"), samples.dense("finished")
+    return {**said, "completion_tokens": float(lengths.mean()), "finished": float(finished.mean())}
 
 
 def named(rows: Batch) -> list[dict[str, Any]]:
@@ -319,10 +338,10 @@ def named(rows: Batch) -> list[dict[str, Any]]:
 
 
 def texts(scored: Batch, rows: int) -> Iterator[dict[str, Any]]:
-    """Samples as plain rows, for people: ``row`` is the prompt's number among the ``rows`` of its file."""
-    told = scored.select(*(name for name in _LOGGED if name in scored)).with_columns(
-        row=scored.dense("prompt_id") % rows
-    )
+    """Samples as plain rows, for people: ``row`` is the prompt's number among the ``rows`` of its file, and rows with
+    the same ``trajectory`` are one sample."""
+    told = scored.with_columns(trajectory=sample_of_row(scored)).select(*(name for name in _LOGGED if name in scored))
+    told = told.with_columns(row=scored.dense("prompt_id") % rows)
     return (_plain(told.row(row)) for row in range(len(told)))
 
 

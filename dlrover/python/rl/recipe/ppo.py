@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dlrover.python.rl.common.errors import Problem
 from dlrover.python.rl.common.roles import RLRoleType
@@ -10,6 +9,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.checks import role_is_there, train_engine_problems
 from dlrover.python.rl.recipe.config import PolicyConfig, Positive, RolloutConfig, model_problems
 from dlrover.python.rl.recipe.critic import CriticConfig
+from dlrover.python.rl.recipe.held_out import Judged
 from dlrover.python.rl.recipe.policy_trainer import Opinion, PolicyTrainer
 from dlrover.python.rl.recipe.step_samples import Drawn
 from dlrover.python.rl.recipe.updates import figures
@@ -83,7 +83,7 @@ class PPOTrainer(PolicyTrainer):
         columns = {name: column for name, column in rows.columns.items() if name != "returns"}
         return {**super().update(step, drawn, Batch(columns), opinions), **critic}
 
-    def finish(self, before: Any, after: Batch) -> None:
+    def finish(self, before: Judged, after: Batch) -> None:
         """Save the critic too."""
         if self.uses("values"):
             self.RG_CRITIC.save(self.job_dir / "critic")

@@ -7,8 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dlrover.python.rl.algorithm.advantages import varied_groups
+from dlrover.python.rl.algorithm.samples import Samples
 from dlrover.python.rl.data.balance import partition
 from dlrover.python.rl.data.batch import Batch, even_cuts
+from dlrover.python.rl.recipe.whole_samples import whole_samples
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Shard
 
@@ -83,13 +85,13 @@ class Drawn:
         )
 
     def without_alike(self, rewards: npt.NDArray[np.float64]) -> "Drawn":
-        """Without the groups whose rewards are all alike.
+        """Without the groups whose samples' rewards are all alike.
 
         Args:
-            rewards: ``[rows]``, NaN where a sample is not trained on.
+            rewards: ``[rows]``, which add up to those of their samples; NaN where a sample is not trained on.
         """
-        ids = self.scored.dense("prompt_id")
-        kept = varied_groups(ids, rewards, ~np.isnan(rewards))
+        ids, samples = self.scored.dense("prompt_id"), Samples.of(self.scored.with_columns(reward=rewards))
+        kept = varied_groups(samples.prompt_id, samples.reward, samples.counted)[samples.of_row]
         stay, go = np.flatnonzero(kept).tolist(), np.flatnonzero(~kept).tolist()
         if not go:
             return self
@@ -113,6 +115,6 @@ class Drawn:
         if self.filtered:
             figures["filtered_groups"] = float(sum(len(np.unique(rows.dense("prompt_id"))) for rows in self.filtered))
         if "staleness" in self.scored and len(self.scored):
-            stale = self.scored.dense("staleness")
+            stale = whole_samples(self.scored).dense("staleness")
             figures |= {"staleness": float(stale.mean()), "staleness_max": float(stale.max())}
         return figures

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dlrover.python.rl.trainer.trainer import StepReport
 
-_HEADLINE = ("reward", "loss", "kl", "accuracy", "eval_loss", "tokens_per_s")
+_HEADLINE = ("reward", "score", "loss", "kl", "accuracy", "eval_loss", "tokens_per_s")
 _PLAIN_INTERVAL_S = 2.0
 
 
