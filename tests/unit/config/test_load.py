@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import InvalidJob
@@ -217,6 +217,7 @@ JOBS = st.fixed_dictionaries({}, optional={"trainer": TREES, "workload": TREES, 
 
 
 @settings(deadline=None)
+@example({"[": None})
 @given(JOBS | TREES)
 def test_whatever_a_file_holds_it_is_a_job_or_an_invalid_job(tree):
     text = yaml.safe_dump(tree)

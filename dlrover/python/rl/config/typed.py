@@ -15,6 +15,7 @@ from dlrover.python.rl.common.nearest import hint
 T = TypeVar("T")
 
 _STRICT = ConfigDict(extra="forbid", strict=False, arbitrary_types_allowed=True)
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 
 def plain(value: Any) -> Any:
@@ -116,14 +117,22 @@ def _nested(schema: Any) -> list[type[Any]]:
 
 
 def _problem(schema: Any, item: Mapping[str, Any], where: str) -> Problem:
-    path = [part for part in item["loc"] if not (isinstance(part, str) and "[" in part)]
+    path = _path(item)
     place = ".".join([where, *map(str, path)]) if where else ".".join(map(str, path))
-    if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+    if item["type"] in _UNKNOWN:
         known = _fields_at(schema, path[:-1])
         return Problem(place, f"unknown key '{path[-1]}'{hint(str(path[-1]), known)}")
     if item["type"] in ("missing", "missing_argument"):
         return Problem(place, "is required")
     return Problem(place, f"{_lower(item['msg'])}, got {item['input']!r}")
+
+
+def _path(item: Mapping[str, Any]) -> list[Any]:
+    """Where an error is, without pydantic's words for the members of a union, which have brackets; so may have a key
+    of the user's that nobody knows, which is the last part."""
+    end = len(item["loc"]) - (item["type"] in _UNKNOWN)
+    named = [part for part in item["loc"][:end] if not (isinstance(part, str) and "[" in part)]
+    return [*named, *item["loc"][end:]]
 
 
 def _lower(text: str) -> str:
