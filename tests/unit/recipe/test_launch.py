@@ -162,6 +162,18 @@ def test_a_job_file_and_overrides_go_together(desk, monkeypatch):
     assert problems_of(recipe="") == {"--config": "is required: a job file"}
 
 
+def test_086_the_environments_key_may_be_the_one_that_it_has_elsewhere(desk, monkeypatch, caplog):
+    monkeypatch.chdir(desk)
+    script = Path(__file__).with_name("rl2_environment.py")
+    given = ["model=model", "data.train=problems.jsonl", "data.eval_rows=8"]
+    described("grpo", None, [*given, f"actor.rollout.env_path={script}"], Place())
+    assert "config.actor.rollout.env_path is taken as rollout.env_path" in caplog.text
+    found = problems_of(*given, f"actor.rollout.env_path={script.with_name('rl2_environmnt.py')}", recipe="grpo")
+    assert "did you mean 'rl2_environment.py'" in found["config.rollout.env_path"]
+    found = problems_of(*given, "actor.rollout.env_pth=x", f"rollout.env_path={script}", recipe="grpo")
+    assert "unknown key 'actor'" in found["config.actor"]
+
+
 def test_what_cannot_be_shared_by_so_many_processes_is_refused(desk, monkeypatch):
     monkeypatch.chdir(desk)
     found = problems_of("model=model", "data.train=examples.jsonl", "batch_size=3", place=Place(0, 4, 0, 4))

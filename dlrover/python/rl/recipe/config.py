@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -164,6 +164,9 @@ class PromptData:
 @dataclass(frozen=True)
 class PolicyConfig:
     """What trainers on samples have in common."""
+
+    other_names: ClassVar[Mapping[str, str]] = {"actor.rollout.env_path": "rollout.env_path"}
+    """What keys are called elsewhere."""
 
     model: str
     """Folder or hub name of a causal language model."""
