@@ -188,6 +188,23 @@ def test_an_engine_that_takes_a_process_for_itself_has_no_reference_beside_sever
         assert bool(problems) == (refused and processes == 2)
 
 
+def test_a_reward_model_is_a_model_beside_the_policy(desk, monkeypatch):
+    monkeypatch.chdir(desk)
+    scorer = json.loads((desk / "model" / "config.json").read_text())
+    scorer |= {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+    (desk / "scorer").mkdir()
+    (desk / "scorer" / "config.json").write_text(json.dumps(scorer))
+    given = ["model=model", "data.train=problems.jsonl", "data.eval_rows=8", "reward.model=scorer"]
+    judge = "workload.reward.class=ModelRewardWorkload"
+    job = described("grpo", None, [*given, judge], Place())
+    assert job.workloads["REWARD"].class_ == "ModelRewardWorkload"
+    object.__setattr__(job, "workloads", {role: job.workloads[role] for role in ("ACTOR", "ROLLOUT", "REWARD")})
+    job.config.engine = {"train": "deepspeed"}
+    (problem,) = _sharing_problems(job, Place(0, 2, 0, 2))
+    assert "cannot run the models of reward in the processes" in problem.what
+    assert "has to be ModelRewardWorkload" in problems_of(*given, recipe="grpo")["workload.reward.class"]
+
+
 def test_a_world_without_an_address_is_refused():
     assert Place.from_env({}) == Place()
     with pytest.raises(InvalidJob, match="start with torchrun"):

@@ -125,6 +125,10 @@ class RewardConfig:
     """``package.module:function``, called as ``function(completion, answer, extra_info)`` and returning a number; or
     several of these with their weights, whose weighted sum is the reward. They may be async."""
 
+    model: str | None = None
+    """Folder or hub name of a reward model, as ``recipe.rm`` saves one, whose score is the reward; the class of the
+    role REWARD is ``ModelRewardWorkload`` then. None: ``function`` judges."""
+
     timeout_s: Annotated[float, Gt(0.0)] = 5.0
     """A call that takes longer is ended, and its sample counts as failed."""
 
