@@ -66,7 +66,7 @@ def workload(model):
     return judge
 
 
-def test_096_110_a_run_is_rewarded_by_what_the_model_says_of_prompt_and_completion(reward_model, tmp_path):
+def test_109_a_run_is_rewarded_by_what_the_model_says_of_prompt_and_completion(reward_model, tmp_path):
     folder, steps = finished(judged_by_model(tmp_path, reward_model, steps=2))
     assert all(step["failed_samples"] == 0 for step in steps)
     tokenizer = AutoTokenizer.from_pretrained(reward_model)
@@ -77,7 +77,7 @@ def test_096_110_a_run_is_rewarded_by_what_the_model_says_of_prompt_and_completi
         assert sample["reward"] == pytest.approx(plain_score(reward_model, encoded.tokens), abs=1e-5)
 
 
-def test_096_a_score_is_the_same_alone_and_beside_longer_ones(reward_model):
+def test_109_a_score_is_the_same_alone_and_beside_longer_ones(reward_model):
     judge = workload(reward_model)
     talk = [{"role": "user", "content": "1+1="}]
     prompts, completions = ["1+1=", talk, "10+10=", talk], ["2", "2", "20, or so it seems", "it is 2"]
@@ -92,7 +92,7 @@ def test_096_a_score_is_the_same_alone_and_beside_longer_ones(reward_model):
     judge.close()
 
 
-def test_096_a_completion_that_the_model_cannot_read_has_failed_alone(reward_model):
+def test_109_a_completion_that_the_model_cannot_read_has_failed_alone(reward_model):
     judge = workload(reward_model)
     told = judge.score(rollouts(["1+1=", "1+1="], ["2" * 40, "2"]))
     assert told.objects("error") == ["the reward model reads 32 tokens at most, not 45", None]
