@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -45,7 +45,7 @@ def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Proble
 
     Args:
         schema: a dataclass; its annotations are the types, ``annotated_types`` bounds the ranges, its class variable
-            ``other_names``, if there is one, what else its keys may be called.
+            ``other_names``, if there is one, what else its keys may be called; such a key is warned of.
         data: a mapping or ``DictConfig``.
         where: how the mapping is called in the problems' places.
 
@@ -65,10 +65,10 @@ def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Prob
     """Like :func:`parse`, and beside the problems an instance of what is right, where there can be one.
 
     Wrong and unknown values are left out, missing texts are ``""``: enough to look for the problems of the rest, never
-    to be run. Keys by other names are warned of.
+    to be run.
     """
     try:
-        values = _in_own_names(schema, copy.deepcopy(plain(data)), where, _LOG.warning)
+        values = _in_own_names(schema, copy.deepcopy(plain(data)), where)
         return _adapter(schema).validate_python(values), []
     except InvalidJob as error:
         return None, list(error.problems)
@@ -82,8 +82,8 @@ def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Prob
         return None, problems
 
 
-def _in_own_names(schema: type[Any], values: Any, where: str, warn: Callable[..., None] = _LOG.debug) -> Any:
-    """``values`` with the schema's own keys where there are others.
+def _in_own_names(schema: type[Any], values: Any, where: str) -> Any:
+    """``values`` with the schema's own keys where there are others, which are warned of.
 
     Raises:
         InvalidJob: a value is there by both.
@@ -95,7 +95,7 @@ def _in_own_names(schema: type[Any], values: Any, where: str, warn: Callable[...
         place = f"{where}.{other}" if where else other
         if _pick(values, name.split(".")) is not _NOT_THERE:
             raise InvalidJob([Problem(place, f"is another name of {name}, which is given too")])
-        warn("%s is taken as %s, which is its name here", place, name)
+        _LOG.warning("%s is taken as %s, which is its name here", place, name)
         values = _with(_without(values, other.split(".")), name.split("."), value)
     return values
 
