@@ -205,6 +205,31 @@ def test_tests_mean_what_they_say(program, tests):
     assert python_tests(fenced(program), None, {"tests": f"{tests}\nassert 1 == 2"}) == 0.0
 
 
+def test_what_has_to_have_been_compared():
+    tests = """
+def check(f):
+    assert f(0) == 1
+    if f(1):
+        return
+    assert f(2) == 3
+def again(f): assert f(3) == 4
+def again(f): assert f(4) == 5
+def never(f): assert f(5) == 6
+def later(f):
+    assert f(6) == 7
+    yield
+check(f)
+again(f)
+later(f)
+for x in (): assert f(7) == 8
+assert f(8) == 9
+"""
+    withheld = withhold(tests)
+    assert withheld.expected == (1, 3, 4, 5, 6, 7, 8, 9)
+    assert {withheld.expected[number] for number in withheld.due} == {1, 9}
+    assert python_tests(fenced("f = lambda x: x + 1"), None, {"tests": tests}) == 1.0
+
+
 def test_tests_that_are_no_python_are_no_programs_fault():
     with pytest.raises(ValueError, match="the tests are no Python: line 1"):
         python_tests(fenced("x = 1"), None, {"tests": "assert ("})

@@ -7,9 +7,10 @@ Nor can a program easily judge itself. What it has to print, and what an asserti
 its process, file, arguments or environment: it is compared here. Of Python tests the process is sent the rest once the
 program has run, and has to answer with a token that lies unread in its connection until the tests are over; see
 :mod:`~dlrover.python.rl.environment.tested`. What is left to a determined program: where a test asks for less than a
-literal (``assert close(f(2), 4)``), a function under test may find that connection, read the token itself and answer
-before the test fails; and as this user it may read the file of the data set, or other processes where the system lets
-it trace them. Prefer tests of the form ``assert f(2) == 4``, or cases of input and output.
+literal (``assert close(f(2), 4)``), it may replace what the test calls (``close``), return an object that equals
+everything, or find that connection from a function under test, read the token itself and answer before the test fails;
+and as this user it may read the file of the data set, or other processes where the system lets it trace them. Prefer
+tests of the form ``assert f(2) == 4``, or cases of input and output.
 """
 
 import os

@@ -5,7 +5,10 @@ holds the 4 compares. A program cannot say what it does not know, whatever it do
 """
 
 import ast
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 COMPARE = "__compare__"
@@ -50,12 +53,7 @@ def withhold(tests: str) -> Withheld:
         raise ValueError(f"the tests are no Python: line {error.lineno}: {error.msg}") from error
     taken = _Taking()
     rewritten = ast.fix_missing_locations(taken.visit(tree))
-    called = {name for statement in tree.body if (name := _called(statement))}
-    blocks = [
-        tree.body,
-        *(item.body for item in tree.body if isinstance(item, ast.FunctionDef) and item.name in called),
-    ]
-    due = {taken.numbers[statement] for block in blocks for statement in block if statement in taken.numbers}
+    due = {taken.numbers[statement] for statement in _always_run(tree) if statement in taken.numbers}
     return Withheld(ast.unparse(rewritten), tuple(taken.expected), frozenset(due))
 
 
@@ -104,6 +102,23 @@ def _literal(node: ast.expr) -> Any:
         return ast.literal_eval(node)
     except (ValueError, TypeError, MemoryError, RecursionError):
         return _NOT_THERE
+
+
+def _always_run(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Statements that have run when the tests have: those of the module itself, and of plain functions that it defines
+    once and calls, up to their first return."""
+    yield from tree.body
+    functions = [item for item in tree.body if isinstance(item, ast.FunctionDef)]
+    defined, called = Counter(item.name for item in functions), set(map(_called, tree.body))
+    for function in functions:
+        if function.name not in called or defined[function.name] > 1 or function.decorator_list:
+            continue
+        if not _holds(function, ast.Yield | ast.YieldFrom):
+            yield from takewhile(lambda statement: not _holds(statement, ast.Return), function.body)
+
+
+def _holds(node: ast.AST, kind: Any) -> bool:
+    return any(isinstance(found, kind) for found in ast.walk(node))
 
 
 def _called(statement: ast.stmt) -> str | None:
