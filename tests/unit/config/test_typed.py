@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pytest
 from annotated_types import Gt
 from omegaconf import OmegaConf
 
 from dlrover.python.rl.common.errors import InvalidJob
-from dlrover.python.rl.config.typed import parse, plain, require
+from dlrover.python.rl.config.typed import parse, plain, require, salvage
 
 
 @dataclass(frozen=True)
@@ -87,3 +87,28 @@ def test_plain_leaves_other_values_alone():
     value = object()
     assert plain(value) is value
     assert plain(OmegaConf.create([1, "${0}"])) == [1, 1]
+
+
+@dataclass(frozen=True)
+class Welcoming(Config):
+    other_names: ClassVar[Mapping[str, str]] = {"actor.optim.lr": "optimizer.lr", "n": "steps"}
+
+
+@pytest.mark.parametrize("read", [parse, salvage])
+def test_a_key_by_its_name_elsewhere_is_taken_for_the_schemas_own(read, caplog):
+    given = OmegaConf.create({"model": "m", "actor": {"optim": {"lr": 2}}, "n": 3, "optimizer": {"kind": "sgd"}})
+    assert read(Welcoming, given, "config") == (Welcoming("m", 3, Optimizer(2.0, "sgd")), [])
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [
+        "config.actor.optim.lr is taken as optimizer.lr, which is its name here",
+        "config.n is taken as steps, which is its name here",
+    ]
+
+
+@pytest.mark.parametrize("read", [parse, salvage])
+def test_a_key_by_two_names_and_what_stands_beside_it_are_problems(read):
+    value, (problem,) = read(Welcoming, {"model": "m", "n": 3, "steps": 4}, "config")
+    assert (value, str(problem.where)) == (None, "config.n")
+    assert problem.what == "is another name of steps, which is given too"
+    _, problems = read(Welcoming, {"model": "m", "actor": {"optim": {"lr": 2, "x": 1}}, "optimizer": 5}, "config")
+    assert {problem.where for problem in problems} == {"config.actor", "config.optimizer"}

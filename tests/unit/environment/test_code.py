@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.python.rl.environment.code import Limits, code_block, python_tests, run_python
+from dlrover.python.rl.environment.withheld import withhold
 
 
 def is_alive(pid):
@@ -87,6 +88,151 @@ def test_tests_that_run_after_the_program():
     assert python_tests(fenced("def double(x):\n    return 2 * x\nraise SystemExit(0)"), None, tests) == 0.0
     assert python_tests(fenced("import os\nos._exit(0)"), None, tests) == 0.0
     assert python_tests("def double(x): return 2 * x", None, tests) == 0.0
+
+
+LITERAL = "assert double(2) == 4\nassert double(-1) == -2\n"
+CLOSE = "import math\nassert math.isclose(double(2), 4)\nassert math.isclose(double(-1), -2)\n"
+SEEK = """
+import gc, inspect, os, re, sys
+
+def seen():
+    files = ["program.py", sys.argv[0], getattr(sys.modules["__main__"], "__file__", "program.py")]
+    files += ["/proc/self/cmdline", "/proc/self/environ"] + [f"/proc/self/fd/{n}" for n in (0, 1, 2)]
+    for file in files:
+        try:
+            yield open(file, errors="replace").read()
+        except OSError:
+            pass
+    frame = sys._getframe()
+    while frame:
+        yield repr(frame.f_locals) + repr(frame.f_globals) + repr(frame.f_code.co_consts)
+        frame = frame.f_back
+    yield repr(gc.get_objects()) + repr(dict(os.environ)) + repr(sys.argv)
+
+def tell():
+    for text in seen():
+        for token in re.findall("[0-9a-f]{32}", text):
+            print(token, flush=True)
+            for number in range(3, 16):
+                try:
+                    os.write(number, f"over {token}\\n".encode())
+                except OSError:
+                    pass
+"""
+CHEATS = {
+    "it ends well before the tests": "import os\nprint('ok')\nos._exit(0)",
+    "it exits": "import sys\nprint('ok')\nsys.exit(0)",
+    "its function ends the process": "import os\ndef double(x):\n    os._exit(0)",
+    "its function exits": "def double(x):\n    raise SystemExit(0)",
+    "it ends at exit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit",
+    "it seeks what passes": SEEK + "tell()\nos._exit(0)",
+    "its function seeks what passes": SEEK + "def double(x):\n    tell()\n    os._exit(0)",
+    "it says so everywhere": """
+import os
+for number in range(1, 16):
+    try:
+        os.write(number, b"ran\\nover\\nover \\n")
+    except OSError:
+        pass
+os._exit(0)
+""",
+    "it replaces functions": """
+import builtins, os, sys
+builtins.exec = builtins.compile = builtins.eval = lambda *args, **named: None
+builtins.print = builtins.exit = builtins.isinstance = lambda *args: True
+sys.exit = lambda *args: os._exit(0)
+builtins.AssertionError = os._exit
+def double(x): return 0
+""",
+}
+
+
+@pytest.mark.parametrize("tests", [LITERAL, CLOSE], ids=["literal", "close"])
+@pytest.mark.parametrize("program", CHEATS.values(), ids=CHEATS.keys())
+def test_098_a_program_that_judges_itself_has_not_passed(program, tests):
+    assert python_tests(fenced("def double(x):\n    return 2 * x\n"), None, {"tests": tests}) == 1.0
+    assert python_tests(fenced(program), None, {"tests": tests}) == 0.0
+
+
+def test_098_what_is_expected_is_never_where_the_program_is():
+    knows_the_protocol = """
+import os, sys
+
+class Alike:
+    def __eq__(self, other): return True
+    def __repr__(self): return "4"
+
+def double(x):
+    frame = sys._getframe(1)
+    while "channel" not in frame.f_locals:
+        frame = frame.f_back
+    channel = frame.f_locals["channel"]
+    size = int.from_bytes(os.read(channel, 8), "little")
+    os.write(channel, b"over " + os.read(channel, size) + b"\\n")
+    return Alike()
+"""
+    assert python_tests(fenced(knows_the_protocol), None, {"tests": LITERAL}) == 0.0
+    called = "def check(double):\n    assert double(2) == 4, 'it is 4'\ncheck(double)"
+    assert python_tests(fenced(knows_the_protocol), None, {"tests": called}) == 0.0
+    assert "4" not in withhold(called).text
+    assert (
+        python_tests(
+            fenced("class Alike(int):\n    __eq__ = lambda *_: True\ndouble = Alike"), None, {"tests": LITERAL}
+        )
+        == 0.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("from collections import Counter\ndef f(x): return Counter(x)", "assert f('aab') == {'a': 2, 'b': 1}"),
+        ("def f(x): return {x: [(1, None, b'x', {2.5})]}", "assert {1: [(1, None, b'x', {2.5})]} == f(1)"),
+        ("from fractions import Fraction as f", "assert f(1, 2) == 0.5\nassert (f(1) is None) == False"),
+        ("def f(x): x.sort()", "x = [2, 1]\nassert f(x) is None\nassert x == [1, 2]"),
+        ("def f(x): raise KeyError(x)", "try:\n    f(1)\n    assert 1 == 2\nexcept KeyError: pass"),
+        ("def f(x): return x", "for x in range(3):\n    assert f(x) == x\n    if x > 1: assert f(x) == 2"),
+        ("def f(): return __name__, __file__[-10:]", "assert f() == ('__main__', 'program.py')"),
+        (
+            "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'",
+            "assert P(1) == P(1)\nassert P(1).x == 1",
+        ),
+        ("f = 1\nif __name__ == '__main__':\n    f = input() if False else 2", "assert f == 2"),
+    ],
+)
+def test_tests_mean_what_they_say(program, tests):
+    assert python_tests(fenced(program), None, {"tests": tests}) == 1.0
+    assert python_tests(fenced(program), None, {"tests": f"{tests}\nassert 1 == 2"}) == 0.0
+
+
+def test_what_has_to_have_been_compared():
+    tests = """
+def check(f):
+    assert f(0) == 1
+    if f(1):
+        return
+    assert f(2) == 3
+def again(f): assert f(3) == 4
+def again(f): assert f(4) == 5
+def never(f): assert f(5) == 6
+def later(f):
+    assert f(6) == 7
+    yield
+check(f)
+again(f)
+later(f)
+for x in (): assert f(7) == 8
+assert f(8) == 9
+"""
+    withheld = withhold(tests)
+    assert withheld.expected == (1, 3, 4, 5, 6, 7, 8, 9)
+    assert {withheld.expected[number] for number in withheld.due} == {1, 9}
+    assert python_tests(fenced("f = lambda x: x + 1"), None, {"tests": tests}) == 1.0
+
+
+def test_tests_that_are_no_python_are_no_programs_fault():
+    with pytest.raises(ValueError, match="the tests are no Python: line 1"):
+        python_tests(fenced("x = 1"), None, {"tests": "assert ("})
 
 
 def test_cases_of_input_and_output():

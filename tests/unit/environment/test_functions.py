@@ -3,7 +3,9 @@
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import user_environments
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
@@ -114,7 +116,10 @@ def test_a_script_may_import_its_neighbour(tmp_path):
         ({"next_state": "x"}, "step returned None as 'reward'"),
         ({"next_state": "x", "reward": "much"}, "step returned str as 'reward'"),
         ({"next_state": "x", "reward": 1, "score": float("inf")}, "step returned inf as 'score'"),
-        ({"next_state": "x", "reward": 1, "done": "no"}, "step returned str as 'done'"),
+        ({"next_state": "x", "reward": 1, "done": "no"}, "step returned str as 'done', not True or False: no"),
+        ({"next_state": "x", "reward": 1, "done": 1}, "step returned int as 'done', not True or False: 1"),
+        ({"next_state": "x", "reward": 1, "done": np.ones(2) > 0}, "step returned numpy.ndarray as 'done'"),
+        ({"next_state": "x", "reward": np.ones(2)}, "step returned numpy.ndarray as 'reward', not a number"),
         ({"next_state": 3, "reward": 1}, "next_state is int, not text"),
         ({"next_state": "x" * (LONGEST_STATE + 1), "reward": 1}, "characters, 4000000 at most"),
         ({"next_state": "x", "reward": 1, "extra_info": None}, "step returned None as 'extra_info'"),
@@ -138,3 +143,12 @@ def test_the_module_is_the_one_that_tests_import():
     environment = load_environment("user_environments")
     run(environment.close({"who": "me"}))
     assert {"who": "me"} in user_environments.log
+
+
+@pytest.mark.parametrize("library", [np.asarray, torch.asarray])
+def test_086_numbers_and_truth_values_of_arrays_are_as_good_as_pythons(library):
+    found = library([0.0, 0.5])
+    result = step_result({"reward": found.max(), "score": found.sum(), "done": found.max() > 0}, {})
+    assert result == StepResult(None, 0.5, 0.5, True, {})
+    assert [type(value) for value in (result.reward, result.score, result.done)] == [float, float, bool]
+    assert not step_result(StepResult("x", found.max(), 0.0, found.max() > 1), {}).done

@@ -162,6 +162,18 @@ def test_a_job_file_and_overrides_go_together(desk, monkeypatch):
     assert problems_of(recipe="") == {"--config": "is required: a job file"}
 
 
+def test_086_the_environments_key_may_be_the_one_that_it_has_elsewhere(desk, monkeypatch, caplog):
+    monkeypatch.chdir(desk)
+    script = Path(__file__).with_name("rl2_environment.py")
+    given = ["model=model", "data.train=problems.jsonl", "data.eval_rows=8"]
+    described("grpo", None, [*given, f"actor.rollout.env_path={script}"], Place())
+    assert "config.actor.rollout.env_path is taken as rollout.env_path" in caplog.text
+    found = problems_of(*given, f"actor.rollout.env_path={script.with_name('rl2_environmnt.py')}", recipe="grpo")
+    assert "did you mean 'rl2_environment.py'" in found["config.rollout.env_path"]
+    found = problems_of(*given, "actor.rollout.env_pth=x", f"rollout.env_path={script}", recipe="grpo")
+    assert "unknown key 'actor'" in found["config.actor"]
+
+
 def test_what_cannot_be_shared_by_so_many_processes_is_refused(desk, monkeypatch):
     monkeypatch.chdir(desk)
     found = problems_of("model=model", "data.train=examples.jsonl", "batch_size=3", place=Place(0, 4, 0, 4))
@@ -174,6 +186,23 @@ def test_an_engine_that_takes_a_process_for_itself_has_no_reference_beside_sever
         job = load_job(ROOT / "examples/arithmetic/grpo.yaml", [f"engine.train={engine}"])
         problems = _sharing_problems(job, Place(0, processes, 0, processes))
         assert bool(problems) == (refused and processes == 2)
+
+
+def test_a_reward_model_is_a_model_beside_the_policy(desk, monkeypatch):
+    monkeypatch.chdir(desk)
+    scorer = json.loads((desk / "model" / "config.json").read_text())
+    scorer |= {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+    (desk / "scorer").mkdir()
+    (desk / "scorer" / "config.json").write_text(json.dumps(scorer))
+    given = ["model=model", "data.train=problems.jsonl", "data.eval_rows=8", "reward.model=scorer"]
+    judge = "workload.reward.class=ModelRewardWorkload"
+    job = described("grpo", None, [*given, judge], Place())
+    assert job.workloads["REWARD"].class_ == "ModelRewardWorkload"
+    object.__setattr__(job, "workloads", {role: job.workloads[role] for role in ("ACTOR", "ROLLOUT", "REWARD")})
+    job.config.engine = {"train": "deepspeed"}
+    (problem,) = _sharing_problems(job, Place(0, 2, 0, 2))
+    assert "cannot run the models of reward in the processes" in problem.what
+    assert "has to be ModelRewardWorkload" in problems_of(*given, recipe="grpo")["workload.reward.class"]
 
 
 def test_a_world_without_an_address_is_refused():

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -10,9 +10,17 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dlrover.python.rl.common.errors import InvalidJob, Problem
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.nearest import hint
 
+_LOG = get_logger(__name__)
+
 T = TypeVar("T")
+
+OTHER_NAMES = "other_names"
+"""The class variable of a schema that maps dotted keys, as other libraries call them, to those of its own fields."""
+
+_NOT_THERE = object()
 
 _STRICT = ConfigDict(extra="forbid", strict=False, arbitrary_types_allowed=True)
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
@@ -37,7 +45,8 @@ def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Proble
     """Read ``data`` as the dataclass ``schema``.
 
     Args:
-        schema: a dataclass; its annotations are the types, ``annotated_types`` bounds the ranges.
+        schema: a dataclass; its annotations are the types, ``annotated_types`` bounds the ranges, its class variable
+            ``other_names``, if there is one, what else its keys may be called; such a key is warned of.
         data: a mapping or ``DictConfig``.
         where: how the mapping is called in the problems' places.
 
@@ -45,7 +54,7 @@ def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Proble
         The instance and no problems, or None and all of them.
     """
     try:
-        values = plain(data)
+        values = _in_own_names(schema, plain(data), where)
         return _adapter(schema).validate_python(values), []
     except InvalidJob as error:
         return None, list(error.problems)
@@ -60,7 +69,7 @@ def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Prob
     to be run.
     """
     try:
-        values = copy.deepcopy(plain(data))
+        values = _in_own_names(schema, copy.deepcopy(plain(data)), where)
         return _adapter(schema).validate_python(values), []
     except InvalidJob as error:
         return None, list(error.problems)
@@ -72,6 +81,49 @@ def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Prob
         return _adapter(schema).validate_python(values), problems
     except ValidationError:
         return None, problems
+
+
+def _in_own_names(schema: type[Any], values: Any, where: str) -> Any:
+    """``values`` with the schema's own keys where there are others, which are warned of.
+
+    Raises:
+        InvalidJob: a value is there by both.
+    """
+    for other, name in getattr(schema, OTHER_NAMES, {}).items():
+        value = _pick(values, other.split("."))
+        if value is _NOT_THERE:
+            continue
+        place = f"{where}.{other}" if where else other
+        if _pick(values, name.split(".")) is not _NOT_THERE:
+            raise InvalidJob([Problem(place, f"is another name of {name}, which is given too")])
+        _LOG.warning("%s is taken as %s, which is its name here", place, name)
+        values = _with(_without(values, other.split(".")), name.split("."), value)
+    return values
+
+
+def _pick(values: Any, path: Sequence[str]) -> Any:
+    for part in path:
+        if not isinstance(values, Mapping) or part not in values:
+            return _NOT_THERE
+        values = values[part]
+    return values
+
+
+def _without(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """A copy without a key, nor mappings that are empty without it."""
+    first, *rest = path
+    inner = _without(values[first], rest) if rest else {}
+    others = {key: value for key, value in values.items() if key != first}
+    return {**others, first: inner} if inner else others
+
+
+def _with(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """A copy with a key; as it is where there is no mapping for it, which is wrong in itself."""
+    first, *rest = path
+    inner = values.get(first)
+    if rest and not isinstance(inner, Mapping | None):
+        return dict(values)
+    return {**values, first: _with(inner or {}, rest, value) if rest else value}
 
 
 def _mend(values: Any, item: Mapping[str, Any]) -> None:

@@ -67,7 +67,8 @@ _FIELDS = tuple(item.name for item in fields(StepResult))
 def step_result(returned: Any, extra_info: dict[str, Any]) -> StepResult:
     """What a step returned, checked: a :class:`StepResult`, or a dict of its fields.
 
-    ``reward`` must be there; ``score`` is the reward by default, ``done`` False, ``extra_info`` the one given.
+    ``reward`` must be there; ``score`` is the reward by default, ``done`` False, ``extra_info`` the one given. Numbers
+    and truth values of NumPy and torch will do: ``reward=x.mean()``, ``done=x.max() > 0``.
 
     Raises:
         EnvironmentFailed: it is neither, or a field is not what it should be.
@@ -83,9 +84,9 @@ def step_result(returned: Any, extra_info: dict[str, Any]) -> StepResult:
             raise EnvironmentFailed(f"step returned an unknown field '{name}'{hint(str(name), _FIELDS)}")
     reward = _number("reward", given.get("reward"))
     score = _number("score", given.get("score", reward))
-    done, info = given.get("done", False), given.get("extra_info", extra_info)
+    done, info = _scalar(given.get("done", False)), given.get("extra_info", extra_info)
     if not isinstance(done, bool):
-        raise EnvironmentFailed(f"step returned {_kind(done)} as 'done'")
+        raise EnvironmentFailed(f"step returned {_kind(done)} as 'done', not True or False: {str(done)[:100]}")
     if not isinstance(info, dict):
         raise EnvironmentFailed(f"step returned {_kind(info)} as 'extra_info'")
     next_state = given.get("next_state")
@@ -111,11 +112,18 @@ def _number(name: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise EnvironmentFailed(f"step returned {_kind(value)} as '{name}'") from None
+        raise EnvironmentFailed(f"step returned {_kind(value)} as '{name}', not a number") from None
     if not math.isfinite(number):
         raise EnvironmentFailed(f"step returned {number} as '{name}'")
     return number
 
 
+def _scalar(value: Any) -> Any:
+    """What an array or a tensor without axes holds; anything else as it is."""
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
 def _kind(value: Any) -> str:
-    return "None" if value is None else type(value).__name__
+    kind = type(value)
+    where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return "None" if value is None else f"{where}{kind.__qualname__}"

@@ -143,7 +143,7 @@ class UserEnvironment:
         """The first state, or None where the user's code leaves that to the row's prompt."""
         if "reset" not in self._calls:
             return None
-        state = await _called(self._calls["reset"], extra_info)
+        state = await called(self._calls["reset"], extra_info)
         return None if state is None else state_text("the state that reset returned", state)
 
     async def step(self, state: str, action: str, extra_info: dict[str, Any]) -> StepResult:
@@ -153,20 +153,20 @@ class UserEnvironment:
             EnvironmentFailed: the user's function returned something else.
             Exception: what it raises.
         """
-        return step_result(await _called(self._calls["step"], state, action, extra_info), extra_info)
+        return step_result(await called(self._calls["step"], state, action, extra_info), extra_info)
 
     async def close(self, extra_info: dict[str, Any]) -> None:
         """End an episode."""
         if "close" in self._calls:
-            await _called(self._calls["close"], extra_info)
+            await called(self._calls["close"], extra_info)
 
     async def shutdown(self) -> None:
         """Release everything."""
         if "shutdown" in self._calls:
-            await _called(self._calls["shutdown"])
+            await called(self._calls["shutdown"])
 
 
-async def _called(function: Callable[..., Any], *arguments: Any) -> Any:
+async def called(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call it here if it is async, else in a thread of its own: one that hangs must not take another's place."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return await function(*arguments)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -125,6 +125,10 @@ class RewardConfig:
     """``package.module:function``, called as ``function(completion, answer, extra_info)`` and returning a number; or
     several of these with their weights, whose weighted sum is the reward. They may be async."""
 
+    model: str | None = None
+    """Folder or hub name of a reward model, as ``recipe.rm`` saves one, whose score is the reward; the class of the
+    role REWARD is ``ModelRewardWorkload`` then. None: ``function`` judges."""
+
     timeout_s: Annotated[float, Gt(0.0)] = 5.0
     """A call that takes longer is ended, and its sample counts as failed."""
 
@@ -168,6 +172,9 @@ class PromptData:
 @dataclass(frozen=True)
 class PolicyConfig:
     """What trainers on samples have in common."""
+
+    other_names: ClassVar[Mapping[str, str]] = {"actor.rollout.env_path": "rollout.env_path"}
+    """What keys are called elsewhere."""
 
     model: str
     """Folder or hub name of a causal language model."""

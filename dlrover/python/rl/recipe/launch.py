@@ -184,7 +184,9 @@ def _sharing_problems(job: JobSpec, place: Place) -> list[Problem]:
     """Some engines cannot run in a process where another one is, of several ranks."""
     engine = getattr(getattr(job.config, "engine", None), "train", None) or EngineConfig.train
     teachers = [RLRoleType(name) for name in getattr(job.config, "teachers", None) or ()]
-    others = [role.lower() for role in (RLRoleType.REFERENCE, RLRoleType.CRITIC, *teachers) if role in job.workloads]
+    judges = [RLRoleType.REWARD] if getattr(getattr(job.config, "reward", None), "model", None) else []
+    models = (RLRoleType.REFERENCE, RLRoleType.CRITIC, *judges, *teachers)
+    others = [role.lower() for role in models if role in job.workloads]
     if place.world_size == 1 or not others or shares_process(engine):
         return []
     what = f"{engine} cannot run the models of {', '.join(others)} in the processes of the actor's ranks: use fsdp2"

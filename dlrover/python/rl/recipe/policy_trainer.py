@@ -159,7 +159,8 @@ class PolicyTrainer(TimedTrainer):
             self.RG_ROLLOUT.init_model.options(blocking=False)(cfg.model, cfg.engine, cfg.rollout),
         ]
         if cfg.rollout.env_path is None:
-            loading.append(self.RG_REWARD.init_verifier.options(blocking=False)(cfg.reward))
+            given = (cfg.reward,) if cfg.reward.model is None else (cfg.reward, cfg.engine)
+            loading.append(self.RG_REWARD.init_verifier.options(blocking=False)(*given))
         if self.uses("ref_logprobs"):
             loading.append(self.RG_REFERENCE.init_model.options(blocking=False)(cfg.model, cfg.engine))
         return loading

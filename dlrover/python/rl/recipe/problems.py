@@ -101,7 +101,8 @@ def data_problems(config: PolicyConfig) -> list[Problem]:
     problems = [problem for path in files for problem in first_problems(check_prompts(path, data.keys))]
     if problems or not data.train:
         return problems
-    if config.rollout.env_path is None and config.reward.function == RewardConfig().function:
+    judged_by_function = config.rollout.env_path is None and config.reward.model is None
+    if judged_by_function and config.reward.function == RewardConfig().function:
         problems = [problem for path in files for problem in first_problems(_without_answer(path, data.keys))]
     if data.eval is None:
         try:

@@ -1,11 +1,14 @@
 """REWARD: judges completions."""
 
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from dlrover.python.rl.common.errors import VerifierError
+from dlrover.python.rl.common.errors import Problem, VerifierError
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.config.typed import salvage
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.environment.deadline import DeadlineVerifier
 from dlrover.python.rl.environment.pool import VerifierPool
@@ -24,6 +27,15 @@ class RewardWorkload(BaseWorkload):
     def warm_up(cls) -> None:
         """Start a verifier's process and end it: its interpreter and libraries are in memory then."""
         DeadlineVerifier(exact, timeout_s=5.0).close()
+
+    @classmethod
+    def check_config(cls, config: Any) -> Iterable[Problem]:
+        """A model judges in another class."""
+        reward, _ = salvage(RewardConfig, config.get("reward") or {}, "config.reward")
+        if reward is None or reward.model is None:
+            return []
+        what = f"{cls.__name__} calls reward.function: with reward.model it has to be ModelRewardWorkload"
+        return [Problem("workload.reward.class", what)]
 
     def init_verifier(self, reward: RewardConfig) -> None:
         """Start the verifiers' processes."""
