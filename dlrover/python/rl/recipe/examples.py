@@ -8,7 +8,8 @@ import numpy as np
 from annotated_types import Gt, Lt
 
 from dlrover.python.rl.common.errors import DataError, Problem
-from dlrover.python.rl.data.batch import Batch, Column, Ragged
+from dlrover.python.rl.data.balance import Partition, partition
+from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.examples import Counts, Encoding, check_sft, encode_sft, read_sft, sft_prompt
 from dlrover.python.rl.data.held_out import SHARE, hold_out
 from dlrover.python.rl.data.jsonl import first_problems
@@ -212,16 +213,6 @@ def units(batch: Batch, unit_rows: int, drawn: Iterator[int] | list[int]) -> Bat
     return taken.with_columns(pair=np.arange(len(taken)) // unit_rows) if "pair" in taken else taken
 
 
-def filled_up(batch: Batch, count: int) -> Batch:
-    """``batch`` with ``count`` rows more, which have no token and count nowhere: for ranks that get no other."""
-    return batch if count <= 0 else Batch({name: _longer(name, batch[name], count) for name in batch.columns})
-
-
-def _longer(name: str, column: Column, count: int) -> Column:
-    if isinstance(column, Ragged):
-        return Ragged(column.values, np.concatenate([column.offsets, np.full(count, column.offsets[-1])]))
-    if isinstance(column, list):
-        return [*column, *[None] * count]
-    # Each is a unit of its own, so that they can be on different ranks.
-    more = -np.arange(1, count + 1) if name == "unit" else np.zeros((count, *column.shape[1:]))
-    return np.concatenate([column, more.astype(column.dtype)])
+def dealt(batch: Batch, unit_rows: int, members: int) -> Partition:
+    """Which rows each member gets, so that all have about as many tokens; of few units some get none."""
+    return partition(batch.ragged("tokens").lengths.tolist(), members, unit_rows)
