@@ -101,8 +101,14 @@ def default_text(field: dataclasses.Field) -> str:
     value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     if value is dataclasses.MISSING:
         return "required"
-    if dataclasses.is_dataclass(value) or value in ({}, (), []):
-        return "none given" if not dataclasses.is_dataclass(value) else "see its table"
+    if dataclasses.is_dataclass(value):
+        usual = {part.name: part.default for part in dataclasses.fields(value)}
+        own = [
+            f"`{name}: {told}`" for name, told in vars(value).items() if usual[name] not in (told, dataclasses.MISSING)
+        ]
+        return ", with ".join(["see its table", *own])
+    if value in ({}, (), []):
+        return "none given"
     if value is None or value == "":
         return "none"
     return f"`{list(value) if isinstance(value, tuple) else value}`"

@@ -28,6 +28,17 @@ class Config:
     maybe: Optimizer | None = None
 
 
+@dataclass(frozen=True)
+class Critic:
+    optimizer: Optimizer = Optimizer(lr=5e-6)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    critic: Critic = Critic()
+    optimizer: Optimizer = Optimizer(lr=1e-5, kind="sgd")
+
+
 def found(data):
     value, problems = parse(Config, data, "config")
     assert value is None
@@ -39,6 +50,14 @@ def test_a_mapping_becomes_the_dataclass_with_its_defaults():
     given = OmegaConf.create({"model": "m", "optimizer": {"lr": 2}, "extra": {"a": 1}})
     assert parse(Config, given, "config") == (Config("m", optimizer=Optimizer(2.0), extra={"a": 1.0}), [])
     assert require(Config, {"model": "m"}, "config") == Config("m")
+
+
+@pytest.mark.parametrize("read", [parse, salvage])
+def test_what_is_not_given_of_a_part_is_as_in_the_default_that_holds_there(read):
+    given = {"critic": {"optimizer": {"kind": "sgd"}}, "optimizer": {"lr": 2.0}}
+    assert read(Trainer, given, "config") == (Trainer(Critic(Optimizer(5e-6, "sgd")), Optimizer(2.0, "sgd")), [])
+    assert read(Trainer, {"critic": {}}, "config") == (Trainer(), [])
+    assert given == {"critic": {"optimizer": {"kind": "sgd"}}, "optimizer": {"lr": 2.0}}
 
 
 def test_all_problems_are_said_with_their_places():

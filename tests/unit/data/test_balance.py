@@ -1,4 +1,4 @@
-"""Rows over ranks and back."""
+"""Rows over ranks and back, as a trainer divides them."""
 
 import itertools
 import random
@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.balance import Partition, differenced, lightest_first, packs, partition
+from dlrover.python.rl.data.balance import Partition, differenced, lightest_first, partition
 from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.trainer.shard import Shard, divide
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 
@@ -29,21 +30,25 @@ def sums(lengths, groups):
     return [sum(lengths[item] for item in group) for group in groups]
 
 
+def dealt(batch, ranks, together=1):
+    """How ``batch`` is divided, and what each rank gets."""
+    plan = partition(batch.ragged("tokens").lengths.tolist(), ranks, together)
+    return plan, divide(Shard(batch, rows=plan.groups), ranks, True, "batch")
+
+
 def longest_first(lengths, count):
     return lightest_first(sorted(range(len(lengths)), key=lambda item: -lengths[item]), lengths, count)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_057_packs_hold_their_capacity_and_spread_no_more_than_greedy_ones(seed):
+def test_057_ranks_have_every_row_once_and_no_more_tokens_than_longest_first(seed):
     chance = random.Random(seed)
     lengths = [chance.randint(1, 500) for _ in range(64)]
-    found = packs(lengths, capacity=1024, ranks=4)
-    assert len(found.groups) % 4 == 0
-    assert sorted(itertools.chain.from_iterable(found.groups)) == list(range(64))
-    loads, greedy = sums(lengths, found.groups), sums(lengths, longest_first(lengths, len(found.groups)))
-    assert max(loads) <= 1024
+    found = partition(lengths, 8).groups
+    assert sorted(itertools.chain.from_iterable(found)) == list(range(64))
+    loads, greedy = sums(lengths, found), sums(lengths, longest_first(lengths, 8))
     assert max(loads) <= max(greedy)
-    assert len(found.groups) <= -(-sum(lengths) // 1024) + 4 + 3
+    assert max(loads) <= 1.005 * sum(lengths) / 8
 
 
 def test_057_differencing_is_better_than_greedy_where_that_is_known():
@@ -64,25 +69,14 @@ def test_differencing_is_near_the_best_division_there_is(lengths, count):
     assert max(sums(lengths, partition(lengths, count).groups)) <= best * 4 / 3
 
 
-def test_059_a_row_above_the_capacity_is_named():
-    with pytest.raises(DataError) as caught:
-        packs([4, 9, 3, 12], capacity=8)
-    assert [str(problem) for problem in caught.value.problems] == [
-        "row 1: 9 tokens, 8 at most",
-        "row 3: 12 tokens, 8 at most",
-    ]
-    with pytest.raises(DataError, match="rows 2 to 3: 15 tokens, 14 at most"):
-        packs([4, 9, 3, 12], capacity=14, together=2)
-    assert packs([8], capacity=8).groups == ((0,),)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_060_three_pairs_come_back_in_order(ranks):
-    plan = partition([5, 9, 4, 4, 1, 2], ranks, together=2)
-    for group in plan.groups:
-        assert all(row % 2 == 0 and group[at + 1] == row + 1 for at, row in enumerate(group) if at % 2 == 0)
     batch = batch_of(6)
-    back = plan.gather(plan.scatter(batch))
+    plan, parts = dealt(batch, ranks, together=2)
+    for part in parts:
+        rows = part.dense("id").tolist()
+        assert all(row % 2 == 0 and rows[at + 1] == row + 1 for at, row in enumerate(rows) if at % 2 == 0)
+    back = plan.gather(parts)
     assert len(back) == 6
     assert back.objects("name") == list("012345")
     with pytest.raises(DataError, match="5 rows are no multiple of 2"):
@@ -93,8 +87,7 @@ def test_060_three_pairs_come_back_in_order(ranks):
 def test_061_every_number_of_rows_comes_back_in_order(ranks):
     for rows in range(1, 41):
         batch = batch_of(rows)
-        plan = partition(batch.ragged("tokens").lengths.tolist(), ranks)
-        parts = plan.scatter(batch)
+        plan, parts = dealt(batch, ranks)
         assert len(parts) == ranks
         back = plan.gather(parts)
         assert back.dense("id").tolist() == list(range(rows))
@@ -102,16 +95,12 @@ def test_061_every_number_of_rows_comes_back_in_order(ranks):
         assert [row.tolist() for row in back.ragged("tokens")] == [row.tolist() for row in batch.ragged("tokens")]
 
 
-def test_062_two_scatters_at_a_time_know_nothing_of_each_other():
-    one, two = batch_of(7), batch_of(11)
-    first, second = (partition(batch.ragged("tokens").lengths.tolist(), 3) for batch in (one, two))
-    parts_of_one, parts_of_two = first.scatter(one), second.scatter(two)
+def test_062_two_divisions_at_a_time_know_nothing_of_each_other():
+    (first, parts_of_one), (second, parts_of_two) = dealt(batch_of(7), 3), dealt(batch_of(11), 3)
     assert first.gather(parts_of_one).dense("id").tolist() == list(range(7))
     assert second.gather(parts_of_two).dense("id").tolist() == list(range(11))
     with pytest.raises(DataError, match="came back with"):
         first.gather(parts_of_two)
-    with pytest.raises(DataError, match="a plan for 7 rows cannot divide 11"):
-        first.scatter(two)
 
 
 def test_063_five_rows_in_four_updates_are_each_used_once():
@@ -124,11 +113,10 @@ def test_063_five_rows_in_four_updates_are_each_used_once():
 @settings(max_examples=60, deadline=None)
 def test_any_rows_over_any_ranks(lengths, ranks, together):
     lengths = lengths[: len(lengths) // together * together]
-    plan = packs(lengths, capacity=130, ranks=ranks, together=together)
-    assert len(plan.groups) % ranks == 0
+    plan = partition(lengths, ranks, together)
+    assert len(plan.groups) == ranks
     assert sorted(itertools.chain.from_iterable(plan.groups)) == list(range(len(lengths)))
-    assert max(sums(lengths, plan.groups), default=0) <= 130
-    assert plan == packs(lengths, capacity=130, ranks=ranks, together=together)
+    assert plan == partition(lengths, ranks, together)
 
 
 def test_four_thousand_rows_are_divided_in_a_moment():
@@ -142,10 +130,7 @@ def test_four_thousand_rows_are_divided_in_a_moment():
 def test_impossible_numbers_are_refused(groups, together):
     with pytest.raises(ValueError, match="must be positive"):
         partition([1, 2], groups, together)
-    with pytest.raises(ValueError, match="must be positive"):
-        packs([1, 2], 8, groups, together)
 
 
 def test_no_rows_at_all():
     assert partition([], 2) == Partition(((), ()))
-    assert packs([], 8, ranks=2).groups == ((), ())

@@ -12,8 +12,8 @@ from dlrover.python.rl.data.examples import (
     check_sft,
     encode_sft,
     load_sft,
-    prompt_of,
     read_sft,
+    sft_prompt,
     sft_rows,
 )
 
@@ -113,8 +113,8 @@ def test_077_samples_may_be_objects(tokenizer):
 
 def test_questions_are_told_apart_by_what_comes_before_the_first_answer():
     rows = sft_rows([{"messages": ANSWERED}, {"messages": [*USER, {"role": "assistant", "content": "5"}]}])
-    assert prompt_of(rows[0]) == prompt_of(rows[1]) == USER
-    assert prompt_of({"prompt": "A", "response": "B"}) == "A"
+    assert sft_prompt(rows[0]) == sft_prompt(rows[1]) == USER
+    assert sft_prompt({"prompt": "A", "response": "B"}) == "A"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Chosen and rejected answers as tokens and masks."""
 
+import json
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.conversation import encode_prompt
 from dlrover.python.rl.data.examples import Counts
-from dlrover.python.rl.data.pairs import PairEncoding, check_pairs, encode_pairs, read_pairs
+from dlrover.python.rl.data.pairs import PairEncoding, check_pairs, encode_pairs, pair_prompt, pair_row, read_pairs
 from dlrover.python.rl.data.source import Rows
 
 PLAIN = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
@@ -16,6 +18,9 @@ ASK = [{"role": "user", "content": "Q"}]
 
 def answer(text):
     return {"role": "assistant", "content": text}
+
+
+WHOLE = {"chosen": [*ASK, answer("yes")], "rejected": [*ASK, answer("no")]}
 
 
 def encoded(tokenizer, *rows, **options):
@@ -35,7 +40,7 @@ def shown(tokenizer, batch):
 
 
 def test_072_raw_pairs_train_both_answers_and_their_ends(tokenizer):
-    batch, counts = encoded(tokenizer, {"prompt": "A", "chosen": "BC", "rejected": "D"})
+    batch, counts = encoded(tokenizer, {"prompt": "A", "chosen": "BC", "rejected": "D", "tags": ["a"]})
     assert shown(tokenizer, batch) == [("A", "BC<|im_end|>"), ("A", "D<|im_end|>")]
     assert batch.dense("row").tolist() == [0, 0]
     assert counts == Counts(1, 0, 0)
@@ -45,14 +50,20 @@ LAYOUTS = [
     {"messages": ASK, "chosen": "yes", "rejected": "no"},
     {"prompt": ASK, "chosen": "yes", "rejected": "no"},
     {"messages": ASK, "chosen": [answer("yes")], "rejected": [answer("no")]},
-    {"chosen": [*ASK, answer("yes")], "rejected": [*ASK, answer("no")]},
+    WHOLE,
+    {"prompt": "Q", **WHOLE},
+    {"prompt": ASK, **WHOLE},
+    {"messages": ASK, **WHOLE},
+    {"messages": ASK, "chosen": WHOLE["chosen"], "rejected": "no"},
+    {"prompt": "Q", "messages": ASK, "chosen": "yes", "rejected": "no"},
+    {"prompt": ASK, "messages": ASK, "chosen": "yes", "rejected": [answer("no")]},
+    {"prompt": ASK, "messages": [*ASK, answer("yes")], "chosen": "yes", "rejected": "no"},
+    {"prompt": "Q", "messages": WHOLE["chosen"], **WHOLE, "score_chosen": 8.0},  # UltraFeedback's
 ]
 
 
 @pytest.mark.parametrize("row", LAYOUTS)
 def test_073_every_layout_of_messages_gives_the_same(make_tokenizer, row, tmp_path):
-    import json
-
     (tmp_path / "p.jsonl").write_text(json.dumps(row))
     rows = read_pairs(tmp_path / "p.jsonl")
     tokenizer = make_tokenizer()
@@ -80,6 +91,25 @@ def test_the_last_message_is_an_answer_even_where_the_other_goes_on_from_it(toke
     longer = [*ASK, answer("yes"), {"role": "user", "content": "R"}, answer("so")]
     batch, _ = encoded(tokenizer, {"chosen": longer, "rejected": [*ASK, answer("yes")]})
     assert [trained for _, trained in shown(tokenizer, batch)] == ["yes<|im_end|>so<|im_end|>", "yes<|im_end|>"]
+
+
+def test_what_both_say_before_they_differ_is_no_answer(tokenizer):
+    begin = [*ASK, answer("so"), {"role": "user", "content": "R"}]
+    turns = {"chosen": [*begin[1:], answer("yes")], "rejected": [*begin[1:], answer("no")]}
+    apart, _ = encoded(tokenizer, {"messages": ASK, **turns})
+    whole, _ = encoded(tokenizer, {"chosen": [*begin, answer("yes")], "rejected": [*begin, answer("no")]})
+    assert shown(tokenizer, apart) == shown(tokenizer, whole)
+    assert [trained for _, trained in shown(tokenizer, apart)] == ["yes<|im_end|>", "no<|im_end|>"]
+
+
+def test_pairs_are_told_apart_by_what_they_ask():
+    asks = {str(pair_prompt(pair_row(row))) for row in LAYOUTS}
+    assert asks == {str(ASK)}
+    later = [*ASK, answer("so"), {"role": "user", "content": "R"}]
+    assert pair_prompt({"chosen": [*later, answer("yes")], "rejected": [*later, answer("no")]}) == ASK
+    assert pair_prompt({"prompt": "Q", "chosen": "yes", "rejected": "no"}) == "Q"
+    greeted = [answer("Hello"), *ASK]
+    assert pair_prompt({"chosen": [*greeted, answer("yes")], "rejected": [*greeted, answer("no")]}) == greeted
 
 
 def test_071_answers_that_a_template_rewrites_later_cannot_be_a_pair(make_tokenizer):
@@ -133,11 +163,28 @@ def test_064_pairs_that_are_too_long(tokenizer, tmp_path):
             {"chosen": [answer("a")], "rejected": [answer("b")]},
             "'chosen' and 'rejected' do not begin with the same messages",
         ),
+        ({"prompt": 3, "chosen": "a", "rejected": "b"}, "'prompt' must be text or a list of messages"),
+        (
+            {"messages": [*ASK, answer("a")], "chosen": "a", "rejected": "b"},
+            "'messages' end with the assistant's turn, and 'chosen' goes on with another",
+        ),
+        (
+            {"messages": WHOLE["chosen"], "chosen": WHOLE["chosen"], "rejected": "b"},
+            "'messages' end with the assistant's turn, and 'rejected' goes on with another",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "R"}], **WHOLE},
+            "'chosen' neither begins with 'messages' nor goes on from them with an answer",
+        ),
+        ({"prompt": "R", **WHOLE}, "'prompt' is no text of the user's in what both conversations begin with"),
+        ({"prompt": "R", "messages": ASK, "chosen": "a", "rejected": "b"}, "'prompt' is no text of the user's"),
+        (
+            {"prompt": ASK, "messages": [{"role": "user", "content": "R"}], "chosen": "a", "rejected": "b"},
+            "'prompt' and 'messages' are different conversations: leave one of them out",
+        ),
     ],
 )
 def test_rows_that_are_no_pairs(tmp_path, row, what):
-    import json
-
     (tmp_path / "p.jsonl").write_text(json.dumps(row))
     problem, *_ = check_pairs(tmp_path / "p.jsonl")
     assert problem.where == f"{tmp_path}/p.jsonl:1"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.problems import PromptRow, check_prompts, empty_prompts, fit_prompts, load_prompts
+from dlrover.python.rl.data.problems import PromptRow, check_prompts, empty_prompts, load_prompts
 
 USER = [{"role": "user", "content": "1+1?"}]
 
@@ -87,10 +87,3 @@ def test_075_an_environment_that_says_what_it_begins_with_needs_no_file():
 
 def test_074_a_conversation_may_stand_under_prompt(tmp_path):
     assert load_prompts(write(tmp_path / "p.jsonl", [{"prompt": USER}])) == [PromptRow(USER)]
-
-
-def test_064_prompts_that_are_too_long_are_dropped_and_counted_or_refused(tokenizer):
-    rows = [PromptRow("abc", line=1), PromptRow("abcd", line=2), PromptRow("ab", line=3)]
-    assert fit_prompts(rows, tokenizer, 3) == ([rows[0], rows[2]], 1)
-    with pytest.raises(DataError, match="prompts:2: 4 tokens, 3 at most"):
-        fit_prompts(rows, tokenizer, 3, over_long="refuse")

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.data.balance import partition
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.torch.packing import balanced, check_actions, pack
 
@@ -133,14 +134,14 @@ def test_057_groups_are_no_less_even_than_filling_one_after_the_other():
 def test_057_replicas_have_equally_many_groups_with_every_row_once():
     generator = np.random.default_rng(1)
     masks = [[at > 0 for at in range(length)] for length in generator.integers(2, 100, 64)]
-    parts = make(masks, "causal").split(4, by="tokens")
+    whole = make(masks, "causal")
+    parts = [whole.take(rows) for rows in partition(whole.ragged("tokens").lengths.tolist(), 4).groups]
     most = max(len(pack(part, 400)) for part in parts)
     groups = [pack(part, 400, at_least=most) for part in parts]
     assert [len(found) for found in groups] == [most] * 4
     assert all(len(micro.inputs) <= 400 for found in groups for micro in found)
     targets = np.concatenate([micro.targets for found in groups for micro in found])
-    flat = make(masks, "causal")
-    assert sorted(targets) == sorted(flat.ragged("tokens").values[flat.ragged("action_mask").values])
+    assert sorted(targets) == sorted(whole.ragged("tokens").values[whole.ragged("action_mask").values])
 
 
 def test_columns_are_picked_or_spread_over_the_actions():

@@ -6,11 +6,13 @@ import math
 import numpy as np
 import pytest
 from example_jobs import EXAMPLES, PAIRS, log_probs, metrics_of, stage, write_rows
+from transformers import AutoTokenizer
 
 from dlrover.python.rl.common.errors import InvalidJob, NonFiniteUpdate
 from dlrover.python.rl.common.roles import RLRoleType
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.recipe.evaluating import Measured
+from dlrover.python.rl.recipe.examples import PairData, load_examples
 from dlrover.python.rl.recipe.keeping import KeepConfig, Keeping
 from dlrover.python.rl.recipe.sft import SFTTrainer
 from dlrover.python.rl.recipe.tiny import write_tiny_model
@@ -90,6 +92,20 @@ def test_076_held_out_rows_are_never_trained_on(inputs, tmp_path):
     assert (len(trained), len(measured)) == (36, 4)
     assert not trained & measured
     assert json.loads((tmp_path / "out/summary.json").read_text())["held-out rows"] == 4
+
+
+def test_076_pairs_of_one_prompt_are_held_out_together(inputs, tmp_path):
+    def sides(number, answer):
+        asked = {"role": "user", "content": f"{number}?"}
+        return {side: [asked, {"role": "assistant", "content": f"{side} {answer}"}] for side in ("chosen", "rejected")}
+
+    rows = [sides(number, answer) for answer in range(2) for number in range(10)]
+    data = PairData(train=write_rows(tmp_path / "pairs.jsonl", rows), eval_share=0.3)
+    examples = load_examples(data, AutoTokenizer.from_pretrained(inputs / "model"), evaluates=True, seed=0)
+    train, held_out = (set(batch.dense("line").tolist()) for batch in (examples.train, examples.held_out))
+    assert len(held_out) == 6
+    assert train | held_out == set(range(1, 21))
+    assert {(line - 1) % 10 for line in train}.isdisjoint((line - 1) % 10 for line in held_out)
 
 
 @pytest.mark.parametrize("kind", ["rm", "dpo"])

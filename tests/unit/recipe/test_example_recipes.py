@@ -10,10 +10,13 @@ from example_jobs import EXAMPLES, PAIRS, log_probs, metrics_of, stage, write_ro
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.conversation import encode_raw
 from dlrover.python.rl.data.source import Rows
+from dlrover.python.rl.engine.base import OptimizerConfig
 from dlrover.python.rl.engine.torch.blueprint import Blueprint
 from dlrover.python.rl.recipe.dpo import DPOTrainer
+from dlrover.python.rl.recipe.example_config import DPOConfig, RMConfig, SFTConfig
 from dlrover.python.rl.recipe.examples import ScoredPairData
 from dlrover.python.rl.recipe.rm import RMTrainer
 from dlrover.python.rl.recipe.sft import SFTTrainer
@@ -101,6 +104,14 @@ def test_110_dpo_begins_with_the_logarithm_of_two_and_goes_on_as_by_hand(inputs,
 def test_110_the_kin_of_dpo_begin_where_their_formulas_say(inputs, tmp_path, name, first):
     (row,) = ran("dpo", tmp_path, config_of(inputs, "dpo", algorithm={"name": name}))
     assert row["loss"] == pytest.approx(first, abs=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "rate"), [(SFTConfig, 1e-5), (RMConfig, 1e-5), (DPOConfig, 1e-6)])
+def test_a_learning_rate_that_nobody_gives_is_one_for_what_is_learned(kind, rate):
+    given = {"model": "m", "data": {"train": "rows.jsonl"}}
+    assert require(kind, given, "config").optimizer == OptimizerConfig(lr=rate)
+    warming_up = {**given, "optimizer": {"warmup_steps": 3}}
+    assert require(kind, warming_up, "config").optimizer == OptimizerConfig(lr=rate, warmup_steps=3)
 
 
 # -- learning ---------------------------------------------------------------------------------------------------------

@@ -199,6 +199,21 @@ def test_a_prompt_that_does_not_fit_the_model_is_named_before_training(tmp_path)
     assert lines(tmp_path / "out" / "metrics.jsonl") == []
 
 
+def test_064_prompts_that_are_too_long_are_refused_or_left_out_and_counted(tmp_path):
+    rows = [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(20)]
+    path = write_rows(tmp_path, *rows, {"prompt": "1" * 9 + "=", "answer": 1}, {"prompt": "2" * 50, "answer": 1})
+    given = (f"data.train={path}", f"data.eval={path}", "data.eval_rows=22", "+data.max_prompt_tokens=8", "steps=2")
+    cause = cause_of(tmp_path, *given)
+    assert f"{path}:21: 10 tokens, 8 at most\n{path}:22: 50 tokens, 8 at most" in cause
+    job = grpo_job(tmp_path, f"job_dir={tmp_path / 'dropped'}", *given, "+data.over_long=drop", "prompts_per_step=20")
+    assert run_here(check_job(job, local=True)).phase is Phase.FINISHED
+    drawn = {row["row"] for name in ("samples", "held_out") for row in lines(tmp_path / f"dropped/{name}.jsonl")}
+    assert drawn == set(range(20))
+    told = json.loads((tmp_path / "dropped/summary.json").read_text())
+    assert (told["held-out problems"], told["dropped prompts"]) == (20, 4)
+    assert "no data.max_prompt_tokens" in problems_of(tmp_path, "+data.over_long=drop")["config.data.over_long"]
+
+
 def test_a_step_without_a_single_reward_ends_the_run(tmp_path, monkeypatch):
     (tmp_path / "broken_reward.py").write_text("def reward(*_):\n    raise ValueError('no such thing')\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -67,10 +67,10 @@ def _no_verifier_is_left():
         JUDGES.pop().close()
 
 
-def stage(folder, inputs, actor=ActorWorkload):
+def stage(folder, inputs, actor=ActorWorkload, **config):
     roles = {"ACTOR": (actor, 1), "ROLLOUT": (RolloutWorkload, 2), "REWARD": (Judge, 1)}
     small = {"samples_per_prompt": 4, "max_new_tokens": 3, "temperature": 1.0}
-    job = tiny_job(inputs, STEPS, rollout=small, prompts_per_step=4, eval_every=2)
+    job = tiny_job(inputs, STEPS, rollout=small, prompts_per_step=4, eval_every=2, **config)
     return Stage(folder / "out", GRPOTrainer, roles, job.config)
 
 
@@ -124,6 +124,22 @@ def test_whatever_dies_the_end_is_the_same(tmp_path, inputs, undisturbed, seed):
     end = end_of(stage(tmp_path, inputs), faults)
     for name, value in expected.items():
         assert end[name] == value, f"{name}, faults at {sorted(faults)}"
+
+
+def test_064_prompts_that_were_left_out_stay_so_for_a_trainer_that_takes_over(tmp_path, inputs):
+    rows = [{"prompt": f"{number}{'+1' * (number % 2)}=", "answer": "2"} for number in range(16)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(tmp_path / "own.jsonl"), "eval_rows": 4, "max_prompt_tokens": 3, "over_long": "drop"}
+    whole = stage(tmp_path / "whole", inputs, data=data)
+    expected = end_of(whole)
+    last = max(at for at, call in enumerate(whole.port.calls) if call[2] == "draw")
+    broken = stage(tmp_path / "broken", inputs, data=data)
+    assert end_of(broken, {(last, "before"): kill_trainer}) == expected
+    assert broken.epoch == 2
+    for made in (whole, broken):
+        assert json.loads((made.folder / "summary.json").read_text())["dropped prompts"] == 8
+        drawn = (made.folder / "samples.jsonl").read_text().splitlines()
+        assert {json.loads(row)["row"] % 2 for row in drawn} == {0}
 
 
 def test_a_rollout_lost_with_the_actor_asks_for_the_weights_anew(tmp_path, inputs, undisturbed, monkeypatch):

@@ -356,10 +356,13 @@ def test_005_accelerate_launch_runs_two_steps_of_each_recipe(desk, recipe):
         assert all("accuracy" in row or "held_out_reward" in row for row in rows)
 
 
+TIMES = ("step_s", "tokens_per_s", "train_", "time/")
+
+
 def metrics(folder):
     """The figures of each step that do not depend on time."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in ("step_s", "tokens_per_s")} for row in rows]
+    return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
 
 
 @pytest.mark.slow
@@ -373,7 +376,7 @@ def test_pairs_are_learned_alike_in_one_process_and_in_two_though_one_has_no_pai
         [json.loads(row) for row in (desk / name / "metrics.jsonl").read_text().splitlines()] for name in ("one", "two")
     ]
     for alone, together in zip(*rows, strict=True):
-        for name in (name for name in alone if not name.startswith(("tokens_per_s", "step_s", "train_", "time/"))):
+        for name in (name for name in alone if not name.startswith(TIMES)):
             assert together[name] == pytest.approx(alone[name], abs=1e-5), name
     for name in ("model", "best"):
         first, second = (load_file(desk / job / name / "model.safetensors") for job in ("one", "two"))

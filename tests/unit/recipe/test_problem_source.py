@@ -2,6 +2,9 @@
 
 import json
 
+import pytest
+
+from dlrover.python.rl.common.errors import DataError, Problem
 from dlrover.python.rl.recipe.config import GRPOConfig, PromptData
 from dlrover.python.rl.recipe.problems import ProblemSource
 
@@ -24,3 +27,45 @@ def test_every_prompt_has_a_place(tmp_path):
     problems = source(tmp_path, 8)
     path = tmp_path / "p.jsonl"
     assert problems.places.objects("place") == [f"{path}:{line}" for line in [*range(1, 9), 1, 2, 3]]
+
+
+def too_long(folder, *lines):
+    return [Problem(f"{folder}/p.jsonl:{line}", "9 tokens, 5 at most") for line in lines]
+
+
+def test_064_what_is_left_out_is_neither_drawn_nor_evaluated_on_also_by_a_run_that_goes_on(tmp_path, caplog):
+    problems = source(tmp_path, 8)
+    problems.leave_out(too_long(tmp_path, 2, 7))
+    assert sorted(problems.draw(6)) == [0, 2, 3, 4, 5, 7]
+    assert problems.held_out.dense("prompt_id").tolist() == [0, 2]
+    assert problems.told() == {"held-out problems": 2, "dropped prompts": 3}
+    assert "3 of 11 prompts are too long and left out" in caplog.text
+    again = source(tmp_path, 8)
+    again.load_state_dict(json.loads(json.dumps(problems.state_dict())))
+    assert again.told() == problems.told()
+    assert again.draw(12) == problems.draw(12)
+
+
+def test_064_a_run_that_goes_back_to_its_beginning_has_everything_again(tmp_path):
+    problems = source(tmp_path, 8)
+    state = problems.state_dict()
+    problems.leave_out(too_long(tmp_path, 5))
+    problems.load_state_dict(state)
+    assert sorted(problems.draw(8)) == list(range(8))
+    assert problems.told() == {"held-out problems": 3}
+
+
+def test_064_rows_held_out_of_the_training_file_are_left_out_too(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{row}", "answer": row}) + "\n" for row in range(8)))
+    problems = ProblemSource(GRPOConfig("m", PromptData(str(path), eval_rows=3)))
+    train, held_out = sorted(problems.draw(5)), problems.held_out.dense("prompt_id").tolist()
+    problems.leave_out(too_long(tmp_path, train[0] + 1, held_out[1] + 1))
+    assert sorted(problems.draw(4)) == train[1:]
+    assert problems.held_out.dense("prompt_id").tolist() == [held_out[0], held_out[2]]
+
+
+@pytest.mark.parametrize(("lines", "what"), [(range(1, 9), "to train on"), (range(1, 4), "to evaluate on")])
+def test_064_a_run_is_left_something(tmp_path, lines, what):
+    with pytest.raises(DataError, match=f"max_prompt_tokens: leaves no prompt {what}"):
+        source(tmp_path, 8).leave_out(too_long(tmp_path, *lines))

@@ -44,6 +44,8 @@ def plain(value: Any) -> Any:
 def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Problem]]:
     """Read ``data`` as the dataclass ``schema``.
 
+    Where a field's default is a dataclass and only a part of it is given, the rest is as in that default.
+
     Args:
         schema: a dataclass; its annotations are the types, ``annotated_types`` bounds the ranges, its class variable
             ``other_names``, if there is one, what else its keys may be called; such a key is warned of.
@@ -54,7 +56,7 @@ def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Proble
         The instance and no problems, or None and all of them.
     """
     try:
-        values = _in_own_names(schema, plain(data), where)
+        values = _completed(schema, _in_own_names(schema, plain(data), where))
         return _adapter(schema).validate_python(values), []
     except InvalidJob as error:
         return None, list(error.problems)
@@ -69,7 +71,7 @@ def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Prob
     to be run.
     """
     try:
-        values = _in_own_names(schema, copy.deepcopy(plain(data)), where)
+        values = copy.deepcopy(_completed(schema, _in_own_names(schema, plain(data), where)))
         return _adapter(schema).validate_python(values), []
     except InvalidJob as error:
         return None, list(error.problems)
@@ -146,6 +148,23 @@ def require(schema: type[T], data: Any, where: str) -> T:
     if value is None:
         raise InvalidJob(problems)
     return value
+
+
+def _completed(kind: Any, given: Any, default: Any = None) -> Any:
+    """``given`` for a dataclass ``kind``, with what its ``default`` has that another one of its kind would not."""
+    if not isinstance(given, Mapping) or not dataclasses.is_dataclass(kind):
+        return given
+    hints, values = get_type_hints(kind), dict(given)
+    for field in (field for field in dataclasses.fields(kind) if field.init):
+        usual = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        told = usual if default is None else getattr(default, field.name)
+        if field.name in given and dataclasses.is_dataclass(told):
+            values[field.name] = _completed(type(told), given[field.name], told)
+        elif field.name in given:
+            values[field.name] = _completed(hints[field.name], given[field.name])
+        elif default is not None and told != usual:
+            values[field.name] = told
+    return values
 
 
 def _adapter(schema: type[T]) -> TypeAdapter[T]:

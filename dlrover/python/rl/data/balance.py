@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dlrover.python.rl.common.errors import DataError, Problem
+from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.batch import Batch
 
 
@@ -21,18 +21,8 @@ class Partition:
 
     groups: tuple[tuple[int, ...], ...]
 
-    def scatter(self, batch: Batch) -> list[Batch]:
-        """A batch for each group, without rows where the group has none.
-
-        Raises:
-            DataError: the batch has another number of rows than the plan.
-        """
-        if len(batch) != self.rows:
-            raise DataError(f"a plan for {self.rows} rows cannot divide {len(batch)}")
-        return [batch.take(group) for group in self.groups]
-
     def gather(self, parts: Sequence[Batch]) -> Batch:
-        """What the groups became, as one batch in the order of the rows that were scattered.
+        """What the groups became, as one batch in the order of the rows that were divided.
 
         Args:
             parts: of each group as many rows as it was given, in their order.
@@ -46,11 +36,6 @@ class Partition:
         order = [row for group in self.groups for row in group]
         places = sorted(range(len(order)), key=order.__getitem__)
         return Batch.concat([part for part in parts if len(part)] or list(parts[:1])).take(places)
-
-    @property
-    def rows(self) -> int:
-        """How many rows are divided."""
-        return sum(map(len, self.groups))
 
 
 def partition(lengths: Sequence[int], groups: int, together: int = 1) -> Partition:
@@ -68,51 +53,11 @@ def partition(lengths: Sequence[int], groups: int, together: int = 1) -> Partiti
         DataError: the rows are no multiple of ``together``.
         ValueError: ``groups`` or ``together`` is not positive.
     """
-    return _of_items(_items(lengths, groups, together), groups, together)
-
-
-def packs(lengths: Sequence[int], capacity: int, ranks: int = 1, together: int = 1) -> Partition:
-    """Divide rows into as few groups as are easily found that hold ``capacity`` tokens at most, equally many for each
-    of ``ranks``: group ``i`` is for rank ``i % ranks``.
-
-    Args:
-        lengths: tokens of each row.
-        capacity: tokens of a group at most.
-        ranks: divides the number of groups, some of which may be empty.
-        together: so many neighbouring rows stay in one group: 2 for pairs.
-
-    Raises:
-        DataError: rows that have to stay together are longer than ``capacity``; names each (20 at most). Or the rows
-            are no multiple of ``together``.
-        ValueError: ``capacity``, ``ranks`` or ``together`` is not positive.
-    """
-    items = _items(lengths, min(capacity, ranks), together)
-    long = [index for index, length in enumerate(items) if length > capacity]
-    if long:
-        raise DataError([Problem(_rows(index, together), f"{items[index]} tokens, {capacity} at most")
-                         for index in long[:20]])  # fmt: skip
-    count = max(1, -(-sum(items) // (capacity * ranks))) * ranks
-    while True:
-        found = _of_items(items, count, together)
-        if all(sum(lengths[row] for row in group) <= capacity for group in found.groups):
-            return found
-        count += ranks
-
-
-def _items(lengths: Sequence[int], positive: int, together: int) -> list[int]:
-    if positive < 1 or together < 1:
-        raise ValueError("groups, capacity, ranks and together must be positive")
+    if groups < 1 or together < 1:
+        raise ValueError(f"groups and together must be positive, not {groups} and {together}")
     if len(lengths) % together:
         raise DataError(f"{len(lengths)} rows are no multiple of {together}, which stay together")
-    return [sum(lengths[at : at + together]) for at in range(0, len(lengths), together)]
-
-
-def _rows(item: int, together: int) -> str:
-    first = item * together
-    return f"row {first}" if together == 1 else f"rows {first} to {first + together - 1}"
-
-
-def _of_items(items: Sequence[int], groups: int, together: int) -> Partition:
+    items = [sum(lengths[at : at + together]) for at in range(0, len(lengths), together)]
     order = sorted(range(len(items)), key=lambda item: -items[item])
     ways = (differenced(items, groups), lightest_first(order, items, groups))
     best = min(ways, key=lambda way: max(sum(items[item] for item in group) for group in way))

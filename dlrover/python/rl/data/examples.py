@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -99,13 +100,14 @@ def _all(samples: Sequence[Any]) -> range:
     return range(len(samples))
 
 
-def prompt_of(row: Mapping[str, Any]) -> Any:
-    """What a row asks, to tell whether two rows are copies: its raw prompt, or the messages before the first answer."""
-    messages = row.get("messages")
-    if messages is None:
-        return row.get("prompt", row.get("chosen"))
-    first = next((at for at, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-    return messages[:first]
+def sft_prompt(row: Mapping[str, Any]) -> Any:
+    """What a row asks, to tell whether two are copies: its raw prompt, or the messages before the first answer."""
+    return before_answer(row["messages"]) if "messages" in row else row["prompt"]
+
+
+def before_answer(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The messages before the assistant's first."""
+    return list(takewhile(lambda message: message["role"] != "assistant", messages))
 
 
 def encode_sft(rows: Rows, tokenizer: Tokenizer, encoding: Encoding | None = None) -> tuple[Batch, Counts]:

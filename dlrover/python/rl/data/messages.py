@@ -11,7 +11,7 @@ ROLES = ("system", "user", "assistant", "tool")
 _KEYS = ("role", "content")
 
 
-_CONVERSATIONS = ("messages", "chosen", "rejected")
+_CONVERSATIONS = ("prompt", "messages", "chosen", "rejected")
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:

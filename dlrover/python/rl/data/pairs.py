@@ -10,12 +10,12 @@ import numpy as np
 from dlrover.python.rl.common.errors import DataError, Problem
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.conversation import Encoded, Tokenizer, answer_span, encode_pieces, encode_raw
-from dlrover.python.rl.data.examples import Counts, OverLong, as_batch
+from dlrover.python.rl.data.examples import Counts, OverLong, as_batch, before_answer
 from dlrover.python.rl.data.jsonl import in_line_order, raise_problems
-from dlrover.python.rl.data.messages import message_faults
+from dlrover.python.rl.data.messages import message_faults, plain_row
 from dlrover.python.rl.data.source import Rows, scan_rows
 
-_KEYS = ("prompt", "messages", "chosen", "rejected")
+_TOLD, _SIDES = ("prompt", "messages"), ("chosen", "rejected")
 
 Masked: TypeAlias = Literal["answer", "last"]
 """Where the mask of a pair's sequences is set: on every token of the answer (DPO), or on the last token alone, where a
@@ -37,12 +37,7 @@ class PairEncoding:
 
 
 def read_pairs(where: str | Path, keys: Mapping[str, str] | None = None) -> Rows:
-    """The pairs of a source, each in one of these forms:
-
-    * ``prompt``, ``chosen`` and ``rejected``: texts;
-    * ``messages`` (or a list under ``prompt``), ``chosen`` and ``rejected``: a conversation, and for each side a text
-      or a list of the messages that go on from there;
-    * ``chosen`` and ``rejected`` alone: lists of messages, whole conversations that begin alike.
+    """The pairs of a source, each in one of the forms of :func:`pair_row`.
 
     Raises:
         DataError: a row is no pair, or there is none; names every row that is wrong (20 at most).
@@ -62,8 +57,8 @@ def encode_pairs(rows: Rows, tokenizer: Tokenizer, encoding: PairEncoding | None
     """Encode pairs.
 
     Both sequences of a pair begin with the same tokens, those of the prompt as inference sees it; then comes the answer
-    with its end marker. Of messages that go on for several turns every assistant turn is part of the answer. A pair
-    whose sequences are the same, or have become so by a cut, teaches nothing and is dropped.
+    with its end marker. Of messages that go on for several turns every assistant turn that the two do not share is part
+    of the answer. A pair whose sequences are the same, or have become so by a cut, teaches nothing and is dropped.
 
     Returns:
         Sequences ``2 * i`` (chosen) and ``2 * i + 1`` (rejected) are pair ``i``: ragged ``tokens`` (int64) and
@@ -102,34 +97,84 @@ def encode_pair(tokenizer: Tokenizer, row: Mapping[str, Any]) -> tuple[Encoded, 
     Raises:
         DataError: the tokenizer cannot encode it.
     """
-    if isinstance(row.get("prompt"), str):
+    row = pair_row(row)
+    if "prompt" in row:
         return (
             encode_raw(tokenizer, row["prompt"], row["chosen"]),
             encode_raw(tokenizer, row["prompt"], row["rejected"]),
         )
-    shared, chosen, rejected = _sides(row)
-    return _encode_side(tokenizer, shared, chosen), _encode_side(tokenizer, shared, rejected)
+    begin = len(_shared(row))
+    return _encode_side(tokenizer, row["chosen"], begin), _encode_side(tokenizer, row["rejected"], begin)
 
 
-def _sides(row: Mapping[str, Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """What both conversations begin with, and how each goes on."""
-    chosen, rejected = (_messages(row[side]) for side in ("chosen", "rejected"))
-    if "messages" in row:
-        return row["messages"], chosen, rejected
+def pair_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A pair in one of two forms, and nothing else: the texts ``prompt``, ``chosen`` and ``rejected``; or ``chosen``
+    and ``rejected`` alone, whole conversations that begin alike.
+
+    It may come in others. ``messages`` (or a list under ``prompt``) are what both begin with, and each side
+    is a text, the messages that go on from there, or the whole conversation. What says again what these say already has
+    to agree with them: ``messages`` that are all of one side, or a ``prompt`` that is the text of a user's turn
+    (UltraFeedback has both).
+
+    Raises:
+        DataError: it has no such form, or says two things.
+    """
+    row = plain_row(row)
+    if faults := _faults(row):
+        raise DataError([Problem("data", fault) for fault in faults])
+    if "messages" not in row and isinstance(row["chosen"], str):
+        return {key: row[key] for key in ("prompt", *_SIDES)}
+    given = [row[key] for key in _TOLD if isinstance(row.get(key), list)]
+    told = [messages for messages in given if messages not in (row["chosen"], row["rejected"])]
+    pair = {side: _whole(side, row[side], told[0] if told else []) for side in _SIDES}
+    if not (shared := _shared(pair)):
+        raise DataError("'chosen' and 'rejected' do not begin with the same messages")
+    for messages in told[1:]:
+        if messages not in (*pair.values(), shared[: len(messages)]):
+            raise DataError("'prompt' and 'messages' are different conversations: leave one of them out")
+    asked = [message["content"].strip() for message in shared if message["role"] == "user"]
+    if isinstance(row.get("prompt"), str) and row["prompt"].strip() not in asked:
+        raise DataError("'prompt' is no text of the user's in what both conversations begin with: leave it out, or give"
+                        " 'chosen' and 'rejected' as texts without 'messages'")  # fmt: skip
+    return pair
+
+
+def pair_prompt(pair: Mapping[str, Any]) -> Any:
+    """What a pair asks, to tell whether two are copies: its raw prompt, or the messages before the first answer.
+
+    Args:
+        pair: as :func:`pair_row` gives it.
+    """
+    if "prompt" in pair:
+        return pair["prompt"]
+    shared = _shared(pair)
+    return before_answer(shared) or shared
+
+
+def _whole(side: str, given: Any, asked: list[Any]) -> list[Any]:
+    """The conversation of a side from its beginning."""
+    if isinstance(given, list):
+        if given[: len(asked)] == asked:
+            return given
+        if given[0]["role"] != "assistant":
+            raise DataError(f"'{side}' neither begins with 'messages' nor goes on from them with an answer")
+    if not asked or asked[-1]["role"] == "assistant":
+        raise DataError(f"'messages' end with the assistant's turn, and '{side}' goes on with another")
+    return [*asked, *(given if isinstance(given, list) else [{"role": "assistant", "content": given}])]
+
+
+def _shared(pair: Mapping[str, Any]) -> list[Any]:
+    """What both conversations begin with."""
+    chosen, rejected = pair["chosen"], pair["rejected"]
     shared = 0
     # The last message of either is its answer, even where the other one goes on from it.
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
-    return chosen[:shared], chosen[shared:], rejected[shared:]
+    return list(chosen[:shared])
 
 
-def _messages(side: Any) -> list[Any]:
-    return side if isinstance(side, list) else [{"role": "assistant", "content": side}]
-
-
-def _encode_side(tokenizer: Tokenizer, shared: list[Any], answer: list[Any]) -> Encoded:
-    messages = [*shared, *answer]
-    turns = [at for at in range(len(shared), len(messages)) if messages[at]["role"] == "assistant"]
+def _encode_side(tokenizer: Tokenizer, messages: list[Any], begin: int) -> Encoded:
+    turns = [at for at in range(begin, len(messages)) if messages[at]["role"] == "assistant"]
     spans = [answer_span(tokenizer, messages, turn) for turn in turns]
     text = spans[-1][0]
     if not all(text.startswith(earlier) for earlier, _ in spans):
@@ -158,34 +203,36 @@ def _masked(item: Encoded, masked: Masked) -> Encoded:
 
 
 def _scan(where: str | Path, keys: Mapping[str, str] | None) -> tuple[Rows, list[Problem]]:
-    rows, problems = scan_rows(where, keys, _KEYS)
-    faults = [Problem(f"{rows.where}:{number}", fault) for number, row in rows.numbered for fault in _faults(row)]
-    return rows, in_line_order([*problems, *faults])
+    rows, problems = scan_rows(where, keys, (*_TOLD, *_SIDES))
+    numbered: list[tuple[int, dict[str, Any]]] = []
+    for number, row in rows.numbered:
+        try:
+            numbered.append((number, pair_row(row)))
+        except DataError as error:
+            problems += [Problem(f"{rows.where}:{number}", problem.what) for problem in error.problems]
+    return Rows(rows.where, numbered), in_line_order(problems)
 
 
 def _faults(row: Mapping[str, Any]) -> list[str]:
-    missing = [side for side in ("chosen", "rejected") if side not in row]
-    if missing:
+    """What is wrong with a row's parts, each for itself."""
+    if any(side not in row for side in _SIDES):
         return [f"needs 'chosen' and 'rejected'; it has {', '.join(row) or 'nothing'}"]
-    if "messages" in row:
-        return [*message_faults(row["messages"]), *_side_faults(row, texts=True)]
-    if "prompt" in row:
-        return [f"'{key}' must be text" for key in ("prompt", "chosen", "rejected") if not isinstance(row[key], str)]
-    return _side_faults(row, texts=False) or _beginnings(row)
+    if not isinstance(row.get("prompt", ""), str | list):
+        return ["'prompt' must be text or a list of messages"]
+    lists = [key for key in _TOLD if key in row and not (key == "prompt" and isinstance(row[key], str))]
+    return [*(fault for key in lists for fault in message_faults(row[key], key)), *_side_faults(row)]
 
 
-def _side_faults(row: Mapping[str, Any], texts: bool) -> list[str]:
+def _side_faults(row: Mapping[str, Any]) -> list[str]:
+    texts = [side for side in _SIDES if isinstance(row[side], str)]
+    if "messages" not in row and texts:
+        if "prompt" not in row:
+            return [f"'{side}' is text, and there is no 'prompt' and no 'messages' that it answers" for side in texts]
+        return [f"'{side}' must be text, as 'prompt' is" for side in _SIDES if side not in texts]
     faults: list[str] = []
-    for side in ("chosen", "rejected"):
-        if isinstance(row[side], str):
-            faults += [] if texts else [f"'{side}' is text, and there is no 'prompt' and no 'messages' that it answers"]
-            continue
+    for side in (side for side in _SIDES if side not in texts):
         found = message_faults(row[side], side)
         faults += found
         if not found and row[side][-1]["role"] != "assistant":
             faults.append(f"'{side}' must end with the assistant's answer")
     return faults
-
-
-def _beginnings(row: Mapping[str, Any]) -> list[str]:
-    return [] if _sides(row)[0] else ["'chosen' and 'rejected' do not begin with the same messages"]

@@ -1,19 +1,31 @@
 """Problems to be solved by the policy: prompts with their answers."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from dlrover.python.rl.common.errors import DataError, Problem
+from dlrover.python.rl.common.errors import Problem
 from dlrover.python.rl.common.nearest import hint
-from dlrover.python.rl.data.conversation import Tokenizer, encode_prompt
 from dlrover.python.rl.data.jsonl import in_line_order, raise_problems
 from dlrover.python.rl.data.messages import message_faults
 from dlrover.python.rl.data.source import scan_rows
 
 _KEYS = ("prompt", "messages", "answer", "extra_info")
+
+
+@dataclass(frozen=True)
+class PromptFaults:
+    """Why prompts cannot be completed, each with its place.
+
+    Attributes:
+        wrong: the model cannot.
+        too_long: more tokens than a run is to take.
+    """
+
+    wrong: list[Problem]
+    too_long: list[Problem]
 
 
 @dataclass(frozen=True)
@@ -66,32 +78,6 @@ def empty_prompts(count: int) -> list[PromptRow]:
     if count < 1:
         raise ValueError(f"need a row at least, not {count}")
     return [PromptRow("", extra_info={"seed": number}) for number in range(count)]
-
-
-def fit_prompts(
-    rows: Sequence[PromptRow], tokenizer: Tokenizer, max_length: int, over_long: Literal["drop", "refuse"] = "drop"
-) -> tuple[list[PromptRow], int]:
-    """The rows whose prompts have ``max_length`` tokens at most, and how many were dropped. A prompt is never cut.
-
-    Raises:
-        DataError: a prompt cannot be encoded, or is too long and ``over_long`` is ``"refuse"``; names each row (20 at
-            most).
-    """
-    kept: list[PromptRow] = []
-    problems: list[Problem] = []
-    for row in rows:
-        try:
-            length = len(encode_prompt(tokenizer, row.prompt))
-        except DataError as error:
-            problems += [Problem(f"prompts:{row.line}", problem.what) for problem in error.problems]
-            continue
-        if length <= max_length:
-            kept.append(row)
-        elif over_long == "refuse":
-            problems.append(Problem(f"prompts:{row.line}", f"{length} tokens, {max_length} at most"))
-    if problems:
-        raise_problems(problems)
-    return kept, len(rows) - len(kept)
 
 
 def _scan(where: str | Path, keys: Mapping[str, str] | None) -> tuple[list[PromptRow], list[Problem]]:

@@ -168,6 +168,13 @@ class PromptData:
     keys: Mapping[str, str] = field(default_factory=dict)
     """The data's own names of columns: ``{prompt: question}``."""
 
+    max_prompt_tokens: Positive | None = None
+    """Tokens of a prompt at most, those of the chat template included. None: as many as the model can go on from."""
+
+    over_long: Literal["refuse", "drop"] = "refuse"
+    """What becomes of a prompt of more than ``max_prompt_tokens``, once the model is loaded: the data are refused, with
+    the place of each; or it is left out, held-out ones too, and counted. A prompt is never cut."""
+
 
 @dataclass(frozen=True)
 class PolicyConfig:

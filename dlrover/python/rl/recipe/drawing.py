@@ -173,23 +173,29 @@ class Drawing:
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
     def first_look(self) -> Judged:
-        """What the answers to the held-out problems are worth before training.
+        """What the answers to the held-out problems are worth before training; prompts that are too long are left out
+        from here on, if the configuration says so.
 
         Raises:
-            DataError: the model cannot complete some of the prompts; names each by its row (20 at most), now rather
-                than in the step that draws it.
+            DataError: the model cannot complete some of the prompts, or they are too long; names each by its row (20 at
+                most), now rather than in the step that draws it.
         """
-        found = self._trainer.RG_ROLLOUT.check_prompts(Shard(self.problems.places), self.sampling)
-        if problems := [problem for part in found for problem in part]:
+        data, places = self._cfg.data, Shard(self.problems.places)
+        found = self._trainer.RG_ROLLOUT.check_prompts(places, self.sampling, data.max_prompt_tokens)
+        too_long = [problem for part in found for problem in part.too_long]
+        refused = too_long if data.over_long == "refuse" else []
+        if problems := [*(problem for part in found for problem in part.wrong), *refused]:
             raise_problems(problems)
+        self.problems.leave_out(too_long)
         return judged(self.evaluate(0))
 
     def evaluate(self, step: int) -> Batch:
         """Greedy answers to the held-out problems, judged, by the weights that were synced last."""
         greedy = greedy_sampling(self._cfg.rollout)
         seed = Replicate((self._cfg.seed, step))
-        drawn = self._trainer.RG_ROLLOUT.generate(Shard(self.problems.held_out), greedy, seed)
-        answers = self._scored(drawn, len(self.problems.held_out))
+        rows = len(self.problems.held_out)
+        drawn = over(self._trainer.RG_ROLLOUT, "generate", rows)(Shard(self.problems.held_out), greedy, seed)
+        answers = self._scored(drawn, rows)
         self.check_versions(step, answers)
         return answers
 

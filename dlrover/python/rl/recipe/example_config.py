@@ -45,6 +45,7 @@ class SFTConfig(ExampleConfig):
     """Supervised fine-tuning."""
 
     data: SFTData
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     averaging: Literal["token", "sequence"] = "token"
     """Mean over the tokens of the whole batch, or over rows of their token means."""
 
@@ -57,6 +58,7 @@ class RMConfig(ExampleConfig):
     """A reward model from pairs of answers."""
 
     data: ScoredPairData
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from dlrover.python.rl.recipe.checks import optimizer_problems, train_engine_pro
 from dlrover.python.rl.recipe.config import model_problems
 from dlrover.python.rl.recipe.evaluating import Measured
 from dlrover.python.rl.recipe.example_config import ExampleConfig
-from dlrover.python.rl.recipe.examples import Examples, example_problems, filled_up, units
+from dlrover.python.rl.recipe.examples import Examples, dealt, example_problems, units
 from dlrover.python.rl.recipe.keeping import Keeping, keep_problems
 from dlrover.python.rl.recipe.members import TRAINED
 from dlrover.python.rl.recipe.refusals import naming_samples
@@ -136,10 +136,10 @@ class ExampleTrainer(TimedTrainer):
         ready = batch.select(*TRAINED, "line").with_columns(**annotated.columns)
         if not _uses_reference(algorithm):
             return ready
-        everybody = len(batch) >= len(self.RG_REFERENCE)
-        judge = self.RG_REFERENCE.logprobs.options(target="ALL" if everybody else "RANK0", blocking=True)
-        judged = Batch.concat(judge(Shard(batch.select(*TRAINED)), 1.0))
-        return ready.with_columns(ref_logprobs=judged["ref_logprobs"])
+        judges = self.RG_REFERENCE
+        plan = dealt(batch, self.cfg.data.unit_rows, judges.data_parallel_size)
+        judged = judges.logprobs.options(blocking=True)(Shard(batch.select(*TRAINED), rows=plan.groups), 1.0)
+        return ready.with_columns(ref_logprobs=plan.gather(judged)["ref_logprobs"])
 
     def update(self, step: int, batch: Batch) -> StepResult:
         """One optimizer step.
@@ -163,9 +163,8 @@ class ExampleTrainer(TimedTrainer):
         return f"{self.cfg.data.train}:{line}"
 
     def _shared(self, batch: Batch) -> Shard:
-        """One part for each model replica; pairs are not divided, and a replica without rows gets empty ones."""
-        lacking = self.RG_ACTOR.data_parallel_size - len(batch) // self.cfg.data.unit_rows
-        return Shard(filled_up(batch, lacking), by="tokens")
+        """What each model replica gets."""
+        return Shard(batch, rows=dealt(batch, self.cfg.data.unit_rows, self.RG_ACTOR.data_parallel_size).groups)
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 

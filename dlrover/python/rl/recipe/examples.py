@@ -8,11 +8,12 @@ import numpy as np
 from annotated_types import Gt, Lt
 
 from dlrover.python.rl.common.errors import DataError, Problem
-from dlrover.python.rl.data.batch import Batch, Column, Ragged
-from dlrover.python.rl.data.examples import Counts, Encoding, check_sft, encode_sft, prompt_of, read_sft
+from dlrover.python.rl.data.balance import Partition, partition
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.data.examples import Counts, Encoding, check_sft, encode_sft, read_sft, sft_prompt
 from dlrover.python.rl.data.held_out import SHARE, hold_out
 from dlrover.python.rl.data.jsonl import first_problems
-from dlrover.python.rl.data.pairs import Masked, PairEncoding, check_pairs, encode_pairs, read_pairs
+from dlrover.python.rl.data.pairs import Masked, PairEncoding, check_pairs, encode_pairs, pair_prompt, read_pairs
 from dlrover.python.rl.data.source import Rows
 from dlrover.python.rl.recipe.config import Positive
 from dlrover.python.rl.recipe.members import TRAINED
@@ -54,6 +55,10 @@ class ExampleData:
         """The rows of a source."""
         raise NotImplementedError
 
+    def prompt_of(self, row: Mapping[str, Any]) -> Any:
+        """What a row that was read asks, text or messages: rows that ask the same are held out together."""
+        raise NotImplementedError
+
     def encode(self, rows: Rows, tokenizer: Any) -> tuple[Batch, Counts]:
         """Rows as ``tokens``, ``action_mask`` and ``row``, the index of the row that a sequence is from."""
         raise NotImplementedError
@@ -76,6 +81,10 @@ class SFTData(ExampleData):
     def read(self, where: str) -> Rows:
         """As :meth:`ExampleData.read`."""
         return read_sft(where, self.keys)
+
+    def prompt_of(self, row: Mapping[str, Any]) -> Any:
+        """As :meth:`ExampleData.prompt_of`."""
+        return sft_prompt(row)
 
     def encode(self, rows: Rows, tokenizer: Any) -> tuple[Batch, Counts]:
         """As :meth:`ExampleData.encode`."""
@@ -101,6 +110,10 @@ class PairData(ExampleData):
     def read(self, where: str) -> Rows:
         """As :meth:`ExampleData.read`."""
         return read_pairs(where, self.keys)
+
+    def prompt_of(self, row: Mapping[str, Any]) -> Any:
+        """As :meth:`ExampleData.prompt_of`."""
+        return pair_prompt(row)
 
     def encode(self, rows: Rows, tokenizer: Any) -> tuple[Batch, Counts]:
         """As :meth:`ExampleData.encode`; adds ``pair`` (int64) and ``chosen`` (bool)."""
@@ -153,13 +166,13 @@ def load_examples(data: ExampleData, tokenizer: Any, evaluates: bool, seed: int)
     train, counts = _encoded(data, rows, tokenizer)
     if held is None:
         return Examples(train, None, counts)
-    return Examples(train, _encoded(data, held, tokenizer)[0], counts, _asked(held))
+    return Examples(train, _encoded(data, held, tokenizer)[0], counts, _asked(data, held))
 
 
 def _held_out(data: ExampleData, rows: Rows, seed: int) -> tuple[Rows, Rows]:
     if data.eval is not None:
         return rows, data.read(data.eval)
-    kept, held = hold_out([prompt_of(row) for row in rows], data.eval_share, seed)
+    kept, held = hold_out([data.prompt_of(row) for row in rows], data.eval_share, seed)
     return rows.take(kept), rows.take(held)
 
 
@@ -171,8 +184,8 @@ def _encoded(data: ExampleData, rows: Rows, tokenizer: Any) -> tuple[Batch, Coun
     return batch.select(*TRAINED).with_columns(action_tokens=trained, line=lines, **more), counts
 
 
-def _asked(rows: Rows) -> Batch:
-    return Batch({"prompt": [prompt_of(row) for row in rows], "answer": [_answer(row) for row in rows]})
+def _asked(data: ExampleData, rows: Rows) -> Batch:
+    return Batch({"prompt": [data.prompt_of(row) for row in rows], "answer": [_answer(row) for row in rows]})
 
 
 def _answer(row: Mapping[str, Any]) -> Any:
@@ -200,16 +213,6 @@ def units(batch: Batch, unit_rows: int, drawn: Iterator[int] | list[int]) -> Bat
     return taken.with_columns(pair=np.arange(len(taken)) // unit_rows) if "pair" in taken else taken
 
 
-def filled_up(batch: Batch, count: int) -> Batch:
-    """``batch`` with ``count`` rows more, which have no token and count nowhere: for ranks that get no other."""
-    return batch if count <= 0 else Batch({name: _longer(name, batch[name], count) for name in batch.columns})
-
-
-def _longer(name: str, column: Column, count: int) -> Column:
-    if isinstance(column, Ragged):
-        return Ragged(column.values, np.concatenate([column.offsets, np.full(count, column.offsets[-1])]))
-    if isinstance(column, list):
-        return [*column, *[None] * count]
-    # Each is a unit of its own, so that they can be on different ranks.
-    more = -np.arange(1, count + 1) if name == "unit" else np.zeros((count, *column.shape[1:]))
-    return np.concatenate([column, more.astype(column.dtype)])
+def dealt(batch: Batch, unit_rows: int, members: int) -> Partition:
+    """Which rows each member gets, so that all have about as many tokens; of few units some get none."""
+    return partition(batch.ragged("tokens").lengths.tolist(), members, unit_rows)

@@ -282,7 +282,7 @@ class PolicyTrainer(TimedTrainer):
         self.run_log.held_out(texts(after, self.problems.held_out_rows))
         self.run_log.summary(
             {
-                "held-out problems": len(self.problems.held_out),
+                **self.problems.told(),
                 **before_and_after(before, judged(after)),
                 **{name: told for name, told in self.engines.items() if told},
                 **self.keeping.told(),

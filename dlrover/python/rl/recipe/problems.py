@@ -6,12 +6,15 @@ from typing import Any
 import numpy as np
 
 from dlrover.python.rl.common.errors import DataError, Problem
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.cursor import PromptCursor
 from dlrover.python.rl.data.held_out import hold_out
 from dlrover.python.rl.data.jsonl import first_problems
 from dlrover.python.rl.data.problems import PromptRow, check_prompts, empty_prompts, load_prompts
 from dlrover.python.rl.recipe.config import PolicyConfig, RewardConfig
+
+_LOG = get_logger(__name__)
 
 
 class ProblemSource:
@@ -25,6 +28,7 @@ class ProblemSource:
         held_out: the problems to evaluate on; see :func:`as_batch`.
         held_out_rows: how many rows they were chosen from.
         places: every prompt of the run, as objects ``place`` (``file:line``) and ``prompt``.
+        left_out: numbers of the ``places`` that the run does without, rising.
 
     Raises:
         DataError: a file cannot be used.
@@ -35,15 +39,44 @@ class ProblemSource:
         source = data.train or "rollout.env_path"
         rows = load_prompts(data.train, data.keys) if data.train else _empty_rows(config)
         if data.eval is None:
-            self._train, held = hold_out([row.prompt or row.extra_info for row in rows], data.eval_rows, config.seed)
-            self.held_out, self.held_out_rows = as_batch(rows, held), len(rows)
-            self.places = _places((source, rows))
+            train, held = hold_out([row.prompt or row.extra_info for row in rows], data.eval_rows, config.seed)
+            held_out, self.held_out_rows = as_batch(rows, held), len(rows)
+            self.places, self._first_held = _places((source, rows)), 0
         else:
-            self._train, evaluated = list(range(len(rows))), load_prompts(data.eval, data.keys)[: data.eval_rows]
-            self.held_out, self.held_out_rows = as_batch(evaluated, range(len(evaluated))), len(evaluated)
-            self.places = _places((source, rows), (data.eval, evaluated))
-        self._rows, self.rows = rows, len(rows)
-        self._cursor = PromptCursor(len(self._train), config.prompts_per_step, config.seed)
+            train, evaluated = list(range(len(rows))), load_prompts(data.eval, data.keys)[: data.eval_rows]
+            held_out, self.held_out_rows = as_batch(evaluated, range(len(evaluated))), len(evaluated)
+            self.places, self._first_held = _places((source, rows), (data.eval, evaluated)), len(rows)
+        self._rows, self.rows, self._config = rows, len(rows), config
+        self._every = train, held_out
+        self._keep_all_but([])
+
+    def leave_out(self, too_long: Sequence[Problem]) -> None:
+        """Neither train nor evaluate on these prompts, named by their places, from the run's beginning on.
+
+        Raises:
+            DataError: none would be left to train on, or to evaluate on.
+        """
+        names = {problem.where for problem in too_long}
+        self._keep_all_but([number for number, name in enumerate(self.places.objects("place")) if name in names])
+        if too_long:
+            count = f"{len(self.left_out)} of {len(self.places)}"
+            _LOG.warning("%s prompts are too long and left out, the first %s", count, too_long[0])
+
+    def _keep_all_but(self, numbers: Sequence[int]) -> None:
+        out, (train, held_out) = set(numbers), self._every
+        numbers_held = (self._first_held + held_out.dense("prompt_id")).tolist()
+        evaluated = [row for row, number in enumerate(numbers_held) if number not in out]
+        self._train = [row for row in train if row not in out]
+        for rows, what in ((self._train, "train"), (evaluated, "evaluate")):
+            if not rows:
+                raise DataError([Problem("config.data.max_prompt_tokens", f"leaves no prompt to {what} on")])
+        self.left_out, self.held_out = list(numbers), held_out.take(evaluated)
+        self._cursor = PromptCursor(len(self._train), self._config.prompts_per_step, self._config.seed)
+
+    def told(self) -> dict[str, int]:
+        """What a run's summary says of its problems."""
+        dropped = {"dropped prompts": len(self.left_out)} if self.left_out else {}
+        return {"held-out problems": len(self.held_out), **dropped}
 
     def draw(self, count: int) -> list[int]:
         """Numbers of the next rows to train on, from 0."""
@@ -54,8 +87,8 @@ class ProblemSource:
         return as_batch(self._rows, rows).select("prompt", "answer", "extra_info")
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands in its data."""
-        return self._cursor.state_dict()
+        """Where the run stands in its data, and which of them it does without."""
+        return {**self._cursor.state_dict(), "left_out": self.left_out}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the run that gave ``state`` stood.
@@ -63,6 +96,7 @@ class ProblemSource:
         Raises:
             DataError: it is of other data or another seed.
         """
+        self._keep_all_but(state.get("left_out", []))
         self._cursor.load_state_dict(state)
 
 
@@ -97,6 +131,8 @@ def data_problems(config: PolicyConfig) -> list[Problem]:
     data = config.data
     if data.train is None and config.rollout.env_path is None:
         return [Problem("config.data.train", "is required, where no rollout.env_path says what to begin with")]
+    if data.over_long == "drop" and data.max_prompt_tokens is None:
+        return [Problem("config.data.over_long", "says 'drop', and no data.max_prompt_tokens says what is too long")]
     files = [path for path in (data.train, data.eval) if path]
     problems = [problem for path in files for problem in first_problems(check_prompts(path, data.keys))]
     if problems or not data.train:

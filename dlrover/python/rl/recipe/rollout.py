@@ -6,6 +6,7 @@ from dlrover.python.rl.common.errors import DataError, EngineError, Problem, Res
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import encode_prompt
+from dlrover.python.rl.data.problems import PromptFaults
 from dlrover.python.rl.engine.base import (
     RolloutEngine,
     RolloutSettings,
@@ -101,28 +102,34 @@ class RolloutWorkload(EngineWorkload):
         self._loop.run(self._roller.receive(weights))
         return weights.stamp
 
-    def check_prompts(self, prompts: Batch, sampling: SamplingParams) -> list[Problem]:
-        """What keeps this model from completing each of the prompts; empty when nothing does.
+    def check_prompts(
+        self, prompts: Batch, sampling: SamplingParams, max_prompt_tokens: int | None = None
+    ) -> PromptFaults:
+        """What keeps this model from completing some of the prompts.
 
         Args:
             prompts: as objects ``prompt`` and ``place`` (what a problem calls the row).
             sampling: how they will be completed.
+            max_prompt_tokens: longer ones are too long whatever the model can do.
         """
-        problems = []
+        found = PromptFaults([], [])
         for place, prompt in zip(prompts.objects("place"), prompts.objects("prompt"), strict=True):
             if not prompt and self._roller.guard is not None:
                 continue  # The environment says what it begins with.
             try:
                 tokens = encode_prompt(self._engine.tokenizer, prompt)
             except DataError as error:
-                problems += [Problem(place, item.what) for item in error.problems]
+                found.wrong.extend(Problem(place, item.what) for item in error.problems)
+                continue
+            if max_prompt_tokens is not None and len(tokens) > max_prompt_tokens:
+                found.too_long.append(Problem(place, f"{len(tokens)} tokens, {max_prompt_tokens} at most"))
                 continue
             try:
                 self._engine.check(Ragged.from_rows([tokens], dtype=np.int64), sampling)
             except EngineError as error:
                 what = f"{len(tokens)} tokens, and up to {sampling.max_new_tokens} new ones"
-                problems.append(Problem(place, f"{what}: {error}"))
-        return problems
+                found.wrong.append(Problem(place, f"{what}: {error}"))
+        return found
 
     @on_device
     def draw(self, wanted: Batch, sampling: SamplingParams, seed: int, enough: int, patience_s: float) -> Batch:

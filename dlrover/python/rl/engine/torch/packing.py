@@ -189,7 +189,9 @@ def _needed(mask: Array, head: Head) -> int:
 def balanced(lengths: Sequence[int], budget: int, at_least: int = 0) -> list[list[int]]:
     """Divide items into as few groups of at most ``budget`` as are easily found, of nearly equal sums.
 
-    The longest item goes first, each to the lightest group; where a group gets too heavy, one group more is tried.
+    The longest item goes first, each to the lightest group; where a group gets too heavy, one group more is tried. The
+    differencing of :func:`~dlrover.python.rl.data.balance.partition` ends in as many groups, and takes a thousand times
+    as long where they are hundreds.
 
     Args:
         lengths: of the items, each at least 1.
