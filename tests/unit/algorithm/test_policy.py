@@ -164,7 +164,7 @@ def entropies(batch, seed=0):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_loss_is_that_of_a_slow_reference(name, seed):
+def test_111_112_114_the_loss_is_that_of_a_slow_reference(name, seed):
     config, batch = CONFIGS[name], ragged_update(seed)
     logprobs, entropy = logprobs_for(batch, seed), entropies(batch, seed)
     found = outcome(config, batch, logprobs, entropy=entropy)
