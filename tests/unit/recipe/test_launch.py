@@ -408,7 +408,23 @@ def test_097_filtering_may_leave_fewer_samples_than_there_are_ranks(desk):
     assert all({"loss", "critic_loss"} <= step.keys() for step in trained_on_two)
 
 
-def test_a_job_that_cannot_be_is_refused_once_with_every_problem(desk):
+def refused_rank(*where):
+    """What this rank says of a job that cannot be, or its exit code."""
+    try:
+        return launched_rank(*where)
+    except InvalidJob as error:
+        return str(error)
+
+
+def test_a_job_that_cannot_be_is_refused_at_one_rank_with_every_problem(desk):
+    said, code = run_ranks(2, refused_rank, desk, f"{SFT} batch_siz=4 data.trian=x")
+    assert "did you mean 'batch_size'" in said
+    assert "did you mean 'train'" in said
+    assert code == 2
+
+
+@pytest.mark.slow
+def test_a_job_that_cannot_be_is_refused_once_and_the_launcher_is_told(desk):
     said = run(desk, f"{TWO} {SFT} batch_siz=4 data.trian=x", code=1)  # torchrun's own code
     assert said.count("did you mean 'batch_size'") == 1
     assert said.count("did you mean 'train'") == 1
