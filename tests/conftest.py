@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -15,6 +16,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # How long an example takes says more of what else the machine does.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+def pytest_collection_finish():
+    """What is imported stays. Engines that give memory back need not look through all of it for cycles, each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

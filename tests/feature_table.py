@@ -7,6 +7,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -199,6 +200,9 @@ SECTIONS = {
 }
 """Section to the number of its first feature, and its features in order."""
 
+QUICKLY = "EFGIJ"
+"""Sections whose features ``make test`` shows, each by a test that is not slow at least."""
+
 ABSENT = {144: "not there: kernels of Liger need a GPU, and nothing has run on one yet"}
 """Features without a test, and why."""
 
@@ -208,24 +212,37 @@ def features() -> dict[int, str]:
     return {first + at: name for first, *names in SECTIONS.values() for at, name in enumerate(names)}
 
 
-def shown() -> dict[int, list[str]]:
-    """Number to the tests that show it, as ``folder/file.py::test``."""
+def shown(slow: bool = True) -> dict[int, list[str]]:
+    """Number to the tests that show it, as ``folder/file.py::test``; with those marked ``slow`` or without."""
     found: dict[int, list[str]] = {}
-    for path in sorted(TESTS.rglob("test_*.py")):
-        for name in _tests_in(path):
-            numbers = _NUMBERED.match(name)
-            for number in numbers[1].split("_")[1:] if numbers else ():
-                found.setdefault(int(number), []).append(f"{path.relative_to(TESTS)}::{name}")
+    for test, is_slow in _tests():
+        numbers = _NUMBERED.match(test.partition("::")[2])
+        for number in numbers[1].split("_")[1:] if numbers and (slow or not is_slow) else ():
+            found.setdefault(int(number), []).append(test)
     return found
 
 
-def _tests_in(path: Path) -> Iterator[str]:
+@cache
+def _tests() -> list[tuple[str, bool]]:
+    """Each test, and whether it is slow."""
+    files = sorted(TESTS.rglob("test_*.py"))
+    return [(f"{path.relative_to(TESTS)}::{name}", is_slow) for path in files for name, is_slow in _tests_in(path)]
+
+
+def _tests_in(path: Path) -> Iterator[tuple[str, bool]]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return (
-        node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
-    )
+    of_all = any(_sets_marks(node) and _says_slow(node) for node in tree.body)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            yield node.name, of_all or any(map(_says_slow, node.decorator_list))
+
+
+def _sets_marks(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign) and "pytestmark" in map(ast.unparse, node.targets)
+
+
+def _says_slow(node: ast.AST) -> bool:
+    return "pytest.mark.slow" in ast.unparse(node)
 
 
 def page() -> str:

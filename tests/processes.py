@@ -1,5 +1,6 @@
 """A function on several processes of this machine, with a deadline; none of them outlives the call."""
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -55,6 +56,7 @@ def _collect(ranks, results, deadline):
 def _one(results, function, rank, world_size, port, arguments):
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    gc.freeze()  # What it was forked with stays: no collection need look through it.
     try:
         result, failure = function(rank, world_size, port, *arguments), ""
     except BaseException:  # noqa: BLE001 - the boundary of the process: it goes to the test

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -163,7 +164,7 @@ def entropies(batch, seed=0):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_loss_is_that_of_a_slow_reference(name, seed):
+def test_111_112_114_the_loss_is_that_of_a_slow_reference(name, seed):
     config, batch = CONFIGS[name], ragged_update(seed)
     logprobs, entropy = logprobs_for(batch, seed), entropies(batch, seed)
     found = outcome(config, batch, logprobs, entropy=entropy)
@@ -233,16 +234,36 @@ def test_117_k1_is_refused_as_a_loss_and_nowhere_else(kind):
     [
         (lambda: GRPO(dual_clip=1.0), "dual_clip must be above 1.0"),
         (lambda: GRPO(correction="clip"), "correction must be one of 'none', 'truncate', 'mask'"),
+        (lambda: GRPO(correction="mask", correction_low=3, correction_high=2), "correction_low 3 is not below"),
+        (lambda: GRPO(correction="mask", correction_low=2), "correction_low 2 is not below correction_high 2.0"),
+        (lambda: GRPO(correction="mask", correction_high=0.9), "equal policies have weight 1, which correction_low"),
+        (lambda: GRPO(correction="truncate", correction_low=0.5), "correction_low: of no effect with correction 'trun"),
+        (lambda: GRPO(correction_low=0.5), "correction_low: of no effect with correction 'none'"),
+        (lambda: GRPO(correction_level="sequence", correction_high=2.0), "correction_level, correction_high: of no"),
         (lambda: GRPO(entropy_coef=-1), "entropy_coef must be at least 0.0"),
         (lambda: PPO(averaging="constant"), "averaging must be one of 'token', 'sequence', 'sum'"),
         (lambda: GSPO(averaging="token"), "averaging must be one of 'sequence'"),
         (lambda: CISPO(dual_clip=3.0), "dual_clip is of the clipped surrogate"),
         (lambda: DAPO(overlong_buffer=3), "max_tokens and overlong_buffer go together"),
         (lambda: DAPO(overlong_buffer=5, max_tokens=4), "overlong_buffer 5 is above max_tokens 4"),
+        (lambda: DAPO(overlong_penalty=1.0), "overlong_penalty without overlong_buffer and max_tokens"),
         (lambda: PPO(whiten=1), "whiten must be true or false, not 1"),
         (lambda: PPO(lam=1.5), "lam must be at most 1.0"),
+        (lambda: PPO(gamma=-0.1), "gamma must be at least 0.0"),
+        (lambda: ReinforcePlusPlus(gamma=1.1), "gamma must be at most 1.0"),
     ],
 )
 def test_wrong_options_are_refused(make, what):
     with pytest.raises(ValueError, match=what):
         make()
+
+
+@dataclass(frozen=True)
+class Cautious(GRPO):
+    correction_high: float = 1.5
+
+
+def test_a_class_may_have_bounds_of_its_own_for_when_there_is_a_correction():
+    assert Cautious().correction_high == Cautious(correction="truncate").correction_high == 1.5
+    with pytest.raises(ValueError, match="correction_high: of no effect"):
+        Cautious(correction_high=2.0)

@@ -131,6 +131,12 @@ def test_119_the_old_policy_is_compared_and_not_the_current_one():
     assert gradient == pytest.approx([-1.5, -3.0, -6.0])
 
 
+@pytest.mark.parametrize(("kind", "factor"), [("truncate", 2.0), ("mask", 0.0)])
+def test_119_a_bound_that_nobody_has_said_is_2(kind, factor):
+    loss, _, _ = loss_of(GRPO(correction=kind), [1.0, 1.0], [1.0, 1.0], rollout_logprobs=[-1 - math.log(1.9), -2.0])
+    assert loss == pytest.approx(-(1.9 + factor) / 2)
+
+
 def test_119_the_kl_penalty_is_not_corrected():
     config = GRPO(correction="mask", correction_high=1.1, kl_coef=1.0, kl_estimator="k2")
     loss, _, _ = loss_of(config, [1.0], [1.0], rollout_logprobs=[-5.0], ref_logprobs=[-3.0])

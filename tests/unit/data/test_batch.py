@@ -67,6 +67,13 @@ def test_ragged_take_copies_in_the_order_asked():
     assert not np.shares_memory(taken.values, ragged.values)
 
 
+@pytest.mark.parametrize("indices", [[], [1]])
+def test_ragged_take_of_nothing_keeps_the_width_and_the_type(indices):
+    wide = Ragged(np.ones((3, 4), dtype=np.float32), np.array([0, 3, 3]))
+    taken = wide.take(indices)
+    assert (taken.values.shape, taken.values.dtype, len(taken)) == ((0, 4), np.float32, len(indices))
+
+
 def test_ragged_spread_repeats_and_like_keeps_the_rows():
     ragged = Ragged.from_rows([[1, 2], [], [3]])
     spread = ragged.spread(np.array([0.5, 1.5, 2.5]))

@@ -149,9 +149,19 @@ def test_the_likeliest_ids_and_their_log_probs_are_the_dense_models(model_path, 
         engine.evaluate(batch.with_columns(candidates=found["candidates"]), top=3)
 
 
-def test_a_batch_without_action_tokens_has_zero_logprobs(model_path):
+def test_a_batch_without_action_tokens_has_zeros_for_all_that_is_asked(model_path):
     batch = Batch({"tokens": Ragged.from_rows([[1], [2, 3]]), "action_mask": Ragged.from_rows([[False], [False] * 2])})
-    assert Fsdp2TrainEngine(model_path, None).evaluate(batch).ragged("logprobs").values.tolist() == [0.0] * 3
+    engine = Fsdp2TrainEngine(model_path, None)
+    assert engine.evaluate(batch).ragged("logprobs").values.tolist() == [0.0] * 3
+    told = engine.evaluate(batch, entropy=True, top=2)
+    assert {name: told.ragged(name).values.tolist() for name in told.columns} == {
+        "logprobs": [0.0] * 3,
+        "entropy": [0.0] * 3,
+        "candidates": [[0, 0]] * 3,
+        "candidate_logprobs": [[0.0, 0.0]] * 3,
+    }
+    again = engine.evaluate(batch.with_columns(candidates=told["candidates"]))
+    assert again.ragged("candidate_logprobs").values.tolist() == [[0.0, 0.0]] * 3
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from processes import run
 
+from dlrover.python.rl.algorithm.base import EngineLoss
+from dlrover.python.rl.algorithm.vocabulary_distillation import VocabularyDistillation
 from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
@@ -23,6 +25,7 @@ from dlrover.python.rl.engine.fsdp2.grid import Grid
 from dlrover.python.rl.engine.layout import Layout, ParallelSizes
 from dlrover.python.rl.engine.torch.ranks import Ranks
 from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.recipe.updates import UpdatePlan, each_update, over_updates
 
 CONFIG = OptimizerConfig(lr=1e-4, max_grad_norm=1.0)
 COPIES, TENSOR = ParallelSizes(ddp_size=2), ParallelSizes(tensor_parallel_size=2)
@@ -133,7 +136,7 @@ def on_two(rank, world_size, port, path):
     found = {name: five_steps(*place, way) for name, way in WAYS.items()}
     for name in ("tensor", "context"):
         found[f"{name}, read"] = read(make_engine(*place, WAYS[name], frozen=True))
-    found |= {"uneven": uneven(*place), "raising": raising(*place), "late": late(ranks)}
+    found |= {"uneven": uneven(*place), "dealt": dealt(*place), "raising": raising(*place), "late": late(ranks)}
     ranks.close()
     return found
 
@@ -238,6 +241,30 @@ def test_029_059_ranks_with_nothing_to_learn_from_and_faults_of_one_rank(two):
     assert text == "rank 1: row 1 of the batch, of 65 tokens, does not fit the model's 64 positions"
     assert refusal is NonFiniteUpdate
     assert "the loss is nan (first in:" in why
+
+
+def dealt(rank, world_size, port, path):
+    """Two updates of a row each: two ranks both take part in one without a row, whose columns are wide."""
+    engine, batch = make_engine(rank, world_size, port, path, settings()), make_batch(lengths=(9, 6))
+    tokens = batch.ragged("tokens")
+    batch = batch.with_columns(
+        weight=np.full(2, 1 / 11, dtype=np.float32),
+        candidates=tokens.like(np.tile(np.arange(3), (15, 1))),
+        teacher_logprobs=tokens.like(np.full((15, 3), -2.0, dtype=np.float32)),
+    )
+    rows, updates = over_updates(batch, 2)
+    loss = EngineLoss(VocabularyDistillation())
+    steps = each_update(share(engine, rank, rows), UpdatePlan(1.0, updates), lambda part: engine.step(part, loss))
+    found = [(step.loss, step.grad_norm) for step in steps], weights(engine)
+    engine.close()
+    return found
+
+
+def test_063_a_rank_without_a_row_takes_part_in_an_update_over_the_vocabulary(two, model_path):
+    told, ends = dealt(0, 1, 0, model_path)
+    for rank_told, rank_ends in two["dealt"]:
+        assert np.allclose(rank_told, told, rtol=1e-5)
+        assert all(np.abs(rank_ends[name] - ends[name]).max() < 1e-5 for name in ends if "k_proj.bias" not in name)
 
 
 def raising(rank, world_size, port, path):

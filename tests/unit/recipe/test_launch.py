@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM
 
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.config.load import load_job
-from dlrover.python.rl.recipe.launch import _sharing_problems, described
+from dlrover.python.rl.recipe.launch import _sharing_problems, described, launch
 from dlrover.python.rl.recipe.tiny import write_tiny_model
 from dlrover.python.rl.runtime.torchrun.links import Place
 from tests.processes import free_port
+from tests.processes import run as run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDE = ROOT / "docs" / "guides" / "torchrun.md"
@@ -405,6 +406,28 @@ def test_138_a_recipe_is_the_same_in_one_process_and_in_two(desk, line):
     assert differ(desk / "one", desk) > 1e-4
 
 
+def launched_rank(rank, world_size, port, desk, line):
+    """What a launcher would have started, in a process that has imported torch already."""
+    os.chdir(desk)
+    sys.path.append(str(Path(__file__).parent))
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    _, recipe, *overrides = shlex.split(line)
+    return launch(recipe.rpartition(".")[2], None, overrides)
+
+
+def test_138_figures_are_means_over_the_rows_of_both_processes_and_are_written_once(desk):
+    line = GRPO.replace("steps=2", "steps=1 job_dir=out").replace("eval_every=1 ", "")
+    assert run_ranks(2, launched_rank, desk, line) == [0, 0]
+    (step,) = metrics(desk / "out")
+    rewards = [json.loads(row)["reward"] for row in (desk / "out/samples.jsonl").read_text().splitlines()]
+    assert len(rewards) == 4 * 4
+    means = [sum(part) / len(part) for part in (rewards, rewards[:8], rewards[8:])]
+    assert step["reward"] == pytest.approx(means[0])
+    assert len(set(means)) == 3, "those of one rank would be others"
+
+
 @pytest.mark.slow
 def test_097_filtering_may_leave_fewer_samples_than_there_are_ranks(desk):
     few = "prompts_per_step=3 rollout.samples_per_prompt=2 steps=4 rollout.dynamic_filtering=drop job_dir=out"
@@ -417,7 +440,23 @@ def test_097_filtering_may_leave_fewer_samples_than_there_are_ranks(desk):
     assert all({"loss", "critic_loss"} <= step.keys() for step in trained_on_two)
 
 
-def test_a_job_that_cannot_be_is_refused_once_with_every_problem(desk):
+def refused_rank(*where):
+    """What this rank says of a job that cannot be, or its exit code."""
+    try:
+        return launched_rank(*where)
+    except InvalidJob as error:
+        return str(error)
+
+
+def test_a_job_that_cannot_be_is_refused_at_one_rank_with_every_problem(desk):
+    said, code = run_ranks(2, refused_rank, desk, f"{SFT} batch_siz=4 data.trian=x")
+    assert "did you mean 'batch_size'" in said
+    assert "did you mean 'train'" in said
+    assert code == 2
+
+
+@pytest.mark.slow
+def test_a_job_that_cannot_be_is_refused_once_and_the_launcher_is_told(desk):
     said = run(desk, f"{TWO} {SFT} batch_siz=4 data.trian=x", code=1)  # torchrun's own code
     assert said.count("did you mean 'batch_size'") == 1
     assert said.count("did you mean 'train'") == 1

@@ -55,16 +55,6 @@ def test_127_several_updates_and_epochs_learn_sooner_from_as_many_samples(tmp_pa
     assert often[-1]["reward"] > once[-1]["reward"]
 
 
-def test_125_the_actor_is_as_it_was_while_the_critic_is_warmed_up(tmp_path):
-    critic = {**CRITIC, "warmup_steps": 4}
-    _, rows = finished(policy_job(tmp_path, "ppo", steps=6, critic=critic))
-    assert ["loss" in row for row in rows] == [False] * 4 + [True] * 2
-    assert rows[3]["critic_value_error"] < rows[0]["critic_value_error"]
-    out, rows = finished(policy_job(tmp_path, "ppo", out="frozen", steps=4, critic=critic))
-    model = "model.safetensors"
-    assert (out / "model" / model).read_bytes() == (tmp_path / "model" / model).read_bytes()
-
-
 @pytest.mark.parametrize("place", ["loss", "reward", "advantage"])
 def test_117_a_kl_penalty_keeps_the_policy_near_the_reference(tmp_path, place):
     """At the end of training, whatever the reward has pulled it to."""

@@ -21,7 +21,8 @@ from dlrover.python.rl.runtime.manifest import MANIFEST, Manifest, decode, encod
 from dlrover.python.rl.runtime.state_file import StateFile, check_size, copy_file, read_state, write_state
 
 MEMBERS = ("ACTOR-0", "ACTOR-1", "trainer")
-MUTATIONS = 1000
+DAMAGES = [range(300), pytest.param(range(300, 1000), marks=pytest.mark.slow)]
+"""Seeds: some for every run, and the others of the thousand."""
 
 
 def state_of(name, step, size=600):
@@ -350,7 +351,8 @@ def stale_temporary(path, rng, others):
 KINDS = [flip_bit, truncate, extend, zero_page, delete, swap, older, repeat_block, stale_temporary]
 
 
-def test_a_thousand_kinds_of_damage_are_all_seen_and_the_newest_valid_generation_is_used(tmp_path, caplog):
+@pytest.mark.parametrize("seeds", DAMAGES, ids=str)
+def test_a_thousand_kinds_of_damage_are_all_seen_and_the_newest_valid_generation_is_used(tmp_path, caplog, seeds):
     caplog.set_level(logging.ERROR)
     origin = CheckpointStore(tmp_path / "origin", "run1", durable=False, keep=3)
     origin.claim(1)
@@ -358,7 +360,7 @@ def test_a_thousand_kinds_of_damage_are_all_seen_and_the_newest_valid_generation
     before = {path.relative_to(origin.root): path.read_bytes() for path in origin.root.rglob("*") if path.is_file()}
     seen = {kind.__name__: 0 for kind in KINDS}
     store = CheckpointStore(tmp_path / "copy", "run1", durable=False, keep=3)
-    for seed in range(MUTATIONS):
+    for seed in seeds:
         rng = random.Random(seed)
         shutil.rmtree(store.root, ignore_errors=True)
         for name, content in before.items():
@@ -389,7 +391,7 @@ def test_a_thousand_kinds_of_damage_are_all_seen_and_the_newest_valid_generation
             assert is_whole(store, found), seed
             left = [store.root / manifests[step].folder / MANIFEST for step in damaged if step > valid]
             assert not any(path.exists() for path in left), seed
-    assert min(seen.values()) > 50, seen
+    assert min(seen.values()) > len(seeds) / 20, seen
 
 
 def is_whole_quietly(store, manifest):

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from annotated_types import Ge, Gt
 
 from dlrover.python.rl.algorithm.advantages import Normalize, group_advantages
+from dlrover.python.rl.algorithm.fields import given
 from dlrover.python.rl.algorithm.policy import PolicyGradient
 from dlrover.python.rl.algorithm.samples import Floats, Samples
 from dlrover.python.rl.data.batch import Column
@@ -29,8 +30,8 @@ class DAPO(PolicyGradient):
     overlong_buffer: Annotated[int, Gt(0)] | None = None
     """The last so many of them cost: linearly, up to ``overlong_penalty``. None: they do not."""
 
-    overlong_penalty: Annotated[float, Gt(0.0)] = 1.0
-    """What a completion of ``max_tokens`` tokens or more loses of its reward."""
+    overlong_penalty: Annotated[float, Gt(0.0)] | None = None
+    """What a completion of ``max_tokens`` tokens or more loses of its reward; None: 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,6 +39,8 @@ class DAPO(PolicyGradient):
             raise ValueError("max_tokens and overlong_buffer go together: give both or neither")
         if self.overlong_buffer is not None and self.max_tokens is not None and self.overlong_buffer > self.max_tokens:
             raise ValueError(f"overlong_buffer {self.overlong_buffer} is above max_tokens {self.max_tokens}")
+        if self.overlong_buffer is None and given(self, "overlong_penalty"):
+            raise ValueError("overlong_penalty without overlong_buffer and max_tokens: nothing is over-long then")
 
     def shapes(self, longest: int) -> bool:
         """Whether over-long shaping costs completions of ``longest`` tokens something; true where none is wanted."""
@@ -50,7 +53,7 @@ class DAPO(PolicyGradient):
         reward = self.rewards(samples)
         if self.max_tokens is not None and self.overlong_buffer is not None:
             shape = overlong_shape(samples.action_tokens, self.max_tokens, self.overlong_buffer)
-            reward = reward + self.overlong_penalty * shape
+            reward = reward + (self.overlong_penalty or 1.0) * shape
         return samples.spread(group_advantages(samples.prompt_id, reward, self.normalize, samples.counted))
 
 

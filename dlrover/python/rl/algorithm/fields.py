@@ -17,6 +17,13 @@ def check_fields(config: Any) -> None:
         raise ValueError("; ".join(f"{name} {fault}" for name, fault in faults.items()))
 
 
+def given(config: Any, *names: str) -> list[str]:
+    """Those of the fields ``names`` of the dataclass instance ``config`` that are not as its class has them."""
+    return [
+        field.name for field in fields(config) if field.name in names and getattr(config, field.name) != field.default
+    ]
+
+
 def field_faults(config: type, values: Mapping[str, Any]) -> dict[str, str]:
     """What is wrong with ``values`` for the dataclass ``config``, by name; unknown names included."""
     types = get_type_hints(config, include_extras=True)

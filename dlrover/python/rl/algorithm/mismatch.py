@@ -6,6 +6,7 @@ the policy *before* the update, so the weight does not change with it: how far t
 surrogate's ratio, and counting that twice would square it.
 """
 
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 import torch
@@ -20,6 +21,31 @@ IcePop)."""
 
 CorrectionLevel: TypeAlias = Literal["token", "sequence"]
 """Weights of single tokens, or of whole sequences: the product of their tokens'."""
+
+
+UNUSED: Mapping[Correction, tuple[str, ...]] = {
+    "none": ("correction_level", "correction_low", "correction_high"),
+    "truncate": ("correction_low",),
+    "mask": (),
+}
+"""Options that each correction does not look at."""
+
+
+def correction_bounds(low: float | None, high: float | None) -> tuple[float, float]:
+    """What the bounds are, where None stands for one that nobody has said."""
+    return 0.0 if low is None else low, 2.0 if high is None else high
+
+
+def check_bounds(low: float, high: float) -> None:
+    """Refuse bounds for ``mask`` between which the weight 1, that of equal policies, is not.
+
+    Raises:
+        ValueError: it is so.
+    """
+    if low >= high:
+        raise ValueError(f"correction_low {low} is not below correction_high {high}: every weight would become 0")
+    if not low <= 1 <= high:
+        raise ValueError(f"equal policies have weight 1, which correction_low {low} and correction_high {high} mask")
 
 
 def correction_weights(

@@ -11,9 +11,16 @@ from annotated_types import Ge, Gt, Lt
 
 from dlrover.python.rl.algorithm.advantages import check_group_size
 from dlrover.python.rl.algorithm.base import Metrics, Needs, TokenColumns, TokenLosses, column, weighted_sum
-from dlrover.python.rl.algorithm.fields import check_fields
+from dlrover.python.rl.algorithm.fields import check_fields, given
 from dlrover.python.rl.algorithm.kl import KLEstimator, check_penalty, kl_estimate, kl_penalty
-from dlrover.python.rl.algorithm.mismatch import Correction, CorrectionLevel, correction_weights
+from dlrover.python.rl.algorithm.mismatch import (
+    UNUSED,
+    Correction,
+    CorrectionLevel,
+    check_bounds,
+    correction_bounds,
+    correction_weights,
+)
 from dlrover.python.rl.algorithm.policy_loss import clipped_surrogate
 from dlrover.python.rl.algorithm.samples import Floats, Samples
 from dlrover.python.rl.data.batch import Batch, Column
@@ -68,16 +75,20 @@ class PolicyGradient:
     correction_level: CorrectionLevel = "token"
     """Correct single tokens or whole sequences."""
 
-    correction_low: Annotated[float, Ge(0.0)] = 0.0
-    """Lower bound of the correction's weight, for ``mask``."""
+    correction_low: Annotated[float, Ge(0.0)] | None = None
+    """Lower bound of the correction's weight, for ``mask``; None: 0."""
 
-    correction_high: Annotated[float, Gt(0.0)] = 2.0
-    """Upper bound of the correction's weight."""
+    correction_high: Annotated[float, Gt(0.0)] | None = None
+    """Upper bound of the correction's weight; None: 2."""
 
     def __post_init__(self) -> None:
         if self.kl_in == "loss":
             check_penalty(self.kl_estimator)
         check_fields(self)
+        if unused := given(self, *UNUSED[self.correction]):
+            raise ValueError(f"{', '.join(unused)}: of no effect with correction '{self.correction}'")
+        if self.correction == "mask":
+            check_bounds(*correction_bounds(self.correction_low, self.correction_high))
 
     @property
     def needs(self) -> Needs:
@@ -141,7 +152,7 @@ class PolicyGradient:
         weight = column(columns, "weight")
         losses, metrics = self.surrogate(logprobs, self._with_kl_in_advantage(columns))
         if self.correction != "none":
-            bounds = self.correction_low, self.correction_high
+            bounds = correction_bounds(self.correction_low, self.correction_high)
             factor, mismatch = correction_weights(columns, self.correction, self.correction_level, *bounds)
             losses, metrics = losses * factor, {**metrics, **mismatch}
         if "ref_logprobs" in self.needs.loss:

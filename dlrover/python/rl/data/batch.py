@@ -67,8 +67,10 @@ class Ragged:
         return Ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
 
     def take(self, indices: Sequence[int]) -> "Ragged":
-        """The rows at ``indices``, copied, in that order."""
-        return Ragged.from_rows([self[index] for index in indices], dtype=self.values.dtype)
+        """The rows at ``indices``, copied, in that order; of no row too the values have their width and type."""
+        rows = [self[index] for index in indices]
+        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        return Ragged(np.concatenate([self.values[:0], *rows]), offsets)
 
     def like(self, values: Array) -> "Ragged":
         """The same row structure over other ``values`` ``[total, ...]``."""

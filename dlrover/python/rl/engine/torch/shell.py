@@ -114,7 +114,7 @@ class TrainShell(ABC):
         micros = [replace(micro, top=top) for micro in self._micro_batches(batch, backend, needs_actions=False)]
         with torch.no_grad(), self._memory.computing(self._owner):
             found = backend.outputs(micros, temperature, entropy)
-            return gathered(batch, "logprobs" if head == "causal" else "scores", found)
+            return gathered(batch, head, found, entropy, top)
 
     def _micro_batches(self, batch: Batch, backend: TrainBackend, needs_actions: bool) -> list[MicroBatch]:
         settings = self._settings

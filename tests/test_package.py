@@ -1,0 +1,39 @@
+"""What is released: source without a fault that the linter knows, in a wheel that has all of it."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+
+
+@pytest.mark.parametrize("asked", [["check"], ["format", "--check"]], ids=" ".join)
+def test_149_the_linter_finds_nothing(asked):
+    if importlib.util.find_spec("ruff") is None:
+        pytest.skip("ruff is not installed")
+    command = [sys.executable, "-m", "ruff", *asked, "--no-cache", "--quiet", str(ROOT)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_149_the_wheel_has_every_module_and_job_file_and_the_mark_of_its_types(tmp_path):
+    """Built as ``pip`` builds it, but by the setuptools that is here."""
+    pytest.importorskip("setuptools", minversion="77")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "dlrover", tmp_path / "dlrover", ignore=shutil.ignore_patterns("__pycache__"))
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dlrover").rglob("*.py")}
+    recipes = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dlrover/python/rl/recipe").glob("*.yaml")}
+    command = [sys.executable, "-c", BUILD, str(tmp_path / "out")]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr
+    (wheel,) = (tmp_path / "out").glob("*.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert recipes
+    assert names == sources | recipes | {"dlrover/py.typed"}
