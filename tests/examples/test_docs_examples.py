@@ -130,6 +130,7 @@ def test_the_first_trainer_finds_the_lever_that_pays_best(desk):
     assert [learnt] == [json.loads(block.text) for block in blocks(GUIDES) if block.language == "json"]
 
 
+@pytest.mark.slow
 def test_its_result_does_not_depend_on_the_number_of_rollouts(desk):
     line = "dlrover-rl run examples/first_trainer/job.yaml --local trainer.device_per_node=9"
     for members in (1, 3, 8):

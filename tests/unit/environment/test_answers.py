@@ -108,7 +108,10 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+LONG = {"open braces", "open boxes", "nested boxes", "backslashes"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in HOSTILE])
 def test_098_ten_megabytes_take_seconds(name):
     text = HOSTILE[name](10_000_000)
     started = time.process_time()

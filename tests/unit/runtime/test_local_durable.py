@@ -61,7 +61,7 @@ def same(outcome, expected):
     assert all(expected["members"][name] == state for name, state in outcome["members"].items())
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_whatever_dies_at_whichever_call_the_end_is_the_same(folder, fault, when):
     reference, expected = undisturbed(folder, steps=2)
