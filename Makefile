@@ -73,7 +73,7 @@ ON_RAY := tests/chaos tests/contract/test_port_contract.py tests/examples tests/
 
 test: $(VENV)/dev ## Run all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray'
-	$(BIN)/python -m pytest -m 'ray and not slow' $(ON_RAY)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'ray and not slow' $(ON_RAY)
 
 test-slow: $(VENV)/dev test-backends ## Run the slow tests (every kind of fault, the demo on three seeds, the backends)
 	$(BIN)/python -m pytest -m slow

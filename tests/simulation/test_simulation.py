@@ -19,7 +19,7 @@ from mutations import MUTATIONS
 from sim_faults import SITUATIONS
 from sim_job import run
 
-SEEDS, CHUNK = 300, 25
+SEEDS, CHUNK = 600, 50
 JOBS = 2
 
 REGRESSIONS = (12, 60, 114, 308, 315, 464, 699, 813, 1193, 1261, 1666, 1742)
