@@ -389,10 +389,10 @@ def test_pairs_are_learned_alike_in_one_process_and_in_two_though_one_has_no_pai
 @pytest.mark.parametrize(
     "line",
     [
-        f"{GRPO} algorithm.kl_coef=0.1 optimizer.lr=1e-3",
+        f"{GRPO} algorithm.kl_coef=0.1 optimizer.lr=5e-4",
         f"{GRPO} updates_per_step=10 epochs=2 optimizer.lr=2e-4",
         f"{PPO} algorithm.kl_coef=0.1 algorithm.correction=truncate updates_per_step=2",
-        f"{DISTILL} algorithm.name=vocabulary_distillation top=16 optimizer.lr=1e-3",
+        f"{DISTILL} algorithm.name=vocabulary_distillation top=16 optimizer.lr=5e-4",
     ],
     ids=["grpo", "updates", "ppo", "distill"],
 )
@@ -402,6 +402,7 @@ def test_138_a_recipe_is_the_same_in_one_process_and_in_two(desk, line):
     assert (desk / "one/samples.jsonl").read_text() == (desk / "two/samples.jsonl").read_text()
     for one, two in zip(metrics(desk / "one"), metrics(desk / "two"), strict=True):
         assert two == pytest.approx(one, rel=1e-3, abs=1e-5), "figures are of all rows, not of one rank's"
+    # AdamW makes of the rounding of a gradient near 0 up to some percent of the learning rate: 1e-3 would be too much.
     assert differ(desk / "one", desk / "two") < 1e-5
     assert differ(desk / "one", desk) > 1e-4
 
