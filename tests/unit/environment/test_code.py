@@ -2,10 +2,12 @@
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from dlrover.python.rl.environment import code
 from dlrover.python.rl.environment.code import Limits, code_block, python_tests, run_python
 from dlrover.python.rl.environment.withheld import withhold
 
@@ -147,6 +149,13 @@ def double(x): return 0
 }
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """What is judged is the program, not how busy the machine is."""
+    monkeypatch.setattr(code, "Limits", partial(Limits, timeout_s=60.0))
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("tests", [LITERAL, CLOSE], ids=["literal", "close"])
 @pytest.mark.parametrize("program", CHEATS.values(), ids=CHEATS.keys())
 def test_098_a_program_that_judges_itself_has_not_passed(program, tests):
@@ -198,13 +207,24 @@ def double(x):
             "assert P(1) == P(1)\nassert P(1).x == 1",
         ),
         ("f = 1\nif __name__ == '__main__':\n    f = input() if False else 2", "assert f == 2"),
+        ("def f(x): return x", "def check(c): assert c(2) == 5\ncheck = lambda c: None\ncheck(f)"),
+        ("def f(x): return not x", "assert f(0) is True\nassert not (f(0) is 1)"),
     ],
 )
+@pytest.mark.usefixtures("patient")
 def test_tests_mean_what_they_say(program, tests):
     assert python_tests(fenced(program), None, {"tests": tests}) == 1.0
     assert python_tests(fenced(program), None, {"tests": f"{tests}\nassert 1 == 2"}) == 0.0
 
 
+@pytest.mark.usefixtures("patient")
+def test_one_is_not_true():
+    program = fenced("def f(x): return int(not x)")
+    assert python_tests(program, None, {"tests": "assert f(0) == True"}) == 1.0
+    assert python_tests(program, None, {"tests": "assert f(0) is True"}) == 0.0
+
+
+@pytest.mark.usefixtures("patient")
 def test_what_has_to_have_been_compared():
     tests = """
 def check(f):

@@ -151,6 +151,8 @@ def test_roles_that_do_not_go_together_are_refused(inputs):
     assert "both" in problems_of(config, ACTOR=1, ROLLOUT=1)["workload"]
     assert "nothing to do" in problems_of(config_of(inputs), ACTOR=1, ROLLOUT=1, REWARD=1)["config.eval_every"]
     answers = {"reward": {"function": "no.such:function"}}
+    found = problems_of(config | {"answers": {"reward": {"model": "scorer"}}}, ACTOR=1, ROLLOUT=1, REWARD=1)
+    assert "reward.function judges" in found["config.answers.reward.model"]
     found = problems_of(config | {"answers": answers}, ACTOR=1, ROLLOUT=1, REWARD=1)
     assert "config.answers.reward.function" in found
 
@@ -197,6 +199,15 @@ def test_a_figure_that_there_is_not_is_named_with_the_nearest():
     kept = Keeping(KeepConfig(best="acuracy"), None, None)
     with pytest.raises(InvalidJob, match="did you mean 'accuracy'"):
         kept.evaluated(1, {"accuracy": 1.0, "reward": 0.0})
+
+
+def test_an_evaluation_that_nobody_could_judge_is_not_held_against_the_model(tmp_path):
+    kept, _ = keeping(tmp_path, best="eval_reward", patience=1)
+    for step, value in enumerate([math.nan, 0.5, math.nan], start=1):
+        kept.evaluated(step, {"eval_reward": value})
+        assert not kept.gives_up
+    kept.evaluated(4, {"eval_reward": 0.4})
+    assert kept.gives_up
 
 
 def test_patience_counts_evaluations_in_a_row_through_a_restart(tmp_path):

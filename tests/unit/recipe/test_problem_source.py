@@ -69,3 +69,11 @@ def test_064_rows_held_out_of_the_training_file_are_left_out_too(tmp_path):
 def test_064_a_run_is_left_something(tmp_path, lines, what):
     with pytest.raises(DataError, match=f"max_prompt_tokens: leaves no prompt {what}"):
         source(tmp_path, 8).leave_out(too_long(tmp_path, *lines))
+
+
+def test_064_a_run_that_goes_on_has_the_limit_that_it_began_with(tmp_path):
+    state = source(tmp_path, 8).state_dict()
+    path = str(tmp_path / "p.jsonl")
+    data = PromptData(path, eval=path, eval_rows=3, max_prompt_tokens=4, over_long="drop")
+    with pytest.raises(DataError, match=r"was \[None, 'refuse'\] when the run began, and is \[4, 'drop'\]"):
+        ProblemSource(GRPOConfig("m", data)).load_state_dict(state)

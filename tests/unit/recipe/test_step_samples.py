@@ -47,6 +47,20 @@ def test_097_a_trajectory_of_several_rows_is_judged_as_a_whole():
     assert filtered.figures == {"filtered_groups": 1.0}
 
 
+def test_097_the_order_in_which_turns_earned_it_makes_no_difference():
+    turns = np.array([0.1, 0.2, 0.3, 0.3, 0.2, 0.1])
+    scored = Batch(
+        {
+            "prompt_id": np.zeros(6, dtype=np.int64),
+            "trajectory": np.repeat([0, 1], 3),
+            "action_tokens": np.ones(6, dtype=np.int64),
+            "reward": turns,
+        }
+    )
+    assert sum(turns[:3]) != sum(turns[3:])
+    assert Drawn.of(Pending([]), scored, np.arange(6), 1).without_alike(turns).groups == 0
+
+
 def test_how_stale_a_sample_is_says_its_stalest_row():
     scored = Batch(
         {

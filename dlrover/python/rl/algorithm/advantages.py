@@ -7,6 +7,9 @@ import numpy.typing as npt
 
 from dlrover.python.rl.common.nearest import hint
 
+_ROUNDING = 1e-9
+"""How far sums of the same numbers may be apart, as a share of them."""
+
 Normalize: TypeAlias = Literal["none", "std"]
 """``std`` divides a group's centred rewards by their standard deviation; ``none`` does not."""
 
@@ -75,7 +78,8 @@ def leave_one_out(
 def varied_groups(
     prompt_id: npt.NDArray[np.int64], reward: npt.NDArray[np.floating], valid: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """``[samples]``: True where the valid rewards of a sample's prompt differ, so that there is something to learn.
+    """``[samples]``: True where the valid rewards of a sample's prompt differ, by more than sums of the same numbers in
+    another order do, so that there is something to learn.
 
     DAPO's dynamic sampling (arXiv:2503.14476, eq. 11) draws other prompts in place of the rest.
 
@@ -88,7 +92,8 @@ def varied_groups(
     low, high = np.full(len(reward), np.inf), np.full(len(reward), -np.inf)
     np.minimum.at(low, group[valid], reward[valid])
     np.maximum.at(high, group[valid], reward[valid])
-    return (high > low)[group]
+    varied: npt.NDArray[np.bool_] = high - low > _ROUNDING * np.maximum(1.0, np.abs(high))
+    return varied[group]
 
 
 def whitened(values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float64]:

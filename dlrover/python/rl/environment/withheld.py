@@ -40,7 +40,8 @@ class Withheld:
 
 
 def withhold(tests: str) -> Withheld:
-    """Take expected values out of the assertions of ``tests`` that compare with a literal, by ``==`` or ``is``.
+    """Take expected values out of the assertions of ``tests`` that compare with a literal, by ``==``, or with None
+    by ``is``.
 
     Assertions inside ``try`` and ``with`` stay as they are: somebody may wait for what they raise.
 
@@ -89,10 +90,11 @@ def _comparison(test: ast.expr) -> tuple[ast.expr | None, Any]:
     """What is compared, and the literal that it has to be; None where it is no such comparison."""
     if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq | ast.Is):
         return None, None
+    none_only = isinstance(test.ops[0], ast.Is)  # 1 equals True, and is not it
     left, right = test.left, test.comparators[0]
     for value, literal in ((left, right), (right, left)):
         expected = _literal(literal)
-        if expected is not _NOT_THERE:
+        if expected is not _NOT_THERE and (expected is None or not none_only):
             return value, expected
     return None, None
 
@@ -109,12 +111,23 @@ def _always_run(tree: ast.Module) -> Iterator[ast.stmt]:
     once and calls, up to their first return."""
     yield from tree.body
     functions = [item for item in tree.body if isinstance(item, ast.FunctionDef)]
-    defined, called = Counter(item.name for item in functions), set(map(_called, tree.body))
+    defined, called = Counter(_bound(tree)), set(map(_called, tree.body))
     for function in functions:
         if function.name not in called or defined[function.name] > 1 or function.decorator_list:
             continue
         if not _holds(function, ast.Yield | ast.YieldFrom):
             yield from takewhile(lambda statement: not _holds(statement, ast.Return), function.body)
+
+
+def _bound(tree: ast.Module) -> Iterator[str]:
+    """Every name, as often as something in the tests gives it a value."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).partition(".")[0]
 
 
 def _holds(node: ast.AST, kind: Any) -> bool:

@@ -18,13 +18,20 @@ from dlrover.python.rl.engine.layout import Layout, ParallelSizes
 from dlrover.python.rl.engine.registry import ROLLOUT, TRAIN, engine_problems
 from dlrover.python.rl.environment.functions import find_environment
 from dlrover.python.rl.environment.lookup import load_function
-from dlrover.python.rl.recipe.config import EngineConfig, PolicyConfig, RolloutConfig
+from dlrover.python.rl.recipe.config import EngineConfig, PolicyConfig, RewardConfig, RolloutConfig
 
 _OF_ENGINES = frozenset({"entropy", "candidate_logprobs"})
 """What train engines make for a loss that wants it."""
 
 _RECIPES = {"values": "ppo", "teacher_logprobs": "distill", "candidates": "distill"}
 """Where algorithms that need these find them."""
+
+
+def judge_problems(reward: RewardConfig, env_path: str | None) -> list[Problem]:
+    """Whether there is somebody to judge samples, and nobody besides."""
+    if env_path is None:
+        return reward_problems(reward.function)
+    return [] if reward.model is None else [Problem("config.reward.model", "is not asked: rollout.env_path judges")]
 
 
 def reward_problems(function: str | Mapping[str, float], where: str = "config.reward") -> list[Problem]:

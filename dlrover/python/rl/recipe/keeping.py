@@ -83,7 +83,8 @@ class Keeping:
         return 0 < self._config.patience <= self._worse
 
     def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
-        """Take in an evaluation: of a model that is the best so far, write it to ``best``.
+        """Take in an evaluation: of a model that is the best so far, write it to ``best``. A figure that is NaN says
+        nothing for the model, and nothing against it.
 
         Raises:
             InvalidJob: there is no such figure.
@@ -93,6 +94,8 @@ class Keeping:
             return
         if name not in figures:
             raise InvalidJob([Problem("config.keep.best", f"no figure '{name}'{hint(name, figures)}")])
+        if math.isnan(figures[name]):
+            return
         if not self._is_better(figures[name]):
             self._worse += 1
             if self.gives_up:
@@ -102,8 +105,8 @@ class Keeping:
         self._save(self._folder / "best")
 
     def _is_better(self, value: float) -> bool:
-        if self._best is None or math.isnan(value):
-            return not math.isnan(value)
+        if self._best is None:
+            return True
         return value < self._best if self._config.prefers_low else value > self._best
 
     def stepped(self, step: int) -> None:

@@ -19,8 +19,8 @@ from dlrover.python.rl.recipe.checks import (
     algorithm_problems,
     environment_problems,
     filtering_problems,
+    judge_problems,
     optimizer_problems,
-    reward_problems,
     role_problems,
     rollout_engine_problems,
     template_problems,
@@ -307,7 +307,7 @@ class PolicyTrainer(TimedTrainer):
         further = [*model_problems(cfg.model), *template_problems(cfg), *data_problems(cfg)]
         further += role_problems(cls.__name__, cfg, roles)
         further += [*environment_problems(cfg.rollout), *filtering_problems(cfg)]
-        further += reward_problems(cfg.reward.function) if cfg.rollout.env_path is None else []
+        further += judge_problems(cfg.reward, cfg.rollout.env_path)
         further += train_engine_problems(cfg.engine, roles.get(RLRoleType.ACTOR, 1))
         further += [*rollout_engine_problems(cfg.engine), *optimizer_problems(cfg.engine, cfg.optimizer)]
         further += algorithm_problems(lambda: cls.algorithm_of(cfg), cls.given, cfg, roles)

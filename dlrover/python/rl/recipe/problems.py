@@ -73,6 +73,10 @@ class ProblemSource:
         self.left_out, self.held_out = list(numbers), held_out.take(evaluated)
         self._cursor = PromptCursor(len(self._train), self._config.prompts_per_step, self._config.seed)
 
+    @property
+    def _limit(self) -> list[Any]:
+        return [self._config.data.max_prompt_tokens, self._config.data.over_long]
+
     def told(self) -> dict[str, int]:
         """What a run's summary says of its problems."""
         dropped = {"dropped prompts": len(self.left_out)} if self.left_out else {}
@@ -88,15 +92,18 @@ class ProblemSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands in its data, and which of them it does without."""
-        return {**self._cursor.state_dict(), "left_out": self.left_out}
+        return {**self._cursor.state_dict(), "left_out": self.left_out, "over_long": self._limit}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the run that gave ``state`` stood.
 
         Raises:
-            DataError: it is of other data or another seed.
+            DataError: it is of other data, another seed or another limit of prompts.
         """
-        self._keep_all_but(state.get("left_out", []))
+        if state["over_long"] != self._limit:
+            what = f"was {state['over_long']} when the run began, and is {self._limit}: its prompts are chosen then"
+            raise DataError([Problem("config.data.max_prompt_tokens and over_long", what)])
+        self._keep_all_but(state["left_out"])
         self._cursor.load_state_dict(state)
 
 

@@ -42,6 +42,8 @@ def answers_problems(
     if not asked:
         return []
     problems = [*rollout_engine_problems(engine), *reward_problems(config.reward.function, "config.answers.reward")]
+    if config.reward.model is not None:
+        problems.append(Problem("config.answers.reward.model", "is not asked here: reward.function judges answers"))
     if len(asked) == 1:
         problems.append(Problem("workload", "answers are drawn and judged by the roles 'rollout' and 'reward': both"))
     if not evaluates:
