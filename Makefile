@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-backends chaos bench-recovery bench-rollout bench-training bench-weight-sync bench-async check lint types docs format clean
+.PHONY: help demo test test-slow test-backends test-peers chaos bench-recovery bench-rollout bench-training bench-weight-sync bench-async check lint types docs format clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,7 +75,7 @@ test: $(VENV)/dev ## Run all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray'
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'ray and not slow' $(ON_RAY)
 
-test-slow: $(VENV)/dev test-backends ## Run the slow tests (every kind of fault, the demo on three seeds, the backends)
+test-slow: $(VENV)/dev test-backends test-peers ## Run the slow tests (every kind of fault, the demo on three seeds, the backends)
 	$(BIN)/python -m pytest -m slow
 
 test-backends: .venv-deepspeed/ready .venv-megatron/ready .venv-vllm/ready ## Run the contracts on deepspeed, megatron, vllm
@@ -84,6 +84,16 @@ test-backends: .venv-deepspeed/ready .venv-megatron/ready .venv-vllm/ready ## Ru
 	.venv-vllm/bin/python -m pytest tests/contract/rollout_engine -k vllm
 	.venv-vllm/bin/python -m pytest tests/unit/engine/test_vllm.py
 	.venv-vllm/bin/python -m pytest tests/examples/test_engines_by_hand.py -k 'tutorial_step_by_step and vllm'
+
+# verl asks for versions that do not go with TRL's; what is run of it needs no more than the rest of the list.
+$(VENV)-peers/ready: setup.py constraints.txt constraints-peers.txt
+	$(PYTHON) -m venv $(VENV)-peers
+	$(VENV)-peers/bin/python -m pip install --quiet --editable '.[test]' --requirement constraints-peers.txt
+	$(VENV)-peers/bin/python -m pip install --quiet --no-deps verl==0.9.1
+	@touch $@
+
+test-peers: $(VENV)-peers/ready ## Compare losses and advantages with those of verl and TRL
+	$(VENV)-peers/bin/python -m pytest tests/unit/algorithm/test_peers.py
 
 chaos: $(VENV)/dev ## Kill, stop and spoil everything under a GRPO job on Ray (FAULTS=100 STEPS=400 SEED=0 KINDS=)
 	$(BIN)/python -m tests.chaos.run --faults $(FAULTS) --steps $(STEPS) --seed $(SEED) --kinds '$(KINDS)' $(ARGS)

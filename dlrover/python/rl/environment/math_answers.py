@@ -15,7 +15,8 @@ except ImportError:
     raise MissingExtra("math-verify", "math") from None
 
 LIMIT_S = 0.7
-"""What comparing two answers may take. A comparison that is not done by then has shown no equality."""
+"""What comparing two answers may take of a processor. A comparison that is not done by then has shown no equality,
+however busy the machine is."""
 
 _LONGEST = 2_000
 """Characters of a text that are looked at, from its end."""
@@ -50,14 +51,15 @@ def _parsed(text: str) -> Any:
 
 
 def within(limit_s: float, function: Callable[[], bool]) -> bool | None:
-    """What ``function`` says, in a forked process; None when it raises, or says nothing in time."""
+    """What ``function`` says, in a forked process; None when it raises, or says nothing in so many seconds of a
+    processor."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # The kernel's: it ends arithmetic in C too.
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-            signal.setitimer(signal.ITIMER_REAL, limit_s)
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)  # The kernel's: it ends arithmetic in C too.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+            signal.setitimer(signal.ITIMER_PROF, limit_s)
             os.write(writer, b"1" if function() else b"0")
         finally:
             os._exit(0)
