@@ -71,11 +71,12 @@ demo: $(DEMO_ENV) ## Train a small model with GRPO on Ray, to a curve and a tabl
 # Where the tests on Ray are: to collect all the others takes as long as several of them. Those under chaos have the
 # machine to themselves, since what is late there is taken to hang.
 ON_RAY := tests/contract/test_port_contract.py tests/examples tests/ray
+ON_RAY_ALONE := tests/chaos
 
 test: $(VENV)/dev ## Run all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray'
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'ray and not slow' $(ON_RAY)
-	$(BIN)/python -m pytest -m 'ray and not slow' tests/chaos
+	$(BIN)/python -m pytest -m 'ray and not slow' $(ON_RAY_ALONE)
 
 test-slow: $(VENV)/dev test-backends test-peers ## Run the slow tests (every kind of fault, the demo on three seeds, the backends)
 	$(BIN)/python -m pytest -m slow
