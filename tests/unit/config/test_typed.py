@@ -9,7 +9,8 @@ from annotated_types import Gt
 from omegaconf import OmegaConf
 
 from dlrover.python.rl.common.errors import InvalidJob
-from dlrover.python.rl.config.typed import parse, plain, require, salvage
+from dlrover.python.rl.config.given import plain
+from dlrover.python.rl.config.typed import parse, require, salvage
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from recipe_jobs import grpo_job  # noqa: E402
 
 from dlrover.python.rl.common.errors import InvalidJob  # noqa: E402
 from dlrover.python.rl.common.roles import RLRoleType  # noqa: E402
-from dlrover.python.rl.config.typed import plain  # noqa: E402
+from dlrover.python.rl.config.given import plain  # noqa: E402
 from dlrover.python.rl.control.state import Phase  # noqa: E402
 from dlrover.python.rl.engine.layout import ParallelSizes  # noqa: E402
 from dlrover.python.rl.master.job import check_job, run_here  # noqa: E402

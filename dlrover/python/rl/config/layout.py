@@ -28,6 +28,7 @@ from dlrover.python.rl.common.errors import InvalidJob, Problem
 from dlrover.python.rl.common.names import check_job_name
 from dlrover.python.rl.common.nearest import hint
 from dlrover.python.rl.common.roles import RLRoleType, is_role_name
+from dlrover.python.rl.config.given import plain
 from dlrover.python.rl.config.spec import (
     CheckpointSpec,
     JobSpec,
@@ -40,7 +41,7 @@ from dlrover.python.rl.config.spec import (
     TrainerSpec,
     WorkloadSpec,
 )
-from dlrover.python.rl.config.typed import plain, salvage
+from dlrover.python.rl.config.typed import salvage
 
 
 @dataclass(frozen=True)

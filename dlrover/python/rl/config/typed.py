@@ -2,43 +2,19 @@
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar, get_type_hints
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dlrover.python.rl.common.errors import InvalidJob, Problem
-from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.nearest import hint
-
-_LOG = get_logger(__name__)
+from dlrover.python.rl.config.given import completed, plain
 
 T = TypeVar("T")
 
-OTHER_NAMES = "other_names"
-"""The class variable of a schema that maps dotted keys, as other libraries call them, to those of its own fields."""
-
-_NOT_THERE = object()
-
 _STRICT = ConfigDict(extra="forbid", strict=False, arbitrary_types_allowed=True)
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
-
-
-def plain(value: Any) -> Any:
-    """An OmegaConf container as plain dicts and lists, interpolations resolved; anything else as it is.
-
-    Raises:
-        InvalidJob: an interpolation cannot be resolved, or a mandatory value (``???``) is missing.
-    """
-    if not isinstance(value, DictConfig | ListConfig):
-        return value
-    try:
-        return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        where = str(getattr(error, "full_key", "") or "config")
-        raise InvalidJob([Problem(where, str(error).splitlines()[0])]) from error
 
 
 def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Problem]]:
@@ -56,7 +32,7 @@ def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Proble
         The instance and no problems, or None and all of them.
     """
     try:
-        values = _completed(schema, _in_own_names(schema, plain(data), where))
+        values = completed(schema, plain(data), where)
         return _adapter(schema).validate_python(values), []
     except InvalidJob as error:
         return None, list(error.problems)
@@ -71,7 +47,7 @@ def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Prob
     to be run.
     """
     try:
-        values = copy.deepcopy(_completed(schema, _in_own_names(schema, plain(data), where)))
+        values = copy.deepcopy(completed(schema, plain(data), where))
         return _adapter(schema).validate_python(values), []
     except InvalidJob as error:
         return None, list(error.problems)
@@ -83,49 +59,6 @@ def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Prob
         return _adapter(schema).validate_python(values), problems
     except ValidationError:
         return None, problems
-
-
-def _in_own_names(schema: type[Any], values: Any, where: str) -> Any:
-    """``values`` with the schema's own keys where there are others, which are warned of.
-
-    Raises:
-        InvalidJob: a value is there by both.
-    """
-    for other, name in getattr(schema, OTHER_NAMES, {}).items():
-        value = _pick(values, other.split("."))
-        if value is _NOT_THERE:
-            continue
-        place = f"{where}.{other}" if where else other
-        if _pick(values, name.split(".")) is not _NOT_THERE:
-            raise InvalidJob([Problem(place, f"is another name of {name}, which is given too")])
-        _LOG.warning("%s is taken as %s, which is its name here", place, name)
-        values = _with(_without(values, other.split(".")), name.split("."), value)
-    return values
-
-
-def _pick(values: Any, path: Sequence[str]) -> Any:
-    for part in path:
-        if not isinstance(values, Mapping) or part not in values:
-            return _NOT_THERE
-        values = values[part]
-    return values
-
-
-def _without(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    """A copy without a key, nor mappings that are empty without it."""
-    first, *rest = path
-    inner = _without(values[first], rest) if rest else {}
-    others = {key: value for key, value in values.items() if key != first}
-    return {**others, first: inner} if inner else others
-
-
-def _with(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """A copy with a key; as it is where there is no mapping for it, which is wrong in itself."""
-    first, *rest = path
-    inner = values.get(first)
-    if rest and not isinstance(inner, Mapping | None):
-        return dict(values)
-    return {**values, first: _with(inner or {}, rest, value) if rest else value}
 
 
 def _mend(values: Any, item: Mapping[str, Any]) -> None:
@@ -148,23 +81,6 @@ def require(schema: type[T], data: Any, where: str) -> T:
     if value is None:
         raise InvalidJob(problems)
     return value
-
-
-def _completed(kind: Any, given: Any, default: Any = None) -> Any:
-    """``given`` for a dataclass ``kind``, with what its ``default`` has that another one of its kind would not."""
-    if not isinstance(given, Mapping) or not dataclasses.is_dataclass(kind):
-        return given
-    hints, values = get_type_hints(kind), dict(given)
-    for field in (field for field in dataclasses.fields(kind) if field.init):
-        usual = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        told = usual if default is None else getattr(default, field.name)
-        if field.name in given and dataclasses.is_dataclass(told):
-            values[field.name] = _completed(type(told), given[field.name], told)
-        elif field.name in given:
-            values[field.name] = _completed(hints[field.name], given[field.name])
-        elif default is not None and told != usual:
-            values[field.name] = told
-    return values
 
 
 def _adapter(schema: type[T]) -> TypeAdapter[T]:
