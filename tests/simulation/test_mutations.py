@@ -13,9 +13,10 @@ LEAST, SHARE = 30, 0.95
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_at_least_95_of_100_seeded_bugs_are_caught():
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-        found = dict(zip(MUTATIONS, pool.map(caught_by, MUTATIONS, timeout=280), strict=True))
+        found = dict(zip(MUTATIONS, pool.map(caught_by, MUTATIONS), strict=True))
     missed = [name for name, how in found.items() if not how]
     assert len(found) >= LEAST
     assert len(missed) <= (1.0 - SHARE) * len(found), f"{len(missed)} of {len(found)} seeded bugs were missed: {missed}"

@@ -19,7 +19,7 @@ from mutations import MUTATIONS
 from sim_faults import SITUATIONS
 from sim_job import run
 
-SEEDS, CHUNK = 600, 50
+SEEDS, MORE_SEEDS, CHUNK = range(600), range(600, 2000), 50
 JOBS = 2
 
 REGRESSIONS = (12, 60, 114, 308, 315, 464, 699, 813, 1193, 1261, 1666, 1742)
@@ -36,18 +36,30 @@ def test_what_was_broken_once_holds(seed, modules):
     run(seed, modules)
 
 
-def test_every_seed_holds_and_every_fault_meets_every_situation():
-    chunks = [range(at, at + CHUNK) for at in range(0, SEEDS, CHUNK)]
+def reached_by(seeds: range) -> Counter[str]:
+    """What happened in the runs of these seeds, all of which hold."""
+    chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
     reached: Counter[str] = Counter()
     broken: list[str] = []
     with ProcessPoolExecutor(JOBS, multiprocessing.get_context("spawn")) as pool:
-        for _, more, faults in pool.map(replay.chunk, chunks, timeout=280):
+        for _, more, faults in pool.map(replay.chunk, chunks):
             reached += more
             broken += faults
     assert not broken, "\n".join(broken)
+    return reached
+
+
+def test_every_seed_holds_and_every_fault_meets_every_situation():
+    reached = reached_by(SEEDS)
     pairs = {f"{where}/{fault}" for where, faults in SITUATIONS.items() for fault in faults}
     ends = {f"ended {reason}" for reason in ("finished", "stopped", "not_retryable", "restart_limit")}
     assert not (pairs | ends | {"a commit of an old epoch was refused"}) - reached.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_more_seeds_hold():
+    assert reached_by(MORE_SEEDS)["ended finished"]
 
 
 def test_a_seed_is_the_same_run_every_time(modules):
