@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from recipe_jobs import JOB, grpo_job, inputs, samples
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
@@ -17,7 +17,8 @@ from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
 pytestmark = pytest.mark.ray
 
 REWARDS = Path(__file__).parents[1] / "unit" / "recipe"
-SHORT = ("steps=2", "algorithm.kl_coef=0", "optimizer.warmup_steps=0", "reward.function=launched_rewards:jumble")
+SHORT = ("steps=2", "algorithm.kl_coef=0", "optimizer.warmup_steps=0")
+JUMBLED = ("reward.function=launched_rewards:jumble",)
 """A model that has learnt nothing gives no right answers: with rewards that tell them apart the weights move."""
 
 SPLIT = "+engine.parallel={tensor_parallel_size: 2}"
@@ -25,13 +26,13 @@ PLACES = {"local": (1, 2), "ray-2": (2, 2)}
 """Where, and how many actors and rollouts."""
 
 
-def run_in(place, folder, actors, rollouts, *others):
+def run_in(place, folder, actors, rollouts, *others, reward=JUMBLED):
     """Run the job in a place, to a folder of that name in ``folder``."""
     sizes = [f"workload.actor.num={actors}", f"workload.rollout.num={rollouts}", "trainer.device_per_node=8"]
     groups = f"workload_group.0={{actor: {actors}}}"
     told = [f"name={place}", f"job_dir={folder / place}", f"+env.PYTHONPATH={REWARDS}", *sizes, groups]
-    job = grpo_job(folder, *told, *others, *SHORT)
-    local = place == "local"
+    job = grpo_job(folder, *told, *others, *SHORT, *reward)
+    local = place.startswith("local")
     status = run_here(check_job(job, local=True)) if local else run_on_ray(check_job(job), connected=True)
     assert status.phase is Phase.FINISHED, status
 
@@ -78,7 +79,7 @@ def test_two_halves_of_an_actor_end_in_the_weights_of_one(folder):
 @pytest.mark.slow
 def test_two_processes_of_torchrun_end_in_the_weights_of_one(folder):
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "dlrover.python.rl.recipe.grpo"]
-    settings = ["--config", str(JOB), f"job_dir={folder / 'torchrun'}", *inputs(folder), *SHORT]
+    settings = ["--config", str(JOB), f"job_dir={folder / 'torchrun'}", *inputs(folder), *SHORT, *JUMBLED]
     paths = os.pathsep.join([str(JOB.parents[2]), str(REWARDS), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, *launcher, *settings],
@@ -91,3 +92,19 @@ def test_two_processes_of_torchrun_end_in_the_weights_of_one(folder):
     assert done.returncode == 0, done.stderr
     assert samples(folder / "torchrun") == samples(folder / "local")
     assert_same_end(folder, "local", "torchrun")
+
+
+@pytest.mark.slow
+def test_109_a_reward_model_says_the_same_everywhere(folder):
+    judge = folder / "judge"
+    AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1).save_pretrained(judge)
+    AutoTokenizer.from_pretrained(folder / "model").save_pretrained(judge)
+    reward = (f"reward.model={judge}", "workload.reward.class=ModelRewardWorkload")
+    run_in("local-judged", folder, 1, 1, reward=reward)
+    run_in("ray-judged", folder, 2, 2, "workload.reward.num=2", reward=reward)
+    told = [samples(folder / place) for place in ("local-judged", "ray-judged")]
+    rewards = [torch.tensor([reward for *_, reward in one]) for one in told]
+    assert [row[:3] for row in told[0]] == [row[:3] for row in told[1]]
+    torch.testing.assert_close(*rewards, atol=1e-5, rtol=0)
+    assert len(rewards[0].unique()) > 8
+    assert_same_end(folder, "local-judged", "ray-judged")
