@@ -107,7 +107,8 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize(
-    "moment", [pytest.param(name, marks=pytest.mark.slow) if name == "placed" else name for name in MOMENTS]
+    "moment",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("starting Ray", "placed"))) for name in MOMENTS],
 )
 def test_ctrl_c_stops_cleanly_at_any_moment_and_leaves_no_process(tmp_path, moment):
     with Command(tmp_path, "run", str(job_file(tmp_path, "endless"))) as command:

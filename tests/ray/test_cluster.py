@@ -54,6 +54,7 @@ def test_who_must_outlive_the_nodes_is_beside_the_head_each_time_it_starts():
 
 
 @pytest.mark.skipif(not has_durable_gcs(), reason="this Ray's GCS keeps its tables in memory only")
+@pytest.mark.slow
 def test_a_cluster_of_our_own_survives_the_death_of_its_gcs_and_leaves_nothing():
     code = """
     import os, signal, time, threading

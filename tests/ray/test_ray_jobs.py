@@ -101,6 +101,7 @@ def test_leaving_the_process_by_sys_exit_is_an_error_and_is_not_retried(tmp_path
     assert said in status.cause.message
 
 
+@pytest.mark.slow
 def test_an_exception_of_the_users_own_class_is_told_by_role_and_rank(tmp_path, monkeypatch):
     status, _ = run(describe(tmp_path, monkeypatch, "own_exception", "own-exception"))
     assert status.cause.kind is CauseKind.USER_ERROR
@@ -124,7 +125,9 @@ def test_a_constructor_that_fails_is_reported_as_such(tmp_path, monkeypatch):
     assert not (tmp_path / "count").exists()
 
 
-@pytest.mark.parametrize("act", ["death", pytest.param("swallowed_death", marks=pytest.mark.slow), "trainer_death"])
+@pytest.mark.parametrize(
+    "act", ["death", *(pytest.param(other, marks=pytest.mark.slow) for other in ("swallowed_death", "trainer_death"))]
+)
 def test_a_process_that_dies_restarts_the_job_exactly_once(tmp_path, monkeypatch, act):
     name = act.replace("_", "-")
     status, _ = run(describe(tmp_path, monkeypatch, act, name))
@@ -135,6 +138,7 @@ def test_a_process_that_dies_restarts_the_job_exactly_once(tmp_path, monkeypatch
     wait_until(lambda: nothing_is_left(name))
 
 
+@pytest.mark.slow
 def test_a_crash_loop_ends_at_the_limit_with_the_cause(tmp_path, monkeypatch):
     status, _ = run(describe(tmp_path, monkeypatch, "deaths", "crash-loop"))
     assert (status.phase, status.restarts) == (Phase.FAILED, 2)

@@ -222,6 +222,7 @@ def test_a_job_without_durable_steps_is_restarted_exactly_once(stage):
     assert job.nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_master_without_restarts_left_takes_the_job_with_it(stage):
     job = stage("last-master", hold := "trainer:end:3:hold", master_restarts=0)
 
@@ -262,6 +263,7 @@ def test_a_master_that_finds_its_journal_damaged_ends_the_job_and_never_starts_a
 # -- going on ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_a_stopped_one_left_its_last_copy(stage):
     keep = CheckpointSpec(every=2, resume="latest")
     job = stage("goes-on", hold := "trainer:end:5:hold", steps=8, checkpoint=keep)

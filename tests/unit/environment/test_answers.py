@@ -108,7 +108,7 @@ HOSTILE = {
 }
 
 
-LONG = {"open braces", "open boxes", "nested boxes", "backslashes"}
+LONG = {"open braces", "open boxes", "nested boxes", "backslashes", "pairs"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in HOSTILE])

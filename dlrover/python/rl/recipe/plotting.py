@@ -25,7 +25,7 @@ def curve_png(name: str, points: Sequence[tuple[int, float]]) -> bytes:
     axes.set_xlabel("step")
     axes.set_ylabel(name)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
     figure.tight_layout()
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png")
