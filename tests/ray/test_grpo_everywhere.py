@@ -99,7 +99,7 @@ def test_109_a_reward_model_says_the_same_everywhere(folder):
     judge = folder / "judge"
     AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1).save_pretrained(judge)
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(judge)
-    reward = (f"reward.model={judge}", "workload.reward.class=ModelRewardWorkload")
+    reward = (f"+reward.model={judge}", "workload.reward.class=ModelRewardWorkload")
     run_in("local-judged", folder, 1, 1, reward=reward)
     run_in("ray-judged", folder, 2, 2, "workload.reward.num=2", reward=reward)
     told = [samples(folder / place) for place in ("local-judged", "ray-judged")]
