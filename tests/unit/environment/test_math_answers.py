@@ -1,11 +1,13 @@
 """Mathematical equivalence."""
 
 import resource
+import signal
 
 import pytest
 
 pytest.importorskip("math_verify")
 
+from dlrover.python.rl.environment import math_answers
 from dlrover.python.rl.environment.deadline import DeadlineVerifier
 from dlrover.python.rl.environment.math_answers import math_equal, within
 
@@ -56,6 +58,11 @@ def test_098_a_bomb_costs_less_than_a_second(bomb):
     began_s = processor_s()
     assert math_equal(rf"\boxed{{{bomb}}}", "1", {}) == 0.0
     assert processor_s() - began_s < 1.0
+
+
+def test_098_a_comparison_that_waits_for_ever_is_ended_by_the_clock(monkeypatch):
+    monkeypatch.setattr(math_answers, "_STUCK_S", 0.2)
+    assert math_answers.within(5.0, lambda: not signal.pause()) is None
 
 
 def test_098_in_a_verifiers_process_too_and_the_process_lives_on():

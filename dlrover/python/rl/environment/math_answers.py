@@ -18,6 +18,9 @@ LIMIT_S = 0.7
 """What comparing two answers may take of a processor. A comparison that is not done by then has shown no equality,
 however busy the machine is."""
 
+_STUCK_S = 30.0
+"""By the clock: a process that waits for what will never come uses no processor."""
+
 _LONGEST = 2_000
 """Characters of a text that are looked at, from its end."""
 
@@ -51,15 +54,17 @@ def _parsed(text: str) -> Any:
 
 
 def within(limit_s: float, function: Callable[[], bool]) -> bool | None:
-    """What ``function`` says, in a forked process; None when it raises, or says nothing in so many seconds of a
-    processor."""
+    """What ``function`` says, in a forked process; None when it raises, says nothing in so many seconds of a
+    processor, or is stuck."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            signal.signal(signal.SIGPROF, signal.SIG_DFL)  # The kernel's: it ends arithmetic in C too.
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+            for number in (signal.SIGPROF, signal.SIGALRM):
+                signal.signal(number, signal.SIG_DFL)  # The kernel's: it ends arithmetic in C too.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF, signal.SIGALRM})
             signal.setitimer(signal.ITIMER_PROF, limit_s)
+            signal.setitimer(signal.ITIMER_REAL, _STUCK_S)
             os.write(writer, b"1" if function() else b"0")
         finally:
             os._exit(0)
