@@ -21,14 +21,14 @@ export OMP_WAIT_POLICY ?= PASSIVE
 ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-backends test-peers chaos bench-recovery bench-rollout bench-training bench-weight-sync bench-async check lint types docs format clean
+.PHONY: help demo test test-slow test-backends test-peers chaos bench-recovery bench-rollout bench-training bench-weight-sync bench-async trace-step check lint types docs format clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/core: setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable .
+	$(PIP) --editable '.[plot]'
 	@touch $@
 
 $(VENV)/dev: $(VENV)/core
@@ -120,6 +120,9 @@ bench-weight-sync: $(VENV)/dev ## Measure weight sync against a plain memory cop
 
 bench-async: $(VENV)/dev ## Measure how much sooner a run ends whose rollouts run ahead (ARGS=--quick to try it)
 	$(BIN)/python -m benchmarks.running_ahead $(ARGS)
+
+trace-step: $(VENV)/dev ## List the modules that one local GRPO step crosses (ARGS=--count for the number)
+	$(BIN)/python -m benchmarks.step_trace $(ARGS)
 
 check: $(VENV)/dev lint types ## Lint, types, layers and the fast tests
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not ray' tests/test_architecture.py tests/unit/common tests/unit/config \

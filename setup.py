@@ -1,36 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packaging of DLRover RL: light core, one extra for each heavy engine."""
 
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
+# Upper bounds stand where private parts of a library are used: Ray's services and tokens, torch's process groups.
 CORE = [
     "annotated-types>=0.6",
     "click>=8.1",
     "cloudpickle>=3",
     "grpcio>=1.60",
+    "httpx>=0.27",
     "huggingface-hub>=1",
     "isal>=1.7",
-    "matplotlib>=3.8",
     "numpy>=1.26",
     "omegaconf>=2.3",
     "prometheus-client>=0.20",
     "py-spy>=0.4",
     "pydantic>=2.8",
     "pyyaml>=6",
-    "ray>=2.40",
+    "ray>=2.52,<2.61",
     "rich>=13",
     "safetensors>=0.4",
     "tensorboardX>=2.6",
-    "torch>=2.13",
-    "transformers>=5.19",
+    "torch>=2.11,<2.14",
+    "transformers>=5.17,<6",
 ]
 LORA = ["peft>=0.17"]
 DATA = ["datasets>=4"]
 MATH = ["math-verify[antlr4_13_2]>=0.8"]
 GYM = ["gymnasium>=1"]
+PLOT = ["matplotlib>=3.8"]
+MLFLOW = ["mlflow>=3"]
+WANDB = ["wandb>=0.20"]
 TEST = [
     *LORA,
+    *PLOT,
     "accelerate>=1",
     "hypothesis>=6.100",
     "pytest>=8",
@@ -63,10 +69,12 @@ setup(
     description="A pluggable, fault-tolerant control plane for RL post-training on Ray",
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    author="The DLRover RL authors",
     license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=">=3.11",
-    packages=find_namespace_packages(include=["dlrover", "dlrover.*"]),
-    package_data={"dlrover": ["py.typed", "python/rl/recipe/*.yaml"]},
+    packages=find_namespace_packages(include=["dlrover.rl", "dlrover.python.rl", "dlrover.python.rl.*"]),
+    package_data={"dlrover.rl": ["py.typed"], "dlrover.python.rl": ["py.typed", "recipe/*.yaml"]},
     install_requires=CORE,
     extras_require={
         "data": DATA,
@@ -76,13 +84,22 @@ setup(
         "gym": GYM,
         "lora": LORA,
         "math": MATH,
+        "mlflow": MLFLOW,
+        "plot": PLOT,
         "test": TEST,
+        "wandb": WANDB,
         **ENGINES,
     },
     entry_points={"console_scripts": ["dlrover-rl = dlrover.python.rl.master.main:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
     ],
 )

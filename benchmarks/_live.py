@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job that runs in the background while it is measured from outside."""
 
 import json
@@ -16,7 +17,7 @@ from dlrover.python.rl.common.names import master_name
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.master.job import check_job, run_on_ray, stop_master
 from dlrover.python.rl.master.status import JobStatus
-from dlrover.python.rl.runtime.ray.actors import find
+from dlrover.python.rl.runtime.ray.processes.actors import find
 from dlrover.python.rl.trainer.trainer import StepReport
 from tests.chaos.ledger import Ledger, Loss, Up, is_alive
 from tests.chaos.recorder import Recorder

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """R: what Ray itself needs to restart an actor, from its death to its first good call."""
 
 import os

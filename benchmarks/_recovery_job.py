@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The jobs that recovery is measured on: members that are busy for a given time, in a loop with and without steps."""
 
 import json
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.trainer.trainer import BaseTrainer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The four parts of the recovery benchmark."""
 
 import os
@@ -17,7 +18,7 @@ from benchmarks._live import Healed, Live
 from benchmarks._raw_restart import RawRestart
 from benchmarks._recovery_job import HANG_S, bench_job, chunks_per_second, with_hang_after
 from dlrover.python.rl.config.spec import JobSpec, LivenessSpec
-from dlrover.python.rl.runtime.ray.options import process_env
+from dlrover.python.rl.runtime.ray.processes.actors import process_env
 from tests.ray.two_nodes import TwoNodes
 
 _STEPS_PER_FAULT = 10
@@ -47,7 +48,7 @@ def _say(line: str) -> None:
 
 def per_fault(work: Path, cluster: TwoNodes, sizes: Sizes) -> dict[str, Any]:
     """R and each fault, once a round. Seconds."""
-    found: dict[str, Any] = {"R": []}
+    timings: dict[str, Any] = {"R": []}
     with ExitStack() as stack:
         warm, cold, plain = lives = tuple(
             _begun(stack, bench_job(f"bench-{name}", work / name, **more))
@@ -67,15 +68,15 @@ def per_fault(work: Path, cluster: TwoNodes, sizes: Sizes) -> dict[str, Any]:
             "member crash, whole job restarts": lambda: _strike_plain(plain),
         }
         for number in range(sizes.rounds):
-            found["R"].append(raw.measure())
-            _say(f"round {number + 1}: R {found['R'][-1]:.2f} s")
+            timings["R"].append(raw.measure())
+            _say(f"round {number + 1}: R {timings['R'][-1]:.2f} s")
             for name, fault in faults.items():
                 _until_all_well(lives)
-                _note(found, name, fault())
+                _note(timings, name, fault())
     for _ in range(sizes.node_rounds):
-        _note(found, "node loses power", _strike_node(work, cluster, cluster.kill_node))
-        _note(found, "node is cut off", _strike_node(work, cluster, cluster.stop_raylet))
-    return found
+        _note(timings, "node loses power", _strike_node(work, cluster, cluster.kill_node))
+        _note(timings, "node is cut off", _strike_node(work, cluster, cluster.stop_raylet))
+    return timings
 
 
 def _begun(stack: ExitStack, job: JobSpec) -> Live:
@@ -90,9 +91,9 @@ def _until_all_well(lives: Iterable[Live]) -> None:
         live.until_well()
 
 
-def _note(found: dict[str, Any], name: str, healed: Healed) -> None:
+def _note(timings: dict[str, Any], name: str, healed: Healed) -> None:
     _say(f"{name}: noticed {healed.noticed_s}, healed {healed.healed_s:.2f} s, {healed.cause}")
-    found.setdefault(name, []).append(asdict(healed))
+    timings.setdefault(name, []).append(asdict(healed))
 
 
 def _strike_plain(plain: Live) -> Healed:
@@ -198,9 +199,9 @@ def _cost(work: Path, sizes: Sizes, state_mb: int) -> dict[str, Any]:
         order = ("durable", "plain") if number % 2 == 0 else ("plain", "durable")
         for name in order:
             times[name] += _step_times(work, name, sizes.cost_steps, state_mb)
-        told = {name: round(median(found), 4) for name, found in times.items()}
-        _say(f"cost with {state_mb} MB, round {number + 1}: {told}")
-    steps = {name: {"step_s": median(found), "steps": len(found)} for name, found in times.items()}
+        messages = {name: round(median(timings), 4) for name, timings in times.items()}
+        _say(f"cost with {state_mb} MB, round {number + 1}: {messages}")
+    steps = {name: {"step_s": median(timings), "steps": len(timings)} for name, timings in times.items()}
     percent = 100 * (steps["durable"]["step_s"] - steps["plain"]["step_s"]) / _STEP_S
     return {**steps, "percent": percent}
 
@@ -230,9 +231,9 @@ def false_alarms(work: Path, sizes: Sizes) -> dict[str, Any]:
     with _busy_cores(), Live(job) as live:
         status = live.join(3.0 * sizes.healthy_steps + 120.0)
         losses = live.recorder.read().real_losses()
-    told = [f"{loss.who}: {loss.cause.kind.value}: {loss.cause.message}" for loss in losses]
+    messages = [f"{loss.who}: {loss.cause.kind.value}: {loss.cause.message}" for loss in losses]
     seconds = time.monotonic() - began_s
-    return {"steps": status.step, "losses": len(losses), "told": told, "seconds": seconds}
+    return {"steps": status.step, "losses": len(losses), "told": messages, "seconds": seconds}
 
 
 @contextmanager

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recovery benchmark as a picture."""
 
 from collections.abc import Mapping
@@ -35,5 +36,5 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
 
 def _title(results: Mapping[str, Any]) -> str:
     effective = results.get("effective", {})
-    told = [f"{name} {figures['percent']:.1f} %" for name, figures in effective.items()]
-    return "effective time at one fault per 10 steps of 2 R: " + ", ".join(told) if told else "recovery by fault"
+    labels = [f"{name} {figures['percent']:.1f} %" for name, figures in effective.items()]
+    return "effective time at one fault per 10 steps of 2 R: " + ", ".join(labels) if labels else "recovery by fault"

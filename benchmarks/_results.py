@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where benchmarks leave what they have found, and what they say of the machine."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engines that ``benchmarks.rollout`` runs against each other, each on the same work."""
 
 import json
@@ -14,8 +15,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria
 
-from dlrover.python.rl.engine.base import Request, RolloutSettings, SamplingParams
-from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
+from dlrover.python.rl.engine.api.base import Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 
 ANSWER_S = 600.0
 """How long vLLM may take to start, or for one work."""
@@ -110,15 +111,15 @@ class Transformers:
     def run(self, work: Work) -> list[int]:
         """Draw, a batch at a time; a row that has reached its length waits for the longest of its batch."""
         order = np.argsort(work.lengths, kind="stable") if self._sort else np.arange(len(work.lengths))
-        drawn = [0] * len(order)
+        counts = [0] * len(order)
         for start in range(0, len(order), work.at_a_time):
             chosen = order[start : start + work.at_a_time].tolist()
             lengths = [work.lengths[row] for row in chosen]
             prompts = torch.tensor([work.prompts[row] for row in chosen])
             out = self._generate(prompts, lengths)
             for row, length in zip(chosen, lengths, strict=True):
-                drawn[row] = min(length, out.shape[1] - prompts.shape[1])
-        return drawn
+                counts[row] = min(length, out.shape[1] - prompts.shape[1])
+        return counts
 
     @torch.inference_mode()
     def _generate(self, prompts: Any, lengths: list[int]) -> Any:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM's side of ``benchmarks.rollout``: run by the interpreter that has vLLM, with nothing of this project in it.
 
 Reads lines of JSON ``[prompts, lengths]``, draws, and answers with the number of tokens drawn for each. Answers begin

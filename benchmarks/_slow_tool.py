@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An environment whose answers take long now and then, as tools' and sandboxes' do."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``benchmarks.training`` runs against each other: this project's engines and TRL's trainers, on the same work."""
 
 import random
@@ -15,9 +16,9 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.sft import SFT
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import OptimizerConfig, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.api.base import OptimizerConfig, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.registry import ROLLOUT, engine_class
 
 LR = 1e-5
 BEST = {"bf16": False, "gradient_checkpointing": False}
@@ -45,7 +46,7 @@ class Work:
     steps: int
 
     @classmethod
-    def drawn(cls, rows: int, steps: int) -> "Work":
+    def make(cls, rows: int, steps: int) -> "Work":
         """Examples of 16 to 512 tokens; prompts of 32."""
         generator = random.Random(0)
         lengths = [generator.randint(16, 512) for _ in range(rows)]
@@ -103,7 +104,7 @@ class OwnGrpo:
 
     def __init__(self, model: Path) -> None:
         self._train = Fsdp2TrainEngine(model, OptimizerConfig(lr=LR))
-        self._rollout = engine_class(ROLLOUT, "torch")(model, RolloutSettings())
+        self._rollout = engine_class(ROLLOUT_ENGINES, "torch")(model, RolloutSettings())
 
     def run(self, work: Work) -> float:
         """See :class:`Side`."""
@@ -117,14 +118,14 @@ class OwnGrpo:
         self._rollout.receive(self._train.publish())
         tokens = Ragged.from_rows([tokenizer.encode(prompt) for prompt in work.prompts], dtype=np.int64)
         sampling = SamplingParams(work.new_tokens, 1.0, work.completions, ignore_eos=True)
-        asked = Batch({"prompt_id": np.arange(len(work.prompts)), "tokens": tokens})
-        drawn = self._rollout.generate(asked, sampling, (self._train.version,))
-        actions = np.array([int(mask.sum()) for mask in drawn.ragged("action_mask")], dtype=np.int64)
-        rewards = np.array([reward(text) for text in drawn.objects("completion")])
-        judged = Batch({"prompt_id": drawn["prompt_id"], "reward": rewards, "action_tokens": actions})
-        rows = algorithm.annotate(judged)
-        batch = drawn.select("tokens", "action_mask").with_columns(
-            old_logprobs=drawn["logprobs"], advantage=rows["advantage"], weight=rows["weight"]
+        prompt_batch = Batch({"prompt_id": np.arange(len(work.prompts)), "tokens": tokens})
+        samples = self._rollout.generate(prompt_batch, sampling, (self._train.version,))
+        actions = np.array([int(mask.sum()) for mask in samples.ragged("action_mask")], dtype=np.int64)
+        rewards = np.array([reward(text) for text in samples.objects("completion")])
+        scored = Batch({"prompt_id": samples["prompt_id"], "reward": rewards, "action_tokens": actions})
+        rows = algorithm.annotate(scored)
+        batch = samples.select("tokens", "action_mask").with_columns(
+            old_logprobs=samples["logprobs"], advantage=rows["advantage"], weight=rows["weight"]
         )
         self._train.step(batch, algorithm.loss)
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What engines hold of a device, and how fast they are on it: ``python -m benchmarks.device --device cuda``.
 
 After each call that moves an engine: the bytes that it accounts for, and on a GPU those that torch says are allocated.
@@ -21,11 +22,11 @@ import torch
 from benchmarks._results import RESULTS, keep
 from dlrover.python.rl.algorithm.registry import make_algorithm
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import OptimizerConfig, RolloutSettings, SamplingParams, TrainSettings
+from dlrover.python.rl.engine.api.base import OptimizerConfig, RolloutSettings, SamplingParams, TrainSettings
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.memory import DeviceMemory
-from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 
 ROWS, PROMPT, NEW = 64, 128, 128
 
@@ -51,12 +52,12 @@ class Bench:
 
     def held(self) -> dict[str, int]:
         """Bytes on the device now."""
-        found = {"train": sum(self.train.footprint().values()), "rollout": sum(self.rollout.footprint().values())}
+        footprint = {"train": sum(self.train.footprint().values()), "rollout": sum(self.rollout.footprint().values())}
         if self.on_gpu:
             torch.cuda.synchronize()
-            found["allocated"] = torch.cuda.memory_allocated()
-            found["reserved"] = torch.cuda.memory_reserved()
-        return found
+            footprint["allocated"] = torch.cuda.memory_allocated()
+            footprint["reserved"] = torch.cuda.memory_reserved()
+        return footprint
 
     def timed(self, call: Callable[[], Any]) -> float:
         """Seconds of a call, the device's work included."""
@@ -70,7 +71,7 @@ class Bench:
 
     def places(self) -> Told:
         """What is held after each call, and how long it took."""
-        told: Told = {"both built": {"seconds": None, **self.held()}}
+        results: Told = {"both built": {"seconds": None, **self.held()}}
         for name, call in (
             ("train.step()", self.step),
             ("rollout.receive()", self.sync),
@@ -83,8 +84,8 @@ class Bench:
             ("train.cuda()", self.train.cuda),
             ("train.meta()", self.train.meta),
         ):
-            told[name] = {"seconds": self.timed(call), **self.held()}
-        return told
+            results[name] = {"seconds": self.timed(call), **self.held()}
+        return results
 
     def step(self) -> None:
         """One optimizer step on random tokens."""
@@ -111,8 +112,8 @@ class Bench:
         """Complete 64 prompts."""
         generator = np.random.default_rng(1)
         prompts = [generator.integers(0, 256, PROMPT) for _ in range(ROWS)]
-        asked = Batch({"prompt_id": np.arange(ROWS), "tokens": Ragged.from_rows(prompts, dtype=np.int64)})
-        self.rollout.generate(asked, SamplingParams(NEW, ignore_eos=True), (0,))
+        prompt_batch = Batch({"prompt_id": np.arange(ROWS), "tokens": Ragged.from_rows(prompts, dtype=np.int64)})
+        self.rollout.generate(prompt_batch, SamplingParams(NEW, ignore_eos=True), (0,))
 
     def copy(self) -> tuple[float, int]:
         """Seconds of a plain copy of the weights on the device, and their bytes."""
@@ -129,8 +130,8 @@ def measure(made: Bench, rounds: int) -> dict[str, Any]:
     nbytes = 0
     for number in range(rounds + 1):
         copy_s, nbytes = made.copy()
-        found = {"sync_s": made.timed(made.sync), "copy_s": copy_s, "draw_s": made.timed(made.draw)}
-        for name, seconds in found.items():
+        timings = {"sync_s": made.timed(made.sync), "copy_s": copy_s, "draw_s": made.timed(made.draw)}
+        for name, seconds in timings.items():
             speeds[name] += [seconds] if number else []
     medians = {name: median(seconds) for name, seconds in speeds.items()}
     return {
@@ -142,23 +143,23 @@ def measure(made: Bench, rounds: int) -> dict[str, Any]:
     }
 
 
-def summary(told: dict[str, Any]) -> str:
+def summary(results: dict[str, Any]) -> str:
     """The tables of a run."""
     lines = [
-        f"{told['device']}, {told['precision']}, torch {told['torch']}; model: {told['model']},"
-        f" {told['weight_bytes'] / 1e6:,.0f} MB of float32 weights.",
+        f"{results['device']}, {results['precision']}, torch {results['torch']}; model: {results['model']},"
+        f" {results['weight_bytes'] / 1e6:,.0f} MB of float32 weights.",
         "",
-        f"* rollout: {told['tokens_per_s']:,.0f} tokens/s at {ROWS} sequences of {PROMPT} + {NEW} tokens",
-        f"* weight sync in one process, verified: {told['sync_s'] * 1e3:.1f} ms,"
-        f" {100 * told['sync_share_of_copy']:.1f} % of a plain copy on the device ({told['copy_s'] * 1e3:.2f} ms)",
+        f"* rollout: {results['tokens_per_s']:,.0f} tokens/s at {ROWS} sequences of {PROMPT} + {NEW} tokens",
+        f"* weight sync in one process, verified: {results['sync_s'] * 1e3:.1f} ms,"
+        f" {100 * results['sync_share_of_copy']:.1f} % of a plain copy there ({results['copy_s'] * 1e3:.2f} ms)",
         "",
     ]
-    columns = [name for name in next(iter(told["places"].values())) if name != "seconds"]
+    columns = [name for name in next(iter(results["places"].values())) if name != "seconds"]
     lines.append(f"| after | seconds | {' | '.join(f'{name}, MB' for name in columns)} |")
     lines.append(f"|---|---|{'---|' * len(columns)}")
-    for after, found in told["places"].items():
-        seconds = "" if found["seconds"] is None else f"{found['seconds']:.3f}"
-        cells = " | ".join(f"{found[name] / 1e6:,.1f}" for name in columns)
+    for after, footprint in results["places"].items():
+        seconds = "" if footprint["seconds"] is None else f"{footprint['seconds']:.3f}"
+        cells = " | ".join(f"{footprint[name] / 1e6:,.1f}" for name in columns)
         lines.append(f"| `{after}` | {seconds} | {cells} |")
     return "\n".join(lines)
 
@@ -176,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_gpu = torch.device(options.device).type == "cuda"
     hidden, layers = options.hidden or (1024 if on_gpu else 128), options.layers or (16 if on_gpu else 2)
     precision = options.precision or ("bf16" if on_gpu else "fp32")
-    told: dict[str, Any] = {
+    results: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "precision": precision,
         "torch": torch.__version__,
@@ -186,8 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         heads = max(hidden // 64, 2)
         shape = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": heads // 2}
         model = write_tiny_model(Path(folder) / "model", **shape, max_positions=1024)
-        told |= measure(Bench(model, options.device, precision), options.rounds)
-    keep(options.out, f"device-{torch.device(options.device).type}", told, summary(told))
+        results |= measure(Bench(model, options.device, precision), options.rounds)
+    keep(options.out, f"device-{torch.device(options.device).type}", results, summary(results))
     return 0
 
 

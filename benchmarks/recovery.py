@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast a job recovers, how much it loses and what that costs: ``make bench-recovery`` (``--quick`` to try it).
 
 All figures are of one run on one machine, interleaved: in each round one raw Ray actor restart (R: kill to first good
@@ -57,8 +58,8 @@ def _fault_row(found: list[dict[str, Any]], raw_s: float) -> list[object]:
     healed_s = median(one["healed_s"] for one in found)
     redone = max(one["redone"] for one in found)
     causes = ", ".join(sorted({one["cause"] for one in found}))
-    told = [median(noticed), max(noticed)] if noticed else [None, None]
-    return [*told, healed_s, healed_s / raw_s, redone, causes]
+    delays_s = [median(noticed), max(noticed)] if noticed else [None, None]
+    return [*delays_s, healed_s, healed_s / raw_s, redone, causes]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

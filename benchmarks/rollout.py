@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast rollout engines draw tokens: ``make bench-rollout`` (``--quick`` to try it).
 
 Each round lets every engine do each work once, one after the other in changing order, in one run on one machine. The
@@ -28,7 +29,7 @@ import torch
 
 from benchmarks._results import RESULTS, keep, machine
 from benchmarks._rollout_sides import Side, Torch, Transformers, Vllm, Work
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 SHAPE = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "max_positions": 512}
 AT_A_TIME, PROMPT = 64, 32
@@ -36,7 +37,7 @@ GOALS = {"equal": 1.7, "mixed": 3.0}
 
 
 def works(quick: bool) -> list[Work]:
-    """What is drawn; the same in every run."""
+    """The same prompts and lengths in every run."""
     generator = random.Random(0)
 
     def prompts(count: int) -> list[list[int]]:
@@ -57,10 +58,10 @@ def measure(sides: Sequence[Side], chosen: Sequence[Work], rounds: int) -> dict[
         random.Random(number).shuffle(order)
         for work, side in product(chosen, order):
             begun = time.perf_counter()
-            drawn = side.run(work)
+            counts = side.run(work)
             seconds = time.perf_counter() - begun
-            if drawn != work.lengths:
-                raise RuntimeError(f"{side.name} drew {sum(drawn)} tokens of {work.tokens}")
+            if counts != work.lengths:
+                raise RuntimeError(f"{side.name} drew {sum(counts)} tokens of {work.tokens}")
             if number:
                 rates[work.name][side.name].append(work.tokens / seconds)
     return rates

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much sooner a run ends whose rollouts run ahead: ``make bench-async`` (``--quick`` to try it).
 
 Each sample waits for an answer of its environment, most of them shortly, a few long. With ``max_staleness=0`` a step
@@ -20,8 +21,8 @@ from typing import Any
 from benchmarks._results import RESULTS, keep, machine
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.master.job import check_job, run_here
-from dlrover.python.rl.recipe.tiny import write_tiny_model
 from tests.chaos.tables import markdown
 from tests.chaos.verdict import read_rows
 
@@ -65,7 +66,7 @@ def run_one(folder: Path, max_staleness: int, seed: int, steps: int) -> dict[str
     job = job_of(folder, max_staleness, seed, steps)
     status = run_here(check_job(job))
     rows, samples, held_out = (read_rows(job.job_dir / f"{name}.jsonl") for name in ("metrics", "samples", "held_out"))
-    stale = [row["step"] - 1 - row["oldest"] for row in samples]
+    stale = [row["step"] - 1 - row["min_version"] for row in samples]
     return {
         "phase": status.phase.value,
         "cause": str(status.cause),
@@ -89,17 +90,17 @@ def measured(folder: Path, max_staleness: int, seed: int, steps: int) -> dict[st
     )
     if ran.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}")
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    if found["phase"] != "finished" or found["steps"] != steps or found["staleness"][1] > max_staleness:
-        raise SystemExit(f"a run did not end as it should: {found}")
-    return {**found, "wall_s": time.monotonic() - began_s}
+    results: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    if results["phase"] != "finished" or results["steps"] != steps or results["staleness"][1] > max_staleness:
+        raise SystemExit(f"a run did not end as it should: {results}")
+    return {**results, "wall_s": time.monotonic() - began_s}
 
 
-def table(found: dict[str, list[dict[str, Any]]]) -> str:
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Medians over the seeds; how many times sooner than the first."""
-    first = median(run["seconds"] for run in next(iter(found.values())))
+    first = median(run["seconds"] for run in next(iter(results.values())))
     rows: list[list[object]] = []
-    for name, runs in found.items():
+    for name, runs in results.items():
         seconds = median(run["seconds"] for run in runs)
         rewards, after = (", ".join(f"{run[part]:.3f}" for run in runs) for part in ("reward", "held_out"))
         stale = [mean(run["staleness"][0] for run in runs), max(run["staleness"][1] for run in runs)]
@@ -127,16 +128,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(run_one(folder, options.one, options.seed, options.steps)))
         return 0
     steps, seeds = (6, [0]) if options.quick else (options.steps, options.seeds)
-    found: dict[str, list[dict[str, Any]]] = {str(allowed): [] for allowed in options.staleness}
+    results: dict[str, list[dict[str, Any]]] = {str(allowed): [] for allowed in options.staleness}
     for seed in seeds:
         for allowed in options.staleness:
-            found[str(allowed)].append(measured(folder, allowed, seed, steps))
+            results[str(allowed)].append(measured(folder, allowed, seed, steps))
     text = (
         f"{steps} steps of 4 groups of 8 samples, seeds {', '.join(map(str, seeds))}, interleaved; of the "
-        f"environment's answers 80 % take 20 ms, 17 % 200 ms, 3 % 2 s\n\n{table(found)}"
+        f"environment's answers 80 % take 20 ms, 17 % 200 ms, 3 % 2 s\n\n{table(results)}"
     )
     name = "running_ahead-quick" if options.quick else "running_ahead"
-    keep(options.out, name, {"steps": steps, "seeds": seeds, "machine": machine(1), "runs": found}, text)
+    keep(options.out, name, {"steps": steps, "seeds": seeds, "machine": machine(1), "runs": results}, text)
     return 0
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast training is: ``make bench-training`` (``ARGS=--quick`` to try it), in an environment with TRL.
 
 Each round lets every side do its work once, one after the other in changing order, in one process on one machine. All
@@ -25,7 +26,7 @@ import trl
 
 from benchmarks._results import RESULTS, keep, machine
 from benchmarks._training_sides import BEST, OwnGrpo, OwnSft, Side, TrlGrpo, TrlSft, Work
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 SHAPE = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "max_positions": 512}
 GOAL = 1.5
@@ -75,8 +76,10 @@ def summary(results: dict[str, Any]) -> str:
         unit = "tokens/s" if kind == "sft" else "s per step"
         lines += [f"| side | {unit}, median | quartiles | time, this project's = 1 |", "|---|---|---|---|"]
         for name, times in found.items():
-            told = [_told(kind, value, results) for value in [median(times), *_quartiles(times)]]
-            lines.append(f"| {name} | {told[0]} | {told[1]} to {told[2]} | {median(times) / median(found[own]):.2f} |")
+            cells = [_format_value(kind, value, results) for value in [median(times), *_quartiles(times)]]
+            lines.append(
+                f"| {name} | {cells[0]} | {cells[1]} to {cells[2]} | {median(times) / median(found[own]):.2f} |"
+            )
         lines.append("")
     at = results["machine"]
     lines.append(
@@ -86,7 +89,7 @@ def summary(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _told(kind: str, seconds: float, results: dict[str, Any]) -> str:
+def _format_value(kind: str, seconds: float, results: dict[str, Any]) -> str:
     return f"{results['tokens'] / seconds:,.0f}" if kind == "sft" else f"{seconds / results['steps']:.2f}"
 
 
@@ -106,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     rounds = options.rounds or (1 if options.quick else 7)
     torch.set_num_threads(options.threads)
-    work = Work.drawn(32, 1) if options.quick else Work.drawn(128, 3)
+    work = Work.make(32, 1) if options.quick else Work.drawn(128, 3)
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model(Path(folder) / "model", **SHAPE)
         seconds = measure(sides(model, Path(folder) / "trl", not options.no_defaults), work, rounds)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How fast weights get to another process of the same node: ``make bench-weight-sync`` (``--quick`` to try it).
 
 All figures are of one run on one machine, interleaved: in each round one plain copy of the same bytes between memory
@@ -21,12 +22,12 @@ from typing import Any
 import torch
 
 from benchmarks._results import RESULTS, keep, machine
-from dlrover.python.rl.engine.sync.base import SyncSettings, WeightTransport
-from dlrover.python.rl.engine.sync.broadcast import BroadcastTransport
-from dlrover.python.rl.engine.sync.file import FileTransport, disk, shared_memory
-from dlrover.python.rl.engine.sync.link import LinkTransport
-from dlrover.python.rl.engine.sync.pull import PullTransport
-from dlrover.python.rl.engine.weights import WeightSnapshot, take_snapshot, verify
+from dlrover.python.rl.engine.api.weights import WeightSnapshot, take_snapshot, verify_snapshot
+from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTransport
+from dlrover.python.rl.engine.weight_sync.collective import BroadcastTransport
+from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
+from dlrover.python.rl.engine.weight_sync.disk import DiskTransport
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from tests.chaos.tables import markdown
 
 REPOSITORY = Path(__file__).parents[1]
@@ -68,14 +69,12 @@ class Source:
 
 def transports(folders: dict[str, str], settings: SyncSettings) -> dict[str, WeightTransport]:
     """Each way, by the name that the tables give it."""
-    memory, drive = Path(folders["memory"]), Path(folders["disk"])
+    memory, drive = replace(settings, folder=Path(folders["memory"])), replace(settings, folder=Path(folders["disk"]))
     return {
-        "shared memory, mapped": shared_memory(memory, "MAPPED", settings),
-        "shared memory, copied": FileTransport(memory, "COPIED", settings, mapped=False),
-        "shared bucket": LinkTransport(memory, "LINK", settings),
-        "fetched, same host": PullTransport(settings),
-        "fetched, through TCP": PullTransport(settings, maps_pages=False),
-        "disk": disk(drive, "DISK", settings),
+        "pull, shared memory": PullTransport(settings),
+        "pull, TCP": PullTransport(settings, maps_pages=False),
+        "shared bucket": CudaIpcTransport(memory),
+        "disk": DiskTransport(drive),
         "broadcast, gloo": BroadcastTransport(settings),
     }
 
@@ -99,7 +98,7 @@ def sink(folders: dict[str, str], settings: SyncSettings, pipe: Any) -> None:
 def _serve(snapshot: WeightSnapshot, served: Named) -> None:
     if not served:
         served.update({name: torch.zeros(shape) for name, shape in snapshot.shapes.items()})
-    verify(snapshot, snapshot.shapes, serving=-1)
+    verify_snapshot(snapshot, snapshot.shapes, serving=-1)
     for name, tensor in served.items():
         tensor.copy_(snapshot.tensor(name))
 
@@ -123,7 +122,7 @@ class Bench:
 
     def sync(self, way: str, bucket_bytes: int) -> tuple[float, float]:
         """Seconds of a sync until the weights have arrived, and until they serve."""
-        settings = SyncSettings(who="ACTOR[0]", bucket_bytes=bucket_bytes)
+        settings = SyncSettings(name="ACTOR[0]", bucket_bytes=bucket_bytes)
         transport = self._ways.setdefault(bucket_bytes, transports(self._folders, settings))[way]
         self.source.step()
         began_s = time.perf_counter()
@@ -146,7 +145,7 @@ class Bench:
     def check(self) -> None:
         """That the fingerprints are those of the plain way."""
         self.source.step()
-        transport = next(iter(self._ways.values()))["shared memory, mapped"]
+        transport = next(iter(self._ways.values()))["pull, shared memory"]
         ticket = transport.offer(self.source)
         if transport.send(ticket, self.source) != take_snapshot(self._named.items(), self.source.version).stamp:
             raise RuntimeError("a sync's fingerprint is not the snapshot's")
@@ -162,21 +161,21 @@ class Bench:
 def bench(megabytes: int, memory: Path, work: Path) -> Iterator[Bench]:
     """Both processes."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
+    parent_pipe, child_pipe = context.Pipe()
     with ExitStack() as stack:
         work.mkdir(parents=True, exist_ok=True)
         folders = {
             "memory": stack.enter_context(tempfile.TemporaryDirectory(dir=memory, prefix="weight-sync-")),
             "disk": stack.enter_context(tempfile.TemporaryDirectory(dir=work)),
         }
-        child = context.Process(target=sink, args=(folders, SyncSettings(who="ROLLOUT[0]"), theirs))
+        child = context.Process(target=sink, args=(folders, SyncSettings(name="ROLLOUT[0]"), child_pipe))
         child.start()
         stack.callback(child.join, _LATEST_S)
         stack.callback(child.kill)
-        made = Bench(megabytes, folders, ours)
+        made = Bench(megabytes, folders, parent_pipe)
         stack.callback(made.close)
         yield made
-        ours.send(None)
+        parent_pipe.send(None)
         child.join(_LATEST_S)
 
 
@@ -185,11 +184,11 @@ def measure(made: Bench, ways: Sequence[tuple[str, int]], rounds: int) -> dict[s
     seconds: dict[str, Any] = {"plain": []} | {f"{way}|{size}": [] for way, size in ways}
     for number in range(rounds + 2):
         plain_s = made.plain()
-        found = {f"{way}|{size}": made.sync(way, size) for way, size in ways}
+        timings = {f"{way}|{size}": made.sync(way, size) for way, size in ways}
         if number < 2:
             continue
         seconds["plain"].append(plain_s)
-        for name, both_s in found.items():
+        for name, both_s in timings.items():
             seconds[name].append(both_s)
     return seconds
 
@@ -198,13 +197,13 @@ def table(seconds: dict[str, Any], nbytes: int, head: str, label: int) -> str:
     """Medians, and the share of the plain copy's speed that they are."""
     plain_s = median(seconds["plain"])
     rows: list[list[object]] = [["plain copy", plain_s * 1e3, nbytes / plain_s / 1e9, 100.0, None, None]]
-    for name, found in seconds.items():
+    for name, samples in seconds.items():
         if name != "plain":
-            arrived_s, serving_s = (median(each[at] for each in found) for at in (0, 1))
-            told = name.split("|")[label]
-            told = told if label == 0 else f"{int(told) // 1024} KiB"
+            arrived_s, serving_s = (median(each[at] for each in samples) for at in (0, 1))
+            text = name.split("|")[label]
+            text = text if label == 0 else f"{int(text) // 1024} KiB"
             shares = [100 * plain_s / each for each in (arrived_s, serving_s)]
-            rows.append([told, arrived_s * 1e3, nbytes / arrived_s / 1e9, shares[0], serving_s * 1e3, shares[1]])
+            rows.append([text, arrived_s * 1e3, nbytes / arrived_s / 1e9, shares[0], serving_s * 1e3, shares[1]])
     return markdown([head, "arrived, ms", "GB/s", "% of plain", "serving, ms", "% of plain"], rows)
 
 
@@ -224,18 +223,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     with bench(megabytes, options.memory, options.work) as made:
         names = transports({"memory": "-", "disk": "-"}, SyncSettings())
         ways = measure(made, [(name, options.bucket) for name in names], rounds)
-        buckets = measure(made, [("shared memory, mapped", size) for size in _BUCKETS], rounds)
+        buckets = measure(made, [("pull, shared memory", size) for size in _BUCKETS], rounds)
         made.check()
         nbytes = made.nbytes
     text = (
         f"{nbytes / 1e6:.0f} MB of weights, medians of {rounds} rounds, buckets of {options.bucket // 1024} KiB\n\n"
-        f"{table(ways, nbytes, 'way', 0)}\n\n{table(buckets, nbytes, 'shared memory, mapped: bucket', 1)}"
+        f"{table(ways, nbytes, 'way', 0)}\n\n{table(buckets, nbytes, 'pull, shared memory: bucket', 1)}"
     )
-    told = {"bytes": nbytes, "rounds": rounds, "bucket": options.bucket, "machine": machine(1)}
+    setting = {"bytes": nbytes, "rounds": rounds, "bucket": options.bucket, "machine": machine(1)}
     keep(
         options.out,
         "weight_sync-quick" if options.quick else "weight_sync",
-        told | {"ways_s": ways, "buckets_s": buckets},
+        setting | {"ways_s": ways, "buckets_s": buckets},
         text,
     )
     return 0

@@ -1,10 +1,16 @@
-"""Sphinx configuration. What can be read off the code is: ``<!-- modules: room -->`` on a page becomes the reference of
-the room's modules, ``<!-- fields: module.Class -->`` the table of a configuration's keys."""
+# SPDX-License-Identifier: Apache-2.0
+"""Sphinx configuration.
+
+Reference tables are generated from the code: ``<!-- modules: package -->`` on a page becomes the reference of the
+package's modules, ``<!-- fields: module.Class -->`` the table of one configuration class, and
+``<!-- keys: module.Class -->`` the table of all its dotted keys, those of nested classes included.
+"""
 
 import dataclasses
 import importlib
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -16,8 +22,8 @@ PACKAGE = ROOT / "dlrover" / "python" / "rl"
 sys.path.insert(0, str(ROOT))
 
 project = "DLRover RL"
-copyright = "DLRover RL contributors, Apache License 2.0"
-author = "DLRover RL contributors"
+copyright = "The DLRover RL authors, Apache License 2.0"
+author = "The DLRover RL authors"
 release = "0.1.0"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
@@ -30,36 +36,41 @@ html_theme = "furo"
 html_title = "DLRover RL"
 html_show_sourcelink = False
 
-autodoc_default_options = {"members": True, "member-order": "bysource", "show-inheritance": True}
+autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource", "show-inheritance": True}
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+autodoc_inherit_docstrings = False  # those of torch refer to pages of torch
 # Backends live in environments of their own; their engines' pages need no more than their names.
 autodoc_mock_imports = ["deepspeed", "megatron", "vllm"]
 python_use_unqualified_type_names = True
 
 nitpicky = True
+suppress_warnings = ["ref.python"]  # the annotation `type` matches every field of that name
 # No network, so nothing outside this package has a page to point to; and names that only an annotation shows.
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!dlrover).*\..*"),
     (r"py:(class|obj)", r"dlrover\..*\.([A-Z]|_\w+)"),
     (r"py:.*", r"[A-Z_][A-Za-z_]?|Any|inf|str|int|float|bool|bytes|type|None|list|dict|tuple|set|object"),
     (r"py:.*", r"\w+\[(str|int)"),
+    (r"py:class", r"Literal\[.*"),
+    (r"py:class", r"dlrover\..*\.(SampleDataset|LoadedSample|InvocationOptions)"),
     (r"py:class", r"(\\n|\n)"),  # a line's end that stands in a default value
 ]
 
 _MODULES = re.compile(r"<!-- modules: (\S+) -->")
 _FIELDS = re.compile(r"<!-- (own )?fields: (\S+)\.(\w+) -->")
+_KEYS = re.compile(r"<!-- keys: (\S+)\.(\w+) -->")
 _COMPARISONS = {"Gt": ">", "Ge": ">=", "Lt": "<", "Le": "<="}
 
 
-def modules_of(room: str) -> list[str]:
-    """Dotted names of the public modules of a room, its packages' own docstrings left to the page's introduction."""
-    files = sorted(file for file in (PACKAGE / room).rglob("*.py") if not file.name.startswith("_"))
+def modules_of(package: str) -> list[str]:
+    """Dotted names of the public modules of a package, its packages' own docstrings left to the page's introduction."""
+    files = sorted(file for file in (PACKAGE / package).rglob("*.py") if not file.name.startswith("_"))
     return [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
 
 
 def list_modules(app, docname, source):
-    """Put the reference of each of its modules where a page says ``<!-- modules: room -->``."""
+    """Put the reference of each of its modules where a page says ``<!-- modules: package -->``."""
 
     def reference(match):
         blocks = []
@@ -104,7 +115,7 @@ def default_text(field: dataclasses.Field) -> str:
     if dataclasses.is_dataclass(value):
         usual = {part.name: part.default for part in dataclasses.fields(value)}
         own = [
-            f"`{name}: {told}`" for name, told in vars(value).items() if usual[name] not in (told, dataclasses.MISSING)
+            f"`{name}: {item}`" for name, item in vars(value).items() if usual[name] not in (item, dataclasses.MISSING)
         ]
         return ", with ".join(["see its table", *own])
     if value in ({}, (), []):
@@ -112,6 +123,22 @@ def default_text(field: dataclasses.Field) -> str:
     if value is None or value == "":
         return "none"
     return f"`{list(value) if isinstance(value, tuple) else value}`"
+
+
+def field_comments(config: type, own: bool = False) -> dict[str, str]:
+    """The string below each field of a configuration class, by the field's name."""
+    comments = {}
+    for base in [config] if own else reversed(config.__mro__[:-1]):
+        attributes = ModuleAnalyzer.for_module(base.__module__).find_attr_docs()
+        comments |= {name: " ".join(text) for (where, name), text in attributes.items() if where == base.__name__}
+    return {name: " ".join(text.split()).replace("``", "`").replace("|", "or") for name, text in comments.items()}
+
+
+def field_row(key: str, kind: Any, field: dataclasses.Field, meaning: str) -> str:
+    return f"| `{key}` | {type_text(kind).replace('|', 'or')} | {default_text(field)} | {meaning} |"
+
+
+HEAD = ["| key | type | default | meaning |", "|---|---|---|---|"]
 
 
 def list_fields(app, docname, source):
@@ -122,21 +149,44 @@ def list_fields(app, docname, source):
 
     def table(match):
         config = getattr(importlib.import_module(match[2]), match[3])
-        comments = {}
-        for base in [config] if match[1] else reversed(config.__mro__[:-1]):
-            told = ModuleAnalyzer.for_module(base.__module__).find_attr_docs()
-            comments |= {name: text for (where, name), text in told.items() if where == base.__name__}
+        comments = field_comments(config, own=bool(match[1]))
         types = get_type_hints(config, include_extras=True)
-        rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-        for field in dataclasses.fields(config):
-            if match[1] and field.name not in config.__annotations__:
-                continue
-            meaning = " ".join(comments.get(field.name, ["its own table"])).strip().replace("``", "`")
-            kind = type_text(types[field.name]).replace("|", "or")
-            rows.append(f"| `{field.name.rstrip('_')}` | {kind} | {default_text(field)} | {meaning} |")
-        return "\n".join(rows)
+        fields = [field for field in dataclasses.fields(config) if not match[1] or field.name in config.__annotations__]
+        rows = [
+            field_row(field.name.rstrip("_"), types[field.name], field, comments.get(field.name, "its own table"))
+            for field in fields
+        ]
+        return "\n".join([*HEAD, *rows])
 
     source[0] = _FIELDS.sub(table, source[0])
+
+
+def key_rows(config: type, prefix: str = "") -> list[str]:
+    """A row for each dotted key of a configuration class, with its default in a job that names none."""
+    comments, types = field_comments(config), get_type_hints(config, include_extras=True)
+    rows = []
+    for field in dataclasses.fields(config):
+        key, kind = f"{prefix}{field.name.rstrip('_')}", types[field.name]
+        nested = [part for part in (kind, *get_args(kind)) if isinstance(part, type) and dataclasses.is_dataclass(part)]
+        if nested and get_origin(kind) is not Mapping:
+            rows += key_rows(nested[0], f"{key}.")
+        else:
+            default = default_text(field)
+            about = (
+                f"{type_text(kind).replace('|', 'or')}; {default if default == 'required' else f'default {default}'}"
+            )
+            rows.append(f"| `{key}`<br>{about} | {comments.get(field.name, '')} |")
+    return rows
+
+
+def list_keys(app, docname, source):
+    """Put the table of all dotted keys where a page says ``<!-- keys: module.Class -->``."""
+
+    def table(match):
+        config = getattr(importlib.import_module(match[1]), match[2])
+        return "\n".join(["| key | meaning |", "|---|---|", *key_rows(config)])
+
+    source[0] = _KEYS.sub(table, source[0])
 
 
 class Sections(GoogleDocstring):
@@ -147,9 +197,9 @@ class Sections(GoogleDocstring):
 
 
 def google_sections(app, what, name, obj, options, lines):
-    """Read ``Args:``, ``Returns:`` and their kin.
+    """Read ``Args:``, ``Returns:`` and the other sections.
 
-    The napoleon extension is not loaded as such: it takes "Divides the logits: 0 is greedy" under a field for a type.
+    The napoleon extension is not loaded as such: it reads "Divides the logits: 0 is greedy" under a field as a type.
     """
     if what not in ("attribute", "data"):
         kind = "method" if what == "property" else what
@@ -157,7 +207,7 @@ def google_sections(app, what, name, obj, options, lines):
 
 
 def short_names(app, env, node, contnode):
-    """Let ``:class:`InvalidJob` `` lead to the only InvalidJob there is, whichever module it is written in."""
+    """Let ``:class:`InvalidJob` `` link to the only class of that name, whichever module defines it."""
     domain = env.domains["py"]
     target = node.get("reftarget", "")
     if node.get("refdomain") != "py" or "." in target:
@@ -172,5 +222,6 @@ def setup(app):
     """Called by Sphinx."""
     app.connect("source-read", list_modules)
     app.connect("source-read", list_fields)
+    app.connect("source-read", list_keys)
     app.connect("autodoc-process-docstring", google_sections)
     app.connect("missing-reference", short_names)

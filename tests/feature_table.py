@@ -1,10 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m tests.feature_table``: writes ``docs/features.md``, which says of each feature which tests show it.
 
-A test shows the features whose numbers stand in its name: ``test_087_...``, or ``test_111_112_...`` of two.
+A test names the features that it shows in a marker: ``@pytest.mark.feature(111, 112)``.
 """
 
 import ast
-import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -13,8 +13,6 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "features.md"
-
-_NUMBERED = re.compile(r"test((?:_\d{3})+)(?:_|$)")
 
 SECTIONS = {
     "A. Starting and placing": (
@@ -215,26 +213,32 @@ def features() -> dict[int, str]:
 def shown(slow: bool = True) -> dict[int, list[str]]:
     """Number to the tests that show it, as ``folder/file.py::test``; with those marked ``slow`` or without."""
     found: dict[int, list[str]] = {}
-    for test, is_slow in _tests():
-        numbers = _NUMBERED.match(test.partition("::")[2])
-        for number in numbers[1].split("_")[1:] if numbers and (slow or not is_slow) else ():
-            found.setdefault(int(number), []).append(test)
+    for test, numbers, is_slow in _tests():
+        for number in numbers if slow or not is_slow else ():
+            found.setdefault(number, []).append(test)
     return found
 
 
 @cache
-def _tests() -> list[tuple[str, bool]]:
-    """Each test, and whether it is slow."""
+def _tests() -> list[tuple[str, tuple[int, ...], bool]]:
+    """Each test, its features, and whether it is slow."""
     files = sorted(TESTS.rglob("test_*.py"))
-    return [(f"{path.relative_to(TESTS)}::{name}", is_slow) for path in files for name, is_slow in _tests_in(path)]
+    return [(f"{path.relative_to(TESTS)}::{name}", *about) for path in files for name, *about in _tests_in(path)]
 
 
-def _tests_in(path: Path) -> Iterator[tuple[str, bool]]:
+def _tests_in(path: Path) -> Iterator[tuple[str, tuple[int, ...], bool]]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     of_all = any(_sets_marks(node) and _says_slow(node) for node in tree.body)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-            yield node.name, of_all or any(map(_says_slow, node.decorator_list))
+            numbers = tuple(number for decorator in node.decorator_list for number in _numbers_in(decorator))
+            yield node.name, numbers, of_all or any(map(_says_slow, node.decorator_list))
+
+
+def _numbers_in(decorator: ast.expr) -> tuple[int, ...]:
+    if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.feature":
+        return tuple(ast.literal_eval(argument) for argument in decorator.args)
+    return ()
 
 
 def _sets_marks(node: ast.AST) -> bool:
@@ -250,8 +254,8 @@ def page() -> str:
     lines = [
         "# What it can do, and which tests show it",
         "",
-        "The features that users of RLite, RL2 and RLFusion know. A test has the numbers of what it shows in",
-        "its name: `pytest -k test_087` runs those of feature 87. Written by `python -m tests.feature_table`.",
+        "The features that users of RLite, RL2 and RLFusion know. A test names the features it shows in a marker:",
+        "`pytest --feature 87` runs those of feature 87. Written by `python -m tests.feature_table`.",
     ]
     names, tests = features(), shown()
     for title, (first, *inside) in SECTIONS.items():

@@ -1,13 +1,15 @@
-"""The layers of the house as a checker over source text: no module is imported to be judged."""
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of the package as a checker over source text: no module is imported to be judged."""
 
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 
 ROOT = "dlrover.python.rl"
 
-ROWS = (
+LAYERS = (
     ("common",),
     ("config",),
     ("data",),
@@ -16,7 +18,7 @@ ROWS = (
     ("master", "recipe", "session"),
     ("classic",),
 )
-ROW_OF = {room: index for index, row in enumerate(ROWS) for room in row}
+LAYER_OF = {package: index for index, layer in enumerate(LAYERS) for package in layer}
 
 CONTROL_HALF = {"trainer", "control", "runtime", "master"}
 MODEL_HALF = {"data", "environment", "algorithm", "engine"}
@@ -59,6 +61,11 @@ ALLOWED_IN_CONTRACT = {
 SHARED_DATA = {"trainer": ("data.batch",), "runtime": ("data.batch", "data.state_tree")}
 
 LONGEST_FILE = 400
+LARGEST_FOLDER = 12
+LARGER_FOLDERS = {
+    "algorithm": "one file per algorithm",
+}
+"""Folders that may hold up to 14 files, and why."""
 
 
 @dataclass(frozen=True)
@@ -111,66 +118,116 @@ def faults(path: str, source: str) -> list[str]:
     lines = len(source.splitlines())
     if lines > LONGEST_FILE:
         found.append(f"{path}: {lines} lines, {LONGEST_FILE} at most")
-    room = PurePosixPath(path).parts[0]
-    if room not in ROW_OF:
-        return [*found, f"{path}: '{room}' is no room of the house"]
+    package = PurePosixPath(path).parts[0]
+    if package not in LAYER_OF:
+        return [*found, f"{path}: '{package}' is not a package of the layers"]
     for item in imports_of(ast.parse(source)):
-        reasons = [item.fault] if item.fault else _reasons(path, room, item)
+        reasons = [item.fault] if item.fault else _reasons(path, package, item)
         found += [f"{path}:{item.line}: {reason} ({item.name})" for reason in reasons]
     return found
 
 
-def _reasons(path: str, room: str, item: Import) -> list[str]:
+def _reasons(path: str, package: str, item: Import) -> list[str]:
     if item.top == "dlrover":
-        return _inside(path, room, item)
-    return _outside(path, room, item)
+        return _inside(path, package, item)
+    return _outside(path, package, item)
 
 
-def _inside(path: str, room: str, item: Import) -> list[str]:
+def _inside(path: str, package: str, item: Import) -> list[str]:
     if item.inside is None:
-        return ["the front door is for users: import from the room"]
+        return ["the front door is for users: import from the package that defines it"]
     other = item.inside.partition(".")[0]
     reasons = []
-    if other not in ROW_OF:
-        return [f"'{other}' is no room of the house"]
-    if other != room and ROW_OF[other] >= ROW_OF[room]:
-        reasons.append(f"{room} may not import {other}, which is not below it")
-    if room in CONTROL_HALF and other in MODEL_HALF and not _is_shared(room, item):
-        reasons.append(f"the control half ({room}) may not import the model half ({other})")
-    if room in MODEL_HALF and other in CONTROL_HALF:
-        reasons.append(f"the model half ({room}) may not import the control half ({other})")
+    if other not in LAYER_OF:
+        return [f"'{other}' is not a package of the layers"]
+    if other != package and LAYER_OF[other] >= LAYER_OF[package]:
+        reasons.append(f"{package} may not import {other}, which is not below it")
+    if package in CONTROL_HALF and other in MODEL_HALF and not _is_shared(package, item):
+        reasons.append(f"the control half ({package}) may not import the model half ({other})")
+    if package in MODEL_HALF and other in CONTROL_HALF:
+        reasons.append(f"the model half ({package}) may not import the control half ({other})")
     if path == "data/batch.py" and other == "data":
         reasons.append("data/batch.py is shared by both halves and imports no other data module")
     return reasons
 
 
-def _is_shared(room: str, item: Import) -> bool:
+def _is_shared(package: str, item: Import) -> bool:
     """The few data modules that both halves see."""
-    return (item.inside or "").startswith(SHARED_DATA.get(room, ()))
+    return (item.inside or "").startswith(SHARED_DATA.get(package, ()))
 
 
-def _outside(path: str, room: str, item: Import) -> list[str]:
+def _outside(path: str, package: str, item: Import) -> list[str]:
     reasons = []
     home = HOMES.get(item.top)
     if home is not None and not path.startswith(f"{home}/"):
-        reasons.append(f"{item.top} is at home in {home}/ only")
-    tensor_free = room in CONTROL_HALF | {"common", "config"} or path == "data/batch.py"
+        reasons.append(f"{item.top} may be imported in {home}/ only")
+    tensor_free = package in CONTROL_HALF | {"common", "config"} or path == "data/batch.py"
     if item.top in TENSOR_LIBRARIES and tensor_free:
-        reasons.append(f"{room} may not import {item.top}")
-    pure = room == "control" or (room == "trainer" and (path, item.top) not in ALLOWED_IN_CONTRACT)
+        reasons.append(f"{package} may not import {item.top}")
+    pure = package == "control" or (package == "trainer" and (path, item.top) not in ALLOWED_IN_CONTRACT)
     if item.top in CLOCK_THREAD_DISK and pure:
-        reasons.append(f"{room} knows no clock, thread or disk")
+        reasons.append(f"{package} knows no clock, thread or disk")
     return reasons
 
 
 def faults_of_tree(root: Path) -> list[str]:
-    """:func:`faults` of every file of the package folder ``dlrover``, and the length of those outside the rooms."""
+    """:func:`faults` of every file of the package folder ``dlrover``, and the length of those outside the packages."""
     found = []
-    house = root / "python" / "rl"
+    base = root / "python" / "rl"
     for file in sorted(root.rglob("*.py")):
         source = file.read_text(encoding="utf-8")
-        if file.is_relative_to(house) and file.parent != house:
-            found += faults(file.relative_to(house).as_posix(), source)
+        if file.is_relative_to(base) and file.parent != base:
+            found += faults(file.relative_to(base).as_posix(), source)
         elif len(source.splitlines()) > LONGEST_FILE:
             found.append(f"{file.relative_to(root)}: {len(source.splitlines())} lines, {LONGEST_FILE} at most")
+    return found
+
+
+def folder_cycle(root: Path) -> list[str]:
+    """A cycle of imports between the folders of the package folder ``dlrover``, empty if there is none.
+
+    A folder and its sub-folders are separate nodes: ``runtime`` and ``runtime/process`` may not import each other.
+    """
+    base = root / "python" / "rl"
+    graph: dict[str, set[str]] = {}
+    for file in sorted(base.rglob("*.py")):
+        folder = file.parent.relative_to(base).as_posix()
+        names = {item.inside for item in imports_of(ast.parse(file.read_text(encoding="utf-8"))) if item.inside}
+        graph.setdefault(folder, set()).update({_folder_of(base, name) for name in names} - {folder})
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _folder_of(base: Path, name: str) -> str:
+    """The folder of the module that an imported dotted name is, or is in."""
+    path = base.joinpath(*name.split("."))
+    while not (path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()):
+        path = path.parent
+    folder = path.parent if path.with_suffix(".py").is_file() else path
+    return folder.relative_to(base).as_posix()
+
+
+def class_homes(root: Path) -> dict[str, list[str]]:
+    """Every class name to the files that define a class of that name, nested classes included, private ones not."""
+    homes: dict[str, list[str]] = {}
+    for file in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(file.relative_to(root).as_posix())
+    return homes
+
+
+def crowded_folders(root: Path) -> list[str]:
+    """Folders with more files than a reader can take in, ``__init__.py`` not counted."""
+    base = root / "python" / "rl"
+    found = []
+    for folder in sorted({file.parent for file in base.rglob("*.py")}):
+        name = folder.relative_to(base).as_posix()
+        count = len([file for file in folder.glob("*.py") if file.name != "__init__.py"])
+        most = 14 if name in LARGER_FOLDERS else LARGEST_FOLDER
+        if count > most:
+            found.append(f"{name}: {count} files, {most} at most")
     return found

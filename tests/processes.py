@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A function on several processes of this machine, with a deadline; none of them outlives the call."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules and engines that scripts of the tests drive by hand."""
 
 import os
@@ -10,7 +11,7 @@ from torch.nn import functional
 from transformers import Qwen2ForCausalLM
 
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.module import TrainModule
+from dlrover.python.rl.engine.model.train_module import TrainModule
 
 
 class Watched(TrainModule):

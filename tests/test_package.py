@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is released: source without a fault that the linter knows, in a wheel that has all of it."""
 
 import importlib.util
@@ -5,16 +6,20 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+
+from dlrover.python.rl.common.names import package_version
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
 
 
+@pytest.mark.feature(149)
 @pytest.mark.parametrize("asked", [["check"], ["format", "--check"]], ids=" ".join)
-def test_149_the_linter_finds_nothing(asked):
+def test_the_linter_finds_nothing(asked):
     if importlib.util.find_spec("ruff") is None:
         pytest.skip("ruff is not installed")
     command = [sys.executable, "-m", "ruff", *asked, "--no-cache", "--quiet", str(ROOT)]
@@ -22,7 +27,25 @@ def test_149_the_linter_finds_nothing(asked):
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_149_the_wheel_has_every_module_and_job_file_and_the_mark_of_its_types(tmp_path):
+def test_the_version_is_that_of_the_installed_package(capsys):
+    import dlrover.rl
+    from dlrover.python.rl.master.main import cli
+
+    assert dlrover.rl.__version__ == package_version()
+    cli(["--version"], standalone_mode=False)
+    assert capsys.readouterr().out == f"dlrover-rl, version {package_version()}\n"
+
+
+def test_a_source_tree_has_no_known_version(monkeypatch):
+    def absent(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", absent)
+    assert package_version() == "0+unknown"
+
+
+@pytest.mark.feature(149)
+def test_the_wheel_has_every_module_and_job_file_and_the_mark_of_its_types(tmp_path):
     """Built as ``pip`` builds it, but by the setuptools that is here."""
     pytest.importorskip("setuptools", minversion="77")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
@@ -36,4 +59,4 @@ def test_149_the_wheel_has_every_module_and_job_file_and_the_mark_of_its_types(t
     (wheel,) = (tmp_path / "out").glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert recipes
-    assert names == sources | recipes | {"dlrover/py.typed"}
+    assert names == sources | recipes | {"dlrover/rl/py.typed", "dlrover/python/rl/py.typed"}

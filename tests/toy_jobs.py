@@ -1,9 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
 """Toy trainers and workloads for jobs that run in one process."""
 
 import os
 import sys
 
-from dlrover.python.rl.common.errors import Problem
+from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
@@ -89,9 +90,9 @@ class Picky(Loop):
     @classmethod
     def check_config(cls, config, roles):
         if config.get("steps", 1) < 1:
-            yield Problem("config.steps", "is below 1")
+            yield ConfigError("config.steps", "is below 1")
         if roles["ACTOR"] > 3:
-            yield Problem("workload.actor.num", f"{roles['ACTOR']} is more than 3")
+            yield ConfigError("workload.actor.num", f"{roles['ACTOR']} is more than 3")
         if config.get("broken"):
             raise RuntimeError("the check itself broke")
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A deadline on every wait, as a checker over source text.
 
 A call that can wait for ever is a fault unless it gets a timeout that is not None, or says why it may wait, on one of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo: a random model learns to add, first from examples, then by GRPO from right and wrong alone.
 
     python examples/arithmetic/demo.py [--seed N] [key=value ...]

@@ -1,8 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 """A loop of two steps; one of the texts is empty, and somebody wants to see why."""
 
 import json
 
-from dlrover import BaseTrainer, Shard
+from dlrover.rl import BaseTrainer, Shard
 
 
 class ScoreTrainer(BaseTrainer):

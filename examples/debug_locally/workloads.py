@@ -1,8 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two roles for a walk with the debugger: REWARD members score texts, ACTOR counts what it was told."""
 
 from typing import ClassVar
 
-from dlrover import BaseWorkload
+from dlrover.rl import BaseWorkload
 
 
 class Reward(BaseWorkload):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two engines of your own: one generates, one trains a module that you wrote, on the same devices.
 
 ::
@@ -16,7 +17,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Qwen2ForCausalLM
 
-import dlrover as rl
+import dlrover.rl as rl
 from dlrover.python.rl.recipe.tiny import write_tiny_model
 
 PADDING = -100

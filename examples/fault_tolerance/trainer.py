@@ -1,8 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loop whose steps are durable."""
 
 import json
 
-from dlrover import BaseTrainer, Replicate, Shard
+from dlrover.rl import BaseTrainer, Replicate, Shard
 
 
 class DurableTrainer(BaseTrainer):

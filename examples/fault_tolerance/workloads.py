@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The slot machines again, in a job that goes on whatever dies: what has to last is said, and nothing else lasts."""
 
 import math
@@ -6,7 +7,7 @@ import random
 import signal
 from typing import Any
 
-from dlrover import BaseWorkload, trainer_invocation
+from dlrover.rl import BaseWorkload, trainer_invocation
 
 Pull = tuple[int, float]
 """The lever pulled, and what it paid."""

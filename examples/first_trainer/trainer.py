@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loop: pull, learn, pull better."""
 
 import json
@@ -5,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from omegaconf import DictConfig
 
-from dlrover import BaseTrainer, Replicate, RLRoleType, Shard
-from dlrover.python.rl.common.errors import Problem
+from dlrover.python.rl.common.errors import ConfigError
+from dlrover.rl import BaseTrainer, Replicate, RLRoleType, Shard
 
 
 class BanditTrainer(BaseTrainer):
@@ -37,9 +38,9 @@ class BanditTrainer(BaseTrainer):
         (self.job_dir / "policy.json").write_text(json.dumps(learnt), encoding="utf-8")
 
     @classmethod
-    def check_config(cls, config: DictConfig, roles: Mapping[RLRoleType, int]) -> Iterable[Problem]:
+    def check_config(cls, config: DictConfig, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
         """What is wrong with the job, told before anything starts."""
         if RLRoleType.ROLLOUT not in roles:
-            yield Problem("workload", "the role 'rollout' is required by BanditTrainer")
+            yield ConfigError("workload", "the role 'rollout' is required by BanditTrainer")
         if not all(0 <= payout <= 1 for payout in config.payouts):
-            yield Problem("config.payouts", f"must be probabilities, not {list(config.payouts)}")
+            yield ConfigError("config.payouts", f"must be probabilities, not {list(config.payouts)}")

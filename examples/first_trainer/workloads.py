@@ -1,9 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two workloads: one pulls the levers of slot machines, one learns which lever pays."""
 
 import math
 import random
 
-from dlrover import BaseWorkload, trainer_invocation
+from dlrover.rl import BaseWorkload, trainer_invocation
 
 Pull = tuple[int, float]
 """The lever pulled, and what it paid."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must hold of a disturbed run whose rollouts run ahead. Which samples a step trains on depends on what was fast
 there, so its bits are its own; but each problem is trained on once, in time, and every step with a whole batch."""
 
@@ -9,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from dlrover.python.rl.data.cursor import PromptCursor
-from dlrover.python.rl.data.held_out import hold_out
-from dlrover.python.rl.data.problems import load_prompts
+from dlrover.python.rl.data.prompts import PromptCursor, load_prompts
+from dlrover.python.rl.data.source import hold_out
 from tests.chaos.verdict import final_states, read_rows, sample_faults, step_faults
 
 
@@ -51,7 +51,7 @@ def _problem_faults(rows: list[dict[str, Any]], config: Any) -> Iterator[str]:
 
 def _stale_rows(rows: list[dict[str, Any]], max_staleness: int) -> Iterator[str]:
     """Every step makes a version, so those of step ``n`` are trained on weights of version ``n - 1``."""
-    stale = np.array([row["step"] - 1 - row["oldest"] for row in rows])
+    stale = np.array([row["step"] - 1 - row["min_version"] for row in rows])
     if len(stale) and (stale.max() > max_staleness or stale.min() < 0):
         at = rows[int(np.argmax(stale))]
         yield f"staleness reaches from {stale.min()} to {stale.max()}, {max_staleness} allowed: first {at}"

@@ -1,8 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m tests.chaos.fault_table [--check]``: the tables of ``docs/fault-table.md`` from what was measured.
 
 What is expected of each kind of fault stands here; what was measured stands in ``benchmarks/results/chaos.json``: the
 ``report.json`` of one run of :mod:`tests.chaos.run`, or a list of such. Without the file the page says that there are
-no figures.
+no metrics.
 """
 
 import argparse
@@ -133,7 +134,7 @@ def render(runs: Sequence[Run]) -> str:
     rows = [[f"{kind.value}", *EXPECTED[kind]] for kind in Kind]
     expected = markdown(["fault", "done by", "expected", "noticed by", "recovery"], rows)
     if not runs:
-        return f"{expected}\n\nNo run's figures are kept here yet."
+        return f"{expected}\n\nNo run's metrics are kept here yet."
     return f"{expected}\n\n{_summary(runs)}\n\n{_measured(runs)}"
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The faults there are, and the plan of a run: which strike, and when. All of it follows from the seed."""
 
 import random

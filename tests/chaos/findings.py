@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults that struck, beside what the run's journal and commits say of them: when each was noticed and when healed."""
 
 from collections import Counter

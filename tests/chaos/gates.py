@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Places in the job's own code where a fault can be made to strike: files, so that any process can reach them.
 
 ::

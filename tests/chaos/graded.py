@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reward of the tiny job: exact arithmetic that has something to teach to a model of random weights."""
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A chaos run from its beginning to its verdict."""
 
 import json
@@ -17,14 +18,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from dlrover.python.rl.common.errors import DLRoverRLError
-from dlrover.python.rl.common.names import master_name
-from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.common.names import RLRoleType, master_name
 from dlrover.python.rl.config.spec import CheckpointSpec, JobSpec, LivenessSpec, MasterSpec
 from dlrover.python.rl.control.events import Cause, CauseKind
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.job import check_job, run_on_ray, stop_master
+from dlrover.python.rl.master.job import check_job, run_here, run_on_ray, stop_master
 from dlrover.python.rl.master.status import JobStatus
-from dlrover.python.rl.runtime.ray.actors import find, sweep
+from dlrover.python.rl.runtime.ray.processes.actors import find, sweep
 from tests.chaos.ahead import violations
 from tests.chaos.damage import small_disk
 from tests.chaos.faults import CORRUPTING, NODE_LOSSES, Burst
@@ -127,8 +127,18 @@ def chaos_job(  # noqa: PLR0913 - what a run is told apart by
     )
 
 
-def run_job(job: JobSpec, cluster: TwoNodes, plan: tuple[Burst, ...], log: Callable[[str], None]) -> Outcome:
-    """Run a job to its end while the faults of ``plan`` strike. Afterwards nothing of it may be left."""
+def run_job(
+    job: JobSpec, cluster: TwoNodes, plan: tuple[Burst, ...], log: Callable[[str], None], here: bool = False
+) -> Outcome:
+    """Run a job to its end while the faults of ``plan`` strike. Afterwards nothing of it may be left.
+
+    Args:
+        job: what to run.
+        cluster: where.
+        plan: the faults.
+        log: is called with each line of the report.
+        here: run it in this process instead of on the cluster.
+    """
     shared = job.job_dir.parent / "shared"
     kept = job.job_dir.with_name("kept")
     with small_disk(job.job_dir, _DISK_MB) if plan else nullcontext(False) as own_disk:
@@ -137,7 +147,7 @@ def run_job(job: JobSpec, cluster: TwoNodes, plan: tuple[Burst, ...], log: Calla
         injector = Injector(plan, target, log)
         began_s = time.monotonic()
         with recorder, injector if plan else nullcontext():
-            status, stall = _follow_to_end(job, recorder, target.errands)
+            status, stall = _follow_to_end(job, recorder, target.errands, here)
             seconds = time.monotonic() - began_s
         outcome = Outcome(status, recorder, injector.done, stall, seconds)
         shutil.rmtree(kept, ignore_errors=True)
@@ -146,7 +156,8 @@ def run_job(job: JobSpec, cluster: TwoNodes, plan: tuple[Burst, ...], log: Calla
     ledger = recorder.ledger
     run = ledger.submitted.run if ledger.submitted else ""
     _wake_the_unreachable(outcome.faults)
-    outcome.problems += [f"left over: {left}" for left in leftovers(job.name, run, shared, ledger.pids())]
+    pids = ledger.pids() - {os.getpid()}
+    outcome.problems += [f"left over: {left}" for left in leftovers(job.name, run, shared, pids)]
     return outcome
 
 
@@ -159,11 +170,12 @@ def _wake_the_unreachable(faults: Sequence[Injected]) -> None:
 
 
 def _follow_to_end(
-    job: JobSpec, recorder: Recorder, errands: "queue.SimpleQueue[Callable[[], None]]"
+    job: JobSpec, recorder: Recorder, errands: "queue.SimpleQueue[Callable[[], None]]", here: bool
 ) -> tuple[JobStatus, list[str]]:
     """How the job ended, and why when it was the harness that ended it: nothing was committed for too long."""
     with ThreadPoolExecutor(1, "chaos-client") as pool:
-        client = pool.submit(lambda: run_on_ray(check_job(job), connected=True))
+        checked = check_job(job, local=here)
+        client = pool.submit(lambda: run_here(checked) if here else run_on_ray(checked, connected=True))
         commits, since_s, stall = 0, time.monotonic(), []
         while not client.done():
             with suppress(queue.Empty):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A thread that does the planned faults to a running job. It knows victims by their pid and asks no process of the job.
 
 ::

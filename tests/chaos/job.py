@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A GRPO job small enough to be disturbed hundreds of times: a random model, a few additions, steps of a fraction of
 a second. The same arguments give the same bits at the end."""
 
@@ -6,7 +7,7 @@ from pathlib import Path
 
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 REPOSITORY = Path(__file__).parents[2]
 WORKLOADS = "dlrover.python.rl.recipe.workloads"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run's own files say of it, read from outside: who is up, who was lost, which steps are committed.
 
 The harness asks no process of the job. So it sees the job while the master, the GCS or a node is away, and checks the
@@ -27,7 +28,7 @@ from dlrover.python.rl.control.events import (
     TrainerStarted,
 )
 from dlrover.python.rl.control.journal import decode
-from dlrover.python.rl.runtime.state_store import read_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 
 MEMORY = Path("/dev/shm/dlrover-rl")
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A thread that watches a run from outside, for as long as it lasts."""
 
 import threading
@@ -6,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.runtime.durability import roots_of
-from dlrover.python.rl.runtime.node_memory import memory_path
+from dlrover.python.rl.runtime.checkpoint.commits import roots_of
+from dlrover.python.rl.runtime.checkpoint.member_state import memory_path
 from tests.chaos.ledger import Generation, Ledger, generations, read_ledger
 
 _LOOK_S = 0.01

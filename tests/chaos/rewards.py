@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reward function that a chaos run has to live with: on one problem it is hostile, the same way every time."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m tests.chaos.run``: a GRPO job on two nodes under a plan of faults, beside an undisturbed one."""
 
 import argparse
@@ -44,7 +45,7 @@ def chaos(
 
     plan = schedule(seed, options.faults, steps, options.kinds)
     config, ahead = job("oracle").config, options.max_staleness > 0
-    oracle = run_job(undisturbed(), cluster, (), log)
+    oracle = run_job(undisturbed(), cluster, (), log, options.undisturbed_here)
     found = [*oracle.problems, *(violations(folder / "oracle/kept", config) if ahead else ())]
     problems = [f"the undisturbed run: {problem}" for problem in found]
     log(f"undisturbed: {steps} steps in {oracle.seconds:.0f} s, {oracle.status.phase.value}")
@@ -80,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hang-after", type=float, default=HANG_S, help="seconds; more on a machine that is busy")
     parser.add_argument("--max-staleness", type=int, default=0, help="how many versions rollouts run ahead")
+    parser.add_argument("--undisturbed-here", action="store_true", help="run the undisturbed job in this process")
     parser.add_argument("--kinds", type=kinds_of, default=kinds_of(""), help=", ".join(kind.name for kind in Kind))
     parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "chaos")
     options = parser.parse_args(argv)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run's findings as text."""
 
 from collections import Counter
@@ -43,8 +44,8 @@ def fault_table(findings: Sequence[Finding], redone: Mapping[str, int]) -> str:
 
 def _row(findings: Sequence[Finding]) -> list[object]:
     times = ([f.noticed_s for f in findings], [f.back_s for f in findings], [f.commit_s for f in findings])
-    figures = [percentile(values, share) for values in times for share in (0.5, 0.99)]
-    return [len(findings), sum(finding.overlaps for finding in findings), *figures]
+    metrics = [percentile(values, share) for values in times for share in (0.5, 0.99)]
+    return [len(findings), sum(finding.overlaps for finding in findings), *metrics]
 
 
 def confusion_table(findings: Sequence[Finding], alarms: Mapping[str, int]) -> str:

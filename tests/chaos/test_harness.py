@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chaos harness itself: its plan, what it reads from a run's files, and that its verdict can fail."""
 
 import json
@@ -17,7 +18,7 @@ from dlrover.python.rl.control.events import (
     MemberStarted,
     NodeLost,
     Process,
-    RoleTerms,
+    RoleSettings,
     StandbyReady,
     Submitted,
     TrainerStarted,
@@ -65,7 +66,7 @@ def test_too_few_steps_for_the_faults_are_refused():
 
 # -- reading a run ----------------------------------------------------------------------------------------------------
 
-TERMS = {"ACTOR": RoleTerms(1), "ROLLOUT": RoleTerms(1, standby=1)}
+TERMS = {"ACTOR": RoleSettings(1), "ROLLOUT": RoleSettings(1, standby=1)}
 GONE = Cause(CauseKind.PROCESS_DIED, "ROLLOUT[0]", "it is gone")
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must hold of a disturbed run: it ends as the undisturbed one did, bit for bit, and leaves nothing behind."""
 
 import hashlib
@@ -14,7 +15,7 @@ import ray
 
 from dlrover.python.rl.common.names import NAMESPACE
 from dlrover.python.rl.data.state_tree import dump
-from dlrover.python.rl.runtime.checkpoints import CheckpointStore
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 from tests.chaos.gates import FOLDER
 from tests.chaos.ledger import MEMORY, is_alive
 

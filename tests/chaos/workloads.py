@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipe's workloads with what a chaos run adds: every finished call is noted, and faults can be made to strike.
 
 A call is noted when it ends, in the process that ran it: what stands there twice was done twice.
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrover.python.rl.engine.sync.pull import PullTransport
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.trainer.workload import trainer_invocation
 from tests.chaos.gates import FOLDER, Gates
@@ -91,17 +92,17 @@ class ChaosRollout(Warm, RolloutWorkload):
         note(self, "receive_weights")
         return received
 
-    def draw(self, wanted, sampling, seed, enough, patience_s):
+    def sample(self, wanted, sampling, seed, enough, patience_s):
         if len(wanted):
-            Gates.of_this_process().pace(int(wanted.dense("begun_at").max()))
-        return super().draw(wanted, sampling, seed, enough, patience_s)
+            Gates.of_this_process().pace(int(wanted.dense("created_step").max()))
+        return super().sample(wanted, sampling, seed, enough, patience_s)
 
     @trainer_invocation(blocking=False)
-    def take(self, groups):
-        taken = super().take(groups)
+    def fetch(self, groups):
+        fetched = super().fetch(groups)
         if len(groups):
-            note(self, "generate", int(groups.dense("begun_at").max()))
-        return taken
+            note(self, "generate", int(groups.dense("created_step").max()))
+        return fetched
 
     @trainer_invocation(blocking=False)
     def generate(self, prompts, sampling, seed):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of a launch, for the contract suite: ``python launched.py RANK WORLD_SIZE ADDRESS``."""
 
 import os
@@ -5,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dlrover.python.rl.runtime.torchrun.links import Place, join
-from dlrover.python.rl.runtime.torchrun.run import follow
+from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, join
+from dlrover.python.rl.runtime.torchrun.run import run_follower
 
 
 class Launcher:
@@ -28,5 +29,5 @@ class Launcher:
 
 if __name__ == "__main__":
     rank, world_size = map(int, sys.argv[1:3])
-    place = Place(rank, world_size, rank, world_size)
-    sys.exit(not follow(place, join(place, Launcher(world_size, bytes.fromhex(sys.argv[3])))))
+    launch = LaunchEnv(rank, world_size, rank, world_size)
+    sys.exit(not run_follower(launch, join(launch, Launcher(world_size, bytes.fromhex(sys.argv[3])))))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a role group does must not depend on where its members run."""
 
 import asyncio

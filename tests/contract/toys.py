@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Workloads that the contract suite calls, on every runtime."""
 
 import os

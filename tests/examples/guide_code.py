@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The code blocks of the integration guide, filled in where the guide leaves dots."""
 
 import ray

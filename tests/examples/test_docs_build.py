@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation builds without a warning, and knows every module and every key."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every example and every command of the guides runs as its page shows it."""
 
 import json
@@ -152,7 +153,8 @@ def test_it_learns_the_same_on_ray_digit_for_digit(desk):
     assert read(desk / "runs/ray/policy.json") == read(desk / "runs/here/policy.json")
 
 
-def test_148_breakpoint_stops_in_the_member_that_got_the_empty_text(desk):
+@pytest.mark.feature(148)
+def test_breakpoint_stops_in_the_member_that_got_the_empty_text(desk):
     done = run(desk, "dlrover-rl run examples/debug_locally/job.yaml --local", "p self.rank, texts\nc\nc\n")
     assert done.returncode == 0, done.stderr
     assert "(1, ['', 'eleven'])" in done.stdout
@@ -217,7 +219,7 @@ def test_the_guides_have_commands_and_code():
     languages = [block.language for block in blocks(GUIDES)]
     assert len(GUIDES) >= 3
     assert len(commands()) >= 40
-    assert languages.count("python") == 4
+    assert languages.count("python") == 5
     assert set(languages) <= {*LANGUAGES, "text"}
 
 
@@ -271,7 +273,7 @@ def test_the_lines_about_pending_results_run(desk):
     (block,) = [item for item in blocks(GUIDES) if item.language == "python" and "pulls.result" in item.text]
     code = f"""
         import json
-        from dlrover import Replicate, Shard
+        from dlrover.rl import Replicate, Shard
         from trainer import BanditTrainer
 
         class Shown(BanditTrainer):
@@ -325,11 +327,11 @@ def test_the_builder_of_the_reference_runs(desk):
     package = desk / "my_package"
     package.mkdir()
     (package / "workloads.py").write_text(
-        "from dlrover import BaseWorkload\nclass MyActor(BaseWorkload): pass\nclass MyRollout(BaseWorkload): pass\n",
+        "from dlrover.rl import BaseWorkload\nclass MyActor(BaseWorkload): pass\nclass MyRollout(BaseWorkload): pass\n",
         encoding="utf-8",
     )
     (package / "trainer.py").write_text(
-        "from dlrover import BaseTrainer\nclass MyTrainer(BaseTrainer):\n"
+        "from dlrover.rl import BaseTrainer\nclass MyTrainer(BaseTrainer):\n"
         "    def init(self): pass\n    def fit(self): print(self.get_role_groups(), self.config.lr)\n",
         encoding="utf-8",
     )

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page, the notebook and the script of engines driven by hand run as shown, and so does RLite's tutorial."""
 
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import dlrover
+import dlrover.rl as rl
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "engines-by-hand.md"
@@ -110,12 +111,12 @@ RLITE = """
     import torch.nn.functional as F
     from transformers import Qwen2ForCausalLM
 
-    import dlrover as rlite
-    import dlrover.nn
-    from dlrover import InferenceEngine as RliteInferenceEngine
-    from dlrover import NeedParallel
-    from dlrover import TrainEngine as RliteTrainEngine
-    from dlrover.python.rl.recipe.tiny import write_tiny_model
+    import dlrover.rl as rlite
+    import dlrover.rl.nn
+    from dlrover.rl import InferenceEngine as RliteInferenceEngine
+    from dlrover.rl import NeedParallel
+    from dlrover.rl import TrainEngine as RliteTrainEngine
+    from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
     try:
         from accelerate import init_empty_weights
@@ -198,7 +199,7 @@ def test_rlites_tutorial_in_one_process(tmp_path, monkeypatch, capsys):
     try:
         exec(compile(tutorial("local=True", "hf"), "tutorial", "exec"), {"__name__": "__main__"})
     finally:
-        dlrover.shutdown()
+        rl.shutdown()
     assert "the tutorial has ended" in capsys.readouterr().out
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of faults shows what the chaos runs measured, and nothing else."""
 
 import json
@@ -51,7 +52,7 @@ def test_every_kind_of_fault_has_its_expectation():
     assert all(part for expected in EXPECTED.values() for part in expected)
 
 
-@pytest.mark.skipif(not RESULTS.exists(), reason="no chaos run's figures are kept")
+@pytest.mark.skipif(not RESULTS.exists(), reason="no chaos run's metrics are kept")
 def test_the_kept_runs_violated_nothing():
     assert [problem for run in load_runs() for problem in run["problems"]] == []
 
@@ -83,7 +84,7 @@ def test_several_runs_are_taken_together():
 
 def test_without_a_run_the_page_says_so():
     table = render([])
-    assert "No run's figures are kept here yet." in table
+    assert "No run's metrics are kept here yet." in table
     assert all(kind.value in table for kind in Kind)
 
 

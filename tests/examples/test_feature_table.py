@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``docs/features.md`` says which tests show which feature."""
 
 from tests.feature_table import ABSENT, PAGE, QUICKLY, SECTIONS, features, page, shown

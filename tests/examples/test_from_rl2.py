@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RL2's README: its rows, its environment, its presets and its command lines."""
 
 import os
@@ -13,8 +14,8 @@ import pytest
 from dlrover.python.rl.algorithm.registry import make_algorithm
 from dlrover.python.rl.data.examples import read_sft
 from dlrover.python.rl.data.pairs import read_pairs
-from dlrover.python.rl.data.problems import load_prompts
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.data.prompts import load_prompts
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +25,8 @@ COMMANDS = re.findall(r"^torchrun (.*)$", GUIDE.read_text(encoding="utf-8"), re.
 DEADLINE_S = 250.0
 
 
-def test_066_to_074_the_rows_of_the_readme_are_read():
+@pytest.mark.feature(66, 74)
+def test_the_rows_of_the_readme_are_read():
     assert [row["response"] for row in read_sft(DATA / "sft.json")] == ["Beijing.", "Paris."]
     assert [len(row["messages"]) for row in read_sft(DATA / "sft_messages.json")] == [2, 2]
     assert [len(read_pairs(DATA / name)) for name in ("pairs.json", "pairs_messages.json")] == [2, 2]
@@ -32,7 +34,8 @@ def test_066_to_074_the_rows_of_the_readme_are_read():
         assert [row.extra_info for row in load_prompts(DATA / name)] == [{"answer": "Beijing"}, {"answer": "Paris"}]
 
 
-def test_111_112_and_114_the_presets_are_what_the_readme_says_of_them():
+@pytest.mark.feature(111, 112, 114)
+def test_the_presets_are_what_the_readme_says_of_them():
     ppo = make_algorithm("openai_ppo")
     assert (ppo.kl_in, ppo.kl_estimator, type(ppo)) == ("reward", "k1", type(make_algorithm("ppo")))
     grpo = make_algorithm("deepseek_grpo")
@@ -42,9 +45,10 @@ def test_111_112_and_114_the_presets_are_what_the_readme_says_of_them():
     assert make_algorithm("dr_grpo").averaging == "token"
 
 
+@pytest.mark.feature(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda line: line.split("recipe.")[1].split()[0])
-def test_004_the_command_lines_of_the_guide_run(tmp_path, command):
+def test_the_command_lines_of_the_guide_run(tmp_path, command):
     write_tiny_model(tmp_path / "runs" / "tiny", hidden=32, layers=2)
     shutil.copytree(DATA, tmp_path / "docs" / "guides" / "from_rl2")
     line = [sys.executable, "-m", "torch.distributed.run", f"--master_port={free_port()}", *shlex.split(command)]

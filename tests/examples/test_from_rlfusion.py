@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RLFusion's README, whose snippets run as they are but for the names of package and models."""
 
 import json
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "docs" / "guides" / "from_rlfusion"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every code block and table of the integration guide. Where it contradicts itself, the table of names wins."""
 
 from dataclasses import replace
@@ -10,8 +11,7 @@ from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
 from dlrover.python.rl.trainer import trainer as trainer_module
 from dlrover.python.rl.trainer import workload as workload_module
-from dlrover.python.rl.trainer.invocation import DEFAULT_POLICY
-from dlrover.python.rl.trainer.workload import trainer_invocation
+from dlrover.python.rl.trainer.workload import DEFAULT_OPTIONS, trainer_invocation
 
 
 def guide_job(tmp_path):
@@ -41,13 +41,13 @@ def test_the_guides_module_paths_are_real_places():
 
 
 def test_the_tables_defaults_of_trainer_invocation():
-    assert DEFAULT_POLICY.blocking is True
-    assert DEFAULT_POLICY.is_async is False
-    assert DEFAULT_POLICY.timeout == 10
-    assert DEFAULT_POLICY.target == "ALL"
-    assert DEFAULT_POLICY.auto_shard is True
-    assert DEFAULT_POLICY.pre_func is None
-    assert DEFAULT_POLICY.post_func is None
+    assert DEFAULT_OPTIONS.blocking is True
+    assert DEFAULT_OPTIONS.is_async is False
+    assert DEFAULT_OPTIONS.timeout == 10
+    assert DEFAULT_OPTIONS.target == "ALL"
+    assert DEFAULT_OPTIONS.auto_shard is True
+    assert DEFAULT_OPTIONS.pre_func is None
+    assert DEFAULT_OPTIONS.post_func is None
 
 
 def test_the_examples_pre_function_gives_way_to_the_tables_pre_func():

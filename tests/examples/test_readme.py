@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The README's code runs as written, and each of its commands is run by some test."""
 
 import json
@@ -67,7 +68,7 @@ def test_every_command_is_run_somewhere():
 def test_check_prints_the_plan(folder):
     done = run(COMMANDS[3], folder)
     assert done.returncode == 0, done.stderr
-    assert "JUDGE      x2  hello.Judge" in done.stdout
+    assert "REFEREE    x2  hello.Referee" in done.stdout
 
 
 def test_the_trainer_runs_in_one_process(folder):
@@ -84,7 +85,7 @@ def test_the_trainer_runs_on_a_ray_of_its_own(folder):
 
 
 def test_own_problems_and_model_go_in_with_nothing_else_changed(folder):
-    from dlrover.python.rl.recipe.tiny import write_tiny_model
+    from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
     write_tiny_model(folder / "my-model", hidden=32, layers=2, heads=4, kv_heads=2, max_positions=32)
     command = COMMANDS[2].replace("path-or-hub-name", "./my-model")
@@ -92,4 +93,4 @@ def test_own_problems_and_model_go_in_with_nothing_else_changed(folder):
     done = run(f"{command} data.eval_rows=8 steps=1 prompts_per_step=4 --local", folder)
     assert done.returncode == 0, done.stderr
     summary = json.loads((folder / "build/demo/grpo/summary.json").read_text())
-    assert summary["held-out problems"] == 8
+    assert summary["held-out prompts"] == 8

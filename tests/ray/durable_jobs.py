@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small training whose result is known to the last bit, with faults that its own members commit when they are told.
 
 ``config.faults`` lists ``who:method:step:act``, e.g. ``ROLLOUT-1:generate:3:kill``: the first process of that member to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainers and workloads of whole jobs under a real master."""
 
 import os
@@ -106,8 +107,9 @@ class Trainer(BaseTrainer):
             os.kill(os.getpid(), signal.SIGKILL)
         self.steps_only()
 
-    def ask_master(self):
+    def ask_and_step(self):
         assert set(self.RG_ACTOR.master_status()) == {"running"}
+        self.steps_only()
 
     def endless(self):
         for step in self.steps(100_000):

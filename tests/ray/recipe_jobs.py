@@ -1,10 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small GRPO job for tests: a tiny random model, a few additions."""
 
 import json
 from pathlib import Path
 
 from dlrover.python.rl.config.load import load_job
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 JOB = Path(__file__).parents[2] / "examples" / "arithmetic" / "grpo.yaml"
 

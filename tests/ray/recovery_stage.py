@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a job of :mod:`durable_jobs` on real Ray, strikes it from outside, and tells everything about how it went."""
 
 import os
@@ -25,8 +26,8 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.master.job import check_job, run_on_ray
-from dlrover.python.rl.runtime.ray.actors import find, sweep
-from dlrover.python.rl.runtime.state_store import read_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
+from dlrover.python.rl.runtime.ray.processes.actors import find, sweep
 
 MEMORY = Path("/dev/shm/dlrover-rl")
 HANG_AFTER_S = 3.0

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line on a Ray cluster that it starts itself, and on one that is there."""
 
 import contextlib
@@ -78,6 +79,8 @@ class Command:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # As from a terminal, also where these tests run in the background, which ignores SIGINT.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def __enter__(self):
@@ -153,6 +156,7 @@ def test_a_second_ctrl_c_stops_waiting_while_the_master_goes_on_stopping(tmp_pat
     assert not actors_of("twice")
 
 
+@pytest.mark.slow
 def test_a_master_that_dies_comes_back_and_the_run_goes_on(tmp_path, ray_session):
     address = ray.get_runtime_context().gcs_address
     file = job_file(tmp_path, "endless")
@@ -193,11 +197,16 @@ def test_what_a_master_leaves_that_does_not_come_back_is_ended(tmp_path, ray_ses
     wait_for(lambda: not actors_of(name), 20)
 
 
-def test_stop_waits_for_the_end_and_removes_the_master(tmp_path, ray_session):
+def test_status_shows_a_running_job_and_stop_waits_for_its_end_and_removes_the_master(tmp_path, ray_session):
     address = ray.get_runtime_context().gcs_address
     file = job_file(tmp_path, "endless")
     with Command(tmp_path, "run", str(file), "name=stopped", "--address", address) as command:
         wait_for(lambda: command.said("stopped  step 1"), 120)
+        asked = subprocess.run(
+            [*CLI, "status", "stopped", "--address", address], capture_output=True, text=True, timeout=60
+        )
+        assert asked.returncode == 0, asked.stderr
+        assert "stopped: running, step" in asked.stdout
         done = subprocess.run(
             [*CLI, "stop", "stopped", "--address", address], capture_output=True, text=True, timeout=60
         )

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A cluster of our own: what it survives, and what it leaves behind."""
 
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.python.rl.runtime.ray.head import has_durable_gcs, private_folder
+from dlrover.python.rl.runtime.ray.cluster.head import has_durable_gcs, private_folder
 
 pytestmark = pytest.mark.ray
 
@@ -35,7 +36,7 @@ def test_who_must_outlive_the_nodes_is_beside_the_head_each_time_it_starts():
     sys.path.insert(0, "tests/ray")
     import ray
     from two_nodes import two_nodes
-    from dlrover.python.rl.runtime.ray.actors import launch
+    from dlrover.python.rl.runtime.ray.processes.actors import launch
 
     class Master:
         def where(self):
@@ -63,7 +64,7 @@ def test_a_cluster_of_our_own_survives_the_death_of_its_gcs_and_leaves_nothing()
     from ray._private import worker
     from ray.experimental import internal_kv
     from ray.util.placement_group import placement_group
-    from dlrover.python.rl.runtime.ray.cluster import ray_cluster
+    from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 
     @ray.remote(num_cpus=0)
     class Counter:
@@ -120,7 +121,7 @@ def test_the_private_folder_is_of_this_user_alone_and_goes_with_its_owner():
 
 def test_what_a_killed_process_left_behind_is_removed_by_the_next_one():
     code = """if True:
-        from dlrover.python.rl.runtime.ray.head import private_folder
+        from dlrover.python.rl.runtime.ray.cluster.head import private_folder
         with private_folder() as folder:
             print(folder, flush=True)
             input()
@@ -143,7 +144,7 @@ def test_a_cluster_of_our_own_listens_on_loopback_only_and_is_found_by_its_addre
     code = """
     import os, subprocess, sys
     import ray
-    from dlrover.python.rl.runtime.ray.cluster import ray_cluster
+    from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 
     with ray_cluster(None, {"cpu": 2.0}, log_to_driver=False):
         (row,) = ray.nodes()
@@ -151,7 +152,8 @@ def test_a_cluster_of_our_own_listens_on_loopback_only_and_is_found_by_its_addre
         address = ray.get_runtime_context().gcs_address
         assert address.startswith("127.0.0.1:")
         as_elsewhere = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        code = "from dlrover.python.rl.runtime.ray.cluster import ray_cluster; import ray, sys; address = sys.argv[1]"
+        code = "from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster"
+        code += "; import ray, sys; address = sys.argv[1]"
         code += chr(10) + "with ray_cluster(address, {}): print(ray.get_runtime_context().gcs_address)"
         done = subprocess.run([sys.executable, "-c", code, address], env=as_elsewhere, capture_output=True, text=True,
                               timeout=100)
@@ -166,7 +168,7 @@ def test_killed_and_stopped_nodes_are_found_and_a_partitioned_one_ends_itself():
     import asyncio, sys, threading, time
     sys.path.insert(0, "tests/ray")
     from two_nodes import two_nodes
-    from dlrover.python.rl.runtime.ray.nodes import NodeWatch
+    from dlrover.python.rl.runtime.ray.cluster.nodes import NodeWatch
 
     with two_nodes(workers=2, cpus=1) as nodes:
         lost, news = {}, threading.Condition()

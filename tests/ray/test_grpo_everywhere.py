@@ -1,8 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same job file in one process, on Ray and under torchrun, whatever the number of rollout and actor workers."""
 
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,9 +31,11 @@ PLACES = {"local": (1, 2), "ray-2": (2, 2)}
 def run_in(place, folder, actors, rollouts, *others, reward=JUMBLED):
     """Run the job in a place, to a folder of that name in ``folder``."""
     sizes = [f"workload.actor.num={actors}", f"workload.rollout.num={rollouts}", "trainer.device_per_node=8"]
-    groups = f"workload_group.0={{actor: {actors}}}"
-    told = [f"name={place}", f"job_dir={folder / place}", f"+env.PYTHONPATH={REWARDS}", *sizes, groups]
-    job = grpo_job(folder, *told, *others, *SHORT, *reward)
+    groups = f"workload_group=[{{actor: {actors}}}]"
+    overrides = [f"name={place}", f"job_dir={folder / place}", f"+env.PYTHONPATH={REWARDS}", *sizes, groups]
+    job = grpo_job(folder, *overrides, *others, *SHORT, *reward)
+    # Without a KL penalty the reference is idle.
+    job = replace(job, workloads={role: spec for role, spec in job.workloads.items() if role != "REFERENCE"})
     local = place.startswith("local")
     status = run_here(check_job(job, local=True)) if local else run_on_ray(check_job(job), connected=True)
     assert status.phase is Phase.FINISHED, status
@@ -94,17 +98,18 @@ def test_two_processes_of_torchrun_end_in_the_weights_of_one(folder):
     assert_same_end(folder, "local", "torchrun")
 
 
+@pytest.mark.feature(109)
 @pytest.mark.slow
-def test_109_a_reward_model_says_the_same_everywhere(folder):
+def test_a_reward_model_says_the_same_everywhere(folder):
     judge = folder / "judge"
     AutoModelForSequenceClassification.from_pretrained(folder / "model", num_labels=1).save_pretrained(judge)
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(judge)
     reward = (f"+reward.model={judge}", "workload.reward.class=ModelRewardWorkload")
     run_in("local-judged", folder, 1, 1, reward=reward)
     run_in("ray-judged", folder, 2, 2, "workload.reward.num=2", reward=reward)
-    told = [samples(folder / place) for place in ("local-judged", "ray-judged")]
-    rewards = [torch.tensor([reward for *_, reward in one]) for one in told]
-    assert [row[:3] for row in told[0]] == [row[:3] for row in told[1]]
+    by_place = [samples(folder / place) for place in ("local-judged", "ray-judged")]
+    rewards = [torch.tensor([reward for *_, reward in rows]) for rows in by_place]
+    assert [row[:3] for row in by_place[0]] == [row[:3] for row in by_place[1]]
     torch.testing.assert_close(*rewards, atol=1e-5, rtol=0)
     assert len(rewards[0].unique()) > 8
     assert_same_end(folder, "local-judged", "ray-judged")

@@ -1,31 +1,33 @@
-"""Reserving resources on a real Ray: groups by name, found again, kept off nodes, given back."""
+# SPDX-License-Identifier: Apache-2.0
+"""Placement groups on a real Ray: reserved by name, found again, kept off excluded nodes, released."""
 
 import asyncio
 import logging
 
 import pytest
 import ray
-from ray.util.placement_group import placement_group_table
 
 from dlrover.python.rl.common.errors import PlacementTimeout
-from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec, TrainerSpec, WorkloadSpec
 from dlrover.python.rl.control.placement import plan
-from dlrover.python.rl.runtime.ray import placing
-from dlrover.python.rl.runtime.ray.placing import (
+from dlrover.python.rl.runtime.ray import placement_groups
+from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
+from dlrover.python.rl.runtime.ray.placement_groups import (
     find_groups,
     is_usable,
-    place_options,
+    placement_of,
     release_groups,
     reserve,
     reserve_node,
-    until_reserved,
+    wait_until_reserved,
 )
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
 DEADLINE_S = 20.0
 ACTOR = RLRoleType("ACTOR")
+CLUSTER = RayClusterApi()
 
 
 @pytest.fixture
@@ -33,23 +35,24 @@ def prefix(request):
     """A prefix of the test's own; whatever is reserved under it is given back."""
     name = f"placing/{request.node.name}"
     yield f"{name}/1"
-    release_groups(name)
+    release_groups(CLUSTER, name)
 
 
 def planned(nodes=1, **actor):
     actor = {"num": 2, "resource": {"cpu": 0.5}, **actor}
     trainer = TrainerSpec("m", "T", nodes, "CPU", 4)
-    placement, problems = plan(JobSpec("job", trainer, {ACTOR: WorkloadSpec("m", "A", **actor)}))
-    assert not problems
+    placement, errors = plan(JobSpec("job", trainer, {ACTOR: WorkloadSpec("m", "A", **actor)}))
+    assert not errors
     return placement
 
 
 def wait(groups, placement, timeout_s=DEADLINE_S):
-    asyncio.run(until_reserved(groups, placement, timeout_s))
+    asyncio.run(wait_until_reserved(CLUSTER, groups, placement, timeout_s))
 
 
 def names(groups):
-    return [placement_group_table(group)["name"] for group in groups]
+    by_id = {row.id: row.name for row in CLUSTER.list_groups()}
+    return [by_id[group] for group in groups]
 
 
 def here():
@@ -59,59 +62,59 @@ def here():
 def actor_at(slot, placement, groups):
     """An actor that says what it has of the cluster, and in which placement group."""
 
-    class Place:
+    class Probe:
         def resources(self):
             group = ray.util.get_current_placement_group()
             return ray.get_runtime_context().get_assigned_resources(), group.id.hex()
 
-    return ray.remote(Place).options(**place_options(slot, placement, groups)).remote()
+    return ray.remote(Probe).options(**placement_of(slot, placement, groups).to_ray()).remote()
 
 
 def test_every_node_of_the_plan_has_a_group_and_what_is_asked_for_again_is_found(prefix):
     placement = planned(nodes=2, per_node=1)
-    groups = reserve(placement, prefix)
+    groups = reserve(CLUSTER, placement, prefix)
     wait(groups, placement)
     assert names(groups) == [f"{prefix}/node-0", f"{prefix}/node-1"]
-    assert reserve(placement, prefix) == groups
-    assert find_groups(prefix) == groups
-    assert reserve_node(placement, 1, groups[1]) == groups[1]
-    assert all(is_usable(group) for group in groups)
+    assert reserve(CLUSTER, placement, prefix) == groups
+    assert find_groups(CLUSTER, prefix) == groups
+    assert reserve_node(CLUSTER, placement, 1, groups[1]) == groups[1]
+    assert all(is_usable(CLUSTER, group) for group in groups)
 
 
 def test_all_are_given_back_by_their_names(prefix):
     placement = planned(nodes=2, per_node=1)
-    groups = reserve(placement, prefix)
+    groups = reserve(CLUSTER, placement, prefix)
     wait(groups, placement)
-    assert sorted(release_groups(prefix)) == [f"{prefix}/node-0", f"{prefix}/node-1"]
-    assert release_groups(prefix) == find_groups(prefix) == []
-    assert not any(is_usable(group) for group in groups)
-    again = reserve(placement, prefix)
+    assert sorted(release_groups(CLUSTER, prefix)) == [f"{prefix}/node-0", f"{prefix}/node-1"]
+    assert release_groups(CLUSTER, prefix) == find_groups(CLUSTER, prefix) == []
+    assert not any(is_usable(CLUSTER, group) for group in groups)
+    again = reserve(CLUSTER, placement, prefix)
     wait(again, placement)
-    assert find_groups(prefix) == again != groups
+    assert find_groups(CLUSTER, prefix) == again != groups
 
 
 def test_a_prefix_is_not_the_beginning_of_another_name(prefix):
     placement = planned()
-    groups = reserve(placement, f"{prefix}0")
-    assert release_groups(prefix) == []
-    assert find_groups(f"{prefix}0") == groups
+    groups = reserve(CLUSTER, placement, f"{prefix}0")
+    assert release_groups(CLUSTER, prefix) == []
+    assert find_groups(CLUSTER, f"{prefix}0") == groups
 
 
 def test_members_and_standbys_are_put_into_their_bundles(prefix):
     placement = planned(standby=1, resource={"cpu": 0.5, "memory": 16})
-    groups = reserve(placement, prefix)
+    groups = reserve(CLUSTER, placement, prefix)
     wait(groups, placement)
     slots = (*placement.slots[ACTOR], *placement.standbys[ACTOR])
     actors = [actor_at(slot, placement, groups) for slot in slots]
     found = ray.get([actor.resources.remote() for actor in actors], timeout=60.0)
     assert [resources["CPU"] for resources, _ in found] == [0.5] * 3
     assert [resources["memory"] for resources, _ in found] == [16 * 1024 * 1024] * 3, "megabytes are megabytes"
-    assert [group for _, group in found] == [groups[0].id.hex()] * 3
+    assert [group for _, group in found] == [groups[0]] * 3
 
 
 def test_without_groups_only_the_resources_are_asked_for():
     placement = planned(resource={"cpu": 0.5, "memory": 1, "disk": 2, "gpu": 0, "other": 0})
-    assert place_options(placement.slots[ACTOR][0], placement, []) == {
+    assert placement_of(placement.slots[ACTOR][0], placement, []).to_ray() == {
         "num_cpus": 0.5,
         "num_gpus": 0.0,
         "memory": 1024 * 1024,
@@ -121,54 +124,54 @@ def test_without_groups_only_the_resources_are_asked_for():
 
 def test_a_member_that_takes_nothing_has_a_place_all_the_same(prefix):
     placement = planned(resource={"cpu": 0})
-    groups = reserve(placement, prefix)
+    groups = reserve(CLUSTER, placement, prefix)
     wait(groups, placement)
     actor = actor_at(placement.slots[ACTOR][0], placement, groups)
     resources, group = ray.get(actor.resources.remote(), timeout=60.0)
-    assert (resources.get("CPU", 0), group) == (0, groups[0].id.hex())
+    assert (resources.get("CPU", 0), group) == (0, groups[0])
 
 
 def test_excluded_nodes_are_kept_off_and_what_waits_says_so(prefix, monkeypatch, caplog):
-    monkeypatch.setattr(placing, "_SAY_S", 0.1)
+    monkeypatch.setattr(placement_groups, "_LOG_INTERVAL_S", 0.1)
     monkeypatch.setattr(logging.getLogger("dlrover"), "propagate", True)
     placement = planned()
-    groups = reserve(placement, prefix, (here(),))
+    groups = reserve(CLUSTER, placement, prefix, (here(),))
     with pytest.raises(PlacementTimeout, match=r"after 0.4 s .* lacks the resources: needed {'cpu': 1.0}; free {'cpu'"):
         wait(groups, placement, 0.4)
     assert "waiting for resources since" in caplog.text
-    assert not is_usable(groups[0])
-    allowed = reserve(placement, prefix)
+    assert not is_usable(CLUSTER, groups[0])
+    allowed = reserve(CLUSTER, placement, prefix)
     wait(allowed, placement)
-    assert is_usable(allowed[0])
-    assert not is_usable(allowed[0], (here(),))
+    assert is_usable(CLUSTER, allowed[0])
+    assert not is_usable(CLUSTER, allowed[0], (here(),))
 
 
-def test_what_was_reserved_on_a_node_that_is_excluded_now_is_reserved_anew(prefix):
+def test_what_was_reserved_on_a_node_that_is_excluded_now_is_reserved_again(prefix):
     placement = planned()
-    (old,) = groups = reserve(placement, prefix)
+    (old,) = groups = reserve(CLUSTER, placement, prefix)
     wait(groups, placement)
-    new = reserve_node(placement, 0, old, (here(),))
+    new = reserve_node(CLUSTER, placement, 0, old, (here(),))
     assert names([new]) == [f"{prefix}/node-0/2-{here()}"]
-    assert is_usable(old), "processes may still run in it"
-    assert find_groups(prefix) == [new]
-    renewed = reserve_node(placement, 0, old)
+    assert is_usable(CLUSTER, old), "processes may still run in it"
+    assert find_groups(CLUSTER, prefix) == [new]
+    renewed = reserve_node(CLUSTER, placement, 0, old)
     wait([renewed], placement)
-    assert find_groups(prefix) == [renewed]
-    assert not is_usable(new), "what never got its resources is given back"
-    assert len(release_groups(prefix)) == 2
+    assert find_groups(CLUSTER, prefix) == [renewed]
+    assert not is_usable(CLUSTER, new), "what never got its resources is given back"
+    assert len(release_groups(CLUSTER, prefix)) == 2
 
 
 def test_waiting_for_what_was_given_back_ends_at_once(prefix):
     placement = planned()
-    groups = reserve(placement, prefix, (here(),))
-    release_groups(prefix)
-    with pytest.raises(PlacementTimeout, match="given back while they were waited for"):
+    groups = reserve(CLUSTER, placement, prefix, (here(),))
+    release_groups(CLUSTER, prefix)
+    with pytest.raises(PlacementTimeout, match="released while the job waited for them"):
         wait(groups, placement)
 
 
 def test_many_nodes_that_lack_resources_are_not_all_listed(prefix):
     placement = planned(nodes=6, num=6, per_node=1, resource={"cpu": 4})
-    groups = reserve(placement, prefix, (here(),))
+    groups = reserve(CLUSTER, placement, prefix, (here(),))
     with pytest.raises(
         PlacementTimeout, match=r"needed {'cpu': 24.0}, of these together on one node each: .*\(6 nodes\)"
     ):

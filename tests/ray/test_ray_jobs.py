@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole jobs under a real master on real Ray."""
 
 import threading
@@ -18,8 +19,8 @@ from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.brain import new_run
 from dlrover.python.rl.master.job import check_job, follow, run_on_ray, start_master, stop_master
 from dlrover.python.rl.master.rl_master import RLMaster
-from dlrover.python.rl.runtime.ray.actors import end, launch
-from dlrover.python.rl.runtime.state_store import read_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
+from dlrover.python.rl.runtime.ray.processes.actors import end, launch
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
@@ -61,8 +62,10 @@ def wait_until(condition, deadline_s=20.0):
         event.wait(0.05)
 
 
-def test_a_job_runs_to_its_end_reports_its_steps_and_leaves_nothing(tmp_path, monkeypatch):
-    status, reports = run(describe(tmp_path, monkeypatch, "steps_only", "plain"))
+def test_a_job_whose_workloads_ask_the_master_runs_to_its_end_reports_its_steps_and_leaves_nothing(
+    tmp_path, monkeypatch
+):
+    status, reports = run(describe(tmp_path, monkeypatch, "ask_and_step", "plain"))
     assert (status.phase, status.restarts, status.incarnation) == (Phase.FINISHED, 0, 1)
     assert (status.recoveries, status.masters) == ({}, 1)
     assert [(report.step, report.total_steps, report.metrics["reward"]) for report in reports] == [
@@ -92,13 +95,17 @@ def test_the_trainers_own_error_is_reported_as_such(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("act", "who", "said"), [("leave", "ACTOR[", "SystemExit: 5"), ("leave_trainer", "trainer", "6")]
+    ("act", "who", "message"),
+    [
+        ("leave", "ACTOR[", "SystemExit: 5"),
+        pytest.param("leave_trainer", "trainer", "6", marks=pytest.mark.slow),
+    ],
 )
-def test_leaving_the_process_by_sys_exit_is_an_error_and_is_not_retried(tmp_path, monkeypatch, act, who, said):
+def test_leaving_the_process_by_sys_exit_is_an_error_and_is_not_retried(tmp_path, monkeypatch, act, who, message):
     status, _ = run(describe(tmp_path, monkeypatch, act, act.replace("_", "-")))
     assert (status.phase, status.restarts, status.cause.kind) == (Phase.FAILED, 0, CauseKind.USER_ERROR)
     assert status.cause.who.startswith(who)  # every rank leaves: which is seen first is chance
-    assert said in status.cause.message
+    assert message in status.cause.message
 
 
 @pytest.mark.slow
@@ -145,11 +152,6 @@ def test_a_crash_loop_ends_at_the_limit_with_the_cause(tmp_path, monkeypatch):
     assert "the limit of 2 restarts" in status.reason
     assert status.cause.kind is CauseKind.PROCESS_DIED
     assert runs(tmp_path) == 3
-
-
-def test_workloads_can_ask_the_master_while_it_runs_the_job(tmp_path, monkeypatch):
-    status, _ = run(describe(tmp_path, monkeypatch, "ask_master", "asking"))
-    assert status.phase is Phase.FINISHED, status
 
 
 def test_the_master_answers_at_once_and_stops_a_running_job(tmp_path, monkeypatch):

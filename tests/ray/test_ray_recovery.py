@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes of a running job die or hang, one by one and together: who comes back, and what is done again.
 
 Each job is struck by several faults, so that few of them have to be started; every one must end in the very result of
@@ -16,11 +17,11 @@ from dlrover.python.rl.config.spec import CheckpointSpec
 from dlrover.python.rl.control.events import CauseKind, MemberLost, MemberStarted, Released, TrainerLost
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, follow, start_master, stop_master
-from dlrover.python.rl.runtime.checkpoints import newest_of_any_run
-from dlrover.python.rl.runtime.durability import roots_of
-from dlrover.python.rl.runtime.host import CallHeader
-from dlrover.python.rl.runtime.member_state import CommitRequest
-from dlrover.python.rl.runtime.ray.actors import end
+from dlrover.python.rl.runtime.checkpoint.commits import roots_of
+from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest
+from dlrover.python.rl.runtime.checkpoint.store import newest_of_any_run
+from dlrover.python.rl.runtime.process.host import CallHeader
+from dlrover.python.rl.runtime.ray.processes.actors import end
 from dlrover.python.rl.trainer.port import COMMIT, RAW_CALL
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines driven by hand on a real Ray: their slots and processes, how they begin and end."""
 
 import contextlib
@@ -16,9 +17,9 @@ import pytest
 from session_toys import EchoEngine, Policy, TwoLayers
 from two_nodes import descendants, users_of
 
-import dlrover as rl
+import dlrover.rl as rl
 from dlrover.python.rl.common.errors import SessionError
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -55,7 +56,8 @@ def empty(cls, *args):
 # -- slots and processes ----------------------------------------------------------------------------------------------
 
 
-def test_006_008_engines_fill_the_slots_and_share_them(session):
+@pytest.mark.feature(6, 8)
+def test_engines_fill_the_slots_and_share_them(session):
     with built(rl.InferenceEngine("anything", EchoEngine)) as inference:
         assert inference.groups == ((0,), (1,))
         assert [len(output.outputs) for output in inference.generate(["a", "b", "c"])] == [1, 1, 1]
@@ -70,25 +72,33 @@ def test_006_008_engines_fill_the_slots_and_share_them(session):
     assert session.free_slots == 2
 
 
-def test_012_engines_that_start_side_by_side_have_ports_of_their_own(session):
+@pytest.mark.feature(12)
+def test_engines_that_start_side_by_side_have_ports_of_their_own(session):
     engines = [rl.InferenceEngine("anything", EchoEngine) for _ in range(2)]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda engine: engine.build(data_parallel_size=1), engines))
     try:
         assert len({engine.name for engine in engines}) == 2
-        assert len({engine._crew.processes[0].port for engine in engines}) == 2
+        assert len({engine._members.processes[0].port for engine in engines}) == 2
         assert [engine.generate("a")[0].outputs[0].token_ids for engine in engines] == [[97], [97]]
     finally:
         for engine in engines:
             engine.release()
 
 
-def test_012_twenty_crews_that_start_at_once_have_twenty_ports(session):
+@pytest.mark.feature(12)
+def test_twenty_crews_that_start_at_once_have_twenty_ports(session):
     """Each holds something that needs no torch: it is about their processes."""
     names = [f"CROWD_{number}" for number in range(20)]
+    workload = "dlrover.python.rl.trainer.workload:BaseWorkload"
     try:
         with ThreadPoolExecutor(len(names)) as pool:
-            started = list(pool.map(lambda name: session.hosting.start(name, [(0,)], "io:BytesIO"), names))
+            started = list(
+                pool.map(
+                    lambda name: session.hosting.start(name, [(0,)], workload),
+                    names,
+                )
+            )
         assert len({process.port for (process,) in started} - {0}) == 20
         assert len({process.pid for (process,) in started}) == 20
     finally:
@@ -99,7 +109,8 @@ def test_012_twenty_crews_that_start_at_once_have_twenty_ports(session):
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-def test_100_after_a_step_and_a_sync_the_text_is_that_of_the_saved_weights(session, model, tmp_path):
+@pytest.mark.feature(100)
+def test_after_a_step_and_a_sync_the_text_is_that_of_the_saved_weights(session, model, tmp_path):
     prompts = ["12+13=", "hello"]
     with built(rl.InferenceEngine(model)) as inference:
         before = inference.generate(prompts, GREEDY)
@@ -144,11 +155,12 @@ def gone(pids, timeout_s=20.0):
     return []
 
 
-def test_001_init_starts_a_cluster_and_shutdown_leaves_no_process(tmp_path):
+@pytest.mark.feature(1)
+def test_init_starts_a_cluster_and_shutdown_leaves_no_process(tmp_path):
     code = """
     import json, os
-    import dlrover as rl
-    from dlrover.python.rl.runtime.node_memory import memory_path
+    import dlrover.rl as rl
+    from dlrover.python.rl.runtime.checkpoint.member_state import memory_path
     from dlrover.python.rl.session.session import MEMORY
     from session_toys import EchoEngine
     from two_nodes import descendants, users_of
@@ -174,12 +186,13 @@ def test_001_init_starts_a_cluster_and_shutdown_leaves_no_process(tmp_path):
     assert not Path(memory).exists()
 
 
+@pytest.mark.feature(23)
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
-def test_023_a_script_that_is_ended_during_a_rollout_leaves_no_process_and_no_port(tmp_path, how):
+def test_a_script_that_is_ended_during_a_rollout_leaves_no_process_and_no_port(tmp_path, how):
     began = tmp_path / "began"
     code = f"""
     import json, os, sys
-    import dlrover as rl
+    import dlrover.rl as rl
     from session_toys import EchoEngine
     from two_nodes import descendants
     rl.init(slots_per_node=2, log_to_driver=False)
@@ -209,10 +222,11 @@ def test_023_a_script_that_is_ended_during_a_rollout_leaves_no_process_and_no_po
     assert not Path(folder).exists()
 
 
-def test_011_slots_of_two_nodes_come_back_twenty_times(tmp_path):
+@pytest.mark.feature(11)
+def test_slots_of_two_nodes_come_back_twenty_times(tmp_path):
     code = """
     import json
-    import dlrover as rl
+    import dlrover.rl as rl
     from session_toys import EchoEngine
     from two_nodes import two_nodes
     with two_nodes(workers=1, cpus=4, head_cpus=4, connect=False) as nodes:
@@ -234,7 +248,8 @@ def test_011_slots_of_two_nodes_come_back_twenty_times(tmp_path):
     assert json.loads(out.splitlines()[-1]) == [[[4, 5]] * 20, 2, 2]
 
 
-def test_011_nothing_is_left_of_released_engines(session):
+@pytest.mark.feature(11)
+def test_nothing_is_left_of_released_engines(session):
     before = set(descendants(os.getpid()))
     for _ in range(2):
         with built(rl.InferenceEngine("anything", EchoEngine), data_parallel_size=1):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Ray cluster of several nodes on this machine, whose parts can be killed, stopped and started again."""
 
 import contextlib
@@ -15,7 +16,7 @@ from ray._private.authentication import authentication_token_setup as tokens
 from ray.cluster_utils import Cluster
 
 from dlrover.python.rl.common.names import NAMESPACE
-from dlrover.python.rl.runtime.ray.head import (
+from dlrover.python.rl.runtime.ray.cluster.head import (
     GcsKeeper,
     has_durable_gcs,
     on_loopback,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Seeded bugs: each a small, plausible mistake in the production source."""
 
 from sim_modules import Mutation
@@ -5,14 +6,14 @@ from sim_modules import Mutation
 MUTATIONS = {
     # -- whose event is it ----------------------------------------------------------------------------------------
     "a loss of an older incarnation counts": Mutation(
-        "control.losses",
+        "control.recovery",
         "if not state.phase.live or member is None or member.incarnation != event.incarnation:",
         "if not state.phase.live or member is None:",
     ),
     "only a loss of an older incarnation counts": Mutation(
-        "control.losses", "member.incarnation != event.incarnation:", "member.incarnation <= event.incarnation:"
+        "control.recovery", "member.incarnation != event.incarnation:", "member.incarnation <= event.incarnation:"
     ),
-    "a loss of an older trainer counts": Mutation("control.losses", "state.epoch != event.epoch or ", ""),
+    "a loss of an older trainer counts": Mutation("control.recovery", "state.epoch != event.epoch or ", ""),
     "an older trainer is heard": Mutation("control.lifecycle", "epoch == state.epoch and ", ""),
     "a start of an older incarnation counts": Mutation(
         "control.lifecycle", "member is None or member.incarnation != event.incarnation:", "member is None:"
@@ -21,7 +22,7 @@ MUTATIONS = {
         "control.machine", "event.incarnation != state.incarnation:", "event.incarnation > state.incarnation:"
     ),
     "a member that waits can be lost": Mutation(
-        "control.losses", "    if member.phase is MemberPhase.WAITING:\n        return state, ()\n", ""
+        "control.recovery", "    if member.phase is MemberPhase.WAITING:\n        return state, ()\n", ""
     ),
     "a second report of a start counts": Mutation(
         "control.lifecycle", "    if member.phase is not MemberPhase.STARTING:\n        return state, ()\n", ""
@@ -34,7 +35,7 @@ MUTATIONS = {
     ),
     # -- numbers ------------------------------------------------------------------------------------------------------
     "a member keeps its number": Mutation(
-        "control.starting", "return Member(member.incarnation + 1)", "return Member(member.incarnation)"
+        "control.launch", "return Member(member.incarnation + 1)", "return Member(member.incarnation)"
     ),
     "the trainer keeps its number": Mutation(
         "control.recovery",
@@ -45,13 +46,15 @@ MUTATIONS = {
         "control.recovery", "        epoch=state.epoch + 1,\n", ""
     ),
     "a restart of the job keeps the members' numbers": Mutation(
-        "control.recovery", "{who: renewed(member) for who, member in state.members.items()},", "state.members,"
+        "control.recovery",
+        "{process_id: next_incarnation(member) for process_id, member in state.members.items()},",
+        "state.members,",
     ),
     "the job keeps its number": Mutation(
         "control.lifecycle", "number = state.incarnation + 1", "number = max(state.incarnation, 1)"
     ),
     "a master that comes back keeps the numbers of what was starting": Mutation(
-        "control.lifecycle", "if not state.phase.live or state.terms is None:", "if True:"
+        "control.lifecycle", "if not state.phase.live or state.settings is None:", "if True:"
     ),
     "a master that comes back keeps the number of a trainer that was starting": Mutation(
         "control.lifecycle", "    if state.trainer.phase is MemberPhase.STARTING:\n", "    if False:\n"
@@ -60,19 +63,19 @@ MUTATIONS = {
         "control.lifecycle", "    if scope is RecoveryScope.GROUP:\n", "    if False:\n"
     ),
     "standbys share a number": Mutation(
-        "control.starting",
+        "control.launch",
         "next_standby={**state.next_standby, role: number + 1},",
         "next_standby={**state.next_standby, role: number},",
     ),
     # -- recovery by scope --------------------------------------------------------------------------------------------
     "a group is recovered member by member": Mutation(
         "control.recovery",
-        "by_scope = _recover_group if terms.roles[role].scope is RecoveryScope.GROUP else _recover_members",
+        "by_scope = _recover_group if settings.roles[role].scope is RecoveryScope.GROUP else _recover_members",
         "by_scope = _recover_members",
     ),
     "a member is recovered with its whole role": Mutation(
         "control.recovery",
-        "by_scope = _recover_group if terms.roles[role].scope is RecoveryScope.GROUP else _recover_members",
+        "by_scope = _recover_group if settings.roles[role].scope is RecoveryScope.GROUP else _recover_members",
         "by_scope = _recover_group",
     ),
     "the rest of a group is not ended": Mutation(
@@ -82,7 +85,7 @@ MUTATIONS = {
         "control.recovery", "return state, (killed, *commands)", "return state, commands"
     ),
     "a lost node takes only members": Mutation(
-        "control.losses",
+        "control.recovery",
         "trainer = process is not None and process.node == event.node",
         "trainer = False",
     ),
@@ -92,26 +95,30 @@ MUTATIONS = {
         "_count(state.recoveries, role)",
     ),
     "a lost node's standbys are forgotten": Mutation(
-        "control.losses",
+        "control.recovery",
         "        if phase is StandbyPhase.TAKING:\n            members",
         "        if True:\n            continue\n            members",
     ),
     "recovered by scope before steps are open": Mutation(
-        "control.recovery", "if not state.opened or not loss.subjects:", "if not loss.subjects:"
+        "control.recovery", "if not state.opened or not failure.subjects:", "if not failure.subjects:"
     ),
-    "never recovered by scope": Mutation("control.recovery", "if not state.opened or not loss.subjects:", "if True:"),
+    "never recovered by scope": Mutation(
+        "control.recovery", "if not state.opened or not failure.subjects:", "if True:"
+    ),
     "steps stay open over a restart of the job": Mutation("control.recovery", "        opened=False,\n", ""),
     "a new trainer takes old members for new": Mutation(
         "control.recovery", "Trainer(fresh=False, reason", "Trainer(fresh=True, reason"
     ),
-    "a user's error is retried": Mutation("control.recovery", "    if not loss.cause.retryable:\n", "    if False:\n"),
+    "a user's error is retried": Mutation(
+        "control.recovery", "    if not failure.cause.retryable:\n", "    if False:\n"
+    ),
     "back-offs outlive a restart of the job": Mutation(
         "control.recovery", "        waits={},\n        restarts_by", "        restarts_by"
     ),
     # -- standbys -----------------------------------------------------------------------------------------------------
     "a standby takes two places": Mutation(
-        "control.starting",
-        "state = replace(state, standbys={**state.standbys, role: {**pool, **taken}})",
+        "control.launch",
+        "state = replace(state, standbys={**state.standbys, role: {**pool, **used}})",
         "pass",
     ),
     "a standby that has taken over stays a standby": Mutation(
@@ -120,17 +127,17 @@ MUTATIONS = {
         "    if False:\n        state = drop_standby",
     ),
     "a standby that dies taking over takes nobody along": Mutation(
-        "control.losses",
-        "    if standby.phase is StandbyPhase.TAKING:\n        return lose",
+        "control.recovery",
+        "    if standby.phase is StandbyPhase.TAKING:\n        return recover",
         "    if False:\n        return lose",
     ),
     "a standby that is starting takes over": Mutation(
-        "control.starting",
+        "control.launch",
         "if pool[number].phase is StandbyPhase.READY)",
         "if pool[number].phase is not StandbyPhase.TAKING)",
     ),
-    "no standby takes over": Mutation("control.starting", "if pool[number].phase is StandbyPhase.READY)", "if False)"),
-    "standbys are tried for ever": Mutation("control.starting", "streak.count >= STANDBY_TRIES", "streak.count < 0"),
+    "no standby takes over": Mutation("control.launch", "if pool[number].phase is StandbyPhase.READY)", "if False)"),
+    "standbys are tried for ever": Mutation("control.launch", "streak.count >= STANDBY_TRIES", "streak.count < 0"),
     "standbys are not refilled": Mutation(
         "control.lifecycle", "        return fill_standbys(state, event.role)\n", "        return state, ()\n"
     ),
@@ -143,7 +150,7 @@ MUTATIONS = {
         "control.budgets", "return tuple(time_s for time_s in times if time_s > at_s - window_s)", "return times"
     ),
     "a role's own limit is ignored": Mutation(
-        "control.budgets", "terms.roles[subject].max_restart if subject in terms.roles else None", "None"
+        "control.budgets", "settings.roles[subject].max_restart if subject in settings.roles else None", "None"
     ),
     "no back-off": Mutation("control.budgets", "streak.count < 2:", "streak.count > 0:"),
     "back-off at the first recovery": Mutation("control.budgets", "streak.count < 2:", "streak.count < 1:"),
@@ -153,22 +160,22 @@ MUTATIONS = {
     "the back-off has no end": Mutation("control.budgets", "MAX_BACKOFF_S)\n\n", "1e9)\n\n"),
     "progress forgives nothing": Mutation(
         "control.lifecycle",
-        "replace(state, committed=event.step, streaks=kept, first_cause=None, node_losses={})",
+        "replace(state, committed=event.step, streaks=streaks, first_cause=None, node_losses={})",
         "replace(state, committed=event.step)",
     ),
     "the last cause is told instead of the first": Mutation(
         "control.budgets", "first_cause=state.first_cause or cause", "first_cause=cause"
     ),
     "being ended for others is charged": Mutation(
-        "control.recovery", "if loss.cause.kind is CauseKind.PREEMPTED:", "if False:"
+        "control.recovery", "if failure.cause.kind is CauseKind.PREEMPTED:", "if False:"
     ),
-    "a lost node is used again": Mutation("control.losses", "    state = exclude(state, event.node)\n", ""),
+    "a lost node is used again": Mutation("control.recovery", "    state = exclude(state, event.node)\n", ""),
     "a node that keeps failing is used on": Mutation(
-        "control.budgets", "if len(times) < terms.node_max_failures or not _others_in_use(state, node):", "if True:"
+        "control.budgets", "if len(times) < settings.node_max_failures or not _others_in_use(state, node):", "if True:"
     ),
     "the only node is excluded": Mutation("control.budgets", " or not _others_in_use(state, node):", ":"),
     "excluded nodes are forgotten by commands": Mutation(
-        "control.starting",
+        "control.launch",
         "return StartTrainer(state.epoch, trainer.fresh, state.epoch - 1, trainer.reason, state.excluded)",
         "return StartTrainer(state.epoch, trainer.fresh, state.epoch - 1, trainer.reason)",
     ),
@@ -203,20 +210,20 @@ MUTATIONS = {
     ),
     # -- a master that comes back -----------------------------------------------------------------------------------
     "members that start are not under way": Mutation(
-        "control.starting",
+        "control.launch",
         "        if starting:\n            commands.append",
         "        if False:\n            commands.append",
     ),
     "back-offs are not under way": Mutation(
-        "control.starting",
+        "control.launch",
         "return (*commands, *(Wait(timer, delay_s) for timer, delay_s in state.waits.items()))",
         "return tuple(commands)",
     ),
     "standbys that start are not under way": Mutation(
-        "control.starting", "        if standby.phase is StandbyPhase.STARTING\n    ]", "        if False\n    ]"
+        "control.launch", "        if standby.phase is StandbyPhase.STARTING\n    ]", "        if False\n    ]"
     ),
     "the trainer that starts is not under way": Mutation(
-        "control.starting",
+        "control.launch",
         "    if state.trainer.phase is MemberPhase.STARTING:\n        commands.append",
         "    if False:\n        commands.append",
     ),
@@ -247,23 +254,23 @@ MUTATIONS = {
         "control.journal", "if version != VERSION:", "if version is None:"
     ),
     "lines are not synced": Mutation(
-        "runtime.state_store",
+        "runtime.checkpoint.journal_store",
         "                _write(self._file, header, 0)\n                os.fsync(self._file)\n            except",
         "                _write(self._file, header, 0)\n            except",
     ),
     "a new journal gets its name before it is safe": Mutation(
-        "runtime.state_store",
+        "runtime.checkpoint.journal_store",
         "            file.flush()\n            os.fsync(file.fileno())\n",
         "            file.flush()\n",
     ),
     "a journal's name is synced by its creator alone": Mutation(
-        "runtime.state_store", "        sync_folder(path.parent)\n        self._path", "        self._path"
+        "runtime.checkpoint.journal_store", "        sync_folder(path.parent)\n        self._path", "        self._path"
     ),
     "half a line stays at the end": Mutation(
-        "runtime.state_store", "        os.ftruncate(self._file, found.end)\n", ""
+        "runtime.checkpoint.journal_store", "        os.ftruncate(self._file, found.end)\n", ""
     ),
     "half a line stays after the disk was full": Mutation(
-        "runtime.state_store",
+        "runtime.checkpoint.journal_store",
         "            os.ftruncate(self._file, self._end)\n            _write(self._file, self._header, 0)\n",
         "            _write(self._file, self._header, 0)\n",
     ),

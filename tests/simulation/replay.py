@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 # ruff: noqa: T201, E402 -- a script
 """Replay a seed of the simulation, or try many.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulated nodes and processes. The cluster knows the truth; the master knows what it is told."""
 
 from collections.abc import Callable
@@ -5,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sim_world import Violation, World
+
+from dlrover.python.rl.common.names import ProcessId
 
 
 @dataclass
@@ -41,7 +44,7 @@ class Proc:
     pid: int
     name: tuple[str, str, int]
     node: Node
-    identity: tuple[str, int] | None
+    identity: tuple[ProcessId, int] | None
     batch: int = 0
     alive: bool = True
     up: bool = False
@@ -75,7 +78,7 @@ class Cluster:
         self.memory = False
         self.spared: dict[int, Proc] = {}
         self.packed = world.rng.random() < 0.4
-        self.born: dict[tuple[str, int], int] = {}
+        self.born: dict[tuple[ProcessId, int], int] = {}
         self.node_watchers: list[Callable[[Node], None]] = []
         self.wanted_nodes = nodes
         for _ in range(nodes):
@@ -137,7 +140,7 @@ class Cluster:
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
-    def start(self, name: tuple[str, str, int], node: Node, identity: tuple[str, int] | None, batch: int) -> Proc:
+    def start(self, name: tuple[str, str, int], node: Node, identity: tuple[ProcessId, int] | None, batch: int) -> Proc:
         """Begin a process; one of the same name that can be reached is ended first."""
         earlier = self.names.get(name)
         if earlier is not None:
@@ -149,7 +152,7 @@ class Cluster:
             self.become(proc, identity, batch)
         return proc
 
-    def become(self, proc: Proc, identity: tuple[str, int], batch: int) -> None:
+    def become(self, proc: Proc, identity: tuple[ProcessId, int], batch: int) -> None:
         """From here on the process carries a number that no other process ever carries."""
         other = self.born.setdefault(identity, proc.pid)
         if other != proc.pid:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A disk that forgets what was not synced when its power fails, that can be full, and whose user may be killed at any
 of its operations."""
 
@@ -241,7 +242,9 @@ SUBSTITUTES = {
     "dlrover.python.rl.common.log": types.SimpleNamespace(get_logger=lambda name: _SILENT),
     "os": system,
     "fcntl": types.SimpleNamespace(LOCK_UN=8, flock=lambda handle, how: None),
-    "dlrover.python.rl.runtime.fence": types.SimpleNamespace(take_lock=lambda handle, path: None),
-    "dlrover.python.rl.runtime.state_file": types.SimpleNamespace(sync_folder=lambda path: path.disk.sync_folder()),
+    "dlrover.python.rl.runtime.checkpoint.manifest": types.SimpleNamespace(take_lock=lambda handle, path: None),
+    "dlrover.python.rl.runtime.checkpoint.state_file": types.SimpleNamespace(
+        sync_folder=lambda path: path.disk.sync_folder()
+    ),
 }
 """What a journal's module imports, to what it gets instead."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Carrying out the machine's commands on the simulated cluster, as the executor on Ray does: each after a while, each
 once more when it is asked for again, everything found again by name."""
 
@@ -8,6 +9,7 @@ from sim_cluster import Cluster, Node, Proc
 from sim_trainer import SimTrainer
 from sim_world import World
 
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, ProcessKind
 from dlrover.python.rl.control.commands import (
     KillMember,
     KillStandby,
@@ -41,8 +43,8 @@ from dlrover.python.rl.control.events import (
 Emit = Callable[[Event], None]
 
 
-def died(who: str, kind: CauseKind = CauseKind.PROCESS_DIED) -> Cause:
-    return Cause(kind, who, "it is gone")
+def died(process_id: ProcessId, kind: CauseKind = CauseKind.PROCESS_DIED) -> Cause:
+    return Cause(kind, str(process_id), "it is gone")
 
 
 class SimExecutor:
@@ -56,11 +58,11 @@ class SimExecutor:
 
     def __init__(self, world: World, cluster: Cluster, emit: Emit, here: Callable[[], bool], talk: Any) -> None:
         self.world, self.cluster, self.emit, self.here, self.talk = world, cluster, emit, here, talk
-        self.members: dict[str, Proc] = {}
+        self.members: dict[ProcessId, Proc] = {}
         self.standbys: dict[tuple[str, int], Proc] = {}
         self.trainer: Proc | None = None
         self.generation = 0
-        self.wanted: dict[str, int] = {}
+        self.wanted: dict[ProcessId, int] = {}
         cluster.node_watchers.append(self._node_lost)
 
     def _later(self, low_s: float, high_s: float, call: Callable[..., None], *arguments: Any) -> None:
@@ -82,7 +84,7 @@ class SimExecutor:
         elif isinstance(command, Place):
             self._later(0.1, 1.0, self._place, command, self.world.now_s)
         elif isinstance(command, StartMembers):
-            self.wanted |= {f"{command.role}[{rank}]": incarnation for rank, incarnation in command.members}
+            self.wanted |= {ProcessId(command.role, rank): incarnation for rank, incarnation in command.members}
             self._later(0.0, 0.1, self._start_members, command)
         elif isinstance(command, StartStandby):
             self._later(0.0, 0.1, self._start_standby, command)
@@ -135,13 +137,13 @@ class SimExecutor:
         batch = len(self.cluster.procs) + 1
         ready = self.standbys
         # A later command may have overtaken this one: what it has begun is not to be undone.
-        members = [(rank, at) for rank, at in command.members if self.wanted[f"{command.role}[{rank}]"] == at]
+        members = [(rank, at) for rank, at in command.members if self.wanted[ProcessId(command.role, rank)] == at]
         new = [rank for rank, _ in members if (command.role, command.standbys.get(rank, -1)) not in ready]
         if new and not self.cluster.usable(command.excluded):
             self._later(0.5, 1.0, self._start_members, command)
             return
         for rank, incarnation in members:
-            who, number = f"{command.role}[{rank}]", command.standbys.get(rank, -1)
+            who, number = ProcessId(command.role, rank), command.standbys.get(rank, -1)
             proc = self.standbys.pop((command.role, number), None)
             if proc is not None:
                 proc.up, proc.watchers = False, []
@@ -150,29 +152,29 @@ class SimExecutor:
             else:
                 node = self._node_for(command.excluded)
                 assert node is not None
-                proc = self.cluster.start(("member", who, incarnation), node, (who, incarnation), batch)
+                proc = self.cluster.start(("member", str(who), incarnation), node, (who, incarnation), batch)
                 number, took_s = -1, (0.3, 3.0)
             self.members[who] = proc
             self._watch_member(command.role, rank, incarnation, proc)
             self._later(*took_s, self._member_up, command.role, rank, incarnation, proc, number)
 
     def _member_up(self, role: str, rank: int, incarnation: int, proc: Proc, standby: int) -> None:
-        if self.members.get(f"{role}[{rank}]") is not proc:
+        if self.members.get(ProcessId(role, rank)) is not proc:
             return
         if not self._hears(proc):
-            late = MemberLost(role, rank, incarnation, died(f"{role}[{rank}]", CauseKind.HUNG), proc.node.name)
+            late = MemberLost(role, rank, incarnation, died(ProcessId(role, rank), CauseKind.HUNG), proc.node.name)
             self._later(4.0, 5.0, self._too_late, proc, late)
             return
         proc.up = True
         self.emit(MemberStarted(role, rank, incarnation, self._process(proc), standby))
 
     def _watch_member(self, role: str, rank: int, incarnation: int, proc: Proc) -> None:
-        lost = MemberLost(role, rank, incarnation, died(f"{role}[{rank}]"), proc.node.name)
+        lost = MemberLost(role, rank, incarnation, died(ProcessId(role, rank)), proc.node.name)
         self._watch(proc, lambda: self.emit(lost))
 
     def _kill_member(self, command: KillMember) -> None:
-        proc = self.members.get(f"{command.role}[{command.rank}]")
-        if proc is not None and proc.identity == (f"{command.role}[{command.rank}]", command.incarnation):
+        proc = self.members.get(ProcessId(command.role, command.rank))
+        if proc is not None and proc.identity == (ProcessId(command.role, command.rank), command.incarnation):
             proc.watchers = []
             self.cluster.end(proc)
 
@@ -199,11 +201,11 @@ class SimExecutor:
             self.standbys[role, number] = proc
             self.emit(StandbyReady(role, number, self._process(proc)))
         else:
-            late = StandbyLost(role, number, died(f"{role} standby", CauseKind.HUNG), proc.node.name)
+            late = StandbyLost(role, number, died(ProcessId.standby(role, number), CauseKind.HUNG), proc.node.name)
             self._later(4.0, 5.0, self._too_late, proc, late)
 
     def _watch_standby(self, role: str, number: int, proc: Proc) -> None:
-        lost = StandbyLost(role, number, died(f"{role} standby"), proc.node.name)
+        lost = StandbyLost(role, number, died(ProcessId.standby(role, number)), proc.node.name)
 
         def gone() -> None:
             if self.standbys.get((role, number)) is proc:
@@ -220,7 +222,7 @@ class SimExecutor:
             self._later(0.5, 1.0, self._start_trainer, command)
             return
         name = ("trainer", "trainer", command.epoch)
-        proc = self.trainer = self.cluster.start(name, node, ("trainer", command.epoch), 0)
+        proc = self.trainer = self.cluster.start(name, node, (TRAINER_ID, command.epoch), 0)
         self._watch_trainer(proc)
         self._later(0.2, 2.0, self._trainer_up, command, proc)
 
@@ -232,11 +234,11 @@ class SimExecutor:
             SimTrainer(self.world, self.cluster, self.talk, proc, command.fresh, seats).begin()
             self._follow(proc)
         else:
-            late = TrainerLost(command.epoch, died("trainer", CauseKind.HUNG), proc.node.name)
+            late = TrainerLost(command.epoch, died(TRAINER_ID, CauseKind.HUNG), proc.node.name)
             self._later(4.0, 5.0, self._too_late, proc, late)
 
     def _watch_trainer(self, proc: Proc) -> None:
-        lost = TrainerLost(proc.name[2], died("trainer"), proc.node.name)
+        lost = TrainerLost(proc.name[2], died(TRAINER_ID), proc.node.name)
         self._watch(proc, lambda: self.emit(lost))
 
     def _follow(self, proc: Proc) -> None:
@@ -278,7 +280,7 @@ class SimExecutor:
 
     # -- after the master's own restart -------------------------------------------------------------------------------
 
-    def adopt(self, state: Any, up: dict[str, Process]) -> None:
+    def adopt(self, state: Any, up: dict[ProcessId, Process]) -> None:
         """Watch what is up, tell of what is not, end what nobody knows."""
         found = {proc.pid: proc for proc in self.cluster.names.values()}
         for proc in list(found.values()):
@@ -287,22 +289,21 @@ class SimExecutor:
         for who, process in up.items():
             proc = found.get(process.pid, self.cluster.procs[process.pid - 1])
             there = process.pid in found
-            if who == "trainer":
+            if who.kind is ProcessKind.TRAINER:
                 self.trainer = proc
                 self._watch_trainer(proc) if there else self.emit(TrainerLost(state.epoch, died(who)))
                 self._follow(proc)
-            elif "standby" in who:
-                role, number = who.partition(" ")[0], int(who.rpartition("#")[2])
+            elif who.kind is ProcessKind.STANDBY:
+                role, number = who.role, who.rank
                 if there:
                     self.standbys[role, number] = proc
                     self._watch_standby(role, number, proc)
                 else:
                     self.emit(StandbyLost(role, number, died(who)))
             else:
-                role, _, rank = who.rstrip("]").partition("[")
                 member = state.members[who]
                 self.members[who] = proc
                 if there:
-                    self._watch_member(role, int(rank), member.incarnation, proc)
+                    self._watch_member(who.role, who.rank, member.incarnation, proc)
                 else:
-                    self.emit(MemberLost(role, int(rank), member.incarnation, died(who)))
+                    self.emit(MemberLost(who.role, who.rank, member.incarnation, died(who)))

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What goes wrong, when, and a count of which fault met which situation."""
 
 from collections.abc import Callable
@@ -96,7 +97,7 @@ class Faults:
     def _kind(self, proc: Proc) -> str:
         if proc.identity is None:
             return "standby"
-        return "trainer" if proc.identity[0] == "trainer" else "member"
+        return str(proc.identity[0].kind)
 
     def _crash(self, kind: str) -> bool:
         proc = self._pick(kind)

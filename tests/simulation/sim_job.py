@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One simulated run of a job: faults first, then none, and then it must go on and come to its end."""
 
 from collections import Counter
@@ -12,7 +13,8 @@ from sim_referee import Referee
 from sim_trainer import Checkpoints
 from sim_world import Violation, World
 
-from dlrover.python.rl.control.events import MemberLost, Progressed, RecoveryScope, RoleTerms, StepsOpened, Submitted
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
+from dlrover.python.rl.control.events import MemberLost, Progressed, RecoveryScope, RoleSettings, StepsOpened, Submitted
 
 COMMIT_WITHIN_S = 240.0
 END_WITHIN_S = 240.0
@@ -46,7 +48,7 @@ class SimJob:
         self.referee = Referee(self.world, modules)
         self.durable = rng.random() < 0.85
         self.total_steps, self.healed = 10**9, False
-        self.terms = self._terms()
+        self.settings = self._terms()
         self.noise = (rng.choice([0.0, 0.1, 0.5]), rng.choice([0.0, 0.2, 2.0]))
         self.master: SimMaster | None = None
         self.where = "away"
@@ -60,11 +62,11 @@ class SimJob:
         rng = self.world.rng
         limits = rng.choice([(2, 2, None), (10, 10, None), (10, 10, 3), (1000, 1000, None), (1000, 1000, None)])
         roles = {
-            "ACTOR": RoleTerms(rng.randint(1, 3), RecoveryScope.GROUP, rng.choice([0, 0, 1]), limits[2]),
-            "ROLLOUT": RoleTerms(rng.randint(1, 3), RecoveryScope.MEMBER, rng.choice([0, 1, 2]), limits[2]),
+            "ACTOR": RoleSettings(rng.randint(1, 3), RecoveryScope.GROUP, rng.choice([0, 0, 1]), limits[2]),
+            "ROLLOUT": RoleSettings(rng.randint(1, 3), RecoveryScope.MEMBER, rng.choice([0, 1, 2]), limits[2]),
         }
         if rng.random() < 0.3:
-            roles["REWARD"] = RoleTerms(1)
+            roles["REWARD"] = RoleSettings(1)
         return Submitted(
             "job",
             roles,
@@ -82,7 +84,7 @@ class SimJob:
         master = SimMaster(self.world, self.cluster, self.modules, self.disk, self.referee)
         master.noise, master.on_death, master.after_step = self.noise, self._master_died, self._look
         self.master = master
-        master.begin(self.terms, self)
+        master.begin(self.settings, self)
         self._look()
 
     def _master_died(self) -> None:
@@ -129,10 +131,10 @@ class SimJob:
         state = self.state
         if proc.identity is None:
             return state.phase.live and proc.name[2] in state.standbys.get(proc.name[1], {})
-        who, number = proc.identity
-        if who == "trainer":
+        process_id, number = proc.identity
+        if process_id == TRAINER_ID:
             return state.phase.live and number == state.epoch
-        return state.phase.live and number == state.members[who].incarnation
+        return state.phase.live and number == state.members[process_id].incarnation
 
     # -- what the trainer's process asks ------------------------------------------------------------------------------
 
@@ -153,30 +155,29 @@ class SimJob:
         master.take(event)
         return master.alive and not master.blocked
 
-    def renew(self, proc: Proc, who: str, number: int) -> dict[str, Proc]:
+    def renew(self, proc: Proc, process_id: ProcessId, number: int) -> dict[ProcessId, Proc]:
         """Who takes the place of a dead member; nobody yet: ask again."""
         master = self._reached(proc)
         if master is None:
             return {}
-        role, _, rank = who.rstrip("]").partition("[")
-        member = master.state.members[who]
+        member = master.state.members[process_id]
         if member.incarnation == number and member.phase == "up":
-            master.take(MemberLost(role, int(rank), number, died(who)))
+            master.take(MemberLost(process_id.role, process_id.rank, number, died(process_id)))
             if not master.alive:
                 return {}
         state = master.state
-        group = [name for name in state.members if name.startswith(f"{role}[")]
-        names = group if self.terms.roles[role].scope is RecoveryScope.GROUP else [who]
+        group = [peer for peer in state.members if peer.role == process_id.role]
+        names = group if self.settings.roles[process_id.role].scope is RecoveryScope.GROUP else [process_id]
         up = {name: state.members[name] for name in names if state.members[name].phase == "up"}
-        if len(up) < len(names) or state.members[who].incarnation <= number:
+        if len(up) < len(names) or state.members[process_id].incarnation <= number:
             return {}
         return {name: self.cluster.procs[member.process.pid - 1] for name, member in up.items()}
 
     def check_groups(self, seats: dict[str, Proc]) -> None:
         """The ranks of a group have met each other."""
-        for role, terms in self.terms.roles.items():
-            met = {proc.batch for who, proc in seats.items() if who.startswith(f"{role}[")}
-            if terms.scope is RecoveryScope.GROUP and len(met) > 1:
+        for role, settings in self.settings.roles.items():
+            met = {proc.batch for process_id, proc in seats.items() if process_id.role == role}
+            if settings.scope is RecoveryScope.GROUP and len(met) > 1:
                 raise Violation(f"ranks of {role} that were not started together work together")
 
 
@@ -231,7 +232,7 @@ def _check_end(job: SimJob) -> None:
         raise Violation(f"left behind: {left} {job.cluster.reserved} memory={job.cluster.memory}")
     if job.state != final:
         raise Violation("a job that has ended has changed")
-    journal = job.modules.journal.decode(job.modules.state_store.FileStateStore(job.disk.path("journal")).read())
+    journal = job.modules.journal.decode(job.modules.journal_store.FileStateStore(job.disk.path("journal")).read())
     if job.modules.machine.replay(journal) != final:
         raise Violation("the journal does not replay to the state that the job ended in")
     if state.committed > job.checkpoints.committed:

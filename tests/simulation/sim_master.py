@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The master's process: the production brain on a simulated disk, which may be killed at any point of its journal."""
 
 from collections import deque
@@ -10,7 +11,8 @@ from sim_executor import SimExecutor, died
 from sim_referee import Referee
 from sim_world import Violation, World
 
-from dlrover.python.rl.control.events import CauseKind, Event, MasterStarted, MemberLost, Submitted, TrainerLost
+from dlrover.python.rl.common.names import ProcessId, ProcessKind
+from dlrover.python.rl.control.events import CauseKind, Event, MasterStarted, Submitted, make_lost_event
 
 HANG_AFTER_S = 3.0
 BEAT_S = 0.5
@@ -56,11 +58,11 @@ class SimMaster:
         self.executor: Any = None
         self.brain: Any = None
 
-    def begin(self, terms: Submitted, talk: Any) -> None:
+    def begin(self, settings: Submitted, talk: Any) -> None:
         """Come up, for the first time or again."""
         self.world.trace("master up")
         try:
-            self.store = WatchedStore(self.modules.state_store.FileStateStore(self.disk.path("journal")))
+            self.store = WatchedStore(self.modules.journal_store.FileStateStore(self.disk.path("journal")))
         except Killed:
             self.die()
             return
@@ -69,17 +71,17 @@ class SimMaster:
             return
         self.brain = self.modules.brain.Brain(self.store, self.world)
         self.referee.replayed(self.brain.state)
-        self.terms = terms
+        self.settings = settings
         self.executor = SimExecutor(self.world, self.cluster, self.send, self._here, talk)
         self.take(MasterStarted())
 
     def _came_up(self) -> None:
         """The journal knows that there is another process; only now it may act."""
         state = self.brain.state
-        if state.terms is None:
-            self.take(self.terms)
+        if state.settings is None:
+            self.take(self.settings)
         else:
-            self.executor.adopt(state, self.modules.starting.processes(state) if state.phase.live else {})
+            self.executor.adopt(state, self.modules.launch.processes(state) if state.phase.live else {})
             for command in self.brain.outstanding():
                 self.executor.execute(command)
         self.world.after(1.0, self._pulse)
@@ -159,32 +161,34 @@ class SimMaster:
         if not self.alive or self.state.phase.terminal:
             return
         liveness, now_s = self.modules.liveness, self.world.now_s
-        up = self.modules.starting.processes(self.state) if self.state.phase.live else {}
-        roles = self.state.terms.roles if self.state.terms is not None else {}
-        procs = {who: self.cluster.procs[process.pid - 1] for who, process in up.items() if "standby" not in who}
-        signs = [self._sign(who, proc) for who, proc in procs.items()]
+        up = self.modules.launch.processes(self.state) if self.state.phase.live else {}
+        roles = self.state.settings.roles if self.state.settings is not None else {}
+        procs = {
+            process_id: self.cluster.procs[process.pid - 1]
+            for process_id, process in up.items()
+            if process_id.kind is not ProcessKind.STANDBY
+        }
+        signs = [self._sign(process_id, proc) for process_id, proc in procs.items()]
         limits = {role: HANG_AFTER_S for role in [*roles, "trainer"]}
         for hang in liveness.hangs(signs, limits, liveness.Listening(BEAT_S, self.since_s), now_s):
-            self._kill_hung(hang.sign.who, procs[hang.sign.who])
+            self._kill_hung(hang.sign.process_id, procs[hang.sign.process_id])
         self.world.after(1.0, self._pulse)
 
-    def _sign(self, who: str, proc: Proc) -> Any:
+    def _sign(self, process_id: ProcessId, proc: Proc) -> Any:
         heard_s = self.world.now_s if proc.heard_s is None else proc.heard_s
         stuck = proc.stuck_s is not None and proc.stuck_s <= heard_s
         since_s = proc.stuck_s if proc.stuck_s is not None and stuck else heard_s
         assert proc.identity is not None
         method = "update" if stuck else ""
-        return self.modules.liveness.Sign(who, proc.identity[1], method, since_s, 1, heard_s)
+        return self.modules.liveness.Sign(process_id, proc.identity[1], method, since_s, 1, heard_s)
 
-    def _kill_hung(self, who: str, proc: Proc) -> None:
+    def _kill_hung(self, process_id: ProcessId, proc: Proc) -> None:
         if proc.works and not proc.node.cut:
-            raise Violation(f"{who} works and was taken for hung")
+            raise Violation(f"{process_id} works and was taken for hung")
         if not proc.alive:
             return
         proc.watchers = []
         self.cluster.end(proc)
         assert proc.identity is not None
-        cause, number = died(who, CauseKind.HUNG), proc.identity[1]
-        role, _, rank = who.rstrip("]").partition("[")
-        lost = TrainerLost(number, cause) if who == "trainer" else MemberLost(role, int(rank), number, cause)
+        lost = make_lost_event(process_id, proc.identity[1], died(process_id, CauseKind.HUNG))
         self.send(lost)

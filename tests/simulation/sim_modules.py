@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The production modules under simulation, loaded apart from everybody else's: on a simulated disk, and with a seeded
 bug where one is asked for."""
 
@@ -15,14 +16,13 @@ HERE = Path(__file__).resolve().parents[2]
 PRIVATE = (
     "control.state",
     "control.budgets",
-    "control.starting",
+    "control.launch",
     "control.recovery",
-    "control.losses",
     "control.lifecycle",
     "control.machine",
     "control.journal",
     "control.liveness",
-    "runtime.state_store",
+    "runtime.checkpoint.journal_store",
     "master.brain",
 )
 """In the order of their imports. Events are everybody's: they are only words."""
@@ -68,7 +68,7 @@ def load_all(*mutations: Mutation) -> dict[str, types.ModuleType]:
 def execute(name: str, source: str, path: str, loaded: dict[str, types.ModuleType]) -> types.ModuleType:
     """Run a module's source with its imports of ``loaded`` modules going there."""
     module = types.ModuleType(name)
-    on_disk = name.endswith("state_store")
+    on_disk = name.endswith("journal_store")
 
     def importing(wanted: str, *rest: Any) -> Any:
         names = rest[2] if len(rest) > 2 else ()

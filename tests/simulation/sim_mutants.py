@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trying a seeded bug: the simulation first, then the unit tests, then more of the simulation."""
 
 import signal

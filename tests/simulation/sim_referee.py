@@ -1,9 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """What must hold after every event, worked out apart from the machine's own bookkeeping."""
 
 from typing import Any
 
 from sim_world import Violation, World
 
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.control.commands import Place, Release, StartMembers, StartStandby, StartTrainer, Wait
 from dlrover.python.rl.control.events import (
     CauseKind,
@@ -78,7 +80,7 @@ class Referee:
             if after.members[who].incarnation < member.incarnation:
                 raise Violation(f"{who}: its incarnation has fallen")
         for role, pool in after.standbys.items():
-            if len(pool) > after.terms.roles[role].standby:
+            if len(pool) > after.settings.roles[role].standby:
                 raise Violation(f"{role} has more standbys than it asked for")
             seated = {m.standby for who, m in after.members.items() if m.phase == "starting" and m.standby >= 0}
             for number, standby in pool.items():
@@ -123,30 +125,30 @@ class Referee:
             raise Violation(f"{command} may use a node that is excluded")
         if isinstance(command, StartMembers):
             for rank, number in command.members:
-                if after.members[f"{command.role}[{rank}]"].incarnation != number:
+                if after.members[ProcessId(command.role, rank)].incarnation != number:
                     raise Violation(f"{command} starts a number that is not the member's")
-            scope = after.terms.roles[command.role].scope
-            if scope is RecoveryScope.GROUP and len(command.members) != after.terms.roles[command.role].num:
+            scope = after.settings.roles[command.role].scope
+            if scope is RecoveryScope.GROUP and len(command.members) != after.settings.roles[command.role].num:
                 raise Violation(f"{command} starts a part of a group")
         if isinstance(command, Wait) and not 0.0 < command.delay_s <= 60.0:
             raise Violation(f"{command} waits for nothing, or too long")
 
     def _check_budgets(self, before: Any, event: Event, after: Any) -> None:
         """A job that failed for its limit had reached it; one that goes on has not gone beyond."""
-        terms = after.terms
-        if terms is None:
+        settings = after.settings
+        if settings is None:
             return
         for subject, count in _charged(before, event, after).items():
             self.recovered_at.setdefault(subject, []).extend([self.at_s] * count)
-            recent = [at for at in self.recovered_at[subject] if at > self.at_s - terms.window_s]
-            if len(recent) > _limit(terms, subject):
+            recent = [at for at in self.recovered_at[subject] if at > self.at_s - settings.window_s]
+            if len(recent) > _limit(settings, subject):
                 raise Violation(f"{subject} was restarted {len(recent)} times within the window")
         if after.ended_by == "restart_limit" and before.ended_by is None:
             full = [
                 subject
-                for subject in ("job", "trainer", *terms.roles)
-                if len([at for at in self.recovered_at.get(subject, []) if at > self.at_s - terms.window_s])
-                >= _limit(terms, subject)
+                for subject in ("job", "trainer", *settings.roles)
+                if len([at for at in self.recovered_at.get(subject, []) if at > self.at_s - settings.window_s])
+                >= _limit(settings, subject)
             ]
             if not full:
                 raise Violation("the job was given up before its limit")
@@ -156,13 +158,13 @@ class Referee:
             raise Violation("a job failed without a cause")
 
 
-def _limit(terms: Any, subject: str) -> int:
+def _limit(settings: Any, subject: str) -> int:
     if subject == "trainer":
-        return terms.trainer_max_restart
+        return settings.trainer_max_restart
     if subject == "job":
-        return terms.job_max_restart
-    own = terms.roles[subject].max_restart
-    return terms.job_max_restart if own is None else own
+        return settings.job_max_restart
+    own = settings.roles[subject].max_restart
+    return settings.job_max_restart if own is None else own
 
 
 def _total(state: Any) -> int:
@@ -180,22 +182,22 @@ def _charged(before: Any, event: Event, after: Any) -> dict[str, int]:
     if after.restarts > before.restarts:
         more["job"] = 1
         at_fault = event.cause.role if isinstance(event, TrainerLost) else ""
-        roles = [who.partition("[")[0] for who, _ in _deaths(before, event)]
-        more |= dict.fromkeys([at_fault] if at_fault in before.terms.roles else roles, 1)
+        roles = [process_id.role for process_id, _ in _deaths(before, event)]
+        more |= dict.fromkeys([at_fault] if at_fault in before.settings.roles else roles, 1)
     return more
 
 
-def _deaths(before: Any, event: Event) -> list[tuple[str, int]]:
+def _deaths(before: Any, event: Event) -> list[tuple[ProcessId, int]]:
     """Who, of those that the machine counts on, this event says is dead."""
     if isinstance(event, MemberLost):
-        return [(f"{event.role}[{event.rank}]", event.incarnation)]
+        return [(ProcessId(event.role, event.rank), event.incarnation)]
     if isinstance(event, TrainerLost):
-        return [("trainer", event.epoch)]
+        return [(TRAINER_ID, event.epoch)]
     if isinstance(event, StandbyLost):
         return [
             (who, m.incarnation)
             for who, m in before.members.items()
-            if who.startswith(f"{event.role}[") and m.phase == "starting" and m.standby == event.number
+            if who.role == event.role and m.phase == "starting" and m.standby == event.number
         ]
     if not isinstance(event, NodeLost):
         return []
@@ -205,16 +207,16 @@ def _deaths(before: Any, event: Event) -> list[tuple[str, int]]:
             if standby.phase == "taking" and standby.process.node == event.node:
                 found += _deaths(before, StandbyLost(role, number, event.cause))
     if before.trainer.process and before.trainer.process.node == event.node:
-        found.append(("trainer", before.epoch))
+        found.append((TRAINER_ID, before.epoch))
     return found
 
 
-def _expected(before: Any, deaths: list[tuple[str, int]]) -> int:
+def _expected(before: Any, deaths: list[tuple[ProcessId, int]]) -> int:
     """How many recoveries these deaths need while the job goes on."""
     groups, single = set(), 0
     for who, _ in deaths:
-        role = who.partition("[")[0]
-        if role in before.terms.roles and before.terms.roles[role].scope is RecoveryScope.GROUP:
+        role = who.role
+        if role in before.settings.roles and before.settings.roles[role].scope is RecoveryScope.GROUP:
             groups.add(role)
         else:
             single += 1

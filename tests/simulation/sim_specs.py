@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The unit tests of the control room as checks of any set of its modules, seeded bugs included."""
 
 import itertools

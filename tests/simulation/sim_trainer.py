@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trainer that does durable steps: what it knows, whom it asks, and the store that its commits go to."""
 
 from collections.abc import Callable
@@ -6,6 +7,7 @@ from typing import Any
 from sim_cluster import Cluster, Proc
 from sim_world import Violation, World
 
+from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.events import Cause, CauseKind
 
 
@@ -28,7 +30,7 @@ class Checkpoints:
         self.fence = epoch
         return self.committed
 
-    def commit(self, epoch: int, step: int, trainer: Proc, members: dict[str, Proc]) -> None:
+    def commit(self, epoch: int, step: int, trainer: Proc, members: dict[ProcessId, Proc]) -> None:
         """Take a step."""
         if epoch < self.fence:
             self.world.sometimes["a commit of an old epoch was refused"] += 1
@@ -41,7 +43,7 @@ class Checkpoints:
         self.committed = step
         self.world.trace("commit", epoch, step)
 
-    def _check_members(self, members: dict[str, Proc]) -> None:
+    def _check_members(self, members: dict[ProcessId, Proc]) -> None:
         for who, proc in members.items():
             assert proc.identity is not None
             number = proc.identity[1]
@@ -61,7 +63,7 @@ class SimTrainer:
     """
 
     def __init__(
-        self, world: World, cluster: Cluster, talk: Any, proc: Proc, fresh: bool, seats: dict[str, Proc]
+        self, world: World, cluster: Cluster, talk: Any, proc: Proc, fresh: bool, seats: dict[ProcessId, Proc]
     ) -> None:
         self.world, self.cluster, self.talk, self.proc, self.fresh = world, cluster, talk, proc, fresh
         self.epoch = proc.name[2]
@@ -99,7 +101,7 @@ class SimTrainer:
     def _fail_with_member(self) -> None:
         """Without steps a member's death is the trainer's error."""
         who = next((who for who, member in self.seats.items() if not self._answers(member)), "job")
-        self.proc.result = Cause(CauseKind.PROCESS_DIED, who, f"{who} is gone")
+        self.proc.result = Cause(CauseKind.PROCESS_DIED, str(who), f"{who} is gone")
 
     def _fit(self) -> None:
         """Training without steps."""

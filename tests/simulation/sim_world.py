@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Simulated time: one thread, one seeded source of chance, one trace."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is the proof worth anything? Seeded bugs must be seen."""
 
 import multiprocessing

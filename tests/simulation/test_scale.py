@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """1,000 nodes and 8,000 members: what a mass failure costs the machine itself."""
 
 import time
@@ -12,7 +13,7 @@ from dlrover.python.rl.control.events import (
     Placed,
     Process,
     RecoveryScope,
-    RoleTerms,
+    RoleSettings,
     StepsOpened,
     Submitted,
     TrainerStarted,
@@ -29,8 +30,8 @@ def running():
     """A job of 8,000 members, 2,000 of them one group, that does steps."""
     members = NODES * PER_NODE
     roles = {
-        "ACTOR": RoleTerms(GROUP, RecoveryScope.GROUP, max_restart=10_000),
-        "ROLLOUT": RoleTerms(members - GROUP, max_restart=10_000),
+        "ACTOR": RoleSettings(GROUP, RecoveryScope.GROUP, max_restart=10_000),
+        "ROLLOUT": RoleSettings(members - GROUP, max_restart=10_000),
     }
     ranks = [("ACTOR", rank) for rank in range(GROUP)] + [("ROLLOUT", rank) for rank in range(members - GROUP)]
     where = {who: f"n{number // PER_NODE}" for number, who in enumerate(reversed(ranks))}

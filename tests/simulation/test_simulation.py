@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The control room against thousands of simulated disasters.
 
 Each seed is one job with the production machine, journal, journal file and hang detection, on a simulated cluster,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every benchmark of engines runs, a little of everything, and leaves its table."""
 
 import json
@@ -34,3 +35,9 @@ def test_a_run_that_may_run_ahead_ends_sooner_and_learns_as_well(tmp_path):
     (in_turns,), (ahead,) = runs["0"], runs["2"]
     assert in_turns["seconds"] / ahead["seconds"] > 1.5
     assert ahead["held_out"] > in_turns["held_out"] - 0.1
+
+
+def test_a_grpo_step_crosses_at_most_80_modules():
+    ran = subprocess.run(["make", "--silent", "trace-step", "ARGS=--count"], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert 30 < int(ran.stdout.split()[-1]) <= 80

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo, whole, on three seeds: the promise of the README."""
 
 import json

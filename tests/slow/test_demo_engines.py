@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The demo on other engines: the same job file but for one line, each in the environment that the command sets up."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An environment that answers a search, and judges an answer."""
 
 PASSAGES = {"China": "Beijing is the capital of China.", "France": "Paris is the capital of France."}

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 from dlrover.python.rl.classic import MathDataset, OnPolicyDistillationTrainer
 
 train_dataset = MathDataset(num_samples=200, min_val=0, max_val=50, operand="add")

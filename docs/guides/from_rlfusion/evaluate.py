@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 from dlrover.python.rl.classic import Evaluator, MathDataset
 
 evaluator = Evaluator(

@@ -1,3 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+
 from torch.utils.data import Dataset
 
 from dlrover.python.rl.classic import EnvBase, SFTTrainer

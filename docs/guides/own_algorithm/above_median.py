@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imitate the better half: every sample above its group's median is trained on, the others are not."""
 
 from dataclasses import dataclass
@@ -6,8 +7,8 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Gt, Lt
 
-from dlrover.python.rl.algorithm.policy import PolicyGradient
-from dlrover.python.rl.algorithm.samples import Samples
+from dlrover.python.rl.algorithm.losses.policy_gradient import PolicyGradient
+from dlrover.python.rl.algorithm.losses.samples import SampleView
 from dlrover.python.rl.data.batch import Column
 
 
@@ -18,7 +19,7 @@ class AboveMedian(PolicyGradient):
     quantile: Annotated[float, Gt(0.0), Lt(1.0)] = 0.5
     """Which one; a field is an option of the job file, and what its type forbids is refused before the start."""
 
-    def advantages(self, samples: Samples) -> Column:
+    def advantages(self, samples: SampleView) -> Column:
         """``[rows]``, from what is known of the samples: ``prompt_id``, ``reward``, and which of them count."""
         bar = np.full(len(samples.reward), np.inf)
         for prompt in np.unique(samples.prompt_id):

@@ -1,8 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tool that computes, and a judge of what the policy makes of it."""
 
 import operator
 
-from dlrover.python.rl.environment.answers import exact_answer
+from dlrover.python.rl.environment.core.rewards import exact_answer
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Guess a digit: too high, too low, right. The hidden digit is in the row's data."""
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reward function of one's own."""
 
 from typing import Any

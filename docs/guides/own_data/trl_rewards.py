@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reward function of TRL's kind, which judges a batch, as one that judges a sample."""
 
 

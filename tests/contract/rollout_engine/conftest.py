@@ -1,10 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """The rollout engines, one after the other; an engine whose package or device is absent is skipped."""
 
 import pytest
 import torch
 from rollouts import KINDS, Reference
 
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the contract of rollout engines is run over, and the plain reference it is held against."""
 
 import dataclasses
@@ -10,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import Request, RolloutSettings, SamplingParams
-from dlrover.python.rl.engine.registry import ROLLOUT, engine_class
-from dlrover.python.rl.engine.torch.loading import load_causal_lm
-from dlrover.python.rl.engine.weights import take_snapshot
+from dlrover.python.rl.engine.api.base import Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
+from dlrover.python.rl.engine.api.weights import take_snapshot
+from dlrover.python.rl.engine.model.loading import load_causal_lm
 
 TEXTS = ["a", "what is the answer to this?", "37+45=", "a longer prompt than all of the others, by far", "xyz"]
 EOS = 258
@@ -50,7 +51,7 @@ class Kind:
 
     def make(self, model, memory=None, **settings):
         settings = RolloutSettings(**{"max_batch": 8, "device": self.device, "backend": self.backend, **settings})
-        return engine_class(ROLLOUT, self.name)(model, settings, memory)
+        return engine_class(ROLLOUT_ENGINES, self.name)(model, settings, memory)
 
 
 @dataclass(frozen=True)

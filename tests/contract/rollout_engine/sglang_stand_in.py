@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server that speaks SGLang's HTTP protocol and draws with a real model, one token after the other, without a cache.
 
 It stands in for SGLang, which generates nothing on a CPU: what it is asked and answers is what SGLang's own server is,

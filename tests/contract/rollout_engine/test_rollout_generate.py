@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of ``generate``: what is drawn, what is told about it, what is refused."""
 
 import dataclasses
@@ -10,7 +11,7 @@ from rollouts import EOS, TEXTS, completions, prompts, sampling
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.requests import sampling_params
+from dlrover.python.rl.engine.rollout.requests import sampling_params
 
 COLUMNS = {
     *("prompt_id", "sample_index", "tokens", "action_mask", "logprobs", "finished", "version", "completion"),
@@ -33,7 +34,8 @@ def test_columns_of_the_output(engine):
     assert (out.ragged("logprobs").values[actions] < 0).all()
 
 
-def test_081_output_i_belongs_to_prompt_i_and_its_samples_are_adjacent(engine):
+@pytest.mark.feature(81)
+def test_output_i_belongs_to_prompt_i_and_its_samples_are_adjacent(engine):
     out = engine.generate(prompts(first_id=7), sampling(samples_per_prompt=4), (1,))
     assert out["prompt_id"].tolist() == [7 + row // 4 for row in range(20)]
     assert out["sample_index"].tolist() == [0, 1, 2, 3] * 5
@@ -68,8 +70,9 @@ def test_every_sample_of_a_greedy_prompt_is_the_same(engine):
 # -- what a sample depends on -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature(82)
 @pytest.mark.parametrize("changes", [{"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 20}])
-def test_082_a_prompt_alone_and_in_a_ragged_batch(engine, changes):
+def test_a_prompt_alone_and_in_a_ragged_batch(engine, changes):
     params = sampling(samples_per_prompt=4, max_new_tokens=60, **changes)
     together = engine.generate(prompts(), params, (3, 5))
     alone = Batch.concat([engine.generate(prompts().rows(row, row + 1), params, (3, 5)) for row in range(len(TEXTS))])
@@ -77,7 +80,8 @@ def test_082_a_prompt_alone_and_in_a_ragged_batch(engine, changes):
     assert np.allclose(together.ragged("logprobs").values, alone.ragged("logprobs").values, atol=1e-5)
 
 
-def test_082_the_order_of_the_prompts_does_not_matter(engine):
+@pytest.mark.feature(82)
+def test_the_order_of_the_prompts_does_not_matter(engine):
     params = sampling(samples_per_prompt=3)
     first = engine.generate(prompts(), params, (9,))
     second = engine.generate(prompts().take([4, 2, 0, 3, 1]), params, (9,))
@@ -126,15 +130,17 @@ def expected_logprobs(reference, out, temperature, cut=lambda logprobs: logprobs
     return np.concatenate([np.concatenate([[0.0], row]) for row in values])
 
 
+@pytest.mark.feature(84, 123)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1.6])
-def test_084_and_123_logprobs_are_the_models_at_the_temperature(engine, reference, temperature):
+def test_logprobs_are_the_models_at_the_temperature(engine, reference, temperature):
     out = engine.generate(prompts(), sampling(temperature=temperature, samples_per_prompt=4), (2,))
     expected = expected_logprobs(reference, out, temperature)
     assert np.abs(expected - out.ragged("logprobs").values).max() < 1e-4
 
 
+@pytest.mark.feature(84, 123)
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_084_and_123_logprobs_are_the_train_engines(engine, reference, temperature):
+def test_logprobs_are_the_train_engines(engine, reference, temperature):
     out = engine.generate(prompts(), sampling(temperature=temperature, samples_per_prompt=4), (2,))
     trainer = Fsdp2TrainEngine(reference.path, None)
     told = trainer.evaluate(out.select("tokens", "action_mask"), temperature).ragged("logprobs").values
@@ -161,8 +167,9 @@ def slow_cut(logprobs, top_k=None, top_p=1.0):
     return out
 
 
+@pytest.mark.feature(123)
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_123_with_a_cut_the_logprobs_are_of_the_distribution_that_was_asked_for(kind, engine, reference, cut):
+def test_with_a_cut_the_logprobs_are_of_the_distribution_that_was_asked_for(kind, engine, reference, cut):
     params = sampling(temperature=0.7, samples_per_prompt=4, **cut)
     if not kind.tells_cut:
         with pytest.raises(EngineError, match="top_k"):
@@ -186,7 +193,8 @@ def test_top_k_one_is_greedy(engine):
 # -- where a completion ends ------------------------------------------------------------------------------------------
 
 
-def test_085_end_of_sequence_is_trained_and_nothing_follows_it(engine):
+@pytest.mark.feature(85)
+def test_end_of_sequence_is_trained_and_nothing_follows_it(engine):
     out = engine.generate(prompts(), sampling(max_new_tokens=60, samples_per_prompt=16), (0,))
     assert 0 < out["finished"].sum() < len(out)
     for done, tokens in zip(out["finished"], completions(out), strict=True):
@@ -215,7 +223,8 @@ def written(engine):
     return row, params, completions(out)[row]
 
 
-def test_083_a_stop_string_ends_a_completion_and_is_kept_in_the_text_or_not(engine, written):
+@pytest.mark.feature(83)
+def test_a_stop_string_ends_a_completion_and_is_kept_in_the_text_or_not(engine, written):
     row, params, tokens = written
     at = next(at for at in range(8, 38) if all(32 < token < 127 for token in tokens[at : at + 2]))
     stop = bytes(tokens[at : at + 2]).decode()
@@ -229,7 +238,8 @@ def test_083_a_stop_string_ends_a_completion_and_is_kept_in_the_text_or_not(engi
         assert out["finished"][row]
 
 
-def test_083_sampling_parameters_come_from_a_mapping_and_a_misspelt_one_is_refused(engine):
+@pytest.mark.feature(83)
+def test_sampling_parameters_come_from_a_mapping_and_a_misspelt_one_is_refused(engine):
     values = {"temperature": 0, "max_new_tokens": 6, "stop": ["\n\n"]}
     out = [engine.generate(prompts(), sampling_params(values), (seed,)) for seed in (1, 2)]
     assert completions(out[0]) == completions(out[1])

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of offload and of taking over weights."""
 
 import numpy as np
@@ -5,7 +6,7 @@ import pytest
 from rollouts import Reference, completions, drain, drawn, prompts, requests, sampling
 
 from dlrover.python.rl.common.errors import EngineError, WeightSyncError
-from dlrover.python.rl.engine.weights import take_snapshot
+from dlrover.python.rl.engine.api.weights import take_snapshot
 
 GREEDY = sampling(temperature=0.0)
 
@@ -17,7 +18,8 @@ def texts(engine, params=GREEDY):
 # -- where things are -------------------------------------------------------------------------------------------------
 
 
-def test_017_after_cpu_and_cuda_everything_is_as_before(engine):
+@pytest.mark.feature(17)
+def test_after_cpu_and_cuda_everything_is_as_before(engine):
     before = engine.generate(prompts(), sampling(), (1,))
     assert (engine.place(), engine.version) == ("cuda", 0)
     assert engine.footprint()["weights"] > 0
@@ -30,7 +32,8 @@ def test_017_after_cpu_and_cuda_everything_is_as_before(engine):
     assert np.array_equal(after.ragged("logprobs").values, before.ragged("logprobs").values)
 
 
-def test_018_with_the_weights_alone_they_can_be_updated_and_nothing_is_drawn(engine, reference):
+@pytest.mark.feature(18)
+def test_with_the_weights_alone_they_can_be_updated_and_nothing_is_drawn(engine, reference):
     engine.cpu()
     with pytest.raises(EngineError, match="cuda"):
         engine.generate(prompts(), GREEDY, (1,))
@@ -43,7 +46,8 @@ def test_018_with_the_weights_alone_they_can_be_updated_and_nothing_is_drawn(eng
         engine.advance()
 
 
-def test_019_then_the_cache_makes_it_draw_what_a_fresh_engine_draws(engine, reference):
+@pytest.mark.feature(19)
+def test_then_the_cache_makes_it_draw_what_a_fresh_engine_draws(engine, reference):
     expected = texts(engine)
     engine.receive(reference.snapshot(1, scale=1.02))
     engine.cpu()
@@ -63,8 +67,9 @@ def test_weights_that_arrive_while_offloaded_are_served_afterwards(engine, refer
     assert texts(engine) == expected
 
 
+@pytest.mark.feature(20)
 @pytest.mark.parametrize("room_first", [True, False])
-def test_020_after_meta_only_new_weights_bring_it_back(engine, reference, room_first):
+def test_after_meta_only_new_weights_bring_it_back(engine, reference, room_first):
     expected = texts(engine)
     engine.meta()
     assert (engine.place(), engine.version, engine.footprint()) == ("meta", -1, {})
@@ -102,7 +107,8 @@ def test_requests_that_run_outlive_an_offload(engine):
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-def test_103_a_renamed_tensor_is_refused_and_the_old_weights_serve(engine, reference):
+@pytest.mark.feature(103)
+def test_a_renamed_tensor_is_refused_and_the_old_weights_serve(engine, reference):
     before, sent = texts(engine), reference.snapshot(1, scale=1.02)
     wrong = take_snapshot([(name.replace("embed_tokens", "embedding"), sent.tensor(name)) for name in sent.buffers], 1)
     with pytest.raises(
@@ -113,7 +119,8 @@ def test_103_a_renamed_tensor_is_refused_and_the_old_weights_serve(engine, refer
     assert texts(engine) == before
 
 
-def test_104_a_torn_sync_leaves_the_old_weights(engine, reference):
+@pytest.mark.feature(104)
+def test_a_torn_sync_leaves_the_old_weights(engine, reference):
     before, torn = texts(engine), reference.snapshot(1, scale=1.02)
     torn.buffers["model.norm.weight"][3] ^= 255
     with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' does not match"):
@@ -134,7 +141,8 @@ def test_older_weights_are_taken_over_only_when_the_run_has_gone_back(engine, re
     assert texts(engine) == before
 
 
-def test_106_tied_embeddings_travel_once_and_the_head_follows(engine, reference):
+@pytest.mark.feature(106)
+def test_tied_embeddings_travel_once_and_the_head_follows(engine, reference):
     """The final norm undoes the scale of what the layers give, not that of the head: log-probs show it."""
     sent = reference.snapshot(1)
     assert "lm_head.weight" not in sent.buffers

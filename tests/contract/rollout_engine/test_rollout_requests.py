@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of single requests: taken in, drawn step by step, aborted, gone on with."""
 
 import dataclasses
@@ -7,7 +8,7 @@ import pytest
 from rollouts import TEXTS, completions, drain, drawn, prompts, requests, sampling
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.base import Request
+from dlrover.python.rl.engine.api.base import Request
 
 PARAMS = sampling(max_new_tokens=30, samples_per_prompt=3)
 
@@ -68,8 +69,9 @@ def test_requests_of_several_samplings_run_side_by_side(kind, engine):
         assert np.allclose(item.request.logprobs, alone[key].request.logprobs, atol=1e-5)
 
 
+@pytest.mark.feature(96)
 @pytest.mark.parametrize("steps", [0, 1, 7])
-def test_096_an_aborted_request_goes_on_with_the_tokens_it_would_have_got(engine, steps):
+def test_an_aborted_request_goes_on_with_the_tokens_it_would_have_got(engine, steps):
     expected = whole(engine)
     engine.add(requests(samples=3), PARAMS, (6,))
     done = {}
@@ -85,7 +87,8 @@ def test_096_an_aborted_request_goes_on_with_the_tokens_it_would_have_got(engine
     assert drawn({**done, **drain(engine)}) == expected
 
 
-def test_096_another_engine_goes_on_with_it_too(kind, engine, model_path, reference):
+@pytest.mark.feature(96)
+def test_another_engine_goes_on_with_it_too(kind, engine, model_path, reference):
     if kind.name != "torch":
         pytest.skip("a second engine of this kind takes too long to start")
     expected = whole(engine)
@@ -111,7 +114,8 @@ def test_some_requests_are_aborted_and_the_others_go_on(engine):
     assert drawn(done) == {key: tokens for key, tokens in expected.items() if key not in keys}
 
 
-def test_096_tokens_are_stamped_with_the_weights_that_drew_them(engine, reference):
+@pytest.mark.feature(96)
+def test_tokens_are_stamped_with_the_weights_that_drew_them(engine, reference):
     params = sampling(max_new_tokens=12, temperature=0.0, ignore_eos=True)
     engine.add(requests(), params, (6,))
     for _ in range(4):
@@ -158,7 +162,7 @@ def test_what_cannot_be_taken_in_leaves_everything_as_it_was(engine):
         (Request.fresh(9, 1, []), "empty"),
         (Request.fresh(9, 1, [300]), "0 to 258"),
         (Request.fresh(9, 1, [1] * 99), "129 tokens"),
-        (resumed(range(30)), "nothing is left to draw"),
+        (resumed(range(30)), "none remain to generate"),
         (dataclasses.replace(resumed([1]), versions=np.zeros(2, np.int64)), "entries"),
         (resumed([259]), "0 to 258"),
         (fresh, "comes twice"),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engines and layouts that the contract runs on. Another engine plugs in with a line of :data:`ENGINES`."""
 
 from dataclasses import dataclass, field
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dlrover.python.rl.engine.layout import ParallelSizes
+from dlrover.python.rl.engine.api.settings import ParallelSizes
 
 HEADS, KV_HEADS = 4, 2
 

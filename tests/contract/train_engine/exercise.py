@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the processes of an engine do in the contract; they return what the tests look at."""
 
 import dataclasses
@@ -6,8 +7,8 @@ import hashlib
 from plain import CONFIG, STEPS, TEMPERATURE, EntropyLoss, make_batch
 
 from dlrover.python.rl.data import state_tree
-from dlrover.python.rl.engine.base import Rendezvous, TrainSettings
-from dlrover.python.rl.engine.registry import TRAIN, engine_class
+from dlrover.python.rl.engine.api.base import Rendezvous, TrainSettings
+from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
 
 SAVED_AFTER = 2
 BUDGET = 40
@@ -18,7 +19,7 @@ def make_engine(case, rank, port, path, frozen=False, timeout_s=240, memory=None
     settings = TrainSettings(max_tokens_per_microbatch=BUDGET, parallel=case.sizes, backend=case.backend)
     settings = dataclasses.replace(settings, **case.settings | changes)
     rendezvous = Rendezvous(rank, case.world_size, "127.0.0.1", port, timeout_s=timeout_s)
-    return engine_class(TRAIN, case.engine)(path, None if frozen else CONFIG, settings, rendezvous, memory)
+    return engine_class(TRAIN_ENGINES, case.engine)(path, None if frozen else CONFIG, settings, rendezvous, memory)
 
 
 def replica_of(engine, rank):

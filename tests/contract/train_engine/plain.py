@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every train engine is compared with: a model, batches, a loss, and five steps the plain way, a row at a time."""
 
 import numpy as np
@@ -5,9 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import OptimizerConfig
-from dlrover.python.rl.engine.torch.loading import write_atomically
-from dlrover.python.rl.recipe.tiny import byte_tokenizer
+from dlrover.python.rl.engine.api.base import OptimizerConfig
+from dlrover.python.rl.engine.model.loading import write_atomically
+from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
 
 CONFIG = OptimizerConfig(lr=5e-4, warmup_steps=3, weight_decay=0.1, betas=(0.9, 0.95), max_grad_norm=0.5)
 STEPS = 5
@@ -29,7 +30,7 @@ def write_model(path, vocab_size=260, kind=Qwen2ForCausalLM, **shape):
 
 def model_config(kind, **shape):
     """Of a small model."""
-    tokenizer = byte_tokenizer()
+    tokenizer = make_byte_tokenizer()
     sizes = {
         "vocab_size": 260,
         "hidden_size": 32,
@@ -53,7 +54,7 @@ def write_random(path, model):
         # Zeros in a bias, or ones in a norm, would hide an error in using them.
         spread = 0.1 if parameter.ndim == 1 else 0.06
         torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, spread, generator=generator)
-    return write_atomically(path, model, byte_tokenizer())
+    return write_atomically(path, model, make_byte_tokenizer())
 
 
 def make_batch(seed):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every train engine does in a single process besides its steps: refusals, states, weights that come and go."""
 
 import functools
@@ -16,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from dlrover.python.rl.common.errors import DLRoverRLError, EngineError
 from dlrover.python.rl.data import state_tree
-from dlrover.python.rl.engine.layout import ParallelSizes
-from dlrover.python.rl.engine.memory import DeviceMemory
+from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 
 BAD = {
     "loss": lambda outputs, columns: (outputs.sum() * math.nan, {}),
@@ -200,8 +201,9 @@ def test_an_update_that_is_not_finite_is_refused_and_changes_nothing(case, found
     assert result["on"][0].grad_norm < math.inf
 
 
+@pytest.mark.feature(20)
 @pytest.mark.parametrize("case", cases())
-def test_020_released_and_restored_it_goes_on_bit_for_bit(case, found):
+def test_released_and_restored_it_goes_on_bit_for_bit(case, found):
     result = found(case.name)
     place, footprint, (kind, told) = result["released"]
     assert (place, footprint, kind) == ("meta", {}, "EngineError")
@@ -218,24 +220,27 @@ def test_what_is_saved_is_the_model_in_hugging_face_format(case, found, folder):
     assert all(np.array_equal(tensor.detach().numpy(), weights[name]) for name, tensor in loaded.items())
 
 
+@pytest.mark.feature(107)
 @pytest.mark.parametrize("case", cases())
-def test_107_a_frozen_engine_takes_over_weights_and_holds_no_optimizer(case, found):
+def test_a_frozen_engine_takes_over_weights_and_holds_no_optimizer(case, found):
     result = found(case.name)
     assert result["frozen"] == (3, True, ["weights"])
     assert result["step"] == ("EngineError", "a frozen engine (no optimizer) cannot take a step")
     assert result["wrong state"][0] == "EngineError"
 
 
+@pytest.mark.feature(54)
 @pytest.mark.parametrize("case", cases())
-def test_054_recomputed_activations_give_the_same_steps(case, found):
+def test_recomputed_activations_give_the_same_steps(case, found):
     steps = found(case.name)["steps"]
     (told, weights, *_), (again, others, *_) = steps["plain"], steps["recomputed"]
     assert told == again
     assert all(np.array_equal(weights[name], others[name]) for name in weights)
 
 
+@pytest.mark.feature(53)
 @pytest.mark.parametrize("case", cases())
-def test_053_bf16_steps_are_near_and_the_weights_are_float32(case, found, model_path):
+def test_bf16_steps_are_near_and_the_weights_are_float32(case, found, model_path):
     steps = found(case.name)["steps"]
     (told, weights, *_), (near, others, types, _) = steps["plain"], steps["bf16"]
     assert types == {"torch.float32"}
@@ -251,12 +256,13 @@ def test_an_engine_that_does_not_fit_leaves_its_ranks_and_another_one_can_be_mad
     result = found(case.name)
     kind, told = result["no room"]
     assert kind == "OutOfDeviceMemory"
-    assert "10,000 are held" in told
+    assert "10,000 bytes are in use" in told
     assert not result["met"]
 
 
+@pytest.mark.feature(20)
 @pytest.mark.parametrize("case", cases())
-def test_020_what_is_held_is_told_and_nothing_is_left_of_it(case, found):
+def test_what_is_held_is_told_and_nothing_is_left_of_it(case, found):
     told, held, left = found(case.name)["memory"]
     assert abs(held - told) < 0.05 * told
     assert left < 0.05 * told
@@ -302,8 +308,9 @@ def test_options_that_it_does_not_have_are_refused(case, found):
         assert f"did you mean '{next(iter(case.backend))}'?" in told
 
 
+@pytest.mark.feature(51)
 @pytest.mark.parametrize("case", cases())
-def test_051_sizes_that_do_not_divide_the_ranks_are_refused_with_the_numbers(case, found):
+def test_sizes_that_do_not_divide_the_ranks_are_refused_with_the_numbers(case, found):
     kind, told = found(case.name)["sizes"]
     assert kind == EngineError.__name__
     assert "3" in told

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of every architecture that megatron takes: five steps of each end where the library's own model ends."""
 
 import pytest
@@ -8,7 +9,7 @@ from plain import assert_close, model_config, plain_model, plain_run, reported, 
 from processes import run
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from dlrover.python.rl.engine.layout import ParallelSizes
+from dlrover.python.rl.engine.api.settings import ParallelSizes
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract on a GPU, where there is one: five steps near a plain loop's on the host, and a place to move to."""
 
 import functools
@@ -36,8 +37,9 @@ def found(model_path, folder):
     return of
 
 
+@pytest.mark.feature(44)
 @pytest.mark.parametrize("precision", LIMITS)
-def test_044_five_steps_are_near_the_plain_loops(precision, found, model_path):
+def test_five_steps_are_near_the_plain_loops(precision, found, model_path):
     of_reports, of_weights = LIMITS[precision]
     told, weights = plain_run(model_path)
     result = found(precision)
@@ -46,8 +48,9 @@ def test_044_five_steps_are_near_the_plain_loops(precision, found, model_path):
         assert reported(step) == pytest.approx(plain, rel=of_reports)
 
 
+@pytest.mark.feature(17)
 @pytest.mark.parametrize("precision", LIMITS)
-def test_017_in_host_memory_nothing_is_on_the_device(precision, found):
+def test_in_host_memory_nothing_is_on_the_device(precision, found):
     before, empty, after = found(precision)["footprints"]
     assert before == after
     assert {"weights", "optimizer"} <= before.keys()

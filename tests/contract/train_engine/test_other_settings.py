@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every layout with other settings than the five steps have: scores in place of log-probs, bf16, a rank that stalls."""
 
 import functools
@@ -102,8 +103,9 @@ def test_a_critics_scores_and_steps_are_the_plain_loops(case, found, critic):
             assert reported(step) == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.feature(53)
 @pytest.mark.parametrize("case", parameters(slow))
-def test_053_bf16_is_near_and_the_weights_are_float32_on_every_rank(case, found, expected, model_path):
+def test_bf16_is_near_and_the_weights_are_float32_on_every_rank(case, found, expected, model_path):
     told, weights = expected
     ranks = found(case.name)
     for rank in ranks:

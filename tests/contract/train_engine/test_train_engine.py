@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every train engine does, in every layout: five steps like a plain loop's, and all that must not change them."""
 
 import functools
@@ -10,7 +11,7 @@ from exercise import SAVED_AFTER, five_steps, go_on
 from plain import assert_close, make_batch, plain_model, plain_outputs, plain_run, reported, write_model
 from processes import run
 
-from dlrover.python.rl.engine.layout import Layout
+from dlrover.python.rl.engine.api.settings import Layout
 
 # -- what is compared -------------------------------------------------------------------------------------------------
 
@@ -43,8 +44,9 @@ def found(model_path, checkpoints):
     return of
 
 
+@pytest.mark.feature(44, 47)
 @pytest.mark.parametrize("case", parameters())
-def test_044_047_five_steps_end_in_the_weights_of_the_plain_loop(case, found, expected):
+def test_five_steps_end_in_the_weights_of_the_plain_loop(case, found, expected):
     told, weights = expected
     for rank in found(case.name):
         assert_close(rank["weights"], weights)
@@ -52,14 +54,16 @@ def test_044_047_five_steps_end_in_the_weights_of_the_plain_loop(case, found, ex
             assert reported(step) == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.feature(52)
 @pytest.mark.parametrize("case", parameters())
-def test_052_what_a_step_reports_is_the_same_on_all_ranks(case, found):
+def test_what_a_step_reports_is_the_same_on_all_ranks(case, found):
     first, *others = (rank["told"] for rank in found(case.name))
     assert all(told == first for told in others)
 
 
+@pytest.mark.feature(47, 50)
 @pytest.mark.parametrize("case", parameters())
-def test_047_050_logprobs_and_entropies_are_the_dense_models(case, found, model_path):
+def test_logprobs_and_entropies_are_the_dense_models(case, found, model_path):
     model, batch = plain_model(model_path), make_batch(0)
     ranks = found(case.name)
     parts = [
@@ -75,8 +79,9 @@ def test_047_050_logprobs_and_entropies_are_the_dense_models(case, found, model_
             assert not row[~mask].any()
 
 
+@pytest.mark.feature(17)
 @pytest.mark.parametrize("case", parameters())
-def test_017_in_host_memory_nothing_is_on_the_device(case, found):
+def test_in_host_memory_nothing_is_on_the_device(case, found):
     for rank in found(case.name):
         before, empty, after = rank["footprints"]
         assert before == after
@@ -85,8 +90,9 @@ def test_017_in_host_memory_nothing_is_on_the_device(case, found):
         assert rank["places"] == ["cpu", "cuda"]
 
 
+@pytest.mark.feature(45)
 @pytest.mark.parametrize("case", parameters())
-def test_045_copies_of_a_part_are_equal_to_the_bit(case, found):
+def test_copies_of_a_part_are_equal_to_the_bit(case, found):
     layout = Layout.of(case.world_size, case.sizes)
     by_part = {}
     for number, rank in enumerate(found(case.name)):

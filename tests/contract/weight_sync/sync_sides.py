@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both sides of a sync, in one process or in several: sources to send, transports by name, processes to kill."""
 
 import multiprocessing
@@ -12,35 +13,31 @@ from pathlib import Path
 
 import torch
 
+from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
+from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.registry import TRAIN, engine_class
-from dlrover.python.rl.engine.sync.base import Seal, SyncSettings
-from dlrover.python.rl.engine.sync.broadcast import BroadcastTransport
-from dlrover.python.rl.engine.sync.file import FileTransport, disk, shared_memory
-from dlrover.python.rl.engine.sync.link import LinkTransport
-from dlrover.python.rl.engine.sync.process import ProcessTransport
-from dlrover.python.rl.engine.sync.pull import PullTransport
-from dlrover.python.rl.engine.weights import take_snapshot
+from dlrover.python.rl.engine.weight_sync.base import Seal, SyncSettings
+from dlrover.python.rl.engine.weight_sync.collective import BroadcastTransport
+from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
+from dlrover.python.rl.engine.weight_sync.disk import DiskTransport
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 
 LATEST_S = 240.0
-PATIENT = SyncSettings(who="ACTOR[0]", patience_s=20.0, bucket_bytes=4096)
+PATIENT = SyncSettings(name="ACTOR[0]", timeout_s=20.0, bucket_bytes=4096)
 
-WAITING = ("broadcast", "link")
+WAITING = ("broadcast", "cuda_ipc")
 """Those in which the sender waits for its receivers."""
 
-KINDS = ("process", "shared_memory", "shared_memory_copied", "disk", "broadcast", "link", "pull", "pull_copied")
-BETWEEN_PROCESSES = KINDS[1:]
+KINDS = ("disk", "broadcast", "cuda_ipc", "pull", "pull_copied")
 
 
 def transport(kind, folder, settings=PATIENT):
     """A transport by the name that the tests give it."""
+    settings = replace(settings, folder=folder, channel="ACTOR")
     makers = {
-        "process": lambda: ProcessTransport(settings),
-        "shared_memory": lambda: shared_memory(folder, "ACTOR", settings),
-        "shared_memory_copied": lambda: FileTransport(folder, "ACTOR", settings, mapped=False),
-        "disk": lambda: disk(folder, "ACTOR", settings),
+        "disk": lambda: DiskTransport(settings),
         "broadcast": lambda: BroadcastTransport(settings),
-        "link": lambda: LinkTransport(folder, "ACTOR", settings),
+        "cuda_ipc": lambda: CudaIpcTransport(settings),
         "pull": lambda: PullTransport(settings),
         "pull_copied": lambda: PullTransport(settings, maps_pages=False),
     }
@@ -87,15 +84,15 @@ class Wire:
     """The transports of a source and of its sinks, all in this process."""
 
     def __init__(self, kind, folder, sinks=1, settings=PATIENT):
-        settings = replace(settings, sinks=sinks)
+        settings = replace(settings, receivers=sinks)
         self.kind, self.folder = kind, folder
         self.source = transport(kind, folder, settings)
-        others = [replace(settings, who=f"ROLLOUT[{rank}]") for rank in range(sinks)]
+        others = [replace(settings, name=f"ROLLOUT[{rank}]") for rank in range(sinks)]
         self.sinks = [transport(kind, folder, other) for other in others]
 
     def attempt(self, ticket, source, in_turn=False):
         """Both sides, at once where they can be: what sending and each receiving gave, or raised."""
-        workers = 1 if in_turn or self.kind == "process" else 1 + len(self.sinks)
+        workers = 1 if in_turn else 1 + len(self.sinks)
         with ThreadPoolExecutor(workers) as pool:
             sending = pool.submit(self.source.send, ticket, source)
             receiving = [pool.submit(sink.receive, ticket) for sink in self.sinks]
@@ -158,7 +155,7 @@ def receive_side(kind, folder, pipe):
     """A process that receives whatever ticket comes, and tells the stamp or the error."""
     torch.set_num_threads(1)
     pipe.send("up")
-    wire = transport(kind, Path(folder), replace(PATIENT, who="ROLLOUT[0]"))
+    wire = transport(kind, Path(folder), replace(PATIENT, name="ROLLOUT[0]"))
     while (ticket := pipe.recv()) is not None:
         try:
             pipe.send(wire.receive(ticket).stamp)
@@ -169,8 +166,8 @@ def receive_side(kind, folder, pipe):
 def rank_side(kind, folder, pipe, model, place, name, settings, sinks=1):  # noqa: PLR0913 - as a process is started
     """A rank of a train engine that divides its model; all ranks offer and send, the first one leads."""
     torch.set_num_threads(1)
-    engine = engine_class(TRAIN, name)(model, None, settings, place)
-    wire = transport(kind, Path(folder), replace(PATIENT, leads=place.rank == 0, sinks=sinks))
+    engine = engine_class(TRAIN_ENGINES, name)(model, None, settings, place)
+    wire = transport(kind, Path(folder), replace(PATIENT, is_leader=place.rank == 0, receivers=sinks))
     pipe.send(wire.offer(engine))
     pipe.send(wire.send(pipe.recv(), engine))
     pipe.recv()
@@ -181,7 +178,7 @@ def taking_rank_side(kind, folder, pipe, model, place, settings):
     which weights it has then, gathered anew."""
     torch.set_num_threads(1)
     engine = Fsdp2TrainEngine(model, None, settings, place)
-    wire = transport(kind, Path(folder), replace(PATIENT, who=f"ROLLOUT[{place.rank}]", sinks=place.world_size))
+    wire = transport(kind, Path(folder), replace(PATIENT, name=f"ROLLOUT[{place.rank}]", receivers=place.world_size))
     pipe.send("up")
     engine.receive(wire.receive(pipe.recv()))
     weights = engine.publish()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Roles that share a device: each has it in its turn; together they need no more than the larger one and a bucket.
 
 The device is simulated: host memory that is accounted for, with a capacity.
@@ -10,9 +11,9 @@ import torch
 from sync_sides import PATIENT, Wire
 
 from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
-from dlrover.python.rl.engine.lease import DeviceLease
-from dlrover.python.rl.engine.memory import DeviceMemory
-from dlrover.python.rl.engine.weights import verify
+from dlrover.python.rl.engine.api.weights import verify_snapshot
+from dlrover.python.rl.engine.memory.device_lock import DeviceLock
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 
 BUCKET = 8192
 SHAPES = {"embed": (300, 64), "up": (64, 200), "down": (200, 64), "norm": (64,)}
@@ -99,7 +100,7 @@ class ToyRollout(Toy):
             self.put("kv_cache", "", torch.zeros(2 * WEIGHTS, dtype=torch.uint8))
 
     def receive(self, snapshot):
-        verify(snapshot, SHAPES, self.version)
+        verify_snapshot(snapshot, SHAPES, self.version)
         for name, tensor in self.named_weights():
             tensor.copy_(snapshot.tensor(name))
         self.version = snapshot.version
@@ -125,8 +126,8 @@ class Collocated:
         self.memory = memory
         settings = replace(PATIENT, bucket_bytes=BUCKET, memory=memory)
         self.kind, self.wire = kind, Wire(kind, folder / "wire", settings=settings)
-        self.actor, self.rollout = (DeviceLease(folder / "lease", role, memory) for role in ("ACTOR[0]", "ROLLOUT[0]"))
-        with self.actor.turn():
+        self.actor, self.rollout = (DeviceLock(folder / "lease", role, memory) for role in ("ACTOR[0]", "ROLLOUT[0]"))
+        with self.actor.acquired():
             self.train = ToyTrain(memory)
             self.train.cpu()
         self.serving = ToyRollout(memory)
@@ -134,11 +135,11 @@ class Collocated:
     def step(self):
         """A round: sync, sample, learn."""
         self.sync()
-        with self.rollout.turn():
+        with self.rollout.acquired():
             self.serving.cuda("kv_cache")
             signal = self.serving.generate()
             self.serving.meta()
-        with self.actor.turn():
+        with self.actor.acquired():
             self.train.cuda()
             self.train.step(signal)
             self.train.cpu()
@@ -146,16 +147,16 @@ class Collocated:
 
     def sync(self):
         """From one engine to the other; through a bucket on the device both have their weights there."""
-        if self.kind == "link":
-            with self.actor.turn():
+        if self.kind == "cuda_ipc":
+            with self.actor.acquired():
                 self.train.cuda("weights")
                 self.serving.cuda("weights")
                 self.serving.receive(self.wire.sync(self.train)[1][0])
                 self.train.cpu()
             return
-        with self.actor.turn():
+        with self.actor.acquired():
             _, (snapshot,) = self.wire.sync(self.train)
-        with self.rollout.turn():
+        with self.rollout.acquired():
             self.serving.cuda("weights")
             self.serving.receive(snapshot)
 
@@ -170,7 +171,7 @@ def signals_without_offload(steps):
     memory, found = DeviceMemory(), []
     train, rollout = ToyTrain(memory), ToyRollout(memory)
     rollout.cuda()
-    wire = Wire("process", None)
+    wire = Wire("pull", None)
     for _ in range(steps):
         rollout.receive(wire.sync(train)[1][0])
         found.append(rollout.generate())
@@ -178,7 +179,7 @@ def signals_without_offload(steps):
     return found
 
 
-@pytest.mark.parametrize("kind", ["process", "shared_memory", "disk", "broadcast", "link"])
+@pytest.mark.parametrize("kind", ["pull", "disk", "broadcast", "cuda_ipc"])
 def test_a_collocated_step_never_exceeds_the_larger_role_and_a_bucket(kind, tmp_path):
     trained, served = alone()
     limit = max(trained, served) + BUCKET
@@ -192,7 +193,7 @@ def test_a_collocated_step_never_exceeds_the_larger_role_and_a_bucket(kind, tmp_
 
 def test_who_does_not_give_its_memory_back_is_named(tmp_path):
     trained, served = alone()
-    roles = Collocated("process", tmp_path, DeviceMemory(capacity=max(trained, served) + BUCKET))
+    roles = Collocated("pull", tmp_path, DeviceMemory(capacity=max(trained, served) + BUCKET))
     roles.step()
     roles.train.cuda()
     held = rf"actor: {WEIGHTS:,} of weights \+ {2 * WEIGHTS:,} of optimizer, rollout: {WEIGHTS:,} of weights"

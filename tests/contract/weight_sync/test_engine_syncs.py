@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights from a train engine to those that serve or follow it, over the transports."""
 
 import dataclasses
@@ -23,11 +24,11 @@ from sync_sides import (
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import LoraSettings, OptimizerConfig, Rendezvous, SamplingParams, TrainSettings
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, SamplingParams, TrainSettings
+from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.layout import ParallelSizes
-from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
 
@@ -66,8 +67,9 @@ def completions(engine):
     return [row.tolist() for row in drawn.ragged("tokens")], drawn["version"].tolist()
 
 
+@pytest.mark.feature(100)
 @pytest.mark.parametrize("kind", KINDS)
-def test_100_after_a_step_greedy_text_is_that_of_a_fresh_engine_on_the_saved_weights(kind, tmp_path, model_path, actor):
+def test_after_a_step_greedy_text_is_that_of_a_fresh_engine_on_the_saved_weights(kind, tmp_path, model_path, actor):
     rollout, wire = TorchRolloutEngine(model_path), Wire(kind, tmp_path / "wire")
     stamp, (received,) = wire.sync(actor)
     rollout.receive(received)
@@ -87,8 +89,9 @@ def _untrained(model_path):
     return engine
 
 
-def test_101_what_passes_through_the_trainer_is_a_fraction_of_the_weights(tmp_path, actor):
-    wire = Wire("shared_memory", tmp_path)
+@pytest.mark.feature(101)
+def test_what_passes_through_the_trainer_is_a_fraction_of_the_weights(tmp_path, actor):
+    wire = Wire("pull", tmp_path)
     ticket = wire.source.offer(actor)
     through_the_trainer = len(pickle.dumps(ticket)) + len(pickle.dumps(wire.source.send(ticket, actor)))
     assert through_the_trainer < 100 * len(ticket.table.entries) + 1000
@@ -96,17 +99,19 @@ def test_101_what_passes_through_the_trainer_is_a_fraction_of_the_weights(tmp_pa
     wire.close()
 
 
-def test_102_gloo_gives_what_shared_memory_gives(tmp_path, model_path, actor):
+@pytest.mark.feature(102)
+def test_gloo_gives_what_shared_memory_gives(tmp_path, model_path, actor):
     rollouts = {}
-    for kind in ("shared_memory", "broadcast"):
+    for kind in ("pull", "broadcast"):
         wire, rollouts[kind] = Wire(kind, tmp_path / kind), TorchRolloutEngine(model_path)
         rollouts[kind].receive(wire.sync(actor)[1][0])
         wire.close()
-    assert completions(rollouts["shared_memory"]) == completions(rollouts["broadcast"])
+    assert completions(rollouts["pull"]) == completions(rollouts["broadcast"])
 
 
-def test_103_weights_of_another_model_are_refused_by_name_and_the_old_ones_serve(tmp_path, model_path, actor):
-    rollout, wire = TorchRolloutEngine(model_path), Wire("shared_memory", tmp_path)
+@pytest.mark.feature(103)
+def test_weights_of_another_model_are_refused_by_name_and_the_old_ones_serve(tmp_path, model_path, actor):
+    rollout, wire = TorchRolloutEngine(model_path), Wire("pull", tmp_path)
     rollout.receive(wire.sync(actor)[1][0])
     before = completions(rollout)
     weights = {name.replace("model.norm.weight", "model.norm.scale"): each for name, each in actor.named_weights()}
@@ -116,8 +121,9 @@ def test_103_weights_of_another_model_are_refused_by_name_and_the_old_ones_serve
     wire.close()
 
 
-def test_104_an_older_version_is_refused_unless_the_run_goes_back(tmp_path, model_path, actor):
-    rollout, wire = TorchRolloutEngine(model_path), Wire("shared_memory", tmp_path)
+@pytest.mark.feature(104)
+def test_an_older_version_is_refused_unless_the_run_goes_back(tmp_path, model_path, actor):
+    rollout, wire = TorchRolloutEngine(model_path), Wire("pull", tmp_path)
     _, (first,) = wire.sync(actor)
     step(actor, seed=1)
     rollout.receive(wire.sync(actor)[1][0])
@@ -129,8 +135,9 @@ def test_104_an_older_version_is_refused_unless_the_run_goes_back(tmp_path, mode
     wire.close()
 
 
-def test_104_a_sync_that_breaks_off_leaves_the_old_version_serving(tmp_path, model_path, actor):
-    rollout, wire = TorchRolloutEngine(model_path), Wire("shared_memory", tmp_path)
+@pytest.mark.feature(104)
+def test_a_sync_that_breaks_off_leaves_the_old_version_serving(tmp_path, model_path, actor):
+    rollout, wire = TorchRolloutEngine(model_path), Wire("pull", tmp_path)
     rollout.receive(wire.sync(actor)[1][0])
     before = completions(rollout)
     step(actor, seed=1)
@@ -138,16 +145,17 @@ def test_104_a_sync_that_breaks_off_leaves_the_old_version_serving(tmp_path, mod
     broken = ToySource({**dict(actor.named_weights()), "model.norm.weight": torch.zeros(1)}, version=2)
     with pytest.raises(WeightSyncError):
         wire.source.send(ticket, broken)
-    with pytest.raises(WeightSyncError, match="has ended before it was whole"):
+    with pytest.raises(WeightSyncError, match=r"version 2 from ACTOR\[0\] is not there"):
         rollout.receive(wire.sinks[0].receive(ticket))
     assert completions(rollout) == before
     assert rollout.version == 1
     wire.close()
 
 
+@pytest.mark.feature(105)
 @pytest.mark.parametrize("bucket_bytes", [1 << 10, 10_000, 1 << 20])
 @pytest.mark.parametrize("kind", KINDS)
-def test_105_buckets_of_any_size_give_the_same_weights(kind, bucket_bytes, tmp_path, actor):
+def test_buckets_of_any_size_give_the_same_weights(kind, bucket_bytes, tmp_path, actor):
     wire = Wire(kind, tmp_path, settings=dataclasses.replace(PATIENT, bucket_bytes=bucket_bytes))
     _, (received,) = wire.sync(actor)
     assert received.stamp == actor.publish().stamp
@@ -155,8 +163,9 @@ def test_105_buckets_of_any_size_give_the_same_weights(kind, bucket_bytes, tmp_p
     wire.close()
 
 
-def test_106_tied_embeddings_travel_once_and_both_ends_see_them(tmp_path, model_path, actor):
-    rollout, wire = TorchRolloutEngine(model_path), Wire("shared_memory", tmp_path)
+@pytest.mark.feature(106)
+def test_tied_embeddings_travel_once_and_both_ends_see_them(tmp_path, model_path, actor):
+    rollout, wire = TorchRolloutEngine(model_path), Wire("pull", tmp_path)
     _, (received,) = wire.sync(actor)
     assert "model.embed_tokens.weight" in received.buffers
     assert "lm_head.weight" not in received.buffers
@@ -167,8 +176,9 @@ def test_106_tied_embeddings_travel_once_and_both_ends_see_them(tmp_path, model_
     wire.close()
 
 
+@pytest.mark.feature(107)
 @pytest.mark.parametrize("kind", KINDS)
-def test_107_a_reference_updated_from_its_actor_equals_it(kind, tmp_path, model_path, actor):
+def test_a_reference_updated_from_its_actor_equals_it(kind, tmp_path, model_path, actor):
     reference, wire = Fsdp2TrainEngine(model_path, None), Wire(kind, tmp_path)
     reference.receive(wire.sync(actor)[1][0])
     assert reference.publish().stamp == actor.publish().stamp
@@ -178,8 +188,9 @@ def test_107_a_reference_updated_from_its_actor_equals_it(kind, tmp_path, model_
     wire.close()
 
 
+@pytest.mark.feature(17)
 @pytest.mark.parametrize("kind", KINDS)
-def test_017_an_engine_whose_weights_were_sent_can_still_leave_its_device(kind, tmp_path, actor):
+def test_an_engine_whose_weights_were_sent_can_still_leave_its_device(kind, tmp_path, actor):
     """A CPU stands in for the device: numpy's hand on a tensor would keep it there for good."""
     wire = Wire(kind, tmp_path)
     wire.sync(actor)
@@ -192,8 +203,9 @@ def test_017_an_engine_whose_weights_were_sent_can_still_leave_its_device(kind, 
     wire.close()
 
 
+@pytest.mark.feature(38)
 @pytest.mark.parametrize("kind", KINDS)
-def test_038_adapters_arrive_merged_whatever_way_they_take(kind, tmp_path, model_path):
+def test_adapters_arrive_merged_whatever_way_they_take(kind, tmp_path, model_path):
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     adapters = TrainSettings(lora=LoraSettings(rank=4, alpha=8.0))
     engine, wire = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), adapters), Wire(kind, tmp_path / "wire")
@@ -215,7 +227,7 @@ def test_038_adapters_arrive_merged_whatever_way_they_take(kind, tmp_path, model
     wire.close()
 
 
-@pytest.mark.parametrize("kind", ["shared_memory", "broadcast"])
+@pytest.mark.parametrize("kind", ["pull", "broadcast"])
 def test_weights_of_ranks_that_shard_them_reach_ranks_that_split_each_matrix(kind, tmp_path, model_path):
     """Two ranks that shard the parameters send, two ranks that split each matrix receive: four processes."""
     stamp, splits = Fsdp2TrainEngine(model_path, None).publish().stamp, ParallelSizes(tensor_parallel_size=2)
@@ -236,10 +248,10 @@ def test_weights_of_ranks_that_shard_them_reach_ranks_that_split_each_matrix(kin
 
 
 def test_a_source_and_its_sinks_agree_on_what_was_sent_without_looking_at_a_byte(tmp_path, actor):
-    sender = transport("shared_memory", tmp_path)
+    sender = transport("pull", tmp_path)
     ticket = sender.offer(actor)
     stamp = sender.send(ticket, actor)
-    assert stamp == transport("shared_memory", tmp_path).receive(ticket).stamp
+    assert stamp == transport("pull", tmp_path).receive(ticket).stamp
     sender.close()
 
 
@@ -268,7 +280,7 @@ def two_ranks():
             yield pytest.param(engine, settings, id=f"{engine}-{layout}", marks=marks)
 
 
-@pytest.mark.parametrize("kind", ["shared_memory", "broadcast"])
+@pytest.mark.parametrize("kind", ["pull", "broadcast"])
 @pytest.mark.parametrize(("engine", "settings"), two_ranks())
 def test_weights_divided_among_ranks_arrive_whole(kind, engine, settings, tmp_path, model_path):
     stamp = Fsdp2TrainEngine(model_path, None).publish().stamp
@@ -280,7 +292,7 @@ def test_weights_divided_among_ranks_arrive_whole(kind, engine, settings, tmp_pa
         ticket = [hear(pipe) for _, pipe in ranks][0]
         for _, pipe in ranks:
             pipe.send(ticket)
-        received = transport(kind, tmp_path, dataclasses.replace(PATIENT, who="ROLLOUT[0]")).receive(ticket)
+        received = transport(kind, tmp_path, dataclasses.replace(PATIENT, name="ROLLOUT[0]")).receive(ticket)
         assert [hear(pipe) for _, pipe in ranks] == [stamp, None]
         assert received.stamp == stamp
         rollout = TorchRolloutEngine(model_path)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random ragged updates, and the plumbing an engine does between ``annotate`` and ``loss``."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A policy that is a table: one distribution over a few tokens, trained by an algorithm as an engine would."""
 
 import numpy as np

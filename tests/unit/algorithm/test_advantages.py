@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Group-relative advantages."""
 
 import statistics
@@ -7,23 +8,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover.python.rl.algorithm.advantages import check_group_size, group_advantages
+from dlrover.python.rl.algorithm.losses.samples import check_group_size, group_advantages
 
 
 def advantages(prompt_id, reward, normalize="std"):
     return group_advantages(np.array(prompt_id), np.array(reward, dtype=float), normalize)
 
 
-def test_113_each_prompt_has_its_own_baseline():
+@pytest.mark.feature(113)
+def test_each_prompt_has_its_own_baseline():
     assert np.sign(advantages([1, 1, 2, 2], [10, 12, 0, 1])).tolist() == [-1, 1, -1, 1]
     assert advantages([1, 1, 2, 2], [10, 12, 0, 1], "none").tolist() == [-1, 1, -0.5, 0.5]
 
 
-def test_113_groups_need_not_be_adjacent():
+@pytest.mark.feature(113)
+def test_groups_need_not_be_adjacent():
     assert advantages([1, 2, 1, 2], [10, 0, 12, 1], "none").tolist() == [-1, -0.5, 1, 0.5]
 
 
-def test_112_population_deviation_and_no_nan():
+@pytest.mark.feature(112)
+def test_population_deviation_and_no_nan():
     assert advantages([5, 5], [1, 0]) == pytest.approx([1, -1], abs=1e-5)
     assert advantages([5, 5, 5], [0.1, 0.1, 0.1]).tolist() == [0, 0, 0]
     assert advantages([5], [3.0]).tolist() == [0]

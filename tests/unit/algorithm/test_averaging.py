@@ -1,18 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights per token."""
 
 import numpy as np
 import pytest
 
-from dlrover.python.rl.algorithm.averaging import token_weights
+from dlrover.python.rl.algorithm.losses.columns import token_weights
 
 ALL = np.ones(2, dtype=bool)
 LENGTHS = np.array([1, 3])
 
 
+@pytest.mark.feature(121)
 @pytest.mark.parametrize(
     ("mode", "expected"), [("token", [1 / 4, 1 / 4]), ("sequence", [1 / 2, 1 / 6]), ("constant", [1 / 20, 1 / 20])]
 )
-def test_121_lengths_one_and_three_by_hand(mode, expected):
+def test_lengths_one_and_three_by_hand(mode, expected):
     weights = token_weights(LENGTHS, ALL, mode, max_tokens=10)
     assert weights == pytest.approx(expected)
     assert weights.dtype == np.float32

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DAPO by hand: over-long shaping, dynamic sampling, clip-higher, token mean."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Distillation by hand, against slow references, and against the exact divergence over the vocabulary."""
 
 import math
@@ -7,8 +8,7 @@ import pytest
 import torch
 from updates import TEACHERS, outcome, ragged_update
 
-from dlrover.python.rl.algorithm.distillation import Distillation
-from dlrover.python.rl.algorithm.vocabulary_distillation import VocabularyDistillation, reverse_kl
+from dlrover.python.rl.algorithm.distillation import Distillation, VocabularyDistillation, reverse_kl
 from dlrover.python.rl.common.errors import DataError
 
 VOCAB = 11
@@ -25,7 +25,8 @@ def logits_of(seed, *shape):
 # -- sampled tokens ---------------------------------------------------------------------------------------------------
 
 
-def test_124_a_teacher_like_the_student_teaches_nothing():
+@pytest.mark.feature(124)
+def test_a_teacher_like_the_student_teaches_nothing():
     batch = ragged_update(3).with_columns()
     old = batch.ragged("old_logprobs")
     same = batch.with_columns(teacher_logprobs=old).select(*(set(batch.columns) - {"teacher_weights"}))
@@ -35,7 +36,8 @@ def test_124_a_teacher_like_the_student_teaches_nothing():
     assert found.metrics["reverse_kl"] == 0
 
 
-def test_124_the_expected_gradient_is_that_of_the_reverse_kl():
+@pytest.mark.feature(124)
+def test_the_expected_gradient_is_that_of_the_reverse_kl():
     student, teacher = logits_of(0, VOCAB).requires_grad_(), logits_of(1, VOCAB).log_softmax(-1)
     logprobs = student.log_softmax(-1)
     old = logprobs.detach()
@@ -73,7 +75,7 @@ def test_a_failed_reward_does_not_matter():
 
 
 def test_there_is_no_reward_to_take_a_penalty_off():
-    with pytest.raises(ValueError, match="no reward that a KL penalty could be taken off"):
+    with pytest.raises(ValueError, match="distillation has no reward for a KL penalty"):
         Distillation(kl_in="reward")
 
 
@@ -85,8 +87,9 @@ def exact(student, teacher):
     return (student.exp() * (student - teacher)).sum(-1)
 
 
+@pytest.mark.feature(124)
 @pytest.mark.parametrize("seed", range(4))
-def test_124_with_the_whole_vocabulary_it_is_exact_and_so_is_its_gradient(seed):
+def test_with_the_whole_vocabulary_it_is_exact_and_so_is_its_gradient(seed):
     student, teacher = logits_of(seed, 5, VOCAB).requires_grad_(), logits_of(seed + 10, 5, VOCAB)
     values, ids = teacher.log_softmax(-1).topk(VOCAB)
     found = reverse_kl(student.log_softmax(-1).gather(1, ids), values)
@@ -115,7 +118,8 @@ def test_two_ids_and_a_tail_by_hand():
     assert reverse_kl(student.log(), teacher.log()).item() == pytest.approx(wanted, rel=1e-5)
 
 
-def test_124_equal_distributions_have_no_loss_and_no_gradient():
+@pytest.mark.feature(124)
+def test_equal_distributions_have_no_loss_and_no_gradient():
     student = logits_of(2, 4, VOCAB).float().requires_grad_()
     for top in (1, 3, VOCAB):
         mine = student.log_softmax(-1).topk(top).values

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dr. GRPO by hand."""
 
 import pytest
@@ -9,13 +10,15 @@ from dlrover.python.rl.algorithm.dr_grpo import DrGRPO
 PAPER = DrGRPO(averaging="constant", max_tokens=10)
 
 
-def test_111_rewards_one_and_zero():
+@pytest.mark.feature(111)
+def test_rewards_one_and_zero():
     annotated = DrGRPO().annotate(rows_of([4, 4], [1, 0], [1, 3]))
     assert annotated.dense("advantage").tolist() == [0.5, -0.5]
     assert annotated.dense("weight").tolist() == [0.25, 0.25]
 
 
-def test_111_the_loss_is_a_token_mean():
+@pytest.mark.feature(111)
+def test_the_loss_is_a_token_mean():
     annotated = DrGRPO().annotate(rows_of([4, 4], [1, 0], [1, 3]))
     logprobs = torch.full((4,), -1.0)
     loss, gradient, _ = run(DrGRPO(), annotated, logprobs, logprobs, logprobs)
@@ -23,7 +26,8 @@ def test_111_the_loss_is_a_token_mean():
     assert gradient.tolist() == pytest.approx([-0.125, 0.125, 0.125, 0.125])
 
 
-def test_111_the_papers_constant():
+@pytest.mark.feature(111)
+def test_the_papers_constant():
     annotated = PAPER.annotate(rows_of([4, 4], [1, 0], [1, 3]))
     logprobs = torch.full((4,), -1.0)
     loss, gradient, metrics = run(PAPER, annotated, logprobs, logprobs, logprobs)
@@ -37,9 +41,10 @@ def test_the_papers_weight_of_a_token_does_not_depend_on_lengths():
     assert short.tolist() == long.tolist()
 
 
+@pytest.mark.feature(122)
 @pytest.mark.parametrize("config", [DrGRPO(), PAPER, DrGRPO(clip_low=0.05, clip_high=0.1)])
 @pytest.mark.parametrize("parts", [2, 4, 16])
-def test_122_parts_change_neither_gradient_nor_metrics(config, parts):
+def test_parts_change_neither_gradient_nor_metrics(config, parts):
     rows, *logprobs = random_update(5)
     annotated = config.annotate(rows)
     whole, split = run(config, annotated, *logprobs), run(config, annotated, *logprobs, parts=parts)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generalised advantage estimation by hand, over turns, and against its recursion."""
 
 import numpy as np
@@ -5,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover.python.rl.algorithm.gae import gae, rewards_to_go
+from dlrover.python.rl.algorithm.losses.values import gae, rewards_to_go
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.data.batch import Batch, Ragged
 
@@ -29,13 +30,15 @@ def rows_of(masks, values, rewards, **more) -> Batch:
     )
 
 
-def test_115_three_tokens_by_hand():
+@pytest.mark.feature(115)
+def test_three_tokens_by_hand():
     advantage, returns = gae(np.array([0.0, 0, 1]), np.array([0.5, 0.4, 0.3]), np.array([3]), 0.9, 0.8)
     assert advantage == pytest.approx(ADVANTAGES)
     assert returns == pytest.approx([0.62928, 0.774, 1.0])
 
 
-def test_115_what_the_environment_says_between_is_no_step():
+@pytest.mark.feature(115)
+def test_what_the_environment_says_between_is_no_step():
     rows = rows_of([[False, True, False, False, True, True]], [[99, 0.5, 99, 99, 0.4, 0.3]], [1.0])
     annotated = UNWHITENED.annotate(rows)
     assert annotated.ragged("advantage").values == pytest.approx(
@@ -45,7 +48,8 @@ def test_115_what_the_environment_says_between_is_no_step():
     assert annotated.dense("weight") == pytest.approx([1 / 3])
 
 
-def test_115_a_trajectory_of_several_rows_is_one_line():
+@pytest.mark.feature(115)
+def test_a_trajectory_of_several_rows_is_one_line():
     rows = rows_of(
         [[False, True], [False, False, True, True]],
         [[9, 0.5], [9, 9, 0.4, 0.3]],

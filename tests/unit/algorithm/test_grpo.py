@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GRPO against a slow reference."""
 
 import math
@@ -41,18 +42,20 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.feature(112)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("seed", range(4))
-def test_112_equals_a_slow_reference(config, seed):
+def test_equals_a_slow_reference(config, seed):
     rows, *logprobs = random_update(seed)
     loss, _, metrics = run(config, config.annotate(rows), *logprobs)
     assert loss == pytest.approx(slow_loss(config, rows, *logprobs), abs=1e-6)
     assert metrics["weight"] == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.feature(122)
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("parts", [2, 4, 16])
-def test_122_parts_change_neither_gradient_nor_metrics(config, parts):
+def test_parts_change_neither_gradient_nor_metrics(config, parts):
     rows, *logprobs = random_update(11)
     annotated = config.annotate(rows)
     whole, split = run(config, annotated, *logprobs), run(config, annotated, *logprobs, parts=parts)
@@ -61,7 +64,8 @@ def test_122_parts_change_neither_gradient_nor_metrics(config, parts):
     assert split[2] == pytest.approx(whole[2], abs=1e-6)  # Metrics are float32 sums.
 
 
-def test_112_equal_rewards_give_no_gradient():
+@pytest.mark.feature(112)
+def test_equal_rewards_give_no_gradient():
     annotated = GRPO().annotate(rows_of([1, 1, 1], [0.1, 0.1, 0.1], [1, 2, 3]))
     assert annotated.dense("advantage").tolist() == [0, 0, 0]
     logprobs = torch.full((6,), -1.0)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Row 122: order, packing and ranks change neither the gradient nor the loss nor a metric, of any algorithm."""
 
 import numpy as np
@@ -7,12 +8,11 @@ from test_pairs import pairs_update
 from test_policy import CONFIGS, entropies
 from updates import TEACHERS, assert_same, logprobs_for, outcome, ragged_update
 
-from dlrover.python.rl.algorithm.distillation import Distillation
+from dlrover.python.rl.algorithm.distillation import Distillation, VocabularyDistillation
 from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.algorithm.sft import SFT
-from dlrover.python.rl.algorithm.vocabulary_distillation import VocabularyDistillation
 
 ON_SAMPLES = {
     **CONFIGS,
@@ -36,9 +36,10 @@ def candidates(batch):
     return -1 - torch.rand(shape, generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.feature(122)
 @pytest.mark.parametrize("name", ON_SAMPLES)
 @pytest.mark.parametrize(("ranks", "budget"), LAYOUTS)
-def test_122_samples(name, ranks, budget):
+def test_samples(name, ranks, budget):
     algorithm, batch = ON_SAMPLES[name], ragged_update(9)
     logprobs = logprobs_for(batch, 9)
     made = {"entropy": entropies(batch), "candidate_logprobs": candidates(batch)}
@@ -48,9 +49,10 @@ def test_122_samples(name, ranks, budget):
     assert_same(outcome(algorithm, batch, logprobs, order, ranks, budget, **made), whole)
 
 
+@pytest.mark.feature(122)
 @pytest.mark.parametrize("name", ON_PAIRS)
 @pytest.mark.parametrize(("ranks", "budget"), LAYOUTS)
-def test_122_pairs(name, ranks, budget):
+def test_pairs(name, ranks, budget):
     algorithm, batch = ON_PAIRS[name], pairs_update(5)
     logprobs = logprobs_for(batch, 5)
     order = np.random.default_rng(ranks).permutation(len(batch))
@@ -59,8 +61,9 @@ def test_122_pairs(name, ranks, budget):
     assert_same(outcome(algorithm, batch, logprobs, order, ranks, budget), whole)
 
 
+@pytest.mark.feature(122)
 @pytest.mark.parametrize(("ranks", "budget"), LAYOUTS)
-def test_122_the_critic(ranks, budget):
+def test_the_critic(ranks, budget):
     algorithm, batch = PPO(), ragged_update(9)
     scores, order = logprobs_for(batch, 9), np.random.default_rng(ranks).permutation(len(batch))
     whole = outcome(algorithm, batch, scores, loss=algorithm.value_loss)

@@ -1,9 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
 """KL estimators: values, and expected gradients summed exactly over a small vocabulary."""
 
 import pytest
 import torch
 
-from dlrover.python.rl.algorithm.kl import kl_estimate, kl_penalty
+from dlrover.python.rl.algorithm.losses.policy_gradient import kl_estimate, kl_penalty
 
 KINDS = ("k1", "k2", "k3")
 
@@ -32,21 +33,24 @@ def divergence_gradient(forward: bool) -> torch.Tensor:
     return logits.grad
 
 
+@pytest.mark.feature(116)
 @pytest.mark.parametrize(("kind", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", 0.1065307)])
-def test_116_values_by_hand(kind, expected):
+def test_values_by_hand(kind, expected):
     value = kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.5]), kind)
     assert value.item() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.feature(116)
 @pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_116_k1_and_k3_are_exact_in_expectation(kind):
+def test_k1_and_k3_are_exact_in_expectation(kind):
     logits, reference = policies()
     logprobs = logits.detach().log_softmax(-1)
     exact = (logprobs.exp() * (logprobs - reference)).sum()
     assert (logprobs.exp() * kl_estimate(logprobs, reference, kind)).sum().item() == pytest.approx(exact.item())
 
 
-def test_116_expected_gradients():
+@pytest.mark.feature(116)
+def test_expected_gradients():
     torch.testing.assert_close(expected_gradient("k1"), torch.zeros(7, dtype=torch.float64))
     torch.testing.assert_close(expected_gradient("k2"), divergence_gradient(forward=False))
     torch.testing.assert_close(expected_gradient("k3"), divergence_gradient(forward=True))

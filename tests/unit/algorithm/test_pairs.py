@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses on pairs by hand and against a slow reference: reward model, DPO, conservative DPO, IPO."""
 
 import math
@@ -8,7 +9,7 @@ import torch
 from updates import logprobs_for, outcome
 
 from dlrover.python.rl.algorithm.dpo import DPO
-from dlrover.python.rl.algorithm.pairs import with_pairs
+from dlrover.python.rl.algorithm.losses.preference import add_pair_columns
 from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.batch import Batch, Ragged
@@ -104,7 +105,8 @@ def test_the_gradient_is_that_of_the_loss(config):
 ONE = pairs_of([[False, True, True], [False, True]], [True, False], [4, 4], ref=np.zeros(5, dtype=np.float32))
 
 
-def test_109_the_loss_of_a_pair_of_scores():
+@pytest.mark.feature(109)
+def test_the_loss_of_a_pair_of_scores():
     last = pairs_of([[False, False, True], [False, True]], [True, False], [4, 4])
     found = outcome(RewardModel(), last, torch.tensor([9.0, 9.0, 1.5, 9.0, 0.5]))
     assert found.loss == pytest.approx(-math.log(1 / (1 + math.exp(-1))))
@@ -112,7 +114,8 @@ def test_109_the_loss_of_a_pair_of_scores():
     assert found.gradient.tolist() == pytest.approx([0, 0, -1 / (1 + math.e), 0, 1 / (1 + math.e)])
 
 
-def test_109_scores_learn_to_tell_four_pairs():
+@pytest.mark.feature(109)
+def test_scores_learn_to_tell_four_pairs():
     masks = [[False, True]] * 8
     batch = pairs_of(masks, [True, False] * 4, np.repeat(np.arange(4), 2))
     scores = torch.randn(16, generator=torch.Generator().manual_seed(0))
@@ -121,7 +124,8 @@ def test_109_scores_learn_to_tell_four_pairs():
     assert outcome(RewardModel(), batch, scores).metrics["accuracy"] == 1
 
 
-def test_110_at_the_start_the_loss_is_the_logarithm_of_two():
+@pytest.mark.feature(110)
+def test_at_the_start_the_loss_is_the_logarithm_of_two():
     batch = pairs_update(0)
     start = torch.from_numpy(batch.ragged("ref_logprobs").values.copy())
     found = outcome(DPO(), batch, start)
@@ -129,7 +133,8 @@ def test_110_at_the_start_the_loss_is_the_logarithm_of_two():
     assert found.metrics == pytest.approx({"accuracy": 0.5, "margin": 0, "chosen": 0, "rejected": 0}, abs=1e-6)
 
 
-def test_110_dpo_by_hand():
+@pytest.mark.feature(110)
+def test_dpo_by_hand():
     found = outcome(DPO(beta=0.1), ONE, torch.tensor([9.0, 1.0, 2.0, 9.0, -1.0]))
     assert found.loss == pytest.approx(math.log1p(math.exp(-0.4)))
     assert found.metrics == pytest.approx({"accuracy": 1, "margin": 0.4, "chosen": 0.3, "rejected": -0.1})
@@ -137,13 +142,15 @@ def test_110_dpo_by_hand():
     assert found.gradient.tolist() == pytest.approx([0, -slope, -slope, 0, slope])
 
 
-def test_110_conservative_dpo_has_its_least_loss_at_the_log_odds_of_the_labels():
+@pytest.mark.feature(110)
+def test_conservative_dpo_has_its_least_loss_at_the_log_odds_of_the_labels():
     config = DPO(beta=0.1, label_smoothing=0.2)
     best = torch.tensor([0.0, math.log(0.8 / 0.2) / 0.1, 0.0, 0.0, 0.0])
     assert outcome(config, ONE, best).gradient.abs().max() < 1e-6
 
 
-def test_110_ipo_has_no_loss_at_its_margin():
+@pytest.mark.feature(110)
+def test_ipo_has_no_loss_at_its_margin():
     best = torch.tensor([0.0, 5.0, 0.0, 0.0, 0.0])
     found = outcome(DPO(beta=0.1, kind="ipo"), ONE, best)
     assert found.loss == pytest.approx(0)
@@ -154,7 +161,7 @@ def test_a_pair_without_an_action_in_one_row_counts_nowhere():
     batch = pairs_of(
         [[False, True], [False, False], [False, True], [False, True, True]], [True, False, False, True], [1, 1, 2, 2]
     )
-    rows = with_pairs(batch)
+    rows = add_pair_columns(batch)
     assert rows.dense("weight") == pytest.approx([0, 0, 1 / 3, 1 / 3])
     assert rows.dense("sign").tolist() == [0, 0, -1, 1]
     assert rows.dense("unit").tolist() == [1, 1, 2, 2]
@@ -163,11 +170,11 @@ def test_a_pair_without_an_action_in_one_row_counts_nowhere():
 @pytest.mark.parametrize(("chosen", "pair"), [([True, True], [1, 1]), ([True, False], [1, 2]), ([True, False], [1, 3])])
 def test_what_is_no_pair_is_refused(chosen, pair):
     with pytest.raises(DataError, match="one chosen and one rejected row"):
-        with_pairs(pairs_of([[False, True]] * 2, chosen, pair))
+        add_pair_columns(pairs_of([[False, True]] * 2, chosen, pair))
 
 
 def test_a_pair_that_was_divided_is_refused():
-    with pytest.raises(DataError, match="a pair has been divided"):
+    with pytest.raises(DataError, match="a pair is divided"):
         columns = {"unit": torch.tensor([3, 3]), "sign": torch.ones(2), "weight": torch.full((2,), 0.1)}
         RewardModel().loss(torch.zeros(2), columns)
 

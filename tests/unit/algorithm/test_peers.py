@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses and advantages against those of verl and TRL, run unchanged, where they define the same thing.
 
 Known to differ: the standard deviation of a group is verl's and TRL's unbiased one, and here the population's; so
@@ -13,19 +14,18 @@ import torch
 from test_pairs import pairs_update
 from updates import logprobs_for, outcome, ragged_update
 
-from dlrover.python.rl.algorithm.advantages import whitened
 from dlrover.python.rl.algorithm.cispo import CISPO
 from dlrover.python.rl.algorithm.dapo import DAPO
+from dlrover.python.rl.algorithm.distillation import reverse_kl
 from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.dr_grpo import DrGRPO
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.gspo import GSPO
-from dlrover.python.rl.algorithm.kl import kl_estimate
-from dlrover.python.rl.algorithm.mismatch import correction_weights
+from dlrover.python.rl.algorithm.losses.policy_gradient import correction_weights, kl_estimate
+from dlrover.python.rl.algorithm.losses.samples import whiten
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from dlrover.python.rl.algorithm.rloo import RLOO
-from dlrover.python.rl.algorithm.vocabulary_distillation import reverse_kl
 from dlrover.python.rl.data.batch import Ragged
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -124,7 +124,7 @@ def test_verl_reinforce(verl, seed):
 def test_verl_whitening(verl):
     values = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     wanted = verl.verl_F.masked_whiten(values, torch.ones(50))
-    assert_equal(torch.from_numpy(whitened(values.numpy())), wanted, 1e-6)
+    assert_equal(torch.from_numpy(whiten(values.numpy())), wanted, 1e-6)
 
 
 def verl_config(**options):

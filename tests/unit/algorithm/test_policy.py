@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every policy gradient against a slow plain reference: advantages, surrogate, KL wherever it is, and other terms."""
 
 import math
@@ -8,12 +9,12 @@ import pytest
 import torch
 from updates import logprobs_for, outcome, plain_samples, plain_weight, ragged_update
 
-from dlrover.python.rl.algorithm.base import Needs
 from dlrover.python.rl.algorithm.cispo import CISPO
 from dlrover.python.rl.algorithm.dapo import DAPO
 from dlrover.python.rl.algorithm.dr_grpo import DrGRPO
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.gspo import GSPO
+from dlrover.python.rl.algorithm.losses.columns import Needs
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from dlrover.python.rl.algorithm.rloo import RLOO
@@ -162,9 +163,10 @@ def entropies(batch, seed=0):
     return torch.rand(len(batch.ragged("tokens").values), generator=generator, dtype=torch.float64)
 
 
+@pytest.mark.feature(111, 112, 114)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("seed", range(3))
-def test_111_112_114_the_loss_is_that_of_a_slow_reference(name, seed):
+def test_the_loss_is_that_of_a_slow_reference(name, seed):
     config, batch = CONFIGS[name], ragged_update(seed)
     logprobs, entropy = logprobs_for(batch, seed), entropies(batch, seed)
     found = outcome(config, batch, logprobs, entropy=entropy)
@@ -174,9 +176,10 @@ def test_111_112_114_the_loss_is_that_of_a_slow_reference(name, seed):
 TRAJECTORIES = ["grpo, KL in reward", "dapo", "rloo, KL", "reinforce_pp, KL", "reinforce_pp_baseline", "ppo, KL"]
 
 
+@pytest.mark.feature(88)
 @pytest.mark.parametrize("name", TRAJECTORIES)
 @pytest.mark.parametrize("seed", range(3))
-def test_088_rows_of_a_trajectory_are_one_sample(name, seed):
+def test_rows_of_a_trajectory_are_one_sample(name, seed):
     config, batch = CONFIGS[name], ragged_update(seed, trajectories=True)
     logprobs = logprobs_for(batch, seed)
     found = outcome(config, batch, logprobs)
@@ -221,8 +224,9 @@ def test_a_group_of_one_will_do_where_there_is_another_baseline(config):
     config.check_group_size(1)
 
 
+@pytest.mark.feature(117)
 @pytest.mark.parametrize("kind", [GRPO, DrGRPO, DAPO, GSPO, CISPO, PPO, RLOO, ReinforcePlusPlus])
-def test_117_k1_is_refused_as_a_loss_and_nowhere_else(kind):
+def test_k1_is_refused_as_a_loss_and_nowhere_else(kind):
     with pytest.raises(ValueError, match="k1 cannot be a loss"):
         kind(kl_in="loss", kl_estimator="k1")
     for place in ("reward", "advantage"):
@@ -237,13 +241,13 @@ def test_117_k1_is_refused_as_a_loss_and_nowhere_else(kind):
         (lambda: GRPO(correction="mask", correction_low=3, correction_high=2), "correction_low 3 is not below"),
         (lambda: GRPO(correction="mask", correction_low=2), "correction_low 2 is not below correction_high 2.0"),
         (lambda: GRPO(correction="mask", correction_high=0.9), "equal policies have weight 1, which correction_low"),
-        (lambda: GRPO(correction="truncate", correction_low=0.5), "correction_low: of no effect with correction 'trun"),
-        (lambda: GRPO(correction_low=0.5), "correction_low: of no effect with correction 'none'"),
-        (lambda: GRPO(correction_level="sequence", correction_high=2.0), "correction_level, correction_high: of no"),
+        (lambda: GRPO(correction="truncate", correction_low=0.5), "correction_low: no effect with correction 'trun"),
+        (lambda: GRPO(correction_low=0.5), "correction_low: no effect with correction 'none'"),
+        (lambda: GRPO(correction_level="sequence", correction_high=2.0), "correction_level, correction_high: no eff"),
         (lambda: GRPO(entropy_coef=-1), "entropy_coef must be at least 0.0"),
         (lambda: PPO(averaging="constant"), "averaging must be one of 'token', 'sequence', 'sum'"),
         (lambda: GSPO(averaging="token"), "averaging must be one of 'sequence'"),
-        (lambda: CISPO(dual_clip=3.0), "dual_clip is of the clipped surrogate"),
+        (lambda: CISPO(dual_clip=3.0), "dual_clip belongs to the clipped surrogate"),
         (lambda: DAPO(overlong_buffer=3), "max_tokens and overlong_buffer go together"),
         (lambda: DAPO(overlong_buffer=5, max_tokens=4), "overlong_buffer 5 is above max_tokens 4"),
         (lambda: DAPO(overlong_penalty=1.0), "overlong_penalty without overlong_buffer and max_tokens"),
@@ -265,5 +269,5 @@ class Cautious(GRPO):
 
 def test_a_class_may_have_bounds_of_its_own_for_when_there_is_a_correction():
     assert Cautious().correction_high == Cautious(correction="truncate").correction_high == 1.5
-    with pytest.raises(ValueError, match="correction_high: of no effect"):
+    with pytest.raises(ValueError, match="correction_high: no effect"):
         Cautious(correction_high=2.0)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The clipped surrogate."""
 
 import math
@@ -5,7 +6,7 @@ import math
 import pytest
 import torch
 
-from dlrover.python.rl.algorithm.policy_loss import clipped_surrogate
+from dlrover.python.rl.algorithm.losses.policy_gradient import clipped_surrogate
 from dlrover.python.rl.common.errors import DataError
 
 
@@ -21,14 +22,16 @@ def surrogate(ratios, advantages, low=0.2, high=0.2):
     return losses.tolist(), logprobs.grad.tolist(), metrics
 
 
-def test_118_ratio_above_the_clip():
+@pytest.mark.feature(118)
+def test_ratio_above_the_clip():
     losses, gradient, metrics = surrogate([1.3, 1.3], [2.0, -2.0])
     assert losses == pytest.approx([-2.4, 2.6])
     assert gradient == pytest.approx([0, 2.6])
     assert metrics["clip_fraction"].item() == 0.5
 
 
-def test_118_ratio_below_the_clip():
+@pytest.mark.feature(118)
+def test_ratio_below_the_clip():
     losses, gradient, metrics = surrogate([0.7, 0.7], [2.0, -2.0])
     assert losses == pytest.approx([-1.4, 1.6])
     assert gradient == pytest.approx([-1.4, 0])

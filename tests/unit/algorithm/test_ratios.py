@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other ratios than PPO's: GSPO's of sequences, CISPO's weights, dual clip, and the correction of rollouts."""
 
 import math
@@ -8,7 +9,7 @@ import torch
 from dlrover.python.rl.algorithm.cispo import CISPO
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.gspo import GSPO
-from dlrover.python.rl.algorithm.mismatch import correction_weights
+from dlrover.python.rl.algorithm.losses.policy_gradient import correction_weights
 
 
 def loss_of(config, ratios, advantages, units=None, **columns):
@@ -71,7 +72,8 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient():
     assert metrics["clip_fraction"].item() == pytest.approx(2 / 3)
 
 
-def test_118_dual_clip_bounds_the_loss_of_bad_tokens_that_became_likely():
+@pytest.mark.feature(118)
+def test_dual_clip_bounds_the_loss_of_bad_tokens_that_became_likely():
     config = GRPO(dual_clip=3.0)
     loss, gradient, metrics = loss_of(config, [5.0, 2.0, 5.0], [-1.0, -1.0, 1.0])
     assert loss == pytest.approx((3.0 + 2.0 - 1.2) / 3)
@@ -97,32 +99,37 @@ def factors(kind, differences, low=0.0, high=2.0, level="token", units=None):
     return factor.tolist(), {name: value.item() for name, value in metrics.items()}
 
 
+@pytest.mark.feature(119)
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_119_equal_policies_need_no_correction(kind, level):
+def test_equal_policies_need_no_correction(kind, level):
     found, metrics = factors(kind, [0.0, 0.0], level=level)
     assert found == [1, 1]
     assert metrics == {"mismatch_kl": 0, "mismatch_bounded": 0}
 
 
-def test_119_truncated_at_the_cap():
+@pytest.mark.feature(119)
+def test_truncated_at_the_cap():
     found, metrics = factors("truncate", [math.log(1.5), math.log(4), math.log(0.1)])
     assert found == pytest.approx([1.5, 2.0, 0.1])
     assert metrics["mismatch_bounded"] == pytest.approx(1 / 3)
 
 
-def test_119_masked_outside_of_the_bounds():
+@pytest.mark.feature(119)
+def test_masked_outside_of_the_bounds():
     found, _ = factors("mask", [math.log(1.5), math.log(4), math.log(0.1), 0.0], low=0.5)
     assert found == pytest.approx([1.5, 0, 0, 1])
 
 
-def test_119_a_sequences_weight_is_the_product_of_its_tokens():
+@pytest.mark.feature(119)
+def test_a_sequences_weight_is_the_product_of_its_tokens():
     found, _ = factors("truncate", [math.log(1.5), math.log(1.2), 0.3], level="sequence", units=[7, 7, 3])
     assert found == pytest.approx([1.8, 1.8, math.exp(0.3)])
     assert factors("truncate", [500.0, 500.0], level="sequence", units=[1, 1])[0] == [2, 2]
 
 
-def test_119_the_old_policy_is_compared_and_not_the_current_one():
+@pytest.mark.feature(119)
+def test_the_old_policy_is_compared_and_not_the_current_one():
     """The gradient of a token of ratio r and correction w is that of w r A: r counts once."""
     config = GRPO(correction="truncate", correction_high=10.0, clip_low=0.9, clip_high=9.0)
     rollout = [-1 - math.log(1.5)] * 3
@@ -131,13 +138,15 @@ def test_119_the_old_policy_is_compared_and_not_the_current_one():
     assert gradient == pytest.approx([-1.5, -3.0, -6.0])
 
 
+@pytest.mark.feature(119)
 @pytest.mark.parametrize(("kind", "factor"), [("truncate", 2.0), ("mask", 0.0)])
-def test_119_a_bound_that_nobody_has_said_is_2(kind, factor):
+def test_a_bound_that_nobody_has_said_is_2(kind, factor):
     loss, _, _ = loss_of(GRPO(correction=kind), [1.0, 1.0], [1.0, 1.0], rollout_logprobs=[-1 - math.log(1.9), -2.0])
     assert loss == pytest.approx(-(1.9 + factor) / 2)
 
 
-def test_119_the_kl_penalty_is_not_corrected():
+@pytest.mark.feature(119)
+def test_the_kl_penalty_is_not_corrected():
     config = GRPO(correction="mask", correction_high=1.1, kl_coef=1.0, kl_estimator="k2")
     loss, _, _ = loss_of(config, [1.0], [1.0], rollout_logprobs=[-5.0], ref_logprobs=[-3.0])
     assert loss == pytest.approx(2.0**2 / 2)

@@ -1,5 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """Algorithms by name."""
 
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
@@ -9,28 +11,30 @@ from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.dr_grpo import DrGRPO
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.ppo import PPO
-from dlrover.python.rl.algorithm.registry import ALGORITHMS, make_algorithm
+from dlrover.python.rl.algorithm.registry import ALGORITHMS, PRESETS, make_algorithm
+from dlrover.python.rl.common import extensions
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.data.batch import Batch
 
 
-def problems(name, options=None):
+def errors_of(name, options=None):
     with pytest.raises(InvalidJob) as caught:
         make_algorithm(name, options)
-    return [str(problem) for problem in caught.value.problems]
+    return [str(error) for error in caught.value.errors]
 
 
 def test_every_name_makes_its_algorithm():
-    assert {name: type(make_algorithm(name)) for name in ALGORITHMS} == {
-        name: preset.algorithm for name, preset in ALGORITHMS.items()
-    }
+    for name in ALGORITHMS.builtin:
+        assert type(make_algorithm(name)) is ALGORITHMS.load(name)
+    assert set(PRESETS) <= set(ALGORITHMS.builtin)
     assert type(make_algorithm("grpo")) is GRPO
     assert make_algorithm("grpo", {"clip_high": 1, "normalize": "none"}) == GRPO(clip_high=1, normalize="none")
     assert make_algorithm("dr_grpo", {"averaging": "constant", "max_tokens": 9}).max_tokens == 9
     assert make_algorithm("dr_grpo", {"max_tokens": None}) == DrGRPO()
 
 
-def test_111_112_114_presets_are_what_their_sources_say():
+@pytest.mark.feature(111, 112, 114)
+def test_presets_are_what_their_sources_say():
     ppo, grpo, dr_grpo = map(make_algorithm, ("openai_ppo", "deepseek_grpo", "dr_grpo"))
     assert (ppo.kl_in, ppo.kl_estimator, ppo.kl_coef > 0, type(ppo)) == ("reward", "k1", True, PPO)
     assert (grpo.kl_in, grpo.kl_estimator, grpo.averaging, grpo.normalize) == ("loss", "k3", "sequence", "std")
@@ -42,31 +46,46 @@ def test_111_112_114_presets_are_what_their_sources_say():
 
 def test_the_reference_page_knows_every_name():
     page = (Path(__file__).parents[3] / "docs/api/algorithm.md").read_text(encoding="utf-8")
-    assert [name for name in ALGORITHMS if f"`{name}`" not in page] == []
+    assert [name for name in ALGORITHMS.builtin if f"`{name}`" not in page] == []
 
 
 def test_an_unknown_name_gives_the_nearest():
-    assert problems("grop") == ["algorithm.name: 'grop' is unknown; did you mean 'grpo'?"]
-    assert problems("xyz") == ["algorithm.name: 'xyz' is unknown; known: " + ", ".join(ALGORITHMS)]
+    (error,) = errors_of("grop")
+    assert error.startswith("algorithm.name: no algorithm is called 'grop'; did you mean 'grpo'?")
+    (error,) = errors_of("xyz")
+    assert f"there are {', '.join(sorted(ALGORITHMS.builtin))}" in error
+
+
+def test_an_installed_package_registers_an_algorithm(mine, monkeypatch):
+    point = EntryPoint("median", "above_median:AboveMedian", ALGORITHMS.group)
+    monkeypatch.setattr(extensions, "entry_points", lambda group: [point] if group == point.group else [])
+    assert make_algorithm("median", {"quantile": 0.25}).quantile == 0.25
+    (error,) = errors_of("medan")
+    assert "did you mean 'median'?" in error
 
 
 def test_all_wrong_options_are_reported_at_once():
-    options = {"clip_lo": 1, "clip_high": "0.2", "kl_coef": True, "averaging": "mean", "normalize": None}
-    assert problems("grpo", options) == [
-        "algorithm.clip_lo: is unknown; did you mean 'clip_low'?",
-        "algorithm.clip_high: must be a number, not '0.2'",
-        "algorithm.kl_coef: must be a number, not True",
-        "algorithm.averaging: must be one of 'token', 'sequence', not 'mean'",
-        "algorithm.normalize: must be one of 'none', 'std', not None",
+    options = {"clip_lo": 1, "clip_high": "much", "kl_coef": -1, "averaging": "mean", "normalize": None}
+    assert sorted(errors_of("grpo", options)) == [
+        "algorithm.averaging: input should be 'token' or 'sequence', got 'mean'",
+        "algorithm.clip_high: input should be a valid number, unable to parse string as a number, got 'much'",
+        "algorithm.clip_lo: unknown key 'clip_lo'; did you mean 'clip_low'?",
+        "algorithm.kl_coef: input should be greater than or equal to 0, got -1",
+        "algorithm.normalize: input should be 'none' or 'std', got None",
     ]
+
+
+def test_options_are_converted_as_all_keys_of_a_job_file_are():
+    assert make_algorithm("grpo", {"clip_high": "1e-1"}) == GRPO(clip_high=0.1)
 
 
 def test_options_that_do_not_go_together_are_a_problem_of_the_job():
-    assert problems("dr_grpo", {"averaging": "constant"}) == [
-        "algorithm: max_tokens goes with averaging 'constant': give both or neither"
+    assert errors_of("dr_grpo", {"averaging": "constant"}) == [
+        "algorithm: max_tokens goes with averaging 'constant': give both or neither, got {'averaging': 'constant'}"
     ]
-    assert problems("dr_grpo", {"max_tokens": 0}) == ["algorithm.max_tokens: must be above 0, not 0"]
-    assert problems("dr_grpo", {"max_tokens": 1.5}) == ["algorithm.max_tokens: must be an integer, not 1.5"]
+    assert errors_of("dr_grpo", {"max_tokens": 0}) == ["algorithm.max_tokens: input should be greater than 0, got 0"]
+    (error,) = errors_of("dr_grpo", {"max_tokens": 1.5})
+    assert error.startswith("algorithm.max_tokens: input should be a valid integer")
 
 
 @pytest.fixture
@@ -90,24 +109,24 @@ def test_an_algorithm_of_ones_own_is_one_short_file(mine):
         }
     )
     assert algorithm.annotate(rows).dense("advantage").tolist() == [0, 1, 1, 0, 0, 0]
-    assert problems("above_median:AboveMedian", {"quantil": 1.0}) == [
-        "algorithm.quantil: is unknown; did you mean 'quantile'?"
+    assert errors_of("above_median:AboveMedian", {"quantil": 1.0}) == [
+        "algorithm.quantil: unknown key 'quantil'; did you mean 'quantile'?"
     ]
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "message"),
     [
-        ("above_median:AboveMedan", "the module 'above_median' has no 'AboveMedan'; did you mean 'AboveMedian'?"),
+        ("above_median:AboveMedan", "module 'above_median' has no 'AboveMedan'; did you mean 'AboveMedian'?"),
+        ("above_medan:AboveMedian", "module 'above_medan' cannot be imported: no module named 'above_medan'"),
+        ("broken:Thing", "module 'broken' cannot be imported: no module named 'nothing_of_this_name'"),
         (
-            "above_medan:AboveMedian",
-            "'above_medan:AboveMedian' cannot be imported: ModuleNotFoundError: No module named",
+            "other:Median",
+            "'other:Median' is not an algorithm: a dataclass with needs, check_group_size, annotate, loss",
         ),
-        ("broken:Thing", "'broken:Thing' cannot be imported: ModuleNotFoundError: No module named 'nothing_of_this"),
-        ("other:Median", "'other:Median' is no algorithm: a dataclass with needs, check_group_size, annotate, loss"),
     ],
 )
 @pytest.mark.usefixtures("mine")
-def test_what_is_no_algorithm_is_refused(name, what):
-    (found,) = problems(name)
-    assert found.startswith(f"algorithm.name: {what}")
+def test_what_is_no_algorithm_is_refused(name, message):
+    (error,) = errors_of(name)
+    assert error.startswith(f"algorithm.name: {message}")

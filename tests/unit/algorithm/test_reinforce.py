@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RLOO and REINFORCE++ by hand."""
 
 import numpy as np
@@ -6,7 +7,7 @@ import torch
 from ragged_updates import rows_of, run
 from test_gae import rows_of as token_rows
 
-from dlrover.python.rl.algorithm.advantages import leave_one_out, whitened
+from dlrover.python.rl.algorithm.losses.samples import leave_one_out, whiten
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from dlrover.python.rl.algorithm.rloo import RLOO
 from dlrover.python.rl.data.batch import Ragged
@@ -46,27 +47,27 @@ def test_reinforce_pp_normalises_over_all_tokens():
 def test_reinforce_pp_discounts_what_is_still_to_come():
     rows = token_rows([[False, True, True, True]], [[0] * 4], [4.0])
     discounted = ReinforcePlusPlus(gamma=0.5).annotate(rows).ragged("advantage").values[1:]
-    assert discounted == pytest.approx(whitened(np.array([1.0, 2.0, 4.0])), abs=1e-6)
+    assert discounted == pytest.approx(whiten(np.array([1.0, 2.0, 4.0])), abs=1e-6)
 
 
 def test_the_baseline_variant_compares_within_groups_and_then_over_tokens():
     annotated = ReinforcePlusPlusBaseline().annotate(rows_of([1, 1, 2, 2], [10, 8, 1, 0], [3, 1, 1, 1]))
     centred = [1, 1, 1, -1, 0.5, -0.5]
-    assert annotated.dense("advantage") == pytest.approx(whitened(np.array(centred))[[0, 3, 4, 5]], abs=1e-6)
+    assert annotated.dense("advantage") == pytest.approx(whiten(np.array(centred))[[0, 3, 4, 5]], abs=1e-6)
 
 
 def test_whitened_numbers_have_mean_0_and_unbiased_variance_1():
-    found = whitened(np.random.default_rng(0).normal(3, 5, 1000))
+    found = whiten(np.random.default_rng(0).normal(3, 5, 1000))
     assert found.mean() == pytest.approx(0, abs=1e-12)
     assert found.var(ddof=1) == pytest.approx(1)
 
 
 def test_whitening_counts_each_number_as_often_as_it_is_there():
     values, counts = np.array([1.0, 4.0, 2.0, NAN]), np.array([3, 1, 2, 0])
-    repeated = whitened(np.repeat(values, counts))
-    assert whitened(values, counts) == pytest.approx([repeated[0], repeated[3], repeated[4], 0])
+    repeated = whiten(np.repeat(values, counts))
+    assert whiten(values, counts) == pytest.approx([repeated[0], repeated[3], repeated[4], 0])
 
 
 @pytest.mark.parametrize("values", [[], [5.0], [0.1, 0.1, 0.1]])
 def test_there_is_nothing_to_whiten_in_equal_numbers(values):
-    assert whitened(np.array(values)).tolist() == [0] * len(values)
+    assert whiten(np.array(values)).tolist() == [0] * len(values)

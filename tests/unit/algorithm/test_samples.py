@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows as samples."""
 
 import numpy as np
@@ -5,15 +6,16 @@ import pytest
 from ragged_updates import rows_of
 
 from dlrover.python.rl.algorithm.grpo import GRPO
+from dlrover.python.rl.algorithm.losses.samples import SampleView
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus
-from dlrover.python.rl.algorithm.samples import Samples
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.batch import Ragged
 
 NAN = float("nan")
 
 
-def test_088_two_rows_one_trajectory_one_advantage_and_one_weight():
+@pytest.mark.feature(88)
+def test_two_rows_one_trajectory_one_advantage_and_one_weight():
     rows = rows_of([1, 1, 1], [0.25, 0.75, 0], [1, 3, 2]).with_columns(trajectory=np.array([5, 5, 9]))
     annotated = GRPO(normalize="none").annotate(rows)
     assert annotated.dense("advantage").tolist() == [0.5, 0.5, -0.5]
@@ -36,7 +38,7 @@ def test_a_row_without_an_action_adds_its_reward_only():
 
 def test_rows_of_a_trajectory_need_not_be_neighbours():
     rows = rows_of([4, 8, 4], [1, 2, 3], [1, 1, 1]).with_columns(trajectory=np.array([7, 2, 7]))
-    samples = Samples.of(rows)
+    samples = SampleView.of(rows)
     assert samples.of_row.tolist() == [1, 0, 1]
     assert samples.reward.tolist() == [2, 4]
     assert samples.prompt_id.tolist() == [8, 4]
@@ -45,5 +47,5 @@ def test_rows_of_a_trajectory_need_not_be_neighbours():
 
 def test_a_mask_with_other_numbers_of_actions_is_refused():
     rows = rows_of([1], [1], [1]).with_columns(action_mask=Ragged.from_rows([[False, True, True]], dtype=np.bool_))
-    with pytest.raises(DataError, match="not the numbers of tokens in 'action_mask'"):
+    with pytest.raises(DataError, match="differ from the token counts"):
         ReinforcePlusPlus().annotate(rows)

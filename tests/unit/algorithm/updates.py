@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random ragged updates as plain lists and as batches, and what an engine does with them between ``annotate`` and
 ``loss``: packing, micro-batches, ranks."""
 
@@ -6,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dlrover.python.rl.algorithm.base import EngineLoss, added
+from dlrover.python.rl.algorithm.base import EngineLoss, select_added
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.torch.packing import pack
+from dlrover.python.rl.engine.model.packing import pack
 
 COLUMNS = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "values")
 TEACHERS, IDS = 2, 3
@@ -77,7 +78,7 @@ def outcome(
         made: columns that the engine makes, for each token of the update.
     """
     rows = rows if order is None else rows.take(list(order))
-    extra = added(rows, algorithm.annotate(rows))
+    extra = select_added(rows, algorithm.annotate(rows))
     batch = rows.with_columns(**extra.columns)
     unit = batch.dense("unit") if "unit" in batch else np.arange(len(batch))
     leaf = outputs.clone().requires_grad_()
@@ -123,8 +124,8 @@ def plain_samples(batch: Batch) -> list[dict]:
         sample["reward"] += row["reward"]
         actions = []
         for at in np.flatnonzero(row["action_mask"]):
-            figures = {name: float(row[name][at]) for name in COLUMNS}
-            actions.append({"at": int(row["tokens"][at]), "reward": 0.0, **figures})
+            metrics = {name: float(row[name][at]) for name in COLUMNS}
+            actions.append({"at": int(row["tokens"][at]), "reward": 0.0, **metrics})
         sample["actions"] += actions
         if sample["actions"]:
             sample["actions"][-1]["reward"] += row["reward"]

@@ -1,10 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny model, and the package's logger as it was."""
 
 import logging
 
 import pytest
 
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 
 @pytest.fixture(scope="session")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environments that the processes which judge import: without torch."""
 
 from dlrover.python.rl.classic import EnvBase

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains by constructors, one after the other, in every process that runs it.
 
 Arguments: folder of the model, where to write, samples of a step in all, which trainers.

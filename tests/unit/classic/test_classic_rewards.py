@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environments that travel to the processes which judge."""
 
 import json
@@ -9,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from dlrover.python.rl.classic import EnvBase
-from dlrover.python.rl.classic.envs import take
-from dlrover.python.rl.classic.rewards import reward_function, write_examples, write_rows
+from dlrover.python.rl.classic.envs import load_samples
+from dlrover.python.rl.classic.rewards import reward_function, write_examples, write_prompts
 from dlrover.python.rl.common.errors import VerifierError
-from dlrover.python.rl.environment.deadline import DeadlineVerifier
-from dlrover.python.rl.environment.lookup import load_function
+from dlrover.python.rl.environment.core.functions import load_function
+from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier
 
 ROOT = Path(__file__).resolve().parents[3]
 ASKED = [{"role": "user", "content": "What is 2 + 2?"}]
@@ -24,8 +25,8 @@ import sys
 sys.path.insert(0, "{root}")
 from pathlib import Path
 from dlrover.python.rl.classic import EnvBase
-from dlrover.python.rl.classic.envs import take
-from dlrover.python.rl.classic.rewards import write_rows
+from dlrover.python.rl.classic.envs import load_samples
+from dlrover.python.rl.classic.rewards import write_prompts
 
 BONUS = 2.5
 
@@ -33,7 +34,7 @@ class Own(EnvBase):
     def get_reward(self, text):
         return BONUS + len(text)
 
-print(write_rows(Path("{folder}"), "train", take([Own([dict(role="user", content="?")])], "train_dataset")))
+print(write_prompts(Path("{folder}"), "train", load_samples([Own([dict(role="user", content="?")])], "train_dataset")))
 """
 
 
@@ -56,8 +57,8 @@ def rows_of(path):
 
 
 def test_a_row_leads_to_its_own_environment(tmp_path):
-    taken = take([Judging(ASKED, 4), Judging(ASKED, 5)], "train_dataset")
-    rows = rows_of(write_rows(tmp_path / "data", "train", taken))
+    samples = load_samples([Judging(ASKED, 4), Judging(ASKED, 5)], "train_dataset")
+    rows = rows_of(write_prompts(tmp_path / "data", "train", samples))
     assert [row["messages"] for row in rows] == [ASKED, ASKED]
     assert [row["answer"] for row in rows] == ["4", "5"]
     assert [judge(tmp_path / "data", "4, 4 or 5", row) for row in rows] == [2.0, 1.0]
@@ -65,21 +66,21 @@ def test_a_row_leads_to_its_own_environment(tmp_path):
 
 def test_new_environments_are_seen_in_the_same_file(tmp_path):
     for answer, reward in ((4, 1.0), (5, 0.0)):
-        (row,) = rows_of(write_rows(tmp_path, "train", take([Judging(ASKED, answer)], "train_dataset")))
+        (row,) = rows_of(write_prompts(tmp_path, "train", load_samples([Judging(ASKED, answer)], "train_dataset")))
         assert judge(tmp_path, "4", row) == reward
 
 
 def test_an_empty_completion_has_the_reward_of_a_missing_one_if_there_is_one(tmp_path):
-    taken = take([Judging(ASKED, 4)], "train_dataset")
-    (without,) = rows_of(write_rows(tmp_path, "a", taken))
-    (having,) = rows_of(write_rows(tmp_path, "b", taken, missing=-101.0))
+    samples = load_samples([Judging(ASKED, 4)], "train_dataset")
+    (without,) = rows_of(write_prompts(tmp_path, "a", samples))
+    (having,) = rows_of(write_prompts(tmp_path, "b", samples, empty_reward=-101.0))
     assert judge(tmp_path, "", without) == 0.0
     assert judge(tmp_path, "", having) == -101.0
     assert judge(tmp_path, "4", having) == 1.0
 
 
 def test_a_sample_without_rewards_has_none(tmp_path):
-    (row,) = rows_of(write_rows(tmp_path, "train", take([EnvBase(ASKED)], "train_dataset")))
+    (row,) = rows_of(write_prompts(tmp_path, "train", load_samples([EnvBase(ASKED)], "train_dataset")))
     assert row == {"messages": ASKED}
     with pytest.raises(ValueError, match="has no get_reward"):
         judge(tmp_path, "4", row)
@@ -89,7 +90,7 @@ def test_what_cannot_be_pickled_is_said(tmp_path):
     sample = Judging(ASKED)
     sample.lock = threading.Lock()
     with pytest.raises(TypeError, match="the samples of train cannot be pickled"):
-        write_rows(tmp_path, "train", take([sample], "train_dataset"))
+        write_prompts(tmp_path, "train", load_samples([sample], "train_dataset"))
 
 
 def test_the_class_of_a_script_goes_along(tmp_path):
@@ -100,7 +101,7 @@ def test_the_class_of_a_script_goes_along(tmp_path):
     assert made.returncode == 0, made.stderr
     asked = (
         f"import sys, json; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from dlrover.python.rl.environment.lookup import load_function\n"
+        "from dlrover.python.rl.environment.core.functions import load_function\n"
         f"row = json.loads(open({made.stdout.strip()!r}).read())\n"
         f"judge = load_function({reward_function(tmp_path)!r})\n"
         "print(judge('four', None, row['extra_info']), 'torch' in sys.modules)\n"
@@ -111,8 +112,8 @@ def test_the_class_of_a_script_goes_along(tmp_path):
 
 def test_a_folder_with_odd_letters_is_found_and_named_in_what_goes_wrong(tmp_path):
     folder = tmp_path / "my runs.v1:2 100%"
-    taken = take([Judging(ASKED, 4), Failing(ASKED)], "train_dataset")
-    first, second = rows_of(write_rows(folder, "train", taken))
+    samples = load_samples([Judging(ASKED, 4), Failing(ASKED)], "train_dataset")
+    first, second = rows_of(write_prompts(folder, "train", samples))
     with DeadlineVerifier(reward_function(folder), timeout_s=20.0) as verifier:
         assert verifier("4", None, first["extra_info"]) == 1.0
         with pytest.raises(VerifierError, match=r"rewards:/.*raised ArithmeticError: not this one"):
@@ -127,5 +128,5 @@ def test_environments_that_cannot_be_loaded_are_refused_before_anything_is_judge
 
 def test_examples_end_with_the_answer(tmp_path):
     talk = [*ASKED, {"role": "assistant", "content": "4"}]
-    rows = rows_of(write_examples(tmp_path, "train", take([EnvBase(ASKED, 4), EnvBase(talk)], "train_dataset")))
+    rows = rows_of(write_examples(tmp_path, "train", load_samples([EnvBase(ASKED, 4), EnvBase(talk)], "train_dataset")))
     assert [row["messages"] for row in rows] == [talk, talk]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples of a user's data set, checked, and the ready data sets."""
 
 import json
@@ -6,7 +7,7 @@ import pytest
 
 from dlrover.python.rl.classic import AIME2025, CapyBaraSFTDataset, EnvBase, IntellectMathDataset, MathDataset
 from dlrover.python.rl.classic import get_boxed_answer as boxed
-from dlrover.python.rl.classic.envs import take
+from dlrover.python.rl.classic.envs import load_samples
 from dlrover.python.rl.common.errors import DataError
 
 ASKED = [{"role": "system", "content": "Be concise."}, {"role": "user", "content": "What is 2 + 2?"}]
@@ -17,17 +18,18 @@ class Judging(EnvBase):
         return float(text == self.answer)
 
 
-def test_077_the_environment_of_the_readme_is_taken_as_it_is():
+@pytest.mark.feature(77)
+def test_the_environment_of_the_readme_is_taken_as_it_is():
     env = EnvBase(prompt=ASKED, answer="4")
-    (taken,) = take([env], "train_dataset")
-    assert (taken.prompt, taken.answer, taken.environment) == (ASKED, "4", env)
-    assert not taken.rewards
-    assert take([Judging(ASKED)], "train_dataset", rewards=True)[0].rewards
+    (sample,) = load_samples([env], "train_dataset")
+    assert (sample.prompt, sample.answer, sample.environment) == (ASKED, "4", env)
+    assert not sample.has_reward
+    assert load_samples([Judging(ASKED)], "train_dataset", rewards=True)[0].has_reward
 
 
 def test_a_dict_is_a_sample_too():
-    (taken,) = take([{"prompt": ASKED, "answer": 4}], "train_dataset", answers=True)
-    assert (taken.prompt, taken.answer) == (ASKED, 4)
+    (sample,) = load_samples([{"prompt": ASKED, "answer": 4}], "train_dataset", answers=True)
+    assert (sample.prompt, sample.answer) == (ASKED, 4)
 
 
 def test_each_sample_is_asked_for_once():
@@ -37,7 +39,7 @@ def test_each_sample_is_asked_for_once():
             return super().__getitem__(index)
 
     samples = Drawing([EnvBase(ASKED), EnvBase(ASKED)])
-    take(samples, "train_dataset")
+    load_samples(samples, "train_dataset")
     assert samples.asked == [0, 1]
 
 
@@ -57,29 +59,30 @@ def test_each_sample_is_asked_for_once():
 )
 def test_what_is_no_sample_is_named_by_its_number(sample, fault):
     with pytest.raises(ValueError, match=r"train_dataset\[1\]") as caught:
-        take([EnvBase(ASKED), sample], "train_dataset")
+        load_samples([EnvBase(ASKED), sample], "train_dataset")
     assert fault in str(caught.value)
 
 
 def test_samples_that_cannot_serve_their_purpose_are_named():
     with pytest.raises(ValueError, match=r"train_dataset\[0\] has no reward: EnvBase must define get_reward"):
-        take([EnvBase(ASKED, 4)], "train_dataset", rewards=True)
+        load_samples([EnvBase(ASKED, 4)], "train_dataset", rewards=True)
     with pytest.raises(ValueError, match=r"train_dataset\[0\] has nothing to learn"):
-        take([EnvBase(ASKED)], "train_dataset", answers=True)
+        load_samples([EnvBase(ASKED)], "train_dataset", answers=True)
     answered = [*ASKED, {"role": "assistant", "content": "4"}]
-    assert take([EnvBase(answered)], "train_dataset", answers=True)
+    assert load_samples([EnvBase(answered)], "train_dataset", answers=True)
 
 
 def test_not_more_than_twenty_are_named_and_none_is_an_error():
     with pytest.raises(ValueError, match="and 5 more"):
-        take([{}] * 25, "train_dataset")
+        load_samples([{}] * 25, "train_dataset")
     with pytest.raises(ValueError, match="eval_dataset is empty"):
-        take([], "eval_dataset")
+        load_samples([], "eval_dataset")
     with pytest.raises(TypeError, match="must have a length"):
-        take(iter([EnvBase(ASKED)]), "train_dataset")
+        load_samples(iter([EnvBase(ASKED)]), "train_dataset")
 
 
-def test_078_two_hundred_sums_whose_right_answer_has_the_highest_reward():
+@pytest.mark.feature(78)
+def test_two_hundred_sums_whose_right_answer_has_the_highest_reward():
     dataset = MathDataset(num_samples=200, min_val=0, max_val=50, operand="add")
     assert len(dataset) == 200
     for problem in dataset:
@@ -89,7 +92,8 @@ def test_078_two_hundred_sums_whose_right_answer_has_the_highest_reward():
         assert said[0] == max(said) > said[1] > said[2]
 
 
-def test_079_the_last_box_counts_with_its_nested_braces():
+@pytest.mark.feature(79)
+def test_the_last_box_counts_with_its_nested_braces():
     assert boxed("\\boxed{1} and \\boxed{\\frac{1}{2}}") == "\\frac{1}{2}"
     assert boxed("no box") is None
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The evaluator: its files, its engines, and what it does to neither model nor process."""
 
 import json
@@ -13,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlrover.python.rl.classic import Evaluator, MathDataset
 from dlrover.python.rl.common.errors import MissingExtra
-from dlrover.python.rl.engine.base import RolloutSettings
-from dlrover.python.rl.engine.registry import ROLLOUT
-from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.api.base import RolloutSettings
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 
 WHO = ("Ada", "Emmy", "Sofia", "Grace", "Mary")
 
@@ -29,7 +30,8 @@ def results(folder):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_131_there_is_a_record_of_each_sample_and_the_metrics_agree(model, tmp_path):
+@pytest.mark.feature(131)
+def test_there_is_a_record_of_each_sample_and_the_metrics_agree(model, tmp_path):
     told = evaluator(model, asked("Ada", "Grace", "Mary", kind=Length), tmp_path / "new", batch_size=2).evaluate()
     rows = results(tmp_path / "new")
     assert [row["prompt"][0]["content"] for row in rows] == ["Ada", "Grace", "Mary"]
@@ -43,7 +45,8 @@ def test_131_there_is_a_record_of_each_sample_and_the_metrics_agree(model, tmp_p
     assert 1 <= told["completion_tokens_mean"] <= 6
 
 
-def test_131_a_reward_that_hangs_or_raises_is_counted_and_not_taken_for_a_number(model, tmp_path):
+@pytest.mark.feature(131)
+def test_a_reward_that_hangs_or_raises_is_counted_and_not_taken_for_a_number(model, tmp_path):
     began_s = time.monotonic()
     dataset = asked("Ada", "Emmy", "Sofia", "Grace", kind=Length)
     told = evaluator(model, dataset, tmp_path, reward_timeout_s=2.0).evaluate()
@@ -56,13 +59,15 @@ def test_131_a_reward_that_hangs_or_raises_is_counted_and_not_taken_for_a_number
     assert "ArithmeticError: not this one" in rows[2]["error"]
 
 
-def test_131_without_rewards_the_answers_are_written_all_the_same(model, tmp_path):
+@pytest.mark.feature(131)
+def test_without_rewards_the_answers_are_written_all_the_same(model, tmp_path):
     told = evaluator(model, asked("Ada", "Grace"), tmp_path).evaluate()
     assert (told["reward_mean"], told["reward_std"], told["failed"]) == (None, None, 0)
     assert [row["reward"] for row in results(tmp_path)] == [None, None]
 
 
-def test_131_answers_depend_on_seed_and_sample_and_on_no_batch(model, tmp_path):
+@pytest.mark.feature(131)
+def test_answers_depend_on_seed_and_sample_and_on_no_batch(model, tmp_path):
     def said(seed, **arguments):
         evaluator(model, asked(*WHO), tmp_path, seed=seed, **arguments).evaluate()
         return [row["generated_answer"] for row in results(tmp_path)]
@@ -74,7 +79,8 @@ def test_131_answers_depend_on_seed_and_sample_and_on_no_batch(model, tmp_path):
     assert greedy == said(2, do_sample=False) == said(1, generation_args={"top_k": 1})
 
 
-def test_131_another_model_and_one_in_memory(model, tmp_path):
+@pytest.mark.feature(131)
+def test_another_model_and_one_in_memory(model, tmp_path):
     other = write_tiny_model(tmp_path / "other", hidden=32, layers=2, max_positions=96, seed=1)
     subject = evaluator(model, asked(*WHO), tmp_path, do_sample=False)
 
@@ -94,7 +100,8 @@ def test_131_another_model_and_one_in_memory(model, tmp_path):
     assert all(torch.equal(before[name], tensor) for name, tensor in loaded.state_dict().items())
 
 
-def test_131_evaluating_leaves_the_random_state_as_it_was(model, tmp_path):
+@pytest.mark.feature(131)
+def test_evaluating_leaves_the_random_state_as_it_was(model, tmp_path):
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
@@ -115,8 +122,9 @@ class NotVllm(TorchRolloutEngine):
 VARIABLES = ("VLLM_ATTENTION_BACKEND", "VLLM_WORKER_MULTIPROC_METHOD")
 
 
-def test_132_arguments_reach_vllm_and_its_variables_are_set_where_they_are_not(model, tmp_path, monkeypatch):
-    monkeypatch.setitem(ROLLOUT, "vllm", f"{__name__}:NotVllm")
+@pytest.mark.feature(132)
+def test_arguments_reach_vllm_and_its_variables_are_set_where_they_are_not(model, tmp_path, monkeypatch):
+    monkeypatch.setitem(ROLLOUT_ENGINES.builtin, "vllm", f"{__name__}:NotVllm")
     arguments = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "max_model_len": 64, "swap_space": 1}
     for given in (None, "TRITON_ATTN"):
         for name in VARIABLES:
@@ -135,21 +143,24 @@ def test_132_arguments_reach_vllm_and_its_variables_are_set_where_they_are_not(m
             os.environ.pop(name, None)
 
 
-def test_014_without_vllm_the_extra_is_named(model, tmp_path):
+@pytest.mark.feature(14)
+def test_without_vllm_the_extra_is_named(model, tmp_path):
     if find_spec("vllm"):
         pytest.skip("vLLM is here")
     with pytest.raises(MissingExtra, match="vllm"):
         evaluator(model, asked("Ada"), tmp_path, engine="vllm").evaluate()
 
 
+@pytest.mark.feature(147)
 @pytest.mark.parametrize("name", ["max_new_tokens", "batch_size", "num_batches", "sampling_temperature"])
 @pytest.mark.parametrize("value", [0, -1])
-def test_147_a_count_that_is_not_positive_names_its_argument(name, value):
+def test_a_count_that_is_not_positive_names_its_argument(name, value):
     with pytest.raises(ValueError, match=f"^{name} must be above 0(.0)?, not {value}"):
         Evaluator("model", MathDataset(1), **{name: value})
 
 
-def test_147_unknown_arguments_and_values_give_the_nearest():
+@pytest.mark.feature(147)
+def test_unknown_arguments_and_values_give_the_nearest():
     with pytest.raises(TypeError, match="Evaluator has no argument 'batchsize'; did you mean 'batch_size'"):
         Evaluator("model", MathDataset(1), batchsize=2)
     with pytest.raises(ValueError, match="engine must be one of 'hf', 'vllm', not 'sglang'"):

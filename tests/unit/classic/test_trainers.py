@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The constructors in one process: what they train, evaluate, keep and tell."""
 
 import json
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlrover.python.rl.classic import EnvBase, GRPOTrainer, MathDataset, OnPolicyDistillationTrainer, SFTTrainer
 from dlrover.python.rl.common.errors import InvalidJob
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 NAMES = ("Ada", "Emmy", "Sofia", "Grace", "Mary", "Katherine")
 
@@ -46,7 +47,8 @@ def same(one, other):
 # -- SFT --------------------------------------------------------------------------------------------------------------
 
 
-def test_128_an_evaluation_comes_every_so_many_steps_and_changes_nothing(model, tmp_path):
+@pytest.mark.feature(128)
+def test_an_evaluation_comes_every_so_many_steps_and_changes_nothing(model, tmp_path):
     sft(model, tmp_path / "without").train()
     held_out = asked("Alan", "Kurt", kind=Length)
     evaluated = {"eval_steps": 2, "eval_dataset": held_out, "eval_sample_completions": True, "max_new_tokens": 4}
@@ -57,7 +59,8 @@ def test_128_an_evaluation_comes_every_so_many_steps_and_changes_nothing(model, 
     assert not same(tmp_path / "with" / "final", model)
 
 
-def test_129_cross_entropy_is_the_mean_over_all_labelled_tokens_and_perplexity_its_exponential(model, tmp_path):
+@pytest.mark.feature(129)
+def test_cross_entropy_is_the_mean_over_all_labelled_tokens_and_perplexity_its_exponential(model, tmp_path):
     held_out = asked("Alan", "Kurt") + [EnvBase(asked("Emil")[0].prompt, "a much longer answer")]
     trainer = sft(model, tmp_path, eval_steps=4, eval_dataset=held_out)
     trainer.train()
@@ -77,16 +80,17 @@ def test_129_cross_entropy_is_the_mean_over_all_labelled_tokens_and_perplexity_i
     assert last["eval_perplexity"] == pytest.approx(math.exp(last["eval_loss"]))
 
 
-def test_130_rewards_are_there_only_where_completions_are_drawn_to_evaluate(model, tmp_path):
+@pytest.mark.feature(130)
+def test_rewards_are_there_only_where_completions_are_drawn_to_evaluate(model, tmp_path):
     evaluated = {"num_steps": 2, "eval_steps": 2, "eval_dataset": asked("Alan", "Kurt", kind=Length)}
     drawing = {"eval_sample_completions": True, "max_new_tokens": 4}
     for folder, more in (("without", {}), ("with", drawing)):
         trainer = sft(model, tmp_path / folder, **evaluated, **more)
         trainer.train()
         last, told = metrics(tmp_path / folder)[-1], trainer.test()
-        assert ("eval_reward_mean" in last) == ("reward_mean" in told) == (folder == "with")
+        assert ("eval_reward" in last) == ("reward_mean" in told) == (folder == "with")
         assert {"ce_loss", "perplexity"} <= told.keys()
-    assert 0 <= last["eval_reward_mean"] <= 4
+    assert 0 <= last["eval_reward"] <= 4
     assert last["eval_failed"] == 0
     assert json.loads((tmp_path / "with/evaluation/metrics.json").read_text())["num_samples"] == 2
     with (
@@ -95,7 +99,8 @@ def test_130_rewards_are_there_only_where_completions_are_drawn_to_evaluate(mode
         sft(model, tmp_path / "none", eval_steps=2, eval_dataset=asked("Alan"), eval_sample_completions=True).train()
 
 
-def test_133_models_of_steps_and_the_final_one_are_whole_folders(model, tmp_path):
+@pytest.mark.feature(133)
+def test_models_of_steps_and_the_final_one_are_whole_folders(model, tmp_path):
     sft(model, tmp_path).train()
     assert sorted(found.name for found in tmp_path.glob("step_*")) == ["step_2", "step_4"]
     assert same(tmp_path / "step_4", tmp_path / "final")
@@ -131,7 +136,8 @@ def test_what_is_trained_follows_the_arguments(model, tmp_path):
     assert len(set(said.values())) == 3
 
 
-def test_134_a_run_that_broke_off_goes_on_where_it_was(model, tmp_path):
+@pytest.mark.feature(134)
+def test_a_run_that_broke_off_goes_on_where_it_was(model, tmp_path):
     sft(model, tmp_path / "whole", num_steps=6, saving_steps=3).train()
     sft(model, tmp_path / "parts", num_steps=3, saving_steps=3).train()
     begun = metrics(tmp_path / "parts")
@@ -145,7 +151,8 @@ def test_134_a_run_that_broke_off_goes_on_where_it_was(model, tmp_path):
 # -- GRPO -------------------------------------------------------------------------------------------------------------
 
 
-def test_077_samples_without_answers_are_trained_on_if_they_reward(model, tmp_path):
+@pytest.mark.feature(77)
+def test_samples_without_answers_are_trained_on_if_they_reward(model, tmp_path):
     trainer = grpo(model, tmp_path, optimizer_args={"lr": 1e-2}, kl_penalty=0.05, ppo_steps=2)
     trainer.train()
     rows = metrics(tmp_path)
@@ -157,7 +164,8 @@ def test_077_samples_without_answers_are_trained_on_if_they_reward(model, tmp_pa
     assert len(samples) == 2 * 2 * 4
 
 
-def test_078_sums_are_trained_on_and_evaluated(wide_model, tmp_path):
+@pytest.mark.feature(78)
+def test_sums_are_trained_on_and_evaluated(wide_model, tmp_path):
     arguments = {"num_samples": 4, "min_val": 0, "max_val": 5, "operand": "add"}
     dataset, held_out = MathDataset(**arguments), MathDataset(**arguments, seed=1)
     short = {"max_new_tokens": 4, "group_size": 2, "eval_steps": 1, "eval_dataset": held_out}
@@ -175,7 +183,8 @@ def test_a_reward_that_hangs_or_raises_costs_its_samples_and_not_the_run(model, 
     assert row["reward"] > 0
 
 
-def test_139_completions_are_logged_as_far_as_is_asked_for(model, tmp_path, capsys):
+@pytest.mark.feature(139)
+def test_completions_are_logged_as_far_as_is_asked_for(model, tmp_path, capsys):
     grpo(model, tmp_path, num_steps=1, log_completions=True, max_log_chars=2, max_new_tokens=12).train()
     shown = [line.split("  ", 1)[1] for line in capsys.readouterr().err.splitlines() if "I reward " in line]
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
@@ -192,8 +201,9 @@ def test_figures_are_logged_every_so_many_steps(model, tmp_path, capsys):
 # -- on-policy distillation -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature(124)
 @pytest.mark.parametrize("kind", [EnvBase, Share])
-def test_124_distillation_runs_with_rewards_and_without(model, tmp_path, kind):
+def test_distillation_runs_with_rewards_and_without(model, tmp_path, kind):
     teacher = write_tiny_model(tmp_path / "teacher", hidden=32, layers=2, max_positions=96, seed=3)
     samples = asked("Ada", "Grace", "Mary", kind=kind)
     arguments = {"num_steps": 2, "batch_size": 3, "saving_steps": 2, "eval_steps": 1, "max_new_tokens": 6}
@@ -223,14 +233,15 @@ class FakeRun:
     def __init__(self):
         self.logged, self.finished = [], 0
 
-    def log(self, figures, step):
-        self.logged.append((step, figures))
+    def log(self, metrics, step):
+        self.logged.append((step, metrics))
 
     def finish(self):
         self.finished += 1
 
 
-def test_136_the_run_has_its_project_and_name_and_its_steps_begin_with_1(model, tmp_path, monkeypatch):
+@pytest.mark.feature(136)
+def test_the_run_has_its_project_and_name_and_its_steps_begin_with_1(model, tmp_path, monkeypatch):
     wandb, run, asked_for = ModuleType("wandb"), FakeRun(), []
     wandb.init = lambda **arguments: asked_for.append(arguments) or run
     monkeypatch.setitem(sys.modules, "wandb", wandb)
@@ -238,12 +249,13 @@ def test_136_the_run_has_its_project_and_name_and_its_steps_begin_with_1(model, 
     ((arguments),) = asked_for
     assert (arguments["project"], arguments["name"]) == ("rlfusion", "sft-demo")
     assert [step for step, _ in run.logged] == [1, 2]
-    assert [figures["loss"] for _, figures in run.logged] == [row["loss"] for row in metrics(tmp_path)]
+    assert [metrics["loss"] for _, metrics in run.logged] == [row["loss"] for row in metrics(tmp_path)]
     assert run.finished == 1
     assert [sft(model, tmp_path).wandb_project, grpo(model, tmp_path).wandb_project] == ["sft", "grpo"]
 
 
-def test_136_without_the_package_there_is_one_warning(model, tmp_path, monkeypatch, capsys):
+@pytest.mark.feature(136)
+def test_without_the_package_there_is_one_warning(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "wandb", None)
     sft(model, tmp_path, num_steps=2, enable_wandb=True).train()
     assert capsys.readouterr().err.count("wandb is not installed") == 1
@@ -256,15 +268,17 @@ COMMON = ("num_steps", "batch_size", "saving_steps", "logging_steps", "eval_step
 OF_GRPO = ("ppo_steps", "clip_eps", "max_log_chars", "sampling_temperature")
 
 
+@pytest.mark.feature(147)
 @pytest.mark.parametrize(
     ("kind", "name"), [*((SFTTrainer, name) for name in (*COMMON, "max_seq_len")), *((GRPOTrainer, n) for n in OF_GRPO)]
 )
 @pytest.mark.parametrize("value", [0, -1])
-def test_147_a_count_that_is_not_positive_names_its_argument(kind, name, value):
+def test_a_count_that_is_not_positive_names_its_argument(kind, name, value):
     with pytest.raises(ValueError, match=rf"^{name} must be above 0(\.0)?, not {value}"):
         kind("model", asked("Ada"), **{name: value})
 
 
+@pytest.mark.feature(147)
 @pytest.mark.parametrize(
     ("kind", "arguments", "error", "words"),
     [
@@ -283,7 +297,7 @@ def test_147_a_count_that_is_not_positive_names_its_argument(kind, name, value):
         (GRPOTrainer, {"generation_args": {"topk": 2}}, ValueError, "generation_args has no 'topk'; did you mean"),
     ],
 )
-def test_147_what_cannot_be_is_refused_by_the_constructor(kind, arguments, error, words):
+def test_what_cannot_be_is_refused_by_the_constructor(kind, arguments, error, words):
     with pytest.raises(error, match=words):
         kind("model", asked("Ada"), **arguments)
 
@@ -319,6 +333,7 @@ def torch_rates(kind, arguments, steps, lr=1e-2):
     return rates, kind(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr), **arguments)
 
 
+@pytest.mark.feature(141)
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [
@@ -327,7 +342,7 @@ def torch_rates(kind, arguments, steps, lr=1e-2):
         (schedulers.ConstantLR, {"factor": 1.0}),
     ],
 )
-def test_141_a_schedule_by_class_or_instance_gives_pytorchs_rates(model, tmp_path, kind, arguments):
+def test_a_schedule_by_class_or_instance_gives_pytorchs_rates(model, tmp_path, kind, arguments):
     expected, instance = torch_rates(kind, arguments, 4)
     sft(model, tmp_path / "class", lr_scheduler=kind, lr_scheduler_args=arguments).train()
     sft(model, tmp_path / "instance", lr_scheduler=instance).train()
@@ -335,7 +350,8 @@ def test_141_a_schedule_by_class_or_instance_gives_pytorchs_rates(model, tmp_pat
         assert [row["lr"] for row in metrics(tmp_path / name)] == pytest.approx(expected)
 
 
-def test_142_gradient_descent_by_its_class(model, tmp_path):
+@pytest.mark.feature(142)
+def test_gradient_descent_by_its_class(model, tmp_path):
     sft(model, tmp_path, num_steps=1, optimizer=torch.optim.SGD, optimizer_args={"lr": 0.5}).train()
     before, after = weights(model), weights(tmp_path / "final")
     moved = torch.sqrt(sum(((before[name] - after[name]).float() ** 2).sum() for name in before))
@@ -344,6 +360,7 @@ def test_142_gradient_descent_by_its_class(model, tmp_path):
     assert tied or float(moved) == pytest.approx(0.5 * metrics(tmp_path)[0]["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.feature(141, 142)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -352,6 +369,6 @@ def test_142_gradient_descent_by_its_class(model, tmp_path):
         ({"optimizer": torch.optim.SGD, "optimizer_args": {"nesterov": True}}, "nesterov can only be False"),
     ],
 )
-def test_141_and_142_what_has_no_counterpart_is_refused_with_what_has(arguments, words):
+def test_what_has_no_counterpart_is_refused_with_what_has(arguments, words):
     with pytest.raises(ValueError, match=words):
         SFTTrainer("model", asked("Ada"), **arguments)

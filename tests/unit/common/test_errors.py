@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One tree of errors: picklable, each saying whether a retry may help and what must restart."""
 
 import importlib
@@ -16,6 +17,7 @@ from dlrover.python.rl.common.errors import (
     CheckpointMissing,
     ClassNotFound,
     ClusterUnavailable,
+    ConfigError,
     DataError,
     DLRoverRLError,
     EngineError,
@@ -32,7 +34,6 @@ from dlrover.python.rl.common.errors import (
     NonFiniteUpdate,
     OutOfDeviceMemory,
     PlacementTimeout,
-    Problem,
     ReplayDiverged,
     ResultLost,
     RowsDiffer,
@@ -52,15 +53,15 @@ from dlrover.python.rl.common.errors import (
     WorkloadStartError,
 )
 
-PROBLEMS = (Problem("trainer.class", "is required"), Problem("train.jsonl:7", "not JSON"))
+ERRORS = (ConfigError("trainer.class", "is required"), ConfigError("train.jsonl:7", "not JSON"))
 CALL = {"role": "ACTOR", "rank": 3, "method": "update", "node": "host-1", "remote_traceback": "Traceback ..."}
 
 EXAMPLES = {
     DLRoverRLError: DLRoverRLError("words"),
-    InvalidJob: InvalidJob(PROBLEMS),
+    InvalidJob: InvalidJob(ERRORS),
     ClassNotFound: ClassNotFound("words"),
     MissingExtra: MissingExtra("vllm", "vllm"),
-    DataError: DataError(PROBLEMS),
+    DataError: DataError(ERRORS),
     RowsDiffer: RowsDiffer("words"),
     EngineError: EngineError("words"),
     OutOfDeviceMemory: OutOfDeviceMemory("words"),
@@ -125,15 +126,15 @@ def test_the_original_exception_travels_inside():
 
 
 def test_the_tree_in_the_docstring_is_the_tree_of_classes():
-    drawn, parents = {}, []
+    tree, parents = {}, []
     for line in errors.__doc__.split("::\n")[1].splitlines():
         match = re.match(r"    (?P<indent>[│├└─ ]*)(?P<name>[A-Z]\w+)", line)
         if match is None:
             continue
         depth = len(match["indent"]) // 4
         parents[depth:] = [match["name"]]
-        drawn[match["name"]] = parents[depth - 1] if depth else "Exception"
-    assert drawn == {kind.__name__: kind.__bases__[0].__name__ for kind in tree_of_classes()}
+        tree[match["name"]] = parents[depth - 1] if depth else "Exception"
+    assert tree == {kind.__name__: kind.__bases__[0].__name__ for kind in tree_of_classes()}
 
 
 def test_what_helps_after_an_error():
@@ -163,11 +164,11 @@ def test_messages_name_the_place():
     assert str(EXAMPLES[WorkloadStartError]).startswith("ACTOR[0] could not start: words\n\nTraceback")
 
 
-def test_an_invalid_job_lists_every_problem():
+def test_an_invalid_job_lists_every_error():
     assert str(EXAMPLES[InvalidJob]) == (
-        "2 problems in the job:\n  - trainer.class: is required\n  - train.jsonl:7: not JSON"
+        "2 errors in the job:\n  - trainer.class: is required\n  - train.jsonl:7: not JSON"
     )
-    assert str(InvalidJob(PROBLEMS[:1])).startswith("1 problem in the job:")
+    assert str(InvalidJob(ERRORS[:1])).startswith("1 error in the job:")
 
 
 def test_leaving_a_step_passes_a_users_except():

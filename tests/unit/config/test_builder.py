@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The original's builder methods."""
 
 from pathlib import Path
@@ -112,7 +113,7 @@ def test_everything_wrong_is_said_at_once():
     )
     with pytest.raises(InvalidJob) as caught:
         builder.spec("My Job")
-    assert {problem.where for problem in caught.value.problems} == {
+    assert {problem.where for problem in caught.value.errors} == {
         "trainer.module",
         "trainer.class",
         "trainer.node_number",

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout of a job file: every field's rule, and the way back to a file."""
 
 import math
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from dlrover.python.rl.common.errors import InvalidJob
-from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.layout import job_from_mapping, job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import (
@@ -40,7 +41,7 @@ def read(**changes):
 def problems_of(**changes):
     with pytest.raises(InvalidJob) as caught:
         read(**changes)
-    return {problem.where: problem.what for problem in caught.value.problems}
+    return {problem.where: problem.what for problem in caught.value.errors}
 
 
 def actor(**fields):
@@ -137,7 +138,7 @@ def test_a_group_of_one_role_shares_nothing():
             "'actor' is required; did you mean 'actr'?",
         ),
         ({"workload": {**actor(), "2nd": {"module": "m", "class": "A"}}}, "workload.2nd", "is not a role name"),
-        ({"workload": {**actor(), "ACTOR": {"module": "m", "class": "A"}}}, "workload.ACTOR", "'actor' is there twice"),
+        ({"workload": {**actor(), "ACTOR": {"module": "m", "class": "A"}}}, "workload.ACTOR", "'actor' occurs twice"),
         ({"workload": actor(num=0)}, "workload.actor.num", "greater than 0, got 0"),
         ({"workload": actor(num="two")}, "workload.actor.num", "got 'two'"),
         ({"workload": actor(per_node=0)}, "workload.actor.per_node", "greater than 0, got 0"),

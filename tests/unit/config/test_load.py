@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Job files and overrides: what is read, and every way to be wrong."""
 
 import pytest
@@ -24,7 +25,7 @@ def problems_of(read, *args):
     """Place and fault of everything that ``read`` refuses."""
     with pytest.raises(InvalidJob) as caught:
         read(*args)
-    return [(problem.where, problem.what) for problem in caught.value.problems]
+    return [(problem.where, problem.what) for problem in caught.value.errors]
 
 
 @pytest.fixture
@@ -224,7 +225,7 @@ def test_whatever_a_file_holds_it_is_a_job_or_an_invalid_job(tree):
     try:
         load_job_text(text, "x", search_path=())
     except InvalidJob as error:
-        assert error.problems
+        assert error.errors
 
 
 @settings(deadline=None)
@@ -235,4 +236,4 @@ def test_whatever_an_override_says_it_is_a_job_or_an_invalid_job(overrides):
     try:
         load_job_text(JOB, "x", overrides, search_path=())
     except InvalidJob as error:
-        assert error.problems
+        assert error.errors

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mappings into frozen dataclasses, every problem at once."""
 
 from collections.abc import Mapping
@@ -9,8 +10,7 @@ from annotated_types import Gt
 from omegaconf import OmegaConf
 
 from dlrover.python.rl.common.errors import InvalidJob
-from dlrover.python.rl.config.given import plain
-from dlrover.python.rl.config.typed import parse, require, salvage
+from dlrover.python.rl.config.typed import parse, require, salvage, to_plain
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def test_what_is_no_mapping_is_a_problem(data):
 def test_require_raises_all_problems():
     with pytest.raises(InvalidJob) as caught:
         require(Config, {"steps": 0, "x": 1}, "config")
-    assert [problem.where for problem in caught.value.problems] == ["config.model", "config.steps", "config.x"]
+    assert [problem.where for problem in caught.value.errors] == ["config.model", "config.steps", "config.x"]
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_unresolved_values_are_problems(value, said):
 
 def test_plain_leaves_other_values_alone():
     value = object()
-    assert plain(value) is value
-    assert plain(OmegaConf.create([1, "${0}"])) == [1, 1]
+    assert to_plain(value) is value
+    assert to_plain(OmegaConf.create([1, "${0}"])) == [1, 1]
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def test_a_key_by_its_name_elsewhere_is_taken_for_the_schemas_own(read, caplog):
     assert read(Welcoming, given, "config") == (Welcoming("m", 3, Optimizer(2.0, "sgd")), [])
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said == [
-        "config.actor.optim.lr is taken as optimizer.lr, which is its name here",
-        "config.n is taken as steps, which is its name here",
+        "config.actor.optim.lr is read as optimizer.lr, its name here",
+        "config.n is read as steps, its name here",
     ]
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Placements for tests, and what holds for every one of them."""
 
 import itertools
@@ -5,7 +6,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec, TrainerSpec, WorkloadSpec
 from dlrover.python.rl.control.placement import plan
 

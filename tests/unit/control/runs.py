@@ -1,5 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job for the tests of the machine: two ranks of a group, two members with a standby."""
 
+from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
@@ -10,7 +12,7 @@ from dlrover.python.rl.control.events import (
     Process,
     Progressed,
     RecoveryScope,
-    RoleTerms,
+    RoleSettings,
     StandbyLost,
     StandbyReady,
     StepsOpened,
@@ -21,7 +23,7 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.machine import step
 from dlrover.python.rl.control.state import JobState
 
-ROLES = {"ACTOR": RoleTerms(2, RecoveryScope.GROUP), "ROLLOUT": RoleTerms(2, RecoveryScope.MEMBER, standby=1)}
+ROLES = {"ACTOR": RoleSettings(2, RecoveryScope.GROUP), "ROLLOUT": RoleSettings(2, RecoveryScope.MEMBER, standby=1)}
 TERMS = Submitted("job", ROLES, "0a1b", job_max_restart=3, trainer_max_restart=2, backoff_s=1.0, window_s=100.0)
 
 
@@ -30,7 +32,7 @@ def cause(who="ROLLOUT[0]", kind=CauseKind.PROCESS_DIED):
 
 
 def lost(role, rank, incarnation=1, kind=CauseKind.PROCESS_DIED, node=""):
-    return MemberLost(role, rank, incarnation, cause(f"{role}[{rank}]", kind), node)
+    return MemberLost(role, rank, incarnation, cause(str(ProcessId(role, rank)), kind), node)
 
 
 def trainer_lost(epoch=1, kind=CauseKind.PROCESS_DIED, who="trainer"):
@@ -38,7 +40,7 @@ def trainer_lost(epoch=1, kind=CauseKind.PROCESS_DIED, who="trainer"):
 
 
 def standby_lost(number, role="ROLLOUT"):
-    return StandbyLost(role, number, cause(f"{role} standby"))
+    return StandbyLost(role, number, cause(str(ProcessId.standby(role, number))))
 
 
 def node_lost(node):
@@ -86,8 +88,8 @@ class Run:
         state, commands = step(self.state, event, self.now_s + 1.0)
         return state is self.state and commands == ()
 
-    def number(self, who):
-        return self.state.members[who].incarnation
+    def number(self, process):
+        return self.state.members[ProcessId.parse(str(process))].incarnation
 
-    def phase(self, who):
-        return str(self.state.members[who].phase)
+    def phase(self, process):
+        return str(self.state.members[ProcessId.parse(process)].phase)

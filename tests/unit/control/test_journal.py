@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The journal's lines: every event there and back with its time, no flipped bit unseen."""
 
 import json
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import JournalCorrupt
-from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.control.events import (
     EVENT_TYPES,
     MOST_DETAIL,
@@ -24,7 +25,7 @@ from dlrover.python.rl.control.events import (
     Progressed,
     RecoveryScope,
     Released,
-    RoleTerms,
+    RoleSettings,
     StandbyLost,
     StandbyReady,
     StepsOpened,
@@ -39,7 +40,7 @@ from dlrover.python.rl.control.journal import decode, encode
 
 GONE = Cause(CauseKind.PROCESS_DIED, "ROLLOUT[1]", "words ü \u2028", "line 1\nline 2")
 WHERE = Process("f00d", 42, "host", "10.0.0.1", 29500, 3)
-ROLES = {RLRoleType.ACTOR: RoleTerms(2, RecoveryScope.GROUP, 1, 5), "JUDGE": RoleTerms(1)}
+ROLES = {RLRoleType.ACTOR: RoleSettings(2, RecoveryScope.GROUP, 1, 5), "JUDGE": RoleSettings(1)}
 EVENTS = [
     Submitted("job", ROLES, "0a1b", 3, 2, 0.25, 60.0, 2),
     MasterStarted("node", 7),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The brain: from the submission to the end, and what holds whatever happens in whatever order."""
 
 from dataclasses import replace
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import OPEN, TERMS, Run, cause, lost, members_up, node_lost, ready, started, trainer_lost, up
 
+from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.commands import Place, Release, StartMembers, StartStandby, StartTrainer
 from dlrover.python.rl.control.events import (
     RETRYABLE,
@@ -18,7 +20,7 @@ from dlrover.python.rl.control.events import (
     Process,
     Progressed,
     Released,
-    RoleTerms,
+    RoleSettings,
     StepsOpened,
     StopRequested,
     TrainerFinished,
@@ -47,7 +49,7 @@ def test_the_trainer_and_the_standbys_start_when_the_last_member_is_up():
     for event in members_up()[:-1]:
         assert run(event).commands == ()
     assert run(members_up()[-1]).commands == (StartTrainer(1, fresh=True), StartStandby("ROLLOUT", 0))
-    assert run.state.members["ROLLOUT[1]"].process == Process("b", 1)
+    assert run.state.members[ProcessId("ROLLOUT", 1)].process == Process("b", 1)
 
 
 def test_a_job_without_members_starts_its_trainer_at_once():
@@ -290,13 +292,15 @@ def likely(state, seed):
     """An event that is due, so that random sequences get somewhere."""
     due = [Placed(state.incarnation), Released(state.incarnation)]
     due += [WaitOver(timer) for timer in state.waits]
-    for who, member in state.members.items():
-        role, rank = who.rstrip("]").split("[")
-        due += [started(role, int(rank), member.incarnation, "ab"[int(rank)], member.standby)]
+    for process_id, member in state.members.items():
+        role, rank = process_id.role, process_id.rank
+        due += [started(role, rank, member.incarnation, "ab"[rank], member.standby)]
     due += [TrainerStarted(state.epoch, Process("c", 1)), StepsOpened(state.epoch)]
     due += [ready(number, "d", role) for role, pool in state.standbys.items() for number in pool]
     if seed % 7 == 0:
-        due = [lost(who[:-3], int(who[-2]), member.incarnation) for who, member in state.members.items()]
+        due = [
+            lost(process_id.role, process_id.rank, member.incarnation) for process_id, member in state.members.items()
+        ]
         due += [trainer_lost(state.epoch), node_lost("a"), Progressed(state.epoch, state.committed + 1)]
     return due[seed % len(due)]
 
@@ -326,7 +330,7 @@ def test_what_holds_after_any_events(sequence):
 
 
 def test_any_mixture_of_scopes_is_possible():
-    roles = {"ACTOR": RoleTerms(1), "CRITIC": RoleTerms(3, standby=2)}
+    roles = {"ACTOR": RoleSettings(1), "CRITIC": RoleSettings(3, standby=2)}
     run = Run(Placed(1), terms=replace(TERMS, roles=roles))
     assert len(run.commands) == 2
     assert isinstance(lost("CRITIC", 2), MemberLost)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where members go: small sizes exhaustively."""
 
 import itertools
@@ -6,7 +7,7 @@ from dataclasses import replace
 import pytest
 from placements import bundles_of, check, job_of, nodes_of, placed, refused
 
-from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.control.placement import plan
 
 
@@ -152,21 +153,21 @@ def test_simple_cannot_share_devices_since_it_reserves_none():
         (
             ({"ACTOR": 5},),
             "impossible placement: ACTOR x 5 do not fit 1 node(s) x 4 GPU = 4; ACTOR needs 1 more on one node, "
-            "left are [0]",
+            "free are [0]",
         ),
         (
             ({"ACTOR": {"num": 2, "resource": {"gpu": 3}}, "ROLLOUT": 3}, (), 2, 4),
             "ACTOR x 2, ROLLOUT x 3 do not fit 2 node(s) x 4 GPU = 8; ROLLOUT needs 1 more on one node, "
-            "left are [0, 0]",
+            "free are [0, 0]",
         ),
         (
             ({"ACTOR": {"num": 4, "standby": 1}, "ROLLOUT": 1}, (), 1, 5),
             "ACTOR x 4 + 1 standby, ROLLOUT x 1 do not fit 1 node(s) x 5 GPU = 5; a standby of ACTOR needs 1 more on "
-            "one node, left are [0]",
+            "one node, free are [0]",
         ),
         (
             ({"ACTOR": 27}, (), 13, 2),
-            "ACTOR x 27 do not fit 13 node(s) x 2 GPU = 26; ACTOR needs 1 more on one node, left are [0 on 13 nodes]",
+            "ACTOR x 27 do not fit 13 node(s) x 2 GPU = 26; ACTOR needs 1 more on one node, free are [0 on 13 nodes]",
         ),
         (({"ACTOR": {"num": 1, "resource": {"gpu": 5}}},), "ACTOR needs 5 GPU on one node, which has 4"),
         (({"ACTOR": 6, "CRITIC": 6}, [{"ACTOR": 6, "CRITIC": 6}]), "ACTOR+CRITIC needs 6 GPU on one node, which has 4"),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever job, placed rightly or refused; and large ones, quickly."""
 
 import time
@@ -98,4 +99,4 @@ def test_8001_members_are_refused_by_1000_nodes_within_a_second():
     placement, (problem,) = plan(job)
     assert time.process_time() - began_s < 1.0
     assert placement is None
-    assert str(problem).endswith("ACTOR needs 1 more on one node, left are [0 on 1000 nodes]")
+    assert str(problem).endswith("ACTOR needs 1 more on one node, free are [0 on 1000 nodes]")

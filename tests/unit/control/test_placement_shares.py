@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much of a device, and of what else, each member takes."""
 
 import itertools
@@ -59,7 +60,7 @@ def test_roles_of_a_group_that_name_whole_devices_are_together_on_a_node():
         ),
         (
             {"ACTOR": 1, "ROLLOUT": None},
-            "workload.rollout.resource.gpu: say how much it takes: the others of its group leave nothing of what they "
+            "workload.rollout.resource.gpu: name an amount: the others of its group leave nothing of what they "
             "share (ACTOR 1)",
         ),
     ],
@@ -89,7 +90,7 @@ def test_fractions_fill_devices_exactly(fraction, members, devices):
 
 def test_a_fraction_of_a_gpu_is_not_put_together_from_two():
     roles = {"ACTOR": {"num": 3, "resource": {"gpu": 0.6}}}
-    assert "ACTOR needs 0.6 more on one node, left are [0.8]" in refused(roles, (), 1, 2)
+    assert "ACTOR needs 0.6 more on one node, free are [0.8]" in refused(roles, (), 1, 2)
     roles = {"ACTOR": {"num": 3, "resource": {"cpu": 0.6}}}
     assert placed(roles, (), 1, 2, "CPU").total == {"cpu": 1.8}
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the processes are kept ready that can take a member's place."""
 
 import itertools

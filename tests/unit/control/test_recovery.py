@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recovery by scope, once steps are open: what restarts, what does not, what it costs, when it is too much."""
 
 from dataclasses import replace
@@ -19,6 +20,7 @@ from runs import (
     up,
 )
 
+from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.budgets import KEPT_CAUSES
 from dlrover.python.rl.control.commands import (
     KillMember,
@@ -41,8 +43,8 @@ from dlrover.python.rl.control.events import (
     TrainerStarted,
     WaitOver,
 )
+from dlrover.python.rl.control.launch import STANDBY_TRIES, processes
 from dlrover.python.rl.control.machine import outstanding
-from dlrover.python.rl.control.starting import STANDBY_TRIES, processes
 from dlrover.python.rl.control.state import EndReason, MemberPhase, Phase
 
 LOOSE = replace(TERMS, job_max_restart=99, trainer_max_restart=99, node_max_failures=99)
@@ -56,7 +58,7 @@ def test_a_lost_member_is_replaced_by_its_ready_standby_at_once():
     assert run.commands == (StartMembers("ROLLOUT", ((1, 2),), {1: 0}),)
     assert (run.state.phase, run.state.recoveries) == (Phase.RUNNING, {"ROLLOUT": 1})
     run(started("ROLLOUT", 1, 2, "d", standby=0))
-    assert (run.phase("ROLLOUT[1]"), run.state.members["ROLLOUT[1]"].standby) == ("up", 0)
+    assert (run.phase("ROLLOUT[1]"), run.state.members[ProcessId("ROLLOUT", 1)].standby) == ("up", 0)
     assert run.commands == (StartStandby("ROLLOUT", 1),)
 
 
@@ -273,7 +275,7 @@ def test_a_lost_standby_is_replaced_and_the_job_does_not_notice():
 def test_standbys_that_keep_dying_are_given_up():
     run = Run(*OPEN, terms=LOOSE)
     for number in range(STANDBY_TRIES - 1):
-        run(standby_lost(number), WaitOver(f"ROLLOUT standby#{number + 1}"))
+        run(standby_lost(number), WaitOver(f"ROLLOUT-standby[{number + 1}]#0"))
         assert run.state.standbys["ROLLOUT"].keys() == {number + 1}
     run(standby_lost(STANDBY_TRIES - 1))
     assert (run.commands, run.state.standbys["ROLLOUT"], run.state.phase) == (
@@ -287,9 +289,9 @@ def test_standbys_that_keep_dying_are_given_up():
 
 def test_the_second_lost_standby_waits():
     run = Run(*OPEN, standby_lost(0), standby_lost(1))
-    assert run.commands == (KillStandby("ROLLOUT", 1), Wait("ROLLOUT standby#2", 1.0))
+    assert run.commands == (KillStandby("ROLLOUT", 1), Wait("ROLLOUT-standby[2]#0", 1.0))
     assert run.ignores(standby_lost(2))
-    assert run(WaitOver("ROLLOUT standby#2")).commands == (StartStandby("ROLLOUT", 2),)
+    assert run(WaitOver("ROLLOUT-standby[2]#0")).commands == (StartStandby("ROLLOUT", 2),)
 
 
 def test_a_standby_lost_while_taking_over_is_the_members_loss():
@@ -381,8 +383,8 @@ def test_the_first_and_the_newest_causes_are_kept():
 def test_what_is_up_stays_as_it_is():
     run = Run(*OPEN, MasterStarted("m", 7))
     assert (run.state.master_starts, run.commands, outstanding(run.state)) == (1, (), ())
-    up_now = {"ACTOR[0]", "ACTOR[1]", "ROLLOUT[0]", "ROLLOUT[1]", "trainer", "ROLLOUT standby#0"}
-    assert processes(run.state).keys() == up_now
+    up_now = {"ACTOR[0]", "ACTOR[1]", "ROLLOUT[0]", "ROLLOUT[1]", "trainer", "ROLLOUT-standby[0]"}
+    assert set(map(str, processes(run.state))) == up_now
 
 
 def test_what_was_starting_starts_anew_under_the_next_number():
@@ -414,4 +416,4 @@ def test_back_offs_and_releases_go_on():
 
 def test_a_members_phase_says_where_it_is():
     run = Run(*OPEN, lost("ROLLOUT", 1))
-    assert run.state.members["ROLLOUT[1]"].phase is MemberPhase.STARTING
+    assert run.state.members[ProcessId("ROLLOUT", 1)].phase is MemberPhase.STARTING

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A byte-level tokenizer with a ChatML template, made from nothing."""
 
 import pytest
@@ -12,7 +13,7 @@ CHATML = (
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def byte_tokenizer(template: str = CHATML, merges: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokenizerFast:
+def make_byte_tokenizer(template: str = CHATML, merges: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokenizerFast:
     """256 bytes, the ``merges`` and three special tokens; ends a turn with ``<|im_end|>``."""
     symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     model = BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=list(merges))
@@ -27,9 +28,9 @@ def byte_tokenizer(template: str = CHATML, merges: tuple[tuple[str, str], ...] =
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return byte_tokenizer()
+    return make_byte_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def make_tokenizer():
-    return byte_tokenizer
+    return make_byte_tokenizer

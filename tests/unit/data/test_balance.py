@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows over ranks and back, as a trainer divides them."""
 
 import itertools
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.balance import Partition, differenced, lightest_first, partition
+from dlrover.python.rl.data.balance import Partition, largest_differencing, lightest_first, partition
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.trainer.shard import Shard, divide
 
@@ -40,8 +41,9 @@ def longest_first(lengths, count):
     return lightest_first(sorted(range(len(lengths)), key=lambda item: -lengths[item]), lengths, count)
 
 
+@pytest.mark.feature(57)
 @pytest.mark.parametrize("seed", range(20))
-def test_057_ranks_have_every_row_once_and_no_more_tokens_than_longest_first(seed):
+def test_ranks_have_every_row_once_and_no_more_tokens_than_longest_first(seed):
     chance = random.Random(seed)
     lengths = [chance.randint(1, 500) for _ in range(64)]
     found = partition(lengths, 8).groups
@@ -51,26 +53,28 @@ def test_057_ranks_have_every_row_once_and_no_more_tokens_than_longest_first(see
     assert max(loads) <= 1.005 * sum(lengths) / 8
 
 
-def test_057_differencing_is_better_than_greedy_where_that_is_known():
+@pytest.mark.feature(57)
+def test_differencing_is_better_than_greedy_where_that_is_known():
     lengths = [8, 7, 6, 5, 4]
-    assert sorted(sums(lengths, differenced(lengths, 2))) == [14, 16]
+    assert sorted(sums(lengths, largest_differencing(lengths, 2))) == [14, 16]
     assert sorted(sums(lengths, longest_first(lengths, 2))) == [13, 17]
     # By hand: 8|7|0 of the first two; 8|7|6 with the third; 5|4|0 of the others; 8+0|7+4|6+5 of both.
-    assert sorted(sums(lengths, differenced(lengths, 3))) == [8, 11, 11]
+    assert sorted(sums(lengths, largest_differencing(lengths, 3))) == [8, 11, 11]
 
 
 @given(st.lists(st.integers(0, 30), max_size=6), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
 def test_differencing_is_near_the_best_division_there_is(lengths, count):
     rows = range(len(lengths))
-    assert sorted(itertools.chain.from_iterable(differenced(lengths, count))) == list(rows)
+    assert sorted(itertools.chain.from_iterable(largest_differencing(lengths, count))) == list(rows)
     ways = itertools.product(range(count), repeat=len(lengths))
     best = min(max(sum(lengths[row] for row in rows if way[row] == group) for group in range(count)) for way in ways)
     assert max(sums(lengths, partition(lengths, count).groups)) <= best * 4 / 3
 
 
+@pytest.mark.feature(60)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_060_three_pairs_come_back_in_order(ranks):
+def test_three_pairs_come_back_in_order(ranks):
     batch = batch_of(6)
     plan, parts = dealt(batch, ranks, together=2)
     for part in parts:
@@ -79,12 +83,13 @@ def test_060_three_pairs_come_back_in_order(ranks):
     back = plan.gather(parts)
     assert len(back) == 6
     assert back.objects("name") == list("012345")
-    with pytest.raises(DataError, match="5 rows are no multiple of 2"):
+    with pytest.raises(DataError, match="5 rows are not a multiple of 2"):
         partition([1] * 5, ranks, together=2)
 
 
+@pytest.mark.feature(61)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_061_every_number_of_rows_comes_back_in_order(ranks):
+def test_every_number_of_rows_comes_back_in_order(ranks):
     for rows in range(1, 41):
         batch = batch_of(rows)
         plan, parts = dealt(batch, ranks)
@@ -95,7 +100,8 @@ def test_061_every_number_of_rows_comes_back_in_order(ranks):
         assert [row.tolist() for row in back.ragged("tokens")] == [row.tolist() for row in batch.ragged("tokens")]
 
 
-def test_062_two_divisions_at_a_time_know_nothing_of_each_other():
+@pytest.mark.feature(62)
+def test_two_divisions_at_a_time_know_nothing_of_each_other():
     (first, parts_of_one), (second, parts_of_two) = dealt(batch_of(7), 3), dealt(batch_of(11), 3)
     assert first.gather(parts_of_one).dense("id").tolist() == list(range(7))
     assert second.gather(parts_of_two).dense("id").tolist() == list(range(11))
@@ -103,7 +109,8 @@ def test_062_two_divisions_at_a_time_know_nothing_of_each_other():
         first.gather(parts_of_two)
 
 
-def test_063_five_rows_in_four_updates_are_each_used_once():
+@pytest.mark.feature(63)
+def test_five_rows_in_four_updates_are_each_used_once():
     plan = partition([3, 3, 3, 3, 3], 4)
     assert sorted(map(len, plan.groups)) == [1, 1, 1, 2]
     assert sorted(itertools.chain.from_iterable(plan.groups)) == [0, 1, 2, 3, 4]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ragged rows and columnar batches."""
 
 import pickle

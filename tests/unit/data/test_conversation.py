@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens and masks of supervised examples."""
 
 import pytest
@@ -43,7 +44,8 @@ def test_prompts_are_tokenised_as_inference_sees_them(tokenizer):
     assert all(type(token) is int for token in ids)
 
 
-def test_066_raw_text_trains_the_response_and_its_end(tokenizer):
+@pytest.mark.feature(66)
+def test_raw_text_trains_the_response_and_its_end(tokenizer):
     (encoded,) = encode_example(tokenizer, {"prompt": "A", "response": "BC", "id": 3})
     assert encoded.action_mask == [False, True, True, True]
     assert trained(tokenizer, encoded) == "BC<|im_end|>"
@@ -62,24 +64,28 @@ def test_raw_text_without_a_prompt_cannot_train_its_first_token(tokenizer):
     assert encoded.action_mask == [False, True, True]
 
 
-def test_067_068_every_answer_and_no_header(tokenizer):
+@pytest.mark.feature(67, 68)
+def test_every_answer_and_no_header(tokenizer):
     (encoded,) = encode_example(tokenizer, {"messages": say("Q1", "A1", "Q2", "A2", system="S")})
     assert trained(tokenizer, encoded) == "A1<|im_end|>A2<|im_end|>"
     assert decode(tokenizer, encoded.tokens).endswith("A2<|im_end|>\n")
 
 
-def test_069_only_the_last_answer(tokenizer):
+@pytest.mark.feature(69)
+def test_only_the_last_answer(tokenizer):
     (encoded,) = encode_example(tokenizer, {"messages": say("Q1", "A1", "Q2", "A2", "Q3")}, mode="last")
     assert trained(tokenizer, encoded) == "A2<|im_end|>"
 
 
+@pytest.mark.feature(70)
 @pytest.mark.parametrize("row", [{"messages": say("Q", "A")}, {"prompt": "Q", "response": "A"}])
-def test_070_every_token_but_the_first(tokenizer, row):
+def test_every_token_but_the_first(tokenizer, row):
     (encoded,) = encode_example(tokenizer, row, mask_prompt=False)
     assert encoded.action_mask == [False] + [True] * (len(encoded.tokens) - 1)
 
 
-def test_071_a_template_that_hides_old_thoughts_splits_the_row(make_tokenizer):
+@pytest.mark.feature(71)
+def test_a_template_that_hides_old_thoughts_splits_the_row(make_tokenizer):
     tokenizer = make_tokenizer(HIDING)
     messages = say("Q1", "<think>a</think>A1", "Q2", "<think>b</think>A2")
     first, second = encode_example(tokenizer, {"messages": messages})
@@ -89,7 +95,8 @@ def test_071_a_template_that_hides_old_thoughts_splits_the_row(make_tokenizer):
     assert len(encode_example(tokenizer, {"messages": say("Q1", "A1", "Q2", "A2")})) == 1
 
 
-def test_071_the_last_answer_needs_no_split(make_tokenizer):
+@pytest.mark.feature(71)
+def test_the_last_answer_needs_no_split(make_tokenizer):
     tokenizer = make_tokenizer(HIDING)
     messages = say("Q1", "<think>a</think>A1", "Q2", "<think>b</think>A2")
     (encoded,) = encode_example(tokenizer, {"messages": messages}, mode="last")
@@ -126,7 +133,8 @@ def test_exactly_the_answers_are_trained_whatever_they_hold(tokenizer, contents)
     assert not encoded.action_mask[0]
 
 
-def test_064_the_tail_is_cut_and_nothing_trained_is_dropped(tokenizer):
+@pytest.mark.feature(64)
+def test_the_tail_is_cut_and_nothing_trained_is_dropped(tokenizer):
     row = {"prompt": "ABC", "response": "DE"}
     (encoded,) = encode_example(tokenizer, row, max_length=4)
     assert encoded.action_mask == [False, False, False, True]

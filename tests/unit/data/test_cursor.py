@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The position in the data."""
 
 import json
@@ -8,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.cursor import PromptCursor
+from dlrover.python.rl.data.prompts import PromptCursor
 
 
+@pytest.mark.feature(80)
 @given(st.integers(1, 12), st.integers(1, 30), st.integers(0, 3))
-def test_080_every_row_once_an_epoch(rows, batch_size, seed):
+def test_every_row_once_an_epoch(rows, batch_size, seed):
     cursor = PromptCursor(rows, batch_size, seed)
     drawn = list(chain.from_iterable(cursor.next() for _ in range(rows)))
     assert len(drawn) == rows * batch_size
@@ -57,7 +59,8 @@ def test_impossible_sizes_are_refused(arguments):
         PromptCursor(*arguments)
 
 
-def test_080_ten_rows_and_one_epoch_give_each_row_once():
+@pytest.mark.feature(80)
+def test_ten_rows_and_one_epoch_give_each_row_once():
     cursor = PromptCursor(10, 4, seed=2, total=10)
     batches = [cursor.next() for _ in range(4)]
     assert [len(batch) for batch in batches] == [4, 4, 2, 0]
@@ -73,5 +76,5 @@ def test_an_epoch_that_was_cut_short_goes_on_under_a_longer_total():
     other.load_state_dict(cursor.state_dict())
     assert sorted(chain.from_iterable(first)) == list(range(6))
     assert [len(other.next()), len(other.next())] == [3, 0]
-    with pytest.raises(ValueError, match="cannot draw -1 rows"):
+    with pytest.raises(ValueError, match="total must be at least 0, not -1"):
         PromptCursor(6, 4, total=-1)

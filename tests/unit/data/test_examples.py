@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From data files to a batch of examples."""
 
 import json
@@ -9,12 +10,12 @@ from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.examples import (
     Counts,
     Encoding,
-    check_sft,
+    collect_sft,
     encode_sft,
     load_sft,
     read_sft,
     sft_prompt,
-    sft_rows,
+    validate_sft,
 )
 
 USER = [{"role": "user", "content": "2+2?"}]
@@ -42,11 +43,12 @@ def test_a_file_becomes_one_batch_and_dropped_rows_are_counted(tokenizer, tmp_pa
         load_sft(path, tokenizer, Encoding(max_length=1))
 
 
+@pytest.mark.feature(64)
 @pytest.mark.parametrize(
     ("over_long", "sequences", "counts"),
     [("cut", [2, 5, 5], Counts(4, 2, 1)), ("drop", [2], Counts(4, 0, 3))],
 )
-def test_064_rows_that_are_too_long_are_cut_or_dropped_and_counted(tokenizer, tmp_path, over_long, sequences, counts):
+def test_rows_that_are_too_long_are_cut_or_dropped_and_counted(tokenizer, tmp_path, over_long, sequences, counts):
     rows = [{"prompt": "A", "response": text} for text in ("", "BCDE", "BCDEF")] + [{"prompt": "A" * 5, "response": ""}]
     path = write(tmp_path / "sft.jsonl", rows)
     batch, found = load_sft(path, tokenizer, Encoding(max_length=5, over_long=over_long))
@@ -55,11 +57,12 @@ def test_064_rows_that_are_too_long_are_cut_or_dropped_and_counted(tokenizer, tm
     assert all(any(mask) for mask in masks(batch))
 
 
-def test_064_rows_that_are_too_long_can_be_refused(tokenizer, tmp_path):
+@pytest.mark.feature(64)
+def test_rows_that_are_too_long_can_be_refused(tokenizer, tmp_path):
     path = write(tmp_path / "sft.jsonl", [{"prompt": "A", "response": "B" * size} for size in (1, 9, 2, 10)])
     with pytest.raises(DataError) as caught:
         load_sft(path, tokenizer, Encoding(max_length=5, over_long="refuse"))
-    assert [str(problem) for problem in caught.value.problems] == [
+    assert [str(problem) for problem in caught.value.errors] == [
         f"{path}:2: 11 tokens, 5 at most",
         f"{path}:4: 12 tokens, 5 at most",
     ]
@@ -70,10 +73,11 @@ def test_all_bad_rows_of_a_file_are_reported_together(tmp_path):
     path.write_text('{"prompt": "A"}\n{"prompt": "A", "response": "B"}\n{"messages": 1}\n?\n')
     with pytest.raises(DataError) as caught:
         read_sft(path)
-    assert [problem.where for problem in caught.value.problems] == [f"{path}:{line}" for line in (1, 3, 4)]
-    assert check_sft(path) == list(caught.value.problems)
+    assert [problem.where for problem in caught.value.errors] == [f"{path}:{line}" for line in (1, 3, 4)]
+    assert validate_sft(path) == list(caught.value.errors)
 
 
+@pytest.mark.feature(77)
 @pytest.mark.parametrize(
     "row",
     [
@@ -85,14 +89,15 @@ def test_all_bad_rows_of_a_file_are_reported_together(tmp_path):
         {"messages": ANSWERED, "answer": None},
     ],
 )
-def test_077_every_way_to_write_a_question_and_its_answer(tokenizer, row):
-    expected, _ = encode_sft(sft_rows([{"messages": ANSWERED}]), tokenizer)
-    batch, _ = encode_sft(sft_rows([row]), tokenizer)
+def test_every_way_to_write_a_question_and_its_answer(tokenizer, row):
+    expected, _ = encode_sft(collect_sft([{"messages": ANSWERED}]), tokenizer)
+    batch, _ = encode_sft(collect_sft([row]), tokenizer)
     assert batch.ragged("tokens")[0].tolist() == expected.ragged("tokens")[0].tolist()
     assert masks(batch) == masks(expected)
 
 
-def test_077_samples_may_be_objects(tokenizer):
+@pytest.mark.feature(77)
+def test_samples_may_be_objects(tokenizer):
     class Sample:
         def __init__(self):
             self.prompt, self.answer = USER, 4
@@ -104,15 +109,15 @@ def test_077_samples_may_be_objects(tokenizer):
         def __getitem__(self, index):
             return Sample()
 
-    rows = sft_rows(Samples())
+    rows = collect_sft(Samples())
     assert rows[0]["messages"] == ANSWERED
     assert len(encode_sft(rows, tokenizer)[0]) == 2
     with pytest.raises(DataError, match="samples:1: no assistant turn to train"):
-        sft_rows([{"prompt": USER}])
+        collect_sft([{"prompt": USER}])
 
 
 def test_questions_are_told_apart_by_what_comes_before_the_first_answer():
-    rows = sft_rows([{"messages": ANSWERED}, {"messages": [*USER, {"role": "assistant", "content": "5"}]}])
+    rows = collect_sft([{"messages": ANSWERED}, {"messages": [*USER, {"role": "assistant", "content": "5"}]}])
     assert sft_prompt(rows[0]) == sft_prompt(rows[1]) == USER
     assert sft_prompt({"prompt": "A", "response": "B"}) == "A"
 

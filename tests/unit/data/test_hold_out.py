@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The held-out split."""
 
 import pytest
@@ -5,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.held_out import hold_out
+from dlrover.python.rl.data.source import hold_out
 
 
 @given(st.lists(st.sampled_from("abcdefgh"), min_size=2, max_size=40), st.integers(0, 5), st.data())
@@ -22,7 +23,8 @@ def test_hold_out_never_puts_a_prompt_on_both_sides(prompts, seed, data):
     assert not {prompts[index] for index in train} & {prompts[index] for index in held}
 
 
-def test_076_three_percent_fixed_by_the_seed():
+@pytest.mark.feature(76)
+def test_three_percent_fixed_by_the_seed():
     rows = [[{"role": "user", "content": str(index)}] for index in range(200)]
     train, held = hold_out(rows, 0.03, seed=1)
     assert len(held) == 6

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """JSON Lines files."""
 
 import pytest
@@ -18,14 +19,14 @@ def test_every_malformed_line_is_reported_at_once(tmp_path):
     path.write_bytes(b'{"a": 1}\n{"a": \n[1]\n\n{"a": "\xff"}\n{"a": NaN}\n' + deep)
     with pytest.raises(DataError) as caught:
         read_jsonl(path)
-    found = {problem.where.rpartition(":")[2]: problem.what for problem in caught.value.problems}
+    found = {problem.where.rpartition(":")[2]: problem.what for problem in caught.value.errors}
     assert list(found) == ["2", "3", "5", "6", "7"]
     assert found["2"].startswith("not JSON: Expecting value at column")
     assert found["3"] == "not an object but list"
     assert found["5"] == "not UTF-8 at byte 7"
-    assert found["6"] == "not JSON: NaN is no number"
+    assert found["6"] == "not JSON: NaN is not a number"
     assert found["7"].startswith("not JSON")
-    assert all(problem.where.startswith(f"{path}:") for problem in caught.value.problems)
+    assert all(problem.where.startswith(f"{path}:") for problem in caught.value.errors)
 
 
 def test_twenty_problems_are_shown_and_the_others_counted(tmp_path):
@@ -33,8 +34,8 @@ def test_twenty_problems_are_shown_and_the_others_counted(tmp_path):
     path.write_text("x\n" * 25)
     with pytest.raises(DataError) as caught:
         read_jsonl(path)
-    assert len(caught.value.problems) == 21
-    assert str(caught.value.problems[-1]) == f"{path}: and 5 more problems"
+    assert len(caught.value.errors) == 21
+    assert str(caught.value.errors[-1]) == f"{path}: and 5 more errors"
 
 
 def test_a_missing_file_is_named_with_the_nearest(tmp_path):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chosen and rejected answers as tokens and masks."""
 
 import json
@@ -9,8 +10,15 @@ from hypothesis import strategies as st
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.conversation import encode_prompt
 from dlrover.python.rl.data.examples import Counts
-from dlrover.python.rl.data.pairs import PairEncoding, check_pairs, encode_pairs, pair_prompt, pair_row, read_pairs
-from dlrover.python.rl.data.source import Rows
+from dlrover.python.rl.data.pairs import (
+    PairEncoding,
+    encode_pairs,
+    normalize_pair,
+    pair_prompt,
+    read_pairs,
+    validate_pairs,
+)
+from dlrover.python.rl.data.source import SourceRows
 
 PLAIN = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
 ASK = [{"role": "user", "content": "Q"}]
@@ -24,7 +32,7 @@ WHOLE = {"chosen": [*ASK, answer("yes")], "rejected": [*ASK, answer("no")]}
 
 
 def encoded(tokenizer, *rows, **options):
-    return encode_pairs(Rows("pairs", list(enumerate(rows, start=1))), tokenizer, PairEncoding(**options))
+    return encode_pairs(SourceRows("pairs", list(enumerate(rows, start=1))), tokenizer, PairEncoding(**options))
 
 
 def shown(tokenizer, batch):
@@ -39,7 +47,8 @@ def shown(tokenizer, batch):
     ]
 
 
-def test_072_raw_pairs_train_both_answers_and_their_ends(tokenizer):
+@pytest.mark.feature(72)
+def test_raw_pairs_train_both_answers_and_their_ends(tokenizer):
     batch, counts = encoded(tokenizer, {"prompt": "A", "chosen": "BC", "rejected": "D", "tags": ["a"]})
     assert shown(tokenizer, batch) == [("A", "BC<|im_end|>"), ("A", "D<|im_end|>")]
     assert batch.dense("row").tolist() == [0, 0]
@@ -62,8 +71,9 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.feature(73)
 @pytest.mark.parametrize("row", LAYOUTS)
-def test_073_every_layout_of_messages_gives_the_same(make_tokenizer, row, tmp_path):
+def test_every_layout_of_messages_gives_the_same(make_tokenizer, row, tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps(row))
     rows = read_pairs(tmp_path / "p.jsonl")
     tokenizer = make_tokenizer()
@@ -74,7 +84,8 @@ def test_073_every_layout_of_messages_gives_the_same(make_tokenizer, row, tmp_pa
     assert shown(tokenizer, batch) == [(prompt, "yes<|im_end|>"), (prompt, "no<|im_end|>")]
 
 
-def test_073_messages_with_a_plain_template_equal_raw_text(make_tokenizer):
+@pytest.mark.feature(73)
+def test_messages_with_a_plain_template_equal_raw_text(make_tokenizer):
     tokenizer = make_tokenizer(PLAIN)
     raw, _ = encoded(tokenizer, {"prompt": "Q", "chosen": "yes", "rejected": "no"})
     batch, _ = encoded(tokenizer, LAYOUTS[0])
@@ -103,7 +114,7 @@ def test_what_both_say_before_they_differ_is_no_answer(tokenizer):
 
 
 def test_pairs_are_told_apart_by_what_they_ask():
-    asks = {str(pair_prompt(pair_row(row))) for row in LAYOUTS}
+    asks = {str(pair_prompt(normalize_pair(row))) for row in LAYOUTS}
     assert asks == {str(ASK)}
     later = [*ASK, answer("so"), {"role": "user", "content": "R"}]
     assert pair_prompt({"chosen": [*later, answer("yes")], "rejected": [*later, answer("no")]}) == ASK
@@ -112,7 +123,8 @@ def test_pairs_are_told_apart_by_what_they_ask():
     assert pair_prompt({"chosen": [*greeted, answer("yes")], "rejected": [*greeted, answer("no")]}) == greeted
 
 
-def test_071_answers_that_a_template_rewrites_later_cannot_be_a_pair(make_tokenizer):
+@pytest.mark.feature(71)
+def test_answers_that_a_template_rewrites_later_cannot_be_a_pair(make_tokenizer):
     hiding = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
         "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('</think>')[-1] }}"
@@ -126,11 +138,12 @@ def test_071_answers_that_a_template_rewrites_later_cannot_be_a_pair(make_tokeni
         "<think>t</think>B<|im_end|>",
         "<think>u</think>C<|im_end|>",
     ]
-    with pytest.raises(DataError, match="pairs:1: the chat template shows an answer differently"):
+    with pytest.raises(DataError, match="pairs:1: the chat template changes an answer"):
         encoded(tokenizer, {"messages": ASK, "chosen": [thought, *ASK, thought], "rejected": "C"})
 
 
-def test_064_pairs_that_are_too_long(tokenizer, tmp_path):
+@pytest.mark.feature(64)
+def test_pairs_that_are_too_long(tokenizer, tmp_path):
     rows = [
         {"prompt": "A", "chosen": "BCD", "rejected": "E"},
         {"prompt": "A", "chosen": "BCDEF", "rejected": "BCDEG"},
@@ -155,7 +168,7 @@ def test_064_pairs_that_are_too_long(tokenizer, tmp_path):
     [
         ({"prompt": "a", "chosen": "b"}, "needs 'chosen' and 'rejected'; it has prompt, chosen"),
         ({"prompt": "a", "chosen": "b", "rejected": [answer("c")]}, "'rejected' must be text"),
-        ({"chosen": "a", "rejected": "b"}, "'chosen' is text, and there is no 'prompt' and no 'messages'"),
+        ({"chosen": "a", "rejected": "b"}, "'chosen' is text, but there is neither 'prompt' nor 'messages'"),
         ({"messages": ASK, "chosen": ASK, "rejected": "b"}, "'chosen' must end with the assistant's answer"),
         ({"messages": ASK, "chosen": [], "rejected": "b"}, "'chosen' must be a list of messages with at least one"),
         ({"messages": [{"role": "usr", "content": ""}], "chosen": "a", "rejected": "b"}, "did you mean 'user'"),
@@ -176,8 +189,8 @@ def test_064_pairs_that_are_too_long(tokenizer, tmp_path):
             {"messages": [{"role": "user", "content": "R"}], **WHOLE},
             "'chosen' neither begins with 'messages' nor goes on from them with an answer",
         ),
-        ({"prompt": "R", **WHOLE}, "'prompt' is no text of the user's in what both conversations begin with"),
-        ({"prompt": "R", "messages": ASK, "chosen": "a", "rejected": "b"}, "'prompt' is no text of the user's"),
+        ({"prompt": "R", **WHOLE}, "'prompt' is not a user's text in the shared part"),
+        ({"prompt": "R", "messages": ASK, "chosen": "a", "rejected": "b"}, "'prompt' is not a user's text"),
         (
             {"prompt": ASK, "messages": [{"role": "user", "content": "R"}], "chosen": "a", "rejected": "b"},
             "'prompt' and 'messages' are different conversations: leave one of them out",
@@ -186,7 +199,7 @@ def test_064_pairs_that_are_too_long(tokenizer, tmp_path):
 )
 def test_rows_that_are_no_pairs(tmp_path, row, what):
     (tmp_path / "p.jsonl").write_text(json.dumps(row))
-    problem, *_ = check_pairs(tmp_path / "p.jsonl")
+    problem, *_ = validate_pairs(tmp_path / "p.jsonl")
     assert problem.where == f"{tmp_path}/p.jsonl:1"
     assert what in problem.what
     with pytest.raises(DataError):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One reader for every kind of file."""
 
 import csv
@@ -8,7 +9,7 @@ import pytest
 from dlrover.python.rl.common.errors import MissingExtra
 from dlrover.python.rl.data.examples import load_sft
 from dlrover.python.rl.data.pairs import encode_pairs, read_pairs
-from dlrover.python.rl.data.problems import load_prompts
+from dlrover.python.rl.data.prompts import load_prompts
 from dlrover.python.rl.data.source import scan_rows
 
 SAY = [{"role": "user", "content": 'Q, "1"\n'}, {"role": "assistant", "content": "A1"}]
@@ -93,25 +94,28 @@ def tokens(batch):
     return [row.tolist() for row in batch.ragged("tokens")], [row.tolist() for row in batch.ragged("action_mask")]
 
 
+@pytest.mark.feature(65)
 @pytest.mark.parametrize("rows", [SFT, CHATS], ids=["raw", "messages"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_065_the_same_rows_from_each_kind_of_file_give_equal_tensors(tokenizer, tmp_path, kind, rows):
+def test_the_same_rows_from_each_kind_of_file_give_equal_tensors(tokenizer, tmp_path, kind, rows):
     expected, _ = load_sft(write(tmp_path, "jsonl", rows), tokenizer)
     batch, counts = load_sft(write(tmp_path, kind, rows), tokenizer)
     assert tokens(batch) == tokens(expected)
     assert counts.rows == 3
 
 
+@pytest.mark.feature(74)
 @pytest.mark.parametrize("kind", KINDS)
-def test_074_extra_info_comes_unchanged_from_each_kind_of_file_and_absent_is_empty(tmp_path, kind):
+def test_extra_info_comes_unchanged_from_each_kind_of_file_and_absent_is_empty(tmp_path, kind):
     rows = load_prompts(write(tmp_path, kind, PROBLEMS))
     assert [row.extra_info for row in rows] == [{"answer": "Beijing", "idx": 3}, {"answer": "1", "idx": 4}, {}]
     assert [row.answer for row in rows] == ["Beijing", "1", None]
     assert all(row.prompt == SAY[:1] for row in rows)
 
 
+@pytest.mark.feature(65)
 @pytest.mark.parametrize("kind", ["json", "csv", "parquet", "folder"])
-def test_065_a_split_and_a_part_of_it(tmp_path, kind):
+def test_a_split_and_a_part_of_it(tmp_path, kind):
     place = write(tmp_path, kind, SFT)
 
     def prompts(where):
@@ -140,7 +144,7 @@ def test_an_at_sign_in_a_path_is_no_split(tmp_path):
     (tmp_path / "me@home").mkdir()
     rows, problems = scan_rows(write(tmp_path / "me@home", "jsonl", SFT))
     assert (len(rows), problems) == (3, [])
-    assert rows.place(1).endswith("me@home/rows.jsonl:2")
+    assert rows.location(1).endswith("me@home/rows.jsonl:2")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
@@ -162,7 +166,7 @@ def test_what_a_table_has_besides_is_left_out_and_logged_but_in_json_it_is_a_fau
     rows = [{"prompt": "a", "answr": "1"}]
     with caplog.at_level("INFO", logger="dlrover"):
         assert load_prompts(write(tmp_path, "csv", rows))[0].answer is None
-    assert "columns that are not used: answr" in caplog.text
+    assert "unused columns: answr" in caplog.text
     with pytest.raises(Exception, match="unknown key 'answr'; did you mean 'answer'"):
         load_prompts(write(tmp_path, "json", rows))
 
@@ -221,8 +225,9 @@ def test_tables_without_the_extra_name_it(tmp_path, monkeypatch):
     assert len(scan_rows(write(tmp_path, "jsonl", SFT))[0]) == 3
 
 
+@pytest.mark.feature(73)
 @pytest.mark.parametrize("kind", KINDS)
-def test_073_pairs_from_each_kind_of_file(tokenizer, tmp_path, kind):
+def test_pairs_from_each_kind_of_file(tokenizer, tmp_path, kind):
     rows = [{"messages": SAY[:1], "chosen": "Beijing.", "rejected": "Shanghai."}]
     expected, _ = encode_pairs(read_pairs(write(tmp_path, "jsonl", rows)), tokenizer)
     batch, _ = encode_pairs(read_pairs(write(tmp_path, kind, rows)), tokenizer)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A state tree: every plain value there and back, the same bits and type; all else is refused by name."""
 
 import enum
@@ -260,7 +261,7 @@ for _ in range(MAX_DEPTH + 1):
 def test_what_cannot_be_saved_is_named_by_its_place(value):
     with pytest.raises(DataError) as caught:
         dump({"optimizer": [0, 1, 2, value], ("a", 1): {"fine": 1}})
-    (problem,) = caught.value.problems
+    (problem,) = caught.value.errors
     assert problem.where == "state['optimizer'][3]"
     assert type(value).__name__ in problem.what
     assert "cannot be saved" in problem.what
@@ -269,13 +270,13 @@ def test_what_cannot_be_saved_is_named_by_its_place(value):
 def test_every_place_is_listed_and_keys_are_looked_at_too():
     with pytest.raises(DataError) as caught:
         dump({"a": {1}, "b": {2.5: 0, b"x": {3: set()}, ("ok", 1.5): 1}})
-    assert [problem.where for problem in caught.value.problems] == [
+    assert [problem.where for problem in caught.value.errors] == [
         "state['a']", "state['b']", "state['b']", "state['b'][b'x'][3]", "state['b']",
     ]  # fmt: skip
     assert "the key 2.5 cannot be saved" in str(caught.value)
     with pytest.raises(DataError) as caught:
         dump([set()] * 1000)
-    assert len(caught.value.problems) == 20
+    assert len(caught.value.errors) == 20
 
 
 @pytest.mark.parametrize("tree", [LOOP, DEEP], ids=["a loop", "too deep"])
@@ -301,7 +302,7 @@ def test_the_deepest_tree_that_is_allowed_works():
     ],
 )  # fmt: skip
 def test_a_skeleton_that_is_none_or_does_not_fit_is_refused(skeleton):
-    with pytest.raises(DataError, match="this is no saved state"):
+    with pytest.raises(DataError, match="not a saved state"):
         load(skeleton, [memoryview(bytes(8))])
 
 

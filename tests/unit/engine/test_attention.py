@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over packed documents: each as if it were alone, in every kind of layer that can be packed."""
 
 import numpy as np
@@ -8,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.torch import attention
-from dlrover.python.rl.engine.torch.attention import Documents, attend, can_pack
+from dlrover.python.rl.engine.model import attention
+from dlrover.python.rl.engine.model.attention import Documents, attend, can_pack
 
 SHAPE = {
     "vocab_size": 50,
@@ -70,9 +71,10 @@ MODELS = {
 }
 
 
+@pytest.mark.feature(58)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_058_packed_gives_the_logits_and_gradients_of_rows_alone(kind, checkpointing):
+def test_packed_gives_the_logits_and_gradients_of_rows_alone(kind, checkpointing):
     torch.manual_seed(0)
     model = MODELS[kind]()
     if kind == "sliding":
@@ -97,14 +99,14 @@ def test_058_packed_gives_the_logits_and_gradients_of_rows_alone(kind, checkpoin
 def test_a_model_that_is_not_told_its_documents_is_refused():
     model = MODELS["llama"]()
     model.set_attn_implementation(attention.NAME)
-    with pytest.raises(EngineError, match="LlamaAttention is not told which documents are packed"):
+    with pytest.raises(EngineError, match="LlamaAttention does not pass 'documents' on"):
         model(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False)
 
 
 def test_attention_of_another_kind_is_refused():
     model = Gemma2ForCausalLM(Gemma2Config(**SHAPE, head_dim=4, attn_logit_softcapping=50.0))
     model.set_attn_implementation(attention.NAME)
-    with pytest.raises(EngineError, match="Gemma2Attention wants softcap"):
+    with pytest.raises(EngineError, match="Gemma2Attention needs softcap"):
         logits(model, [np.arange(4)], packed=True)
 
 
@@ -114,7 +116,8 @@ def test_models_with_layers_that_are_no_attention_are_not_packed():
     assert not can_pack(model)
 
 
-def test_143_on_a_host_half_precision_is_left_to_pytorchs_own_attention(monkeypatch):
+@pytest.mark.feature(143)
+def test_on_a_host_half_precision_is_left_to_pytorchs_own_attention(monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", None)
     query, key, value = torch.randn(3, 1, 4, 7, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     found = attend(query, key, value, Documents((3, 4)))

@@ -1,11 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder that several ranks write: there as a whole, or not at all, and all of them say why."""
 
 from processes import run
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.base import Rendezvous
-from dlrover.python.rl.engine.torch.checkpoint import present, write_folder
-from dlrover.python.rl.engine.torch.ranks import Ranks
+from dlrover.python.rl.engine.api.base import Rendezvous
+from dlrover.python.rl.engine.model.ranks import Ranks
+from dlrover.python.rl.engine.training.backend import present, write_folder
 
 
 def write_twice(rank, world_size, port, path):

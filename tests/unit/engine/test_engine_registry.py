@@ -1,25 +1,92 @@
-"""Engines by name."""
+# SPDX-License-Identifier: Apache-2.0
+"""Engines by name, by entry point and by class; what they state about themselves."""
 
-from collections import OrderedDict
+import sys
+import types
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 
 import pytest
 
+from dlrover.python.rl.common import extensions
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.registry import ROLLOUT, engine_class, register
+from dlrover.python.rl.engine.api.registry import (
+    ROLLOUT_ENGINES,
+    TRAIN_ENGINES,
+    EngineInfo,
+    engine_class,
+    engine_info,
+    find_train_errors,
+    validate_engine,
+)
+from dlrover.python.rl.engine.api.settings import ParallelSizes
 
 
-def test_013_a_users_class_is_found_under_the_name_it_was_given():
-    table = dict(ROLLOUT)
-    register(table, "toy", "collections:OrderedDict")
-    register(table, "toy", "collections:OrderedDict")
-    assert engine_class(table, "toy") is OrderedDict
+@dataclass(frozen=True)
+class MyOptions:
+    colour: str = "red"
 
 
-def test_a_name_that_is_taken_is_refused():
-    with pytest.raises(EngineError, match="'torch' is dlrover"):
-        register(dict(ROLLOUT), "torch", "collections:OrderedDict")
+class MyEngine:
+    info = EngineInfo(MyOptions, divides=("ddp_size",), adapters=False)
 
 
-def test_an_unknown_name_gets_the_nearest():
+class Silent:
+    pass
+
+
+@pytest.fixture
+def module(monkeypatch):
+    mine = types.ModuleType("my_engines")
+    mine.MyEngine, mine.Silent = MyEngine, Silent
+    monkeypatch.setitem(sys.modules, "my_engines", mine)
+    return mine
+
+
+@pytest.fixture
+def entry_point(module, monkeypatch):
+    group = TRAIN_ENGINES.group
+    point = EntryPoint("mine", "my_engines:MyEngine", group)
+    monkeypatch.setattr(extensions, "entry_points", lambda group: [point] if group == TRAIN_ENGINES.group else [])
+
+
+@pytest.mark.feature(13)
+def test_a_users_class_is_loaded_by_module_and_name(module):
+    assert engine_class(ROLLOUT_ENGINES, "my_engines:MyEngine") is MyEngine
+    assert validate_engine(ROLLOUT_ENGINES, "my_engines:MyEngine", {}, "config.engine.rollout") == []
+
+
+@pytest.mark.feature(13)
+def test_an_entry_point_is_an_engines_name(entry_point):
+    assert engine_class(TRAIN_ENGINES, "mine") is MyEngine
+    assert engine_info(TRAIN_ENGINES, "mine") is MyEngine.info
+
+
+@pytest.mark.parametrize("name", ["mine", "my_engines:MyEngine"])
+def test_what_a_users_engine_states_is_checked(entry_point, name):
+    (error,) = validate_engine(TRAIN_ENGINES, name, {"color": "blue"}, "config.engine.train")
+    assert (error.where, "did you mean 'colour'" in error.what) == ("config.engine.train_options.color", True)
+    errors = find_train_errors(name, engine_info(TRAIN_ENGINES, name), ParallelSizes(tensor_parallel_size=2), lora=True)
+    assert [error.split(",")[0] for error in errors] == [
+        "tensor_parallel_size is 2",
+        f"{name} trains whole models only here: adapters need fsdp2",
+    ]
+
+
+def test_an_engine_that_states_nothing_may_do_everything(module):
+    info = engine_info(TRAIN_ENGINES, "my_engines:Silent")
+    assert find_train_errors("silent", info, ParallelSizes(pipeline_parallel_size=2), lora=True, bare_head=True) == []
+    assert validate_engine(TRAIN_ENGINES, "my_engines:Silent", {"any": 1}, "config.engine.train") == []
+
+
+def test_an_unknown_name_gets_the_nearest(module):
     with pytest.raises(EngineError, match="no engine is called 'vlm'; did you mean 'vllm'"):
-        engine_class(dict(ROLLOUT), "vlm")
+        engine_class(ROLLOUT_ENGINES, "vlm")
+    (error,) = validate_engine(TRAIN_ENGINES, "my_engines:MyEngin", {}, "config.engine.train")
+    assert "did you mean 'MyEngine'" in error.what
+
+
+@pytest.mark.parametrize("point", [TRAIN_ENGINES, ROLLOUT_ENGINES], ids=["train", "rollout"])
+def test_the_classes_of_this_package_state_what_their_folder_does(point):
+    for name in ("fsdp2",) if point is TRAIN_ENGINES else ("torch", "sglang"):
+        assert engine_class(point, name).info is engine_info(point, name)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fsdp2 engine in one process: its gradients against the slow plain way, its refusals, its weights."""
 
 import dataclasses
@@ -12,13 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate, WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import OptimizerConfig, Rendezvous, TrainSettings
+from dlrover.python.rl.engine.api.base import OptimizerConfig, Rendezvous, TrainSettings
+from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.layout import ParallelSizes
-from dlrover.python.rl.engine.torch.packing import pack
-from dlrover.python.rl.engine.torch.ranks import Ranks
-from dlrover.python.rl.engine.weights import take_snapshot
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.model.packing import pack
+from dlrover.python.rl.engine.model.ranks import Ranks
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 CONFIG = OptimizerConfig(lr=1e-3, max_grad_norm=None)
 # Adam divides by the gradient's size, so where that nearly cancels out rounding becomes a share of the rate.
@@ -108,9 +109,10 @@ def assert_close(first, second, tolerance=1e-6):
 # -- log-probs --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature(123)
 @pytest.mark.parametrize("budget", [1, 60, 16384])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_123_logprobs_are_those_at_the_temperature_in_the_rows_order(model_path, budget, temperature):
+def test_logprobs_are_those_at_the_temperature_in_the_rows_order(model_path, budget, temperature):
     batch = make_batch()
     found = Fsdp2TrainEngine(model_path, None, TrainSettings(max_tokens_per_microbatch=budget)).evaluate(
         batch, temperature
@@ -145,7 +147,7 @@ def test_the_likeliest_ids_and_their_log_probs_are_the_dense_models(model_path, 
     again = engine.evaluate(batch.with_columns(candidates=found["candidates"]), 0.7)
     assert np.allclose(again.ragged("candidate_logprobs").values, columns[1].values, atol=1e-6)
     assert np.array_equal(again.ragged("logprobs").values, found.ragged("logprobs").values)
-    with pytest.raises(EngineError, match="one of the two"):
+    with pytest.raises(EngineError, match="use either"):
         engine.evaluate(batch.with_columns(candidates=found["candidates"]), top=3)
 
 
@@ -192,14 +194,16 @@ def read_at_once(path, packs):
     return loss.item(), {name: parameter.grad for name, parameter in backend.module.named_parameters()}
 
 
-def test_058_packed_rows_give_the_loss_and_the_gradient_of_padded_ones(model_path):
+@pytest.mark.feature(58)
+def test_packed_rows_give_the_loss_and_the_gradient_of_padded_ones(model_path):
     (packed, first), (padded, second) = (read_at_once(model_path, packs) for packs in (True, False))
     assert packed == pytest.approx(padded, rel=1e-5)
     assert_close(first, second, 1e-5)
     assert max(float(gradient.abs().max()) for gradient in first.values()) > 1e-3
 
 
-def test_061_outputs_come_back_to_their_rows(model_path):
+@pytest.mark.feature(61)
+def test_outputs_come_back_to_their_rows(model_path):
     generator = np.random.default_rng(0)
     tokens = [generator.integers(0, 256, length) for length in generator.integers(2, 9, 40)]
     masks = [np.arange(len(row)) > 0 for row in tokens]
@@ -213,8 +217,9 @@ def test_061_outputs_come_back_to_their_rows(model_path):
             assert np.allclose(row, expected, atol=1e-5)
 
 
+@pytest.mark.feature(122)
 @pytest.mark.parametrize("budget", [16384, 128, 64, 1])
-def test_122_the_gradient_does_not_depend_on_the_micro_batches(model_path, budget):
+def test_the_gradient_does_not_depend_on_the_micro_batches(model_path, budget):
     whole = Fsdp2TrainEngine(model_path, CONFIG)
     cut = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(max_tokens_per_microbatch=budget))
     first, second = whole.step(make_batch(), token_loss), cut.step(make_batch(), token_loss)
@@ -224,7 +229,8 @@ def test_122_the_gradient_does_not_depend_on_the_micro_batches(model_path, budge
     assert_close(gradients(cut), gradients(whole))
 
 
-def test_054_gradient_checkpointing_changes_nothing(model_path):
+@pytest.mark.feature(54)
+def test_gradient_checkpointing_changes_nothing(model_path):
     plain, saving = (
         Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(gradient_checkpointing=on)) for on in (False, True)
     )
@@ -247,7 +253,8 @@ def test_only_matrices_decay(model_path):
         assert torch.allclose(tensor, before[name] * factor, rtol=1e-6, atol=0), name
 
 
-def test_052_clipping_scales_by_the_global_norm_and_reports_it_unclipped(model_path):
+@pytest.mark.feature(52)
+def test_clipping_scales_by_the_global_norm_and_reports_it_unclipped(model_path):
     free = Fsdp2TrainEngine(model_path, CONFIG)
     clipped = Fsdp2TrainEngine(model_path, dataclasses.replace(CONFIG, max_grad_norm=0.01))
     norms = [engine.step(make_batch(), token_loss).grad_norm for engine in (free, clipped)]
@@ -276,7 +283,8 @@ def train_rank(rank, world_size, port, path):
     return [(step.loss, step.grad_norm, step.metrics) for step in steps], refused, state
 
 
-def test_122_two_ranks_train_as_one_process_does(model_path):
+@pytest.mark.feature(122)
+def test_two_ranks_train_as_one_process_does(model_path):
     answers = run(2, train_rank, model_path)
     alone = Fsdp2TrainEngine(model_path, GENTLE)
     steps = [alone.step(make_batch(seed), token_loss) for seed in range(3)]
@@ -288,8 +296,9 @@ def test_122_two_ranks_train_as_one_process_does(model_path):
             assert metrics == pytest.approx(step.metrics, rel=1e-4)
 
 
+@pytest.mark.feature(122)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_122_the_sum_over_shards_is_the_whole_batchs_gradient(model_path, ranks):
+def test_the_sum_over_shards_is_the_whole_batchs_gradient(model_path, ranks):
     whole = Fsdp2TrainEngine(model_path, CONFIG)
     whole.step(make_batch(), token_loss)
     shards = [Fsdp2TrainEngine(model_path, CONFIG) for _ in range(ranks)]
@@ -345,17 +354,18 @@ def test_a_frozen_engine_refuses_to_step(model_path):
         Fsdp2TrainEngine(model_path, None).step(make_batch(), token_loss)
 
 
+@pytest.mark.feature(59)
 @pytest.mark.parametrize(
     ("tokens", "mask", "message"),
     [
         ([[1, 2]], [[True, True]], "first token"),
         ([[1, 2]], [[False]], "different lengths"),
         ([[1, 2]], [[False, False]], "no row of the batch has an action token"),
-        ([[1], [1, 700]], [[False], [False, True]], "row 1 of the batch has the id 700, .* knows 0 to 258"),
+        ([[1], [1, 700]], [[False], [False, True]], "row 1 of the batch has the id 700, .* has 0 to 258"),
         ([[1] * 65], [[False] * 64 + [True]], "row 0 of the batch, of 65 tokens, does not fit .* 64 positions"),
     ],
 )
-def test_059_batches_that_cannot_be_trained_on_are_refused(model_path, tokens, mask, message):
+def test_batches_that_cannot_be_trained_on_are_refused(model_path, tokens, mask, message):
     batch = Batch({"tokens": Ragged.from_rows(tokens), "action_mask": Ragged.from_rows(mask)})
     engine = Fsdp2TrainEngine(model_path, CONFIG)
     with pytest.raises(EngineError, match=message):
@@ -385,7 +395,8 @@ def test_a_checkpoint_that_lacks_weights_is_refused(model_path, tmp_path):
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-def test_053_a_bf16_checkpoint_loads_as_fp32_masters_that_small_steps_move(model_path, tmp_path):
+@pytest.mark.feature(53)
+def test_a_bf16_checkpoint_loads_as_fp32_masters_that_small_steps_move(model_path, tmp_path):
     AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
     AutoTokenizer.from_pretrained(model_path).save_pretrained(tmp_path / "bf16")
     engine = Fsdp2TrainEngine(tmp_path / "bf16", dataclasses.replace(CONFIG, lr=1e-6))
@@ -398,7 +409,8 @@ def test_053_a_bf16_checkpoint_loads_as_fp32_masters_that_small_steps_move(model
         assert 0 < (tensor - before[name]).abs().max() < 3e-4, name
 
 
-def test_106_a_tied_model_saves_and_loads_with_equal_logits(model_path, tmp_path):
+@pytest.mark.feature(106)
+def test_a_tied_model_saves_and_loads_with_equal_logits(model_path, tmp_path):
     engine = Fsdp2TrainEngine(model_path, CONFIG)
     engine.step(make_batch(), token_loss)
     engine.save(tmp_path / "saved")
@@ -411,7 +423,8 @@ def test_106_a_tied_model_saves_and_loads_with_equal_logits(model_path, tmp_path
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
 
 
-def test_107_a_reference_follows_its_actor(model_path):
+@pytest.mark.feature(107)
+def test_a_reference_follows_its_actor(model_path):
     actor, reference = Fsdp2TrainEngine(model_path, CONFIG), Fsdp2TrainEngine(model_path, None)
     actor.step(make_batch(), token_loss)
     reference.receive(actor.publish())
@@ -422,7 +435,8 @@ def test_107_a_reference_follows_its_actor(model_path):
         actor.receive(reference.publish())
 
 
-def test_104_a_snapshot_carries_the_version_it_was_taken_at(model_path):
+@pytest.mark.feature(104)
+def test_a_snapshot_carries_the_version_it_was_taken_at(model_path):
     engine = Fsdp2TrainEngine(model_path, CONFIG)
     first = engine.publish()
     engine.step(make_batch(), token_loss)

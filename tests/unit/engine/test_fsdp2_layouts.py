@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fsdp2 engine over several processes, where the contract does not look: odd sizes, other settings, refusals.
 
 The processes of a test group meet once and do everything in turn; each test looks at what came of one thing.
@@ -16,16 +17,16 @@ import torch.distributed as dist
 from processes import run
 
 from dlrover.python.rl.algorithm.base import EngineLoss
-from dlrover.python.rl.algorithm.vocabulary_distillation import VocabularyDistillation
+from dlrover.python.rl.algorithm.distillation import VocabularyDistillation
 from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
+from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.fsdp2.grid import Grid
-from dlrover.python.rl.engine.layout import Layout, ParallelSizes
-from dlrover.python.rl.engine.torch.ranks import Ranks
-from dlrover.python.rl.recipe.tiny import write_tiny_model
-from dlrover.python.rl.recipe.updates import UpdatePlan, each_update, over_updates
+from dlrover.python.rl.engine.fsdp2.shards import Grid
+from dlrover.python.rl.engine.model.ranks import Ranks
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.recipe.base.engine_workload import UpdatePlan, assign_updates, run_updates
 
 CONFIG = OptimizerConfig(lr=1e-4, max_grad_norm=1.0)
 COPIES, TENSOR = ParallelSizes(ddp_size=2), ParallelSizes(tensor_parallel_size=2)
@@ -141,16 +142,19 @@ def on_two(rank, world_size, port, path):
     return found
 
 
-def test_044_052_two_shards_take_the_steps_of_one_process_and_hold_half_of_it_each(two, model_path):
+@pytest.mark.feature(44, 52)
+def test_two_shards_take_the_steps_of_one_process_and_hold_half_of_it_each(two, model_path):
     alone = assert_like_alone(model_path, WAYS["shards"], two["shards"])
     assert all(rank["bytes"] <= 0.6 * alone["bytes"] for rank in two["shards"])
 
 
-def test_047_a_vocabulary_that_cannot_be_shared_is_on_every_rank(two, model_path):
+@pytest.mark.feature(47)
+def test_a_vocabulary_that_cannot_be_shared_is_on_every_rank(two, model_path):
     assert_like_alone(model_path, WAYS["tensor"], two["tensor"])
 
 
-def test_031_050_two_ranks_that_share_sequences_take_the_steps_of_one_process(two, model_path):
+@pytest.mark.feature(31, 50)
+def test_two_ranks_that_share_sequences_take_the_steps_of_one_process(two, model_path):
     assert_like_alone(model_path, WAYS["context"], two["context"])
 
 
@@ -161,8 +165,9 @@ def read(engine):
     return {name: found.ragged(name).values for name in ("logprobs", "entropy", "candidates", "candidate_logprobs")}
 
 
+@pytest.mark.feature(47, 50)
 @pytest.mark.parametrize("name", ["tensor", "context"])
-def test_047_050_logprobs_and_entropies_are_those_of_the_whole_model(name, two, model_path):
+def test_logprobs_and_entropies_are_those_of_the_whole_model(name, two, model_path):
     alone = read(make_engine(0, 1, 0, model_path, settings(), frozen=True))
     for rank in two[f"{name}, read"]:
         for kind, values in rank.items():
@@ -170,8 +175,9 @@ def test_047_050_logprobs_and_entropies_are_those_of_the_whole_model(name, two, 
             assert np.count_nonzero(values.reshape(len(values), -1).any(axis=1)) == 3 + 5 + 1
 
 
+@pytest.mark.feature(54)
 @pytest.mark.parametrize("name", [name for name in WAYS if name.startswith("recomputed")])
-def test_054_activations_can_be_recomputed_in_every_dimension(name, two, model_path):
+def test_activations_can_be_recomputed_in_every_dimension(name, two, model_path):
     assert_like_alone(model_path, WAYS[name], two[name])
     assert two[name][0]["weights"].keys() == two["shards"][0]["weights"].keys()
     stored = two["context" if "context" in name else "shards"]
@@ -183,8 +189,9 @@ def test_a_head_of_one_label_trains_in_every_dimension(name, two, model_path):
     assert_like_alone(model_path, WAYS[name], two[name])
 
 
+@pytest.mark.feature(53)
 @pytest.mark.parametrize("name", [name for name in WAYS if name.startswith("bf16")])
-def test_053_bf16_has_float32_masters_in_every_dimension(name, two, model_path):
+def test_bf16_has_float32_masters_in_every_dimension(name, two, model_path):
     # A gradient's sign decides about a step of the whole rate, and bf16 does not know all signs: few of them, in sum.
     alone = assert_like_alone(model_path, WAYS[name], two[name], tolerance=6 * CONFIG.lr)["weights"]
     start = weights(make_engine(0, 1, 0, model_path, settings(), frozen=True))
@@ -231,7 +238,8 @@ def spoiled(outputs, columns):
     return outputs.sum() * math.nan, {}
 
 
-def test_029_059_ranks_with_nothing_to_learn_from_and_faults_of_one_rank(two):
+@pytest.mark.feature(29, 59)
+def test_ranks_with_nothing_to_learn_from_and_faults_of_one_rank(two):
     (first, some, errors, final), (second, none, other_errors, other_final) = two["uneven"]
     assert (first, errors, final) == (second, other_errors, other_final)
     assert (some, none) == (True, False)
@@ -252,15 +260,16 @@ def dealt(rank, world_size, port, path):
         candidates=tokens.like(np.tile(np.arange(3), (15, 1))),
         teacher_logprobs=tokens.like(np.full((15, 3), -2.0, dtype=np.float32)),
     )
-    rows, updates = over_updates(batch, 2)
+    rows, updates = assign_updates(batch, 2)
     loss = EngineLoss(VocabularyDistillation())
-    steps = each_update(share(engine, rank, rows), UpdatePlan(1.0, updates), lambda part: engine.step(part, loss))
+    steps = run_updates(share(engine, rank, rows), UpdatePlan(1.0, updates), lambda part: engine.step(part, loss))
     found = [(step.loss, step.grad_norm) for step in steps], weights(engine)
     engine.close()
     return found
 
 
-def test_063_a_rank_without_a_row_takes_part_in_an_update_over_the_vocabulary(two, model_path):
+@pytest.mark.feature(63)
+def test_a_rank_without_a_row_takes_part_in_an_update_over_the_vocabulary(two, model_path):
     told, ends = dealt(0, 1, 0, model_path)
     for rank_told, rank_ends in two["dealt"]:
         assert np.allclose(rank_told, told, rtol=1e-5)
@@ -330,14 +339,16 @@ def on_four(rank, world_size, port, path):
     return found
 
 
-def test_045_two_copies_of_two_shards_stay_equal_to_the_bit(four, model_path):
+@pytest.mark.feature(45)
+def test_two_copies_of_two_shards_stay_equal_to_the_bit(four, model_path):
     assert_like_alone(model_path, settings(COPIES), four["hybrid"])
     first, second, third, fourth = (rank["bits"] for rank in four["hybrid"])
     assert (first, second) == (third, fourth)
     assert first != second
 
 
-def test_056_a_head_of_one_row_trains_over_four_shards(four, model_path):
+@pytest.mark.feature(56)
+def test_a_head_of_one_row_trains_over_four_shards(four, model_path):
     assert_like_alone(model_path, settings(head="token"), four["head"])
 
 
@@ -352,7 +363,8 @@ def pairs(rank, world_size, port, path):
     return [row.copy() for row in found]
 
 
-def test_060_three_pairs_over_four_ranks_come_back_in_order(four, model_path):
+@pytest.mark.feature(60)
+def test_three_pairs_over_four_ranks_come_back_in_order(four, model_path):
     alone = make_engine(0, 1, 0, model_path, settings(), frozen=True).evaluate(PAIRS).ragged("logprobs")
     assert [len(rows) for rows in four["pairs"]] == [2, 2, 2, 0]
     for row, expected in zip((row for rows in four["pairs"] for row in rows), alone, strict=True):
@@ -365,7 +377,8 @@ def refused(rank, world_size, port, path, way):
     return str(caught.value)
 
 
-def test_047_heads_that_cannot_be_shared_are_refused_with_the_numbers(four):
+@pytest.mark.feature(47)
+def test_heads_that_cannot_be_shared_are_refused_with_the_numbers(four):
     assert set(four["refused"]) == {"4 tensor-parallel ranks cannot share 2 key-value heads"}
 
 
@@ -377,15 +390,17 @@ def test_shards_that_do_not_divide_evenly(model_path):
 # -- without others ---------------------------------------------------------------------------------------------------
 
 
-def test_051_sizes_that_do_not_divide_the_ranks_are_refused_with_the_numbers(model_path):
+@pytest.mark.feature(51)
+def test_sizes_that_do_not_divide_the_ranks_are_refused_with_the_numbers(model_path):
     with pytest.raises(EngineError, match="6 ranks cannot be divided by ddp_size 2 x tensor_parallel_size 2 = 4"):
         Grid.of(Ranks(0, 6), ParallelSizes(ddp_size=2, tensor_parallel_size=2))
-    with pytest.raises(EngineError, match="pipeline_parallel_size is 2, but fsdp2 runs with 1 only"):
+    with pytest.raises(EngineError, match="pipeline_parallel_size is 2, but fsdp2 supports 1 only"):
         split = TrainSettings(parallel=ParallelSizes(pipeline_parallel_size=2))
         Fsdp2TrainEngine(model_path, CONFIG, split, Rendezvous(0, 2))
 
 
-def test_046_one_process_is_a_layout_of_ones_and_trains(model_path):
+@pytest.mark.feature(46)
+def test_one_process_is_a_layout_of_ones_and_trains(model_path):
     engine = Fsdp2TrainEngine(model_path, CONFIG)
     assert engine.layout == Layout()
     assert engine.step(make_batch(), token_loss).grad_norm > 0

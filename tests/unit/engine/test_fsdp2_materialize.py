@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Any module from the meta device: sources, names, buffers, and what is refused."""
 
 import pytest
@@ -5,13 +6,13 @@ import torch
 from processes import run
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.base import Rendezvous
-from dlrover.python.rl.engine.fsdp2.grid import Grid
-from dlrover.python.rl.engine.fsdp2.materialize import Making, materialize
-from dlrover.python.rl.engine.layout import Layout, ParallelSizes
-from dlrover.python.rl.engine.torch.blueprint import empty_weights
-from dlrover.python.rl.engine.torch.ranks import Ranks
-from dlrover.python.rl.engine.torch.sources import TensorSource
+from dlrover.python.rl.engine.api.base import Rendezvous
+from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
+from dlrover.python.rl.engine.fsdp2.materialize import MaterializeOptions, materialize
+from dlrover.python.rl.engine.fsdp2.shards import Grid
+from dlrover.python.rl.engine.model.loading import TensorSource
+from dlrover.python.rl.engine.model.ranks import Ranks
+from dlrover.python.rl.engine.model.spec import empty_weights
 
 ALONE = Grid(Layout(), Layout(1, 0, 0, 0, 0))
 
@@ -66,35 +67,37 @@ def plain():
 INPUT = torch.linspace(-1, 1, 24).reshape(4, 6)
 
 
-def test_036_042_any_module_from_tensors_or_functions():
+@pytest.mark.feature(36, 42)
+def test_any_module_from_tensors_or_functions():
     sources = [tensors(), {name: (lambda tensor=tensor: tensor) for name, tensor in tensors().items()}]
     for source in sources:
-        made = materialize(empty(), TensorSource(source), ALONE, Making())
+        made = materialize(empty(), TensorSource(source), ALONE, MaterializeOptions())
         assert made.module.last.weight is made.module.first.weight
         assert torch.equal(made.module(INPUT), plain()(INPUT))
         assert list(made.buffers) == ["mean"]
 
 
-def test_037_names_can_be_changed_and_a_missing_one_is_named():
+@pytest.mark.feature(37)
+def test_names_can_be_changed_and_a_missing_one_is_named():
     renamed = {f"policy.{name}": tensor for name, tensor in tensors().items()}
-    made = materialize(empty(), TensorSource(renamed), ALONE, Making(rename="policy.{}".format))
+    made = materialize(empty(), TensorSource(renamed), ALONE, MaterializeOptions(rename="policy.{}".format))
     assert torch.equal(made.module(INPUT), plain()(INPUT))
     del renamed["policy.blocks.1.linear.bias"]
     with pytest.raises(EngineError, match=r"the checkpoint lacks blocks\.1\.linear\.bias"):
-        materialize(empty(), TensorSource(renamed), ALONE, Making(rename="policy.{}".format))
+        materialize(empty(), TensorSource(renamed), ALONE, MaterializeOptions(rename="policy.{}".format))
 
 
 def test_a_tensor_of_another_shape_is_named_with_both():
     wrong = tensors() | {"first.weight": torch.zeros(5, 7)}
     with pytest.raises(EngineError, match=r"first\.weight of shape \(5, 6\) \(it has \(5, 7\)\)"):
-        materialize(empty(), TensorSource(wrong), ALONE, Making())
+        materialize(empty(), TensorSource(wrong), ALONE, MaterializeOptions())
 
 
 def test_a_buffer_without_value_is_named():
     with torch.device("meta"):
         module = Perceptron()
     with pytest.raises(EngineError, match="buffers without values: mean, scale"):
-        materialize(module, TensorSource(tensors()), ALONE, Making())
+        materialize(module, TensorSource(tensors()), ALONE, MaterializeOptions())
 
 
 def test_parameters_in_empty_weights_have_no_memory_and_buffers_have():
@@ -107,7 +110,7 @@ def test_parameters_in_empty_weights_have_no_memory_and_buffers_have():
 def sharded(rank, world_size, port):
     ranks = Ranks.connect(Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=240))
     grid = Grid.of(ranks, ParallelSizes())
-    made = materialize(empty(), TensorSource(tensors()), grid, Making())
+    made = materialize(empty(), TensorSource(tensors()), grid, MaterializeOptions())
     output = made.module(INPUT)
     output.square().sum().backward()
     made.shards.take_gradients()
@@ -116,7 +119,8 @@ def sharded(rank, world_size, port):
     return output.detach().numpy(), whole
 
 
-def test_042_a_module_of_ones_own_is_sharded():
+@pytest.mark.feature(42)
+def test_a_module_of_ones_own_is_sharded():
     module = plain()
     output = module(INPUT)
     output.square().sum().backward()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kinds of models and settings of the fsdp2 engine in one process: precision, heads, adapters, loading."""
 
 import copy
@@ -20,10 +21,10 @@ from transformers import (
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import LoraSettings, OptimizerConfig, TrainSettings
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, TrainSettings
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.torch.loading import write_atomically
-from dlrover.python.rl.recipe.tiny import byte_tokenizer, write_tiny_model
+from dlrover.python.rl.engine.model.loading import write_atomically
+from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write_tiny_model
 
 CONFIG = OptimizerConfig(lr=1e-3, max_grad_norm=None)
 
@@ -52,7 +53,8 @@ def weights(engine):
 # -- precision --------------------------------------------------------------------------------------------------------
 
 
-def test_053_bf16_computes_low_and_trains_float32_masters(model_path):
+@pytest.mark.feature(53)
+def test_bf16_computes_low_and_trains_float32_masters(model_path):
     low = Fsdp2TrainEngine(model_path, dataclasses.replace(CONFIG, lr=1e-6), TrainSettings(precision="bf16"))
     full = Fsdp2TrainEngine(model_path, CONFIG)
     found, expected = (engine.evaluate(make_batch()).ragged("logprobs").values for engine in (low, full))
@@ -65,7 +67,8 @@ def test_053_bf16_computes_low_and_trains_float32_masters(model_path):
     assert all(0 < distance < 4e-6 for distance in moved.values())
 
 
-def test_053_gradients_of_micro_batches_add_up_in_float32(model_path):
+@pytest.mark.feature(53)
+def test_gradients_of_micro_batches_add_up_in_float32(model_path):
     norms = [
         Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(precision="bf16", max_tokens_per_microbatch=budget))
         .step(make_batch(), token_loss)
@@ -76,7 +79,8 @@ def test_053_gradients_of_micro_batches_add_up_in_float32(model_path):
     assert norms == pytest.approx([full, full], rel=0.02)
 
 
-def test_041_four_micro_batches_are_one_big_step(model_path):
+@pytest.mark.feature(41)
+def test_four_micro_batches_are_one_big_step(model_path):
     engines = [
         Fsdp2TrainEngine(
             model_path, dataclasses.replace(CONFIG, lr=1e-5), TrainSettings(max_tokens_per_microbatch=size)
@@ -115,14 +119,15 @@ def test_a_critic_scores_the_action_tokens_and_learns(model_path, tmp_path):
     assert losses[-1] < 0.2 * losses[0]
     with pytest.raises(EngineError, match="scores have no entropy"):
         critic.evaluate(batch, entropy=True)
-    with pytest.raises(EngineError, match="scores are of no ids"):
+    with pytest.raises(EngineError, match="scores have no most likely ids"):
         critic.evaluate(batch, top=2)
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def test_038_145_adapters_are_trained_alone_and_leave_merged(model_path, tmp_path):
+@pytest.mark.feature(38, 145)
+def test_adapters_are_trained_alone_and_leave_merged(model_path, tmp_path):
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     lora = LoraSettings(rank=4, alpha=8.0)
     engine = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(lora=lora))
@@ -205,7 +210,7 @@ OTHERS = {
 def test_models_built_otherwise_are_right_too(kind, tmp_path):
     torch.manual_seed(0)
     model = OTHERS[kind]()
-    path = write_atomically(tmp_path / kind, model, byte_tokenizer())
+    path = write_atomically(tmp_path / kind, model, make_byte_tokenizer())
     engine = Fsdp2TrainEngine(path, CONFIG)
     found = engine.evaluate(make_batch()).ragged("logprobs")
     for row, expected in zip(found, logprobs_of(model.eval(), make_batch()), strict=True):
@@ -213,7 +218,8 @@ def test_models_built_otherwise_are_right_too(kind, tmp_path):
     assert engine.step(make_batch(), token_loss).grad_norm > 0
 
 
-def test_035_rotary_frequencies_are_those_of_a_normal_load(model_path):
+@pytest.mark.feature(35)
+def test_rotary_frequencies_are_those_of_a_normal_load(model_path):
     engine = Fsdp2TrainEngine(model_path, CONFIG)
     engine.cpu()
     engine.cuda()
@@ -226,7 +232,7 @@ def test_035_rotary_frequencies_are_those_of_a_normal_load(model_path):
 def test_files_of_several_parts_are_read(model_path, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_path)
     model.save_pretrained(tmp_path / "parts", max_shard_size="20KB")
-    byte_tokenizer().save_pretrained(tmp_path / "parts")
+    make_byte_tokenizer().save_pretrained(tmp_path / "parts")
     assert len(json.loads((tmp_path / "parts/model.safetensors.index.json").read_text())["weight_map"]) > 2
     found, expected = (weights(Fsdp2TrainEngine(path, None)) for path in (tmp_path / "parts", model_path))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -241,5 +247,5 @@ def test_a_checkpoint_of_the_bare_model_is_read(model_path, tmp_path):
 
 
 def test_options_of_another_backend_are_refused(model_path):
-    with pytest.raises(EngineError, match="was given zero_stage"):
+    with pytest.raises(EngineError, match="fsdp2: backend.zero_stage"):
         Fsdp2TrainEngine(model_path, None, TrainSettings(backend={"zero_stage": 2}))

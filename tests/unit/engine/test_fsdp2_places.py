@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Offload of the fsdp2 engine in one process: what is where, what it costs, and that it changes nothing."""
 
 import gc
@@ -9,10 +10,10 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import OptimizerConfig, TrainSettings
+from dlrover.python.rl.engine.api.base import OptimizerConfig, TrainSettings
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.memory import DeviceMemory
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 CONFIG = OptimizerConfig(lr=1e-3)
 
@@ -42,8 +43,9 @@ def bits(engine):
     return {name: tensor.numpy().tobytes() for name, tensor in weights(engine).items()}
 
 
+@pytest.mark.feature(17, 55)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_017_055_a_trip_to_the_host_changes_nothing(model_path, precision):
+def test_a_trip_to_the_host_changes_nothing(model_path, precision):
     settings = TrainSettings(precision=precision)
     stayed, travelled = (Fsdp2TrainEngine(model_path, CONFIG, settings) for _ in range(2))
     for seed in range(3):
@@ -109,7 +111,8 @@ def test_a_call_on_an_offloaded_engine_names_the_way_back(model_path):
     assert bits(engine) == kept
 
 
-def test_020_after_meta_no_weight_is_alive_and_new_weights_bring_it_back(model_path):
+@pytest.mark.feature(20)
+def test_after_meta_no_weight_is_alive_and_new_weights_bring_it_back(model_path):
     actor, reference = Fsdp2TrainEngine(model_path, CONFIG), Fsdp2TrainEngine(model_path, None)
     step(actor)
     expected = actor.evaluate(batch()).ragged("logprobs").values
@@ -145,7 +148,9 @@ def test_a_device_that_is_full_while_it_computes_is_told_by_who_holds_it(model_p
         monkeypatch.setattr(torch.UntypedStorage, "resize_", full)
     else:
         monkeypatch.setattr(torch.nn.functional, "embedding", full)
-    with pytest.raises(OutOfDeviceMemory, match=r"trained .*T has no room to compute on cpu, and .* are held"):
+    with pytest.raises(
+        OutOfDeviceMemory, match=r"trained .*T ran out of memory while computing on cpu: .* bytes are in use"
+    ):
         {"evaluate": lambda: engine.evaluate(batch()), "step": lambda: step(engine), "cuda": engine.cuda}[call]()
     monkeypatch.undo()
     assert engine.place() == ("cpu" if call == "cuda" else "cuda")

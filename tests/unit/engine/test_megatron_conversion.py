@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights between Hugging Face's names and Megatron's: complete, in the right order, and back to the same bits."""
 
 import dataclasses
@@ -10,8 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, LlamaConfig, Qwen2Config, Qwen3Config
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.megatron.conversion import join, padded_vocab, parameters, split
-from dlrover.python.rl.engine.megatron.shape import TransformerShape
+from dlrover.python.rl.engine.megatron.conversion import TransformerShape, join, list_parameters, pad_vocab, split
 
 SIZES = {
     "vocab_size": 37,
@@ -45,7 +45,7 @@ def hugging_face(config, head):
 def test_the_table_has_every_tensor_of_the_model_once_with_its_shape(name, head):
     config = CONFIGS[name]
     config.num_labels = 1
-    table = parameters(TransformerShape.of(config, head))
+    table = list_parameters(TransformerShape.of(config, head))
     found = [pair for item in table for pair in zip(item.sources, item.shapes, strict=True)]
     assert len(found) == len(dict(found))
     assert dict(found) == {name: tuple(tensor.shape) for name, tensor in hugging_face(config, head).items()}
@@ -56,7 +56,7 @@ def test_the_table_has_every_tensor_of_the_model_once_with_its_shape(name, head)
 def test_what_is_split_over_ranks_joins_to_the_same_bits(name, ranks):
     shape = TransformerShape.of(CONFIGS[name], "causal")
     weights = hugging_face(CONFIGS[name], "causal")
-    for item in parameters(shape):
+    for item in list_parameters(shape):
         tensors = [weights[source] for source in item.sources]
         parts = [split(item, tensors, shape, rank, ranks) for rank in range(ranks)]
         assert len({tuple(part.shape) for part in parts}) == 1
@@ -78,7 +78,7 @@ def test_queries_stand_above_their_own_key_and_value(kv_heads, per_group, width,
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": width, "hidden": hidden}
     shape = dataclasses.replace(TransformerShape.of(CONFIGS["qwen2"], "causal"), **sizes)
     name = "self_attention.linear_qkv." + ("bias" if biases else "weight")
-    item = next(item for item in parameters(shape) if item.name.endswith(name))
+    item = next(item for item in list_parameters(shape) if item.name.endswith(name))
 
     def rows(number):
         return torch.full((width,), float(number)) if biases else torch.full((width, hidden), float(number))
@@ -97,24 +97,24 @@ def test_queries_stand_above_their_own_key_and_value(kv_heads, per_group, width,
 
 def test_the_vocabulary_is_filled_up_with_zeros():
     shape = TransformerShape.of(CONFIGS["qwen2"], "causal")
-    item = parameters(shape)[0]
+    item = list_parameters(shape)[0]
     tensor = torch.randn(37, 24)
     parts = [split(item, [tensor], shape, rank, 4) for rank in range(4)]
-    assert padded_vocab(37, 4) == 40
+    assert pad_vocab(37, 4) == 40
     assert [len(part) for part in parts] == [10] * 4
     assert not parts[-1][7:].any()
 
 
 def test_gates_stand_above_their_ranks_up_rows():
     shape = TransformerShape.of(CONFIGS["llama"], "causal")
-    item = next(item for item in parameters(shape) if item.form == "gate_up")
+    item = next(item for item in list_parameters(shape) if item.form == "gate_up")
     gate, up = torch.randn(32, 24), torch.randn(32, 24)
     assert torch.equal(split(item, [gate, up], shape, 1, 2), torch.cat([gate[16:], up[16:]]))
 
 
 def test_layers_are_numbered_on_their_stage():
     shape = TransformerShape.of(CONFIGS["qwen2"], "causal")
-    names = [(item.stage(shape, 2), item.local_name(shape, 2)) for item in parameters(shape)]
+    names = [(item.stage(shape, 2), item.local_name(shape, 2)) for item in list_parameters(shape)]
     assert names[0] == (0, "embedding.word_embeddings.weight")
     assert (1, "decoder.layers.0.mlp.linear_fc2.weight") in names
     assert (1, "decoder.layers.2.mlp.linear_fc2.weight") not in names
@@ -124,7 +124,7 @@ def test_layers_are_numbered_on_their_stage():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, "its type is 'bert', and known are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "bert"}, "its type is 'bert', and the supported ones are llama, mistral, qwen2, qwen3"),
         ({"hidden_act": "gelu"}, "its activation is 'gelu', not 'silu'"),
         ({"attention_bias": True}, "it has attention_bias"),
         ({"use_sliding_window": True, "sliding_window": 16}, "slides over a window of 16 tokens"),
@@ -137,10 +137,11 @@ def test_a_model_that_megatron_would_compute_otherwise_is_refused(changes, messa
         TransformerShape.of(config, "causal")
 
 
+@pytest.mark.feature(47)
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "message"),
     [(4, 1, "2 key-value heads cannot be divided by tensor_parallel_size 4"), (1, 3, "4 layers .*_size 3")],
 )
-def test_047_sizes_that_do_not_divide_the_model_are_refused_with_the_numbers(tensor, pipeline, message):
+def test_sizes_that_do_not_divide_the_model_are_refused_with_the_numbers(tensor, pipeline, message):
     with pytest.raises(EngineError, match=message):
         TransformerShape.of(CONFIGS["qwen2"], "causal").check_split(tensor, pipeline)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A user's module over several ranks: gradients, steps and weights are those of one process, whatever the layout."""
 
 import pickle
@@ -11,13 +12,13 @@ from processes import free_port, run
 from session_toys import EvenLong, Long, Policy, Summing, TwoLayers, start
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
-from dlrover.python.rl.engine.backward import weight_of
-from dlrover.python.rl.engine.base import Rendezvous, TrainSettings
-from dlrover.python.rl.engine.layout import ParallelSizes
-from dlrover.python.rl.engine.module import Share, empty_weights
-from dlrover.python.rl.engine.module_engine import ModuleEngine
-from dlrover.python.rl.recipe.tiny import write_tiny_model
-from dlrover.python.rl.session.split import NeedParallel, arrange
+from dlrover.python.rl.engine.api.base import Rendezvous, TrainSettings
+from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.engine.model.train_module import CallShare, empty_weights
+from dlrover.python.rl.engine.module.engine import ModuleEngine
+from dlrover.python.rl.engine.module.parallel import compute_gradient_weight
+from dlrover.python.rl.session.split import NeedParallel, Splitter
 
 ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).tolist()
 TEXTS = [[72, 101, 108, 108, 111], [49, 50, 43, 49, 51, 61, 50], [1, 2, 3, 4], [9, 8, 7]]
@@ -57,8 +58,10 @@ class Rank:
         self.engine = ModuleEngine(f"T[{rank}]", module, settings, Rendezvous(rank, WORLD, "127.0.0.1", port, 600.0))
 
     def call(self, method, *args):
-        given = arrange(args, {}, self.sizes, method, lambda value: value)[self.at]
-        return self.engine.call(method, given.share, given.args, {})
+        splitter = Splitter(*self.sizes, method)
+        values, _ = splitter.arrange(args, {})
+        part = [value.value[self.at] if at in splitter.split else value.value for at, value in enumerate(values)]
+        return self.engine.call(method, splitter.shares[self.at], part, {})
 
 
 def gradients(mine):
@@ -162,11 +165,12 @@ def close(one, other):
     return torch.allclose(one, other, atol=1e-6)
 
 
+@pytest.mark.feature(29)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("number", range(len(CALLS)))
-def test_029_the_gradient_is_that_of_the_rows(found, layout, kind, number):
+def test_the_gradient_is_that_of_the_rows(found, layout, kind, number):
     expected = plain_gradient(CALLS[number], kind)
     for rank in found:
         gradient = rank[layout, kind.__name__][number]
@@ -188,16 +192,16 @@ def test_rows_that_are_not_divided_count_once(found, layout, kind):
     ("rows", "of", "mean", "total"), [(2, 7, 2 / 7, 1.0), (0, 3, 0.0, 0.0), (3, 3, 1.0, 1.0), (0, 0, 0.25, 0.25)]
 )
 def test_a_replicas_gradient_is_weighted_by_its_rows(rows, of, mean, total):
-    share = Share(rows=rows, of=of)
-    assert weight_of("mean", share, replicas=4) == mean
-    assert weight_of("sum", share, replicas=4) == total
+    share = CallShare(rows=rows, of=of)
+    assert compute_gradient_weight("mean", share, replicas=4) == mean
+    assert compute_gradient_weight("sum", share, replicas=4) == total
 
 
 @pytest.mark.parametrize(("sequences", "mean", "total"), [(True, 1 / 6, 1.0), (False, 1 / 6, 1 / 3)])
 def test_ranks_that_have_the_same_rows_count_once(sequences, mean, total):
-    share = Share(rows=2, of=4, sequences=sequences)
-    assert weight_of("mean", share, replicas=2, context=3) == pytest.approx(mean)
-    assert weight_of("sum", share, replicas=2, context=3) == pytest.approx(total)
+    share = CallShare(rows=2, of=4, sequences=sequences)
+    assert compute_gradient_weight("mean", share, replicas=2, context=3) == pytest.approx(mean)
+    assert compute_gradient_weight("sum", share, replicas=2, context=3) == pytest.approx(total)
 
 
 # -- sequences --------------------------------------------------------------------------------------------------------
@@ -214,11 +218,12 @@ def unsplit(model):
     return loss.item(), {name: parameter.grad for name, parameter in plain.named_parameters()}
 
 
+@pytest.mark.feature(31)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", SEQUENCE_LAYOUTS)
 @pytest.mark.parametrize("kind", ["Long", "EvenLong"])
 @pytest.mark.parametrize("type", ["seq", "dp"])
-def test_031_divided_sequences_give_the_loss_and_gradient_of_whole_ones(found, unsplit, layout, kind, type):
+def test_divided_sequences_give_the_loss_and_gradient_of_whole_ones(found, unsplit, layout, kind, type):
     loss, expected = unsplit
     context, tensor = (SEQUENCE_LAYOUTS[layout].get(f"{name}_parallel_size", 1) for name in ("context", "tensor"))
     alike = tensor if type == "seq" else tensor * context  # ranks that have computed the same
@@ -262,10 +267,11 @@ def row_loss(module, row):
     return torch.nn.functional.cross_entropy(module(input_ids=tokens).logits[0, :-1], tokens[0, 1:])
 
 
+@pytest.mark.feature(44, 47)
 @pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", ["odd", "even"])
 @pytest.mark.parametrize("layout", [*LAYOUTS, *TENSOR_LAYOUTS])
-def test_044_047_a_language_model_trains_alike_in_every_layout(found, expected, saved, layout, vocabulary):
+def test_a_language_model_trains_alike_in_every_layout(found, expected, saved, layout, vocabulary):
     weights, logprobs, _, versions = zip(*(rank[layout, vocabulary] for rank in found), strict=True)
     plain = expected[vocabulary]
     assert weights[1:] == (None,) * (WORLD - 1)
@@ -278,11 +284,12 @@ def test_044_047_a_language_model_trains_alike_in_every_layout(found, expected, 
     assert [name for name, tensor in loaded.named_parameters() if not torch.equal(tensor, weights[0][name])] == []
 
 
+@pytest.mark.feature(44)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "parts"), [("shards", 4), ("copies", 1), ("both", 2), ("tensor-shards", 4), ("tensor-copies", 2)]
 )
-def test_044_each_rank_holds_its_part_of_weights_and_optimizer(found, expected, layout, parts):
+def test_each_rank_holds_its_part_of_weights_and_optimizer(found, expected, layout, parts):
     whole = 3 * 4 * sum(tensor.numel() for tensor in expected["even"].values())  # weights and two moments
     for rank in found:
         held = sum(rank[layout, "even"][2].values())

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log-probs and entropies of tokens: value and gradient against the plain formulas, whole and divided over ranks."""
 
 import pytest
@@ -6,10 +7,10 @@ import torch.distributed as dist
 from processes import run
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.base import Rendezvous
-from dlrover.python.rl.engine.torch import outputs
-from dlrover.python.rl.engine.torch.outputs import VocabularyShard, likeliest, token_logprobs
-from dlrover.python.rl.engine.torch.ranks import Ranks
+from dlrover.python.rl.engine.api.base import Rendezvous
+from dlrover.python.rl.engine.model import outputs
+from dlrover.python.rl.engine.model.outputs import VocabularyShard, token_logprobs, top_token_ids
+from dlrover.python.rl.engine.model.ranks import Ranks
 
 TOKENS, VOCAB = 7, 11
 
@@ -73,9 +74,9 @@ def test_several_ids_at_each_token(temperature, chunk, monkeypatch):
 
 def test_the_likeliest_ids_are_in_order():
     logits, _, _ = problem()
-    assert torch.equal(likeliest(logits, 4), logits.sort(dim=1, descending=True).indices[:, :4])
-    with pytest.raises(EngineError, match="12 most likely ids were asked for, and the model knows 11"):
-        likeliest(logits, VOCAB + 1)
+    assert torch.equal(top_token_ids(logits, 4), logits.sort(dim=1, descending=True).indices[:, :4])
+    with pytest.raises(EngineError, match="12 most likely ids were requested, but the vocabulary has 11"):
+        top_token_ids(logits, VOCAB + 1)
 
 
 def test_without_entropy_the_gradient_is_that_of_the_logprobs():
@@ -131,9 +132,9 @@ def several_divided(columns, weights, temperature, shard, ranks):
     mine, (ids, slopes) = columns.clone().requires_grad_(), many()
     logprobs, entropies = token_logprobs(mine, ids, temperature, entropy=True, shard=shard)
     ((slopes * logprobs).sum() + weights[1] @ entropies).backward()
-    top = likeliest(columns, 9, shard)
+    top = top_token_ids(columns, 9, shard)
     try:
-        likeliest(columns, VOCAB + 1, shard)
+        top_token_ids(columns, VOCAB + 1, shard)
         refused = ""
     except EngineError as error:
         refused = str(error)
@@ -141,7 +142,8 @@ def several_divided(columns, weights, temperature, shard, ranks):
     return [logprobs.detach().numpy(), mine.grad.numpy(), top.numpy(), refused]
 
 
-def test_048_049_divided_over_ranks_values_and_gradients_are_the_whole_ones():
+@pytest.mark.feature(48, 49)
+def test_divided_over_ranks_values_and_gradients_are_the_whole_ones():
     logprobs, entropies, gradient = plain(0.7)
     ranks = run(2, divided, 0.7)
     for found in ranks:
@@ -152,7 +154,7 @@ def test_048_049_divided_over_ranks_values_and_gradients_are_the_whole_ones():
     several, _, slope = plain_many(0.7)
     for found in ranks:
         assert abs(torch.from_numpy(found[3]) - several).max() < 1e-10
-        assert found[5].tolist() == likeliest(problem()[0], 9).tolist()
-        assert "the model knows fewer" in found[6]
+        assert found[5].tolist() == top_token_ids(problem()[0], 9).tolist()
+        assert "the vocabulary has fewer" in found[6]
     parts = torch.cat([torch.from_numpy(found[4]) for found in ranks], dim=1)
     assert abs(parts - slope).max() < 1e-10

@@ -1,4 +1,5 @@
-"""Packed micro-batches: every action once, within the budget, balanced, nothing read that is not needed."""
+# SPDX-License-Identifier: Apache-2.0
+"""Packed micro-batches: every action once, within the budget, balance_by_tokens, nothing read that is not needed."""
 
 from itertools import zip_longest
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.balance import partition
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.torch.packing import balanced, check_actions, pack
+from dlrover.python.rl.engine.model.packing import balance_by_tokens, check_actions, pack
 
 rows = st.lists(st.lists(st.booleans(), max_size=12), max_size=12)
 
@@ -42,8 +43,9 @@ def test_every_action_is_read_once_at_the_right_place(masks, budget, head, at_le
         assert (part.inputs[part.reads] + (head == "causal")).tolist() == part.targets.tolist()
 
 
+@pytest.mark.feature(62)
 @given(rows, rows, st.integers(1, 30))
-def test_062_two_batches_under_way_at_a_time_both_come_back_in_their_order(first, second, budget):
+def test_two_batches_under_way_at_a_time_both_come_back_in_their_order(first, second, budget):
     """Nothing but a micro-batch itself knows where its rows came from."""
     batches = [make(masks, "causal") for masks in (first, second)]
     packed = [pack(batch, budget) for batch in batches]
@@ -57,8 +59,9 @@ def test_062_two_batches_under_way_at_a_time_both_come_back_in_their_order(first
         assert outputs.tolist() == np.where(actions, tokens, 0).tolist()
 
 
+@pytest.mark.feature(60)
 @given(rows, st.lists(st.integers(0, 4), min_size=12, max_size=12), st.integers(1, 30), st.integers(0, 3))
-def test_060_rows_of_a_unit_stay_together(masks, units, budget, at_least):
+def test_rows_of_a_unit_stay_together(masks, units, budget, at_least):
     batch = make(masks, "causal").with_columns(unit=np.array(units[: len(masks)], dtype=np.int64))
     parts = pack(batch, budget, at_least=at_least)
     assert len(parts) >= at_least
@@ -79,9 +82,9 @@ def test_candidates_come_with_their_actions():
     batch = make([[False, True, True], [False, True]], "causal")
     ids = batch.ragged("tokens").like(np.arange(10).reshape(5, 2))
     (part,) = pack(batch.with_columns(candidates=ids), 100)
-    assert part.asked.tolist() == [[101, 2, 3], [102, 4, 5], [104, 8, 9]]
+    assert part.target_ids.tolist() == [[101, 2, 3], [102, 4, 5], [104, 8, 9]]
     (none,) = pack(make([[False, False]], "causal").with_columns(candidates=ids.rows(1, 2)), 10, at_least=1)
-    assert none.asked.shape == (0, 3)
+    assert none.target_ids.shape == (0, 3)
     (scored,) = pack(batch.with_columns(candidates=ids), 100, head="token")
     assert scored.candidates is None
     with pytest.raises(EngineError, match="'candidates' and 'tokens' have rows of different lengths"):
@@ -110,17 +113,19 @@ def test_padded_rows_hold_the_same_documents():
     assert (ids.reshape(-1)[reads] + 1).tolist() == part.targets.tolist()
 
 
+@pytest.mark.feature(57)
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60), st.integers(0, 6))
-def test_057_groups_keep_the_budget_and_hold_every_item_once(lengths, budget, at_least):
-    groups = balanced(lengths, budget, at_least)
+def test_groups_keep_the_budget_and_hold_every_item_once(lengths, budget, at_least):
+    groups = balance_by_tokens(lengths, budget, at_least)
     assert len(groups) >= at_least
     assert sorted(item for group in groups for item in group) == list(range(len(lengths)))
     assert all(len(group) <= 1 or sum(lengths[item] for item in group) <= budget for group in groups)
 
 
-def test_057_groups_are_no_less_even_than_filling_one_after_the_other():
+@pytest.mark.feature(57)
+def test_groups_are_no_less_even_than_filling_one_after_the_other():
     lengths = np.random.default_rng(0).integers(1, 100, 64).tolist()
-    loads = [sum(lengths[item] for item in group) for group in balanced(lengths, 400)]
+    loads = [sum(lengths[item] for item in group) for group in balance_by_tokens(lengths, 400)]
     greedy = [0]
     for length in lengths:
         if greedy[-1] + length > 400:
@@ -131,7 +136,8 @@ def test_057_groups_are_no_less_even_than_filling_one_after_the_other():
     assert max(loads) - min(loads) < 20
 
 
-def test_057_replicas_have_equally_many_groups_with_every_row_once():
+@pytest.mark.feature(57)
+def test_replicas_have_equally_many_groups_with_every_row_once():
     generator = np.random.default_rng(1)
     masks = [[at > 0 for at in range(length)] for length in generator.integers(2, 100, 64)]
     whole = make(masks, "causal")

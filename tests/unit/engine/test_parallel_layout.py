@@ -1,9 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks as a grid."""
 
 import pytest
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.layout import Layout, ParallelSizes
+from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 
 
 def test_what_is_left_over_shards_the_parameters():
@@ -12,7 +13,8 @@ def test_what_is_left_over_shards_the_parameters():
     assert (layout.world_size, layout.data_parallel_size) == (16, 8)
 
 
-def test_051_a_product_that_does_not_divide_the_ranks_is_refused_with_the_numbers():
+@pytest.mark.feature(51)
+def test_a_product_that_does_not_divide_the_ranks_is_refused_with_the_numbers():
     with pytest.raises(EngineError, match="6 ranks cannot be divided by ddp_size 2 x tensor_parallel_size 2 = 4"):
         Layout.of(6, ParallelSizes(ddp_size=2, tensor_parallel_size=2))
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes of an engine that fails to be made."""
 
 import pytest
@@ -5,11 +6,11 @@ import torch.distributed as dist
 from processes import run
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.base import Rendezvous, TrainSettings
+from dlrover.python.rl.engine.api.base import Rendezvous, TrainSettings
+from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.layout import ParallelSizes
-from dlrover.python.rl.engine.torch.ranks import numbered
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.model.ranks import resolve_device
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 
 def test_ranks_of_an_engine_that_was_refused_can_meet_in_another(tmp_path):
@@ -30,4 +31,4 @@ def second_try(rank, world_size, port, model):
 
 def test_a_device_without_a_number_is_the_current_one(monkeypatch):
     monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
-    assert [numbered(name) for name in ("cuda", "cuda:1", "cpu")] == ["cuda:3", "cuda:1", "cpu"]
+    assert [resolve_device(name) for name in ("cuda", "cuda:1", "cpu")] == ["cuda:3", "cuda:1", "cpu"]

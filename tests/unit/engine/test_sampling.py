@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drawing a token: the distribution, the cuts, the random numbers."""
 
 import math
@@ -8,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover.python.rl.engine.base import SamplingParams
-from dlrover.python.rl.engine.torch.sampling import choose, cut, uniforms
+from dlrover.python.rl.engine.api.base import SamplingParams
+from dlrover.python.rl.engine.rollout.requests import choose, cut, uniforms
 
 
 def drawing(**changes):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What only the SGLang engine has beside the contract of all rollout engines, against a server that stands in."""
 
 import importlib.util
@@ -15,17 +16,17 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra, OutOfDeviceMemory, WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.api.base import Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.memory import DeviceMemory
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.model.loading import load_causal_lm
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.engine.sglang import SglangOptions, launch_arguments
 from dlrover.python.rl.engine.sglang.engine import SglangRolloutEngine
 from dlrover.python.rl.engine.sglang.server import SglangServer
-from dlrover.python.rl.engine.sglang.settings import SglangOptions, launch_arguments
-from dlrover.python.rl.engine.sync.base import SyncSettings
-from dlrover.python.rl.engine.sync.file import shared_memory
-from dlrover.python.rl.engine.torch.loading import load_causal_lm
-from dlrover.python.rl.engine.weights import take_snapshot
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.weight_sync.base import SyncSettings
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract/rollout_engine"))
 
@@ -60,8 +61,9 @@ def prompts(count=3):
     return Batch({"prompt_id": np.arange(count), "tokens": Ragged.from_rows(rows)})
 
 
+@pytest.mark.feature(14)
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="'sglang' is installed here")
-def test_014_without_sglang_and_without_a_url_the_extra_is_named(model_path):
+def test_without_sglang_and_without_a_url_the_extra_is_named(model_path):
     with pytest.raises(MissingExtra, match=r"dlrover-rl\[sglang\]"):
         SglangRolloutEngine(model_path, RolloutSettings())
 
@@ -117,7 +119,7 @@ def test_a_server_that_takes_too_long_is_told_to_stop(served, model_path):
     stand_in, url = served
     backend = {"url": url, "timeout_s": 0.5, "start_timeout_s": 30.0}
     engine = SglangRolloutEngine(model_path, RolloutSettings(max_batch=4, backend=backend))
-    with stand_in.lock, pytest.raises(EngineError, match="has not drawn in 0.5 s|does not answer /generate"):
+    with stand_in.lock, pytest.raises(EngineError, match="has not generated within 0.5 s|does not answer /generate"):
         engine.generate(prompts(), SamplingParams(), (1,))
     assert engine.running == 0
     engine.close()
@@ -126,12 +128,13 @@ def test_a_server_that_takes_too_long_is_told_to_stop(served, model_path):
 
 def test_broken_weights_are_an_error_not_a_sample(engine, model_path):
     engine.receive(snapshot(model_path, 0, scale=float("nan")))
-    with pytest.raises(EngineError, match="not numbers"):
+    with pytest.raises(EngineError, match="NaN or infinite"):
         engine.generate(prompts(), SamplingParams(), (0,))
     assert engine.running == 0
 
 
-def test_104_weights_that_did_not_arrive_everywhere_are_not_served(engine, served, model_path):
+@pytest.mark.feature(104)
+def test_weights_that_did_not_arrive_everywhere_are_not_served(engine, served, model_path):
     engine.receive(snapshot(model_path, 0))
     served[0].deaf = ("model.layers.1.mlp.up_proj.weight",)
     with pytest.raises(WeightSyncError, match=r"sent: 'model\.layers\.1\.mlp\.up_proj\.weight'"):
@@ -144,7 +147,8 @@ def test_104_weights_that_did_not_arrive_everywhere_are_not_served(engine, serve
     assert engine.generate(prompts(), SamplingParams(), (0,))["version"].tolist() == [1, 1, 1]
 
 
-def test_104_weights_that_the_server_refuses_are_named_with_its_words(engine, served, model_path, monkeypatch):
+@pytest.mark.feature(104)
+def test_weights_that_the_server_refuses_are_named_with_its_words(engine, served, model_path, monkeypatch):
     engine.receive(snapshot(model_path, 0))
     answer = {"success": False, "message": "no room for this model"}
     monkeypatch.setattr(served[0], "update_weights_from_disk", lambda body: answer)
@@ -153,10 +157,11 @@ def test_104_weights_that_the_server_refuses_are_named_with_its_words(engine, se
     assert engine.version == -1
 
 
+@pytest.mark.feature(105)
 @pytest.mark.parametrize("bucket_bytes", [1 << 10, 1 << 20])
-def test_105_weights_that_came_in_buckets_are_served(bucket_bytes, engine, served, model_path, tmp_path):
+def test_weights_that_came_in_buckets_are_served(bucket_bytes, engine, served, model_path, tmp_path):
     """As they come: each tensor a part of one long row of bytes."""
-    wire = shared_memory(tmp_path, "ACTOR", SyncSettings(bucket_bytes=bucket_bytes))
+    wire = PullTransport(SyncSettings(bucket_bytes=bucket_bytes))
     trainer = Fsdp2TrainEngine(model_path, None)
     ticket = wire.offer(trainer)
     stamp = wire.send(ticket, trainer)
@@ -246,8 +251,9 @@ def launchable(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.feature(14)
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="'sglang' is installed here")
-def test_014_without_a_url_a_server_is_started_and_ended(launchable, model_path):
+def test_without_a_url_a_server_is_started_and_ended(launchable, model_path):
     backend = {"start_timeout_s": 120.0, "server_args": {"log-level": "error"}, "exchange": str(launchable)}
     engine = SglangRolloutEngine(model_path, RolloutSettings(max_batch=4, backend=backend))
     flags = json.loads(Path("flags.json").read_text())
@@ -261,7 +267,7 @@ def test_014_without_a_url_a_server_is_started_and_ended(launchable, model_path)
 
 OWNER = """
 import subprocess, sys
-keeper = [sys.executable, "-m", "dlrover.python.rl.engine.sglang.keeper", sys.argv[1]]
+keeper = [sys.executable, "-m", "dlrover.python.rl.engine.sglang.server", sys.argv[1]]
 inner = "import os, subprocess, time; child = subprocess.Popen(['sleep', '600']);"
 inner += "print(os.getpid(), child.pid, flush=True); time.sleep(600)"
 server = subprocess.Popen([*keeper, sys.executable, "-c", inner], stdin=subprocess.PIPE, start_new_session=True)
@@ -271,8 +277,9 @@ SglangServer("http://127.0.0.1:9", server).close()
 """
 
 
+@pytest.mark.feature(23)
 @pytest.mark.parametrize("how", ["closed", "killed"])
-def test_023_the_servers_process_ends_with_its_owner(how, tmp_path):
+def test_the_servers_process_ends_with_its_owner(how, tmp_path):
     """The keeper's side of it: whatever command it runs, and what that has started, ends, and nothing is left."""
     folder = tmp_path / "weights"
     folder.mkdir()
@@ -310,7 +317,7 @@ def test_samples_that_end_beside_one_that_is_broken_are_not_lost(engine, served,
     asked = [Request.fresh(number, 0, row) for number, row in enumerate(prompts(2).ragged("tokens"))]
     engine.add(asked, SamplingParams(max_new_tokens=2, ignore_eos=True), (1,))
     drawn |= {2: [[-1.0, 7, None], [-1.0, 8, None]], 3: [[-1.0, 7, None], [None, 8, None]]}
-    with pytest.raises(EngineError, match="not numbers"):
+    with pytest.raises(EngineError, match="NaN or infinite"):
         engine.advance()
     assert engine.running == 2
     drawn[3] = drawn[2]
@@ -324,7 +331,7 @@ def test_a_device_without_room_is_told_with_who_holds_what(engine, served, monke
         raise RuntimeError("CUDA out of memory.")
 
     monkeypatch.setattr(served[0], "resume_memory_occupation", resume)
-    with pytest.raises(OutOfDeviceMemory, match="sglang has no room to compute on cpu, and .* are held"):
+    with pytest.raises(OutOfDeviceMemory, match="sglang ran out of memory while computing on cpu: .* bytes are in use"):
         engine.cuda()
     assert (engine.place(), engine.footprint()) == ("cpu", {})
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The key-value cache of slots against lists of what each sequence has stored."""
 
 from itertools import product
@@ -8,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import OutOfDeviceMemory
-from dlrover.python.rl.engine.memory import DeviceMemory
-from dlrover.python.rl.engine.torch.cache import SlotCache
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.rollout_torch.cache import SlotCache
 
 LAYERS, ROWS, HEADS, LENGTH, DIM = 2, 4, 3, 9, 2
 
@@ -18,7 +19,7 @@ def entries(generator, *shape):
     return torch.randn(shape, generator=generator)
 
 
-STEPS = st.lists(st.one_of(st.tuples(st.just("seat"), st.integers(1, 5)), st.tuples(st.just("end"), st.integers(0, 3)),
+STEPS = st.lists(st.one_of(st.tuples(st.just("add"), st.integers(1, 5)), st.tuples(st.just("end"), st.integers(0, 3)),
                            st.tuples(st.just("grow"), st.just(0))), max_size=20)  # fmt: skip
 
 
@@ -29,13 +30,13 @@ def test_each_row_reads_what_was_stored_for_it(steps):
     cache = SlotCache((LAYERS, 2, ROWS, HEADS, LENGTH, DIM), torch.float32, DeviceMemory(), "rollout")
     rows = []  # each [layers, 2, heads, seq, dim]
     for what, number in steps:
-        if what == "seat" and len(rows) < ROWS:
+        if what == "add" and len(rows) < ROWS:
             rows.append(entries(generator, LAYERS, 2, HEADS, number, DIM))
-            cache.seat(rows[-1])
+            cache.add_row(rows[-1])
         elif what == "end" and number < len(rows):
             kept = [row for row in range(len(rows)) if row != number]
             order = [*kept[:number], *kept[-1:], *kept[number:-1]] if number < len(kept) else kept
-            cache.keep(order)
+            cache.select_rows(order)
             rows = [rows[row] for row in order]
         elif what == "grow" and rows and max(row.shape[3] for row in rows) < LENGTH:
             grow(cache, rows, generator)
@@ -74,7 +75,7 @@ def compare(cache, rows):
 def test_rows_that_differ_much_in_length_are_read_apart():
     cache = SlotCache((1, 2, 40, 2, 600, 32), torch.float32, DeviceMemory(), "rollout")
     for length in (*[600] * 16, *[590] * 16, *[100] * 7, 130):
-        cache.seat(torch.zeros(1, 2, 2, length, 32))
+        cache.add_row(torch.zeros(1, 2, 2, length, 32))
     segments = cache.segments(heads=4)
     parts = [(part.start, part.stop, part.longest) for part in segments]
     assert parts == [(0, 32, 600), (32, 40, 130)]
@@ -88,10 +89,10 @@ def test_rows_that_differ_much_in_length_are_read_apart():
 def test_the_cache_is_accounted_for_and_its_views_copy_nothing():
     memory = DeviceMemory()
     cache = SlotCache((LAYERS, 2, ROWS, HEADS, LENGTH, DIM), torch.float32, memory, "rollout")
-    cache.seat(torch.zeros(LAYERS, 2, HEADS, 3, DIM))
-    cache.seat(torch.zeros(LAYERS, 2, HEADS, 5, DIM))
+    cache.add_row(torch.zeros(LAYERS, 2, HEADS, 3, DIM))
+    cache.add_row(torch.zeros(LAYERS, 2, HEADS, 5, DIM))
     keys, values = cache.read(1, cache.segments(HEADS)[0])
     assert keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() == cache._data.data_ptr()
-    assert memory.held("rollout") == {"kv_cache": 4 * LAYERS * 2 * ROWS * HEADS * LENGTH * DIM}
+    assert memory.bytes_of("rollout") == {"kv_cache": 4 * LAYERS * 2 * ROWS * HEADS * LENGTH * DIM}
     with pytest.raises(OutOfDeviceMemory):
         SlotCache((1, 2, 1, 1, 9, 1), torch.float32, DeviceMemory(capacity=71), "rollout")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The PyTorch rollout engine, beyond what every engine's contract asks: its models, its cache, its memory."""
 
 import dataclasses
@@ -12,15 +13,15 @@ from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import Request, RolloutSettings, SamplingParams
-from dlrover.python.rl.engine.memory import DeviceMemory
-from dlrover.python.rl.engine.registry import ROLLOUT, engine_class
-from dlrover.python.rl.engine.torch.fused import FusedDecoder
-from dlrover.python.rl.engine.torch.generic import HuggingFaceDecoder
-from dlrover.python.rl.engine.torch.loading import as_causal_lm, load_causal_lm
-from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
-from dlrover.python.rl.engine.weights import WeightSnapshot, take_snapshot
-from dlrover.python.rl.recipe.tiny import byte_tokenizer, write_tiny_model
+from dlrover.python.rl.engine.api.base import Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
+from dlrover.python.rl.engine.api.weights import WeightSnapshot, take_snapshot
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.model.loading import as_causal_lm, load_causal_lm
+from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write_tiny_model
+from dlrover.python.rl.engine.rollout_torch.decoder import HuggingFaceDecoder
+from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from dlrover.python.rl.engine.rollout_torch.fused import FusedDecoder
 
 TEXTS = ["a", "what is the answer to this?", "37+45=", "a longer prompt than all of the others, by far", "xyz"]
 BOTH = [{"forward": "fused"}, {"forward": "huggingface"}]
@@ -90,7 +91,7 @@ def test_weights_arrive_in_place_under_the_checkpoints_names(label):
 def test_a_model_without_keys_and_values_is_refused():
     config = MambaConfig(vocab_size=259, hidden_size=16, num_hidden_layers=1, eos_token_id=EOS, pad_token_id=256)
     with pytest.raises(EngineError, match="'mamba' keeps a state"):
-        made(as_causal_lm(MambaForCausalLM(config), byte_tokenizer()))
+        made(as_causal_lm(MambaForCausalLM(config), make_byte_tokenizer()))
 
 
 def test_a_model_without_an_end_is_refused():
@@ -104,7 +105,7 @@ def test_every_end_token_of_the_generation_config_ends(model_path, tmp_path):
     model.generation_config.eos_token_id = list(range(128))
     path = tmp_path / "many-ends"
     model.save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
+    make_byte_tokenizer().save_pretrained(path)
     out = made(path).generate(prompts(), sampling(samples_per_prompt=8), (0,))
     for done, tokens in zip(out["finished"], completions(out), strict=True):
         assert done == (tokens[-1] < 128 or tokens[-1] == EOS)
@@ -118,8 +119,9 @@ def test_a_model_in_the_home_folder_is_found(model_path, monkeypatch):
         made("~/absent")
 
 
-def test_014_the_registrys_torch_engine_generates_on_a_cpu(model_path):
-    engine = engine_class(ROLLOUT, "torch")(model_path, RolloutSettings())
+@pytest.mark.feature(14)
+def test_the_registrys_torch_engine_generates_on_a_cpu(model_path):
+    engine = engine_class(ROLLOUT_ENGINES, "torch")(model_path, RolloutSettings())
     assert len(engine.generate(prompts(), sampling(), (0,))) == 5
 
 
@@ -139,12 +141,12 @@ def test_bfloat16_is_near_float32(model_path, backend, device):
 def test_in_bfloat16_large_scores_are_not_rounded(model_path, device):
     """Where keys have large biases, scores share a large part: rounding it would drown what they differ in."""
     decoder, generator = made(model_path, precision="bf16", device=device)._decoder, torch.Generator().manual_seed(0)
-    assert decoder.fit(3, 64) == 3
+    assert decoder.allocate(3, 64) == 3
     queries = (torch.randn(3 * 2, 2, 8, generator=generator) + 10).to(device, torch.bfloat16)
     pasts = [torch.randn(2, 2, 2, length, 8, generator=generator) for length in (10, 25, 40)]
     for past in pasts:
         past[:, 0] += 10
-        decoder._cache.seat(past.to(device, torch.bfloat16))
+        decoder._cache.add_row(past.to(device, torch.bfloat16))
     (part,) = decoder._cache.segments(heads=4)
     told = decoder._by_kernel(0, queries, part).cpu().double().unflatten(0, (3, 2))
     for row, past in enumerate(pasts):
@@ -157,12 +159,12 @@ def test_in_bfloat16_large_scores_are_not_rounded(model_path, device):
 def test_rows_of_any_length_attend_to_what_is_theirs(model_path, apart):
     decoder, generator = made(model_path)._decoder, torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 65, (40,), generator=generator).tolist()
-    assert decoder.fit(40, 64) == 40
+    assert decoder.allocate(40, 64) == 40
     if apart:
-        decoder._cache._worth = 0
+        decoder._cache._min_saving = 0
     pasts = [torch.randn(2, 2, 2, length, 8, generator=generator) for length in lengths]
     for past in pasts:
-        decoder._cache.seat(past)
+        decoder._cache.add_row(past)
     segments = decoder._cache.segments(heads=4)
     assert len(segments) == (3 if apart else 1)
     heads = torch.randn(40, 8, 8, generator=generator)
@@ -241,10 +243,10 @@ def test_a_row_that_is_free_is_taken_in_the_next_step(model_path):
 
 
 @pytest.mark.parametrize("budget", [1, 20, 60, 8192])
-def test_prompts_are_read_within_the_token_budget_and_seated_before_the_next_are(model_path, budget):
+def test_prompts_are_read_within_the_token_budget_and_get_rows_before_the_next_are(model_path, budget):
     engine = made(model_path, backend={"prefill_tokens": budget})
     widths, calls = [], []
-    prefill, seat = engine._decoder.prefill, engine._decoder.seat
+    prefill, add_rows = engine._decoder.prefill, engine._decoder.add_rows
 
     def watched(sequences):
         widths.append(len(sequences) * max(map(len, sequences)))
@@ -252,11 +254,11 @@ def test_prompts_are_read_within_the_token_budget_and_seated_before_the_next_are
         return prefill(sequences)
 
     engine._decoder.prefill = watched
-    engine._decoder.seat = lambda prefixes: (calls.append("seat"), seat(prefixes))[1]
+    engine._decoder.add_rows = lambda prefixes: (calls.append("add"), add_rows(prefixes))[1]
     out = engine.generate(prompts(), sampling(temperature=0.0), (0,))
     longest = max(map(len, TEXTS))
     assert all(width <= max(budget, longest) for width in widths)
-    assert calls == ["read", "seat"] * len(widths)
+    assert calls == ["read", "add"] * len(widths)
     assert completions(out) == completions(made(model_path).generate(prompts(), sampling(temperature=0.0), (0,)))
 
 
@@ -264,7 +266,7 @@ def test_only_those_that_have_a_row_have_their_random_numbers_in_memory(model_pa
     engine = made(model_path, max_batch=2)
     engine.add([Request.fresh(number, 0, [5, 6, 7]) for number in range(9)], sampling(ignore_eos=True), (1,))
     engine.advance()
-    assert [number for number, sample in engine._roster.samples.items() if "uniform" in vars(sample)] == [0, 1]
+    assert [number for number, running in engine._requests.by_number.items() if "uniform" in vars(running)] == [0, 1]
 
 
 @pytest.mark.parametrize("backend", BOTH)
@@ -294,7 +296,7 @@ def test_broken_weights_are_an_error_not_a_sample_and_whole_ones_mend_it(model_p
     expected = completions(engine.generate(prompts(), sampling(), (0,)))
     nan = {name: torch.full_like(sent.tensor(name), torch.nan) for name in sent.buffers}
     engine.receive(take_snapshot(nan.items(), 1))
-    with pytest.raises(EngineError, match="not numbers"):
+    with pytest.raises(EngineError, match="NaN or infinite"):
         engine.generate(prompts(), sampling(), (0,))
     assert engine.running == 0
     engine.receive(sent, rewind=True)
@@ -302,7 +304,7 @@ def test_broken_weights_are_an_error_not_a_sample_and_whole_ones_mend_it(model_p
     for _ in range(3):
         engine.advance()
     engine.receive(take_snapshot(nan.items(), 1))
-    with pytest.raises(EngineError, match="not numbers"):
+    with pytest.raises(EngineError, match="NaN or infinite"):
         engine.advance()
     assert engine.running == 1
     engine.receive(sent, rewind=True)
@@ -346,7 +348,7 @@ def test_a_sync_that_breaks_off_while_it_writes_leaves_nothing_that_is_served(mo
     with pytest.raises(MemoryError):
         engine.receive(Interrupted(**fields))
     assert engine.version == -1
-    with pytest.raises(EngineError, match="broke off"):
+    with pytest.raises(EngineError, match="failed midway"):
         engine.generate(prompts(), sampling(), (0,))
     engine.receive(sent)
     assert len(engine.generate(prompts(), sampling(), (0,))) == 5
@@ -374,8 +376,9 @@ def test_some_requests_are_aborted_from_a_cache_that_has_only_been_stepped(model
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.feature(20)
 @pytest.mark.parametrize("backend", BOTH)
-def test_020_after_meta_no_weight_tensor_is_alive(model_path, backend):
+def test_after_meta_no_weight_tensor_is_alive(model_path, backend):
     gc.collect()
     before = {tensor.untyped_storage()._cdata for tensor in tensors()}
     engine = made(model_path, backend=backend)
@@ -465,14 +468,15 @@ def test_what_finds_no_room_while_it_computes_says_who_holds_what(model_path):
         raise torch.OutOfMemoryError("no room for the scores")
 
     engine._decoder.step = full
-    message = f"no room to compute on cpu.*rollout engine: {weights:,} of weights \\+ .* of kv_cache"
+    message = f"ran out of memory while computing on cpu.*rollout engine: {weights:,} of weights \\+ .* of kv_cache"
     with pytest.raises(OutOfDeviceMemory, match=message):
         engine.generate(prompts(), sampling(), (0,))
     engine._decoder.step = step
     assert completions(engine.generate(prompts(), sampling(), (0,))) == expected
 
 
-def test_022_releasing_the_allocators_cache_is_safe_on_a_cpu():
+@pytest.mark.feature(22)
+def test_releasing_the_allocators_cache_is_safe_on_a_cpu():
     DeviceMemory().release_cache()
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What only the vLLM engine has beside the contract of all rollout engines. Needs an environment with vLLM."""
 
 import gc
@@ -17,16 +18,16 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra, OutOfDeviceMemory, WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import OptimizerConfig, Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.api.base import OptimizerConfig, Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
+from dlrover.python.rl.engine.api.weights import take_snapshot, verify_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.memory import DeviceMemory
-from dlrover.python.rl.engine.registry import ROLLOUT, engine_class
-from dlrover.python.rl.engine.sync.base import SyncSettings
-from dlrover.python.rl.engine.sync.file import shared_memory
-from dlrover.python.rl.engine.torch.loading import load_causal_lm
-from dlrover.python.rl.engine.torch.rollout import TorchRolloutEngine
-from dlrover.python.rl.engine.weights import take_snapshot, verify
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.model.loading import load_causal_lm
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from dlrover.python.rl.engine.weight_sync.base import SyncSettings
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 
 ABSENT = importlib.util.find_spec("vllm") is None
 needs_vllm = pytest.mark.skipif(ABSENT, reason="'vllm' is not installed here")
@@ -40,7 +41,7 @@ def model_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(model_path):
-    made = engine_class(ROLLOUT, "vllm")(model_path, RolloutSettings(max_batch=8))
+    made = engine_class(ROLLOUT_ENGINES, "vllm")(model_path, RolloutSettings(max_batch=8))
     yield made
     made.close()
 
@@ -54,10 +55,11 @@ def prompts(texts=("a", "what is it?", "37+45=")):
     return Batch({"prompt_id": np.arange(len(rows)), "tokens": Ragged.from_rows(rows)})
 
 
+@pytest.mark.feature(14)
 @pytest.mark.skipif(not ABSENT, reason="'vllm' is installed here")
-def test_014_without_vllm_the_extra_is_named():
+def test_without_vllm_the_extra_is_named():
     with pytest.raises(MissingExtra, match=r"dlrover-rl\[vllm\]"):
-        engine_class(ROLLOUT, "vllm")
+        engine_class(ROLLOUT_ENGINES, "vllm")
 
 
 @needs_vllm
@@ -82,12 +84,13 @@ def test_it_draws_what_the_torch_engine_draws(engine, model_path, sampling):
     assert mine["finished"].tolist() == theirs["finished"].tolist()
 
 
+@pytest.mark.feature(104)
 @needs_vllm
-def test_104_what_is_read_back_is_what_is_served(engine, model_path):
+def test_what_is_read_back_is_what_is_served(engine, model_path):
     """The head that is tied to the embeddings among it: on a CPU, vLLM itself keeps the old one."""
     engine.cuda()
     engine.receive(snapshot(model_path, 0), rewind=True)
-    call = engine._resident.runner.llm.collective_rpc
+    call = engine._offloadable.runner.llm.collective_rpc
     other = snapshot(model_path, 1, scale=1.02)
     (faults,) = call("read_back", args=(other,))
     assert faults == [f"'{name}' has other values" for name in sorted(other.buffers) if np.any(other.buffers[name])]
@@ -102,11 +105,12 @@ def test_104_what_is_read_back_is_what_is_served(engine, model_path):
     ]
 
 
+@pytest.mark.feature(104)
 @needs_vllm
-def test_104_weights_that_were_not_taken_are_not_served(engine, model_path, monkeypatch):
+def test_weights_that_were_not_taken_are_not_served(engine, model_path, monkeypatch):
     engine.cuda()
     engine.receive(snapshot(model_path, 0), rewind=True)
-    worker = engine._resident.runner.llm.model_executor.driver_worker.worker
+    worker = engine._offloadable.runner.llm.model_executor.driver_worker.worker
     monkeypatch.setattr(worker, "take_weights", lambda weights: None)
     with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' has other values"):
         engine.receive(snapshot(model_path, 1, scale=1.02))
@@ -122,17 +126,18 @@ def test_104_weights_that_were_not_taken_are_not_served(engine, model_path, monk
 def test_broken_weights_are_an_error_not_a_sample(engine, model_path):
     engine.cuda()
     engine.receive(snapshot(model_path, 0, scale=torch.nan), rewind=True)
-    with pytest.raises(EngineError, match="not numbers"):
+    with pytest.raises(EngineError, match="NaN or infinite"):
         engine.generate(prompts(), SamplingParams(), (0,))
     assert engine.running == 0
     engine.receive(snapshot(model_path, 0))
 
 
+@pytest.mark.feature(20)
 @needs_vllm
-def test_020_after_meta_no_weight_of_vllms_is_alive(engine, model_path):
+def test_after_meta_no_weight_of_vllms_is_alive(engine, model_path):
     engine.cuda()
     engine.receive(snapshot(model_path, 0), rewind=True)
-    module = engine._resident.runner.llm.model_executor.driver_worker.worker.model_runner.model
+    module = engine._offloadable.runner.llm.model_executor.driver_worker.worker.model_runner.model
     alive = [weakref.ref(tensor) for tensor in module.parameters()]
     assert len(alive) > 10
     del module
@@ -148,25 +153,25 @@ def test_020_after_meta_no_weight_of_vllms_is_alive(engine, model_path):
 def test_memory_is_accounted_for_and_what_does_not_fit_is_refused(model_path):
     weights = sum(tensor.nbytes for _, tensor in load_causal_lm(model_path).named_weights())
     with pytest.raises(OutOfDeviceMemory, match=f"vllm asks for {weights:,} bytes of weights on cpu"):
-        engine_class(ROLLOUT, "vllm")(model_path, RolloutSettings(), DeviceMemory(capacity=weights - 1))
+        engine_class(ROLLOUT_ENGINES, "vllm")(model_path, RolloutSettings(), DeviceMemory(capacity=weights - 1))
 
 
 @pytest.fixture
 def sleeper(engine, model_path, monkeypatch):
     """The engine with vLLM's sleep, which a CPU does not have: what it is asked for is noted, and nothing moves."""
-    from dlrover.python.rl.engine.vllm.residents import Sleeper
+    from dlrover.python.rl.engine.vllm.runner import SleepingRunner
 
     engine.cuda()
     engine.receive(snapshot(model_path, 0), rewind=True)
-    runner, asked = engine._resident.runner, []
+    runner, asked = engine._offloadable.runner, []
     monkeypatch.setattr(runner.llm, "wake_up", lambda tags: asked.append(("wake", *tags)))
     monkeypatch.setattr(runner.llm, "sleep", lambda level: asked.append(("sleep", level)))
     monkeypatch.setattr(runner, "sleep_again", lambda: asked.append(("sleep again",)))
-    monkeypatch.setattr(engine, "_resident", Sleeper(lambda: runner))
+    monkeypatch.setattr(engine, "_offloadable", SleepingRunner(lambda: runner))
     yield engine, runner, asked
     monkeypatch.undo()
-    engine._at.leave("cpu")
-    engine._resident.sleep(keep=True)
+    engine._offload.leave("cpu")
+    engine._offloadable.sleep(keep_weights=True)
 
 
 @needs_vllm
@@ -196,7 +201,7 @@ def test_a_device_without_room_is_told_with_who_holds_what(sleeper, model_path, 
     def refuse(*args, **kwargs):
         raise RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:62")
 
-    held = "vllm has no room to compute on cpu, and .* are held .*vllm: "
+    held = "vllm ran out of memory while computing on cpu: .* bytes are in use .*vllm: "
     with monkeypatch.context() as patch, pytest.raises(OutOfDeviceMemory, match=held):
         patch.setattr(runner.llm, "wake_up", refuse)
         engine.cuda()
@@ -218,14 +223,14 @@ def test_a_device_without_room_is_told_with_who_holds_what(sleeper, model_path, 
 def test_samples_that_end_beside_one_that_is_broken_are_not_lost(engine, model_path, monkeypatch):
     engine.cuda()
     engine.receive(snapshot(model_path, 0), rewind=True)
-    runner = engine._resident.runner
+    runner = engine._offloadable.runner
     step = runner.step
     engine.add(
         [Request.fresh(number, 0, row) for number, row in enumerate(prompts(["a", "bc"]).ragged("tokens"))],
         SamplingParams(max_new_tokens=1),
         (0,),
     )
-    with monkeypatch.context() as patch, pytest.raises(EngineError, match="not numbers"):
+    with monkeypatch.context() as patch, pytest.raises(EngineError, match="NaN or infinite"):
         patch.setattr(
             runner,
             "step",
@@ -246,7 +251,7 @@ def last(engine):
 
 @needs_vllm
 def test_settings_that_vllm_does_not_have_are_refused(model_path):
-    make = engine_class(ROLLOUT, "vllm")
+    make = engine_class(ROLLOUT_ENGINES, "vllm")
     with pytest.raises(EngineError, match="did you mean 'max_model_len'"):
         make(model_path, RolloutSettings(backend={"max_model_length": 9}))
     with pytest.raises(EngineError, match="no model"):
@@ -259,7 +264,7 @@ def test_settings_that_vllm_does_not_have_are_refused(model_path):
 def test_heads_that_vllm_has_no_attention_for_are_refused(tmp_path):
     narrow = write_tiny_model(tmp_path / "T", hidden=96, layers=1, max_positions=32)
     with pytest.raises(EngineError, match=r"heads of width 32, 64, .* and this model's have 24"):
-        engine_class(ROLLOUT, "vllm")(narrow, RolloutSettings())
+        engine_class(ROLLOUT_ENGINES, "vllm")(narrow, RolloutSettings())
 
 
 @needs_vllm
@@ -267,7 +272,7 @@ def test_what_keeps_vllm_from_starting_is_told_and_the_next_one_starts(engine, m
     engine.cpu()
     memory = DeviceMemory()
     with pytest.raises(EngineError, match="vLLM does not start: No available memory for the cache"):
-        engine_class(ROLLOUT, "vllm")(model_path, RolloutSettings(backend={"kv_cache_bytes": 1000}), memory)
+        engine_class(ROLLOUT_ENGINES, "vllm")(model_path, RolloutSettings(backend={"kv_cache_bytes": 1000}), memory)
     assert memory.total() == 0
     assert not torch.distributed.is_initialized()
     engine.cuda()
@@ -280,7 +285,9 @@ def test_starting_it_leaves_the_process_as_it_was(engine, model_path):
     engine.cpu()
     threads, count, environment = torch.set_num_threads, torch.get_num_threads(), dict(os.environ)
     python, array, random_state = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    made = engine_class(ROLLOUT, "vllm")(model_path, RolloutSettings(max_batch=2, backend={"max_model_len": 40}))
+    made = engine_class(ROLLOUT_ENGINES, "vllm")(
+        model_path, RolloutSettings(max_batch=2, backend={"max_model_len": 40})
+    )
     try:
         with pytest.raises(EngineError, match="41 tokens does not fit the backend's limit of 40"):
             made.generate(prompts(["x" * 31]), SamplingParams(max_new_tokens=10), (0,))
@@ -299,19 +306,20 @@ def test_two_engines_of_a_process_do_not_end_each_other(engine, model_path):
     engine.receive(snapshot(model_path, 0), rewind=True)
     sampling = SamplingParams(max_new_tokens=8)
     expected = engine.generate(prompts(), sampling, (2,)).ragged("tokens").values.tolist()
-    other = engine_class(ROLLOUT, "vllm")(model_path, RolloutSettings(max_batch=2))
+    other = engine_class(ROLLOUT_ENGINES, "vllm")(model_path, RolloutSettings(max_batch=2))
     other.receive(snapshot(model_path, 0))
     assert other.generate(prompts(), sampling, (2,)).ragged("tokens").values.tolist() == expected
     other.close()
     assert engine.generate(prompts(), sampling, (2,)).ragged("tokens").values.tolist() == expected
 
 
+@pytest.mark.feature(100, 105)
 @needs_vllm
 @pytest.mark.parametrize("bucket_bytes", [1 << 10, 1 << 20])
-def test_100_and_105_after_a_step_it_draws_what_a_fresh_engine_on_the_saved_weights_draws(
+def test_after_a_step_it_draws_what_a_fresh_engine_on_the_saved_weights_draws(
     bucket_bytes, engine, model_path, tmp_path
 ):
-    trainer, wire = train_a_step(model_path), shared_memory(tmp_path, "ACTOR", SyncSettings(bucket_bytes=bucket_bytes))
+    trainer, wire = train_a_step(model_path), PullTransport(SyncSettings(bucket_bytes=bucket_bytes))
     ticket = wire.offer(trainer)
     stamp, received = wire.send(ticket, trainer), wire.receive(ticket)
     engine.cuda()
@@ -343,38 +351,39 @@ def train_a_step(model_path):
 @needs_vllm
 def test_weights_reach_workers_of_other_processes_without_a_file_that_could_stay(model_path):
     sent = snapshot(model_path, 7)
-    handing = importlib.import_module("dlrover.python.rl.engine.vllm.handing")
-    with handing.handed(sent) as given:
-        given = pickle.loads(pickle.dumps(given))
+    worker = importlib.import_module("dlrover.python.rl.engine.vllm.worker")
+    with worker.share_weights(sent) as shared:
+        shared = pickle.loads(pickle.dumps(shared))
         script = "import pickle, sys; print(pickle.load(sys.stdin.buffer).open().tensor(sys.argv[1]).sum().item())"
         name = "model.layers.1.mlp.up_proj.weight"
         told = subprocess.run(
             [sys.executable, "-c", script, name],
-            input=pickle.dumps(given),
+            input=pickle.dumps(shared),
             capture_output=True,
             cwd=Path(__file__).parents[3],
             timeout=120,
         )
         assert float(told.stdout) == sent.tensor(name).sum().item(), told.stderr
-        verify(given.open(), sent.shapes, -1)
-        assert given.open().stamp == sent.stamp
+        verify_snapshot(shared.open(), sent.shapes, -1)
+        assert shared.open().stamp == sent.stamp
     with pytest.raises(FileNotFoundError):
-        given.open()
+        shared.open()
 
 
+@pytest.mark.feature(99)
 @needs_vllm
 @pytest.mark.slow
-def test_099_two_ranks_draw_what_one_draws(engine, model_path):
+def test_two_ranks_draw_what_one_draws(engine, model_path):
     engine.cuda()
     engine.receive(snapshot(model_path, 1, scale=1.02), rewind=True)
     sampling = SamplingParams(max_new_tokens=20, samples_per_prompt=3)
     expected = engine.generate(prompts(), sampling, (2,)).ragged("tokens").values.tolist()
     engine.cpu()
-    two = engine_class(ROLLOUT, "vllm")(model_path, RolloutSettings(max_batch=8, tensor_parallel_size=2))
+    two = engine_class(ROLLOUT_ENGINES, "vllm")(model_path, RolloutSettings(max_batch=8, tensor_parallel_size=2))
     try:
         two.receive(snapshot(model_path, 1, scale=1.02))
         assert two.generate(prompts(), sampling, (2,)).ragged("tokens").values.tolist() == expected
-        pids = [worker.proc.pid for worker in two._resident.runner.llm.model_executor.workers]
+        pids = [worker.proc.pid for worker in two._offloadable.runner.llm.model_executor.workers]
         assert len({*pids, os.getpid()}) == 3
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(EngineError, match="vLLM broke off"):

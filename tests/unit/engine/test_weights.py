@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots: what is sent is what arrives, or it is refused by name."""
 
 import dataclasses
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from dlrover.python.rl.common.errors import WeightSyncError
-from dlrover.python.rl.engine.weights import WeightSnapshot, take_snapshot, verify
+from dlrover.python.rl.engine.api.weights import WeightSnapshot, take_snapshot, verify_snapshot
 
 NAMED = {
     "embed": torch.arange(12, dtype=torch.float32).reshape(4, 3),
@@ -80,17 +81,18 @@ def test_a_stamp_is_the_same_for_the_same_bits_alone():
 def test_a_cut_snapshot_names_the_tensor(field):
     whole = snapshot()
     kept = {name: value for name, value in getattr(whole, field).items() if name != "half"}
-    with pytest.raises(WeightSyncError, match="'half' came without shape, dtype or fingerprint"):
-        verify(dataclasses.replace(whole, **{field: kept}), SHAPES, serving=0)
+    with pytest.raises(WeightSyncError, match="'half' has no shape, dtype or fingerprint"):
+        verify_snapshot(dataclasses.replace(whole, **{field: kept}), SHAPES, serving=0)
 
 
 def test_an_intact_snapshot_passes():
-    verify(snapshot(), SHAPES, serving=1)
+    verify_snapshot(snapshot(), SHAPES, serving=1)
 
 
-def test_103_missing_and_unknown_names_are_listed_with_the_nearest():
+@pytest.mark.feature(103)
+def test_missing_and_unknown_names_are_listed_with_the_nearest():
     with pytest.raises(WeightSyncError) as refused:
-        verify(renamed(snapshot(), "embed", "embedd"), SHAPES, serving=0)
+        verify_snapshot(renamed(snapshot(), "embed", "embedd"), SHAPES, serving=0)
     assert "'embed' is missing" in str(refused.value)
     assert "'embedd' is unknown" in str(refused.value)
     assert "embed" in str(refused.value).split("'embedd' is unknown")[1]
@@ -98,34 +100,35 @@ def test_103_missing_and_unknown_names_are_listed_with_the_nearest():
 
 def test_another_shape_is_named():
     with pytest.raises(WeightSyncError, match=r"'embed' has shape \(4, 3\), not \(3, 4\)"):
-        verify(snapshot(), {**SHAPES, "embed": (3, 4)}, serving=0)
+        verify_snapshot(snapshot(), {**SHAPES, "embed": (3, 4)}, serving=0)
 
 
 def test_one_flipped_bit_is_named():
     sent = snapshot()
     sent.buffers["half"][0] ^= 1
     with pytest.raises(WeightSyncError, match="'half' does not match its fingerprint"):
-        verify(sent, SHAPES, serving=0)
+        verify_snapshot(sent, SHAPES, serving=0)
 
 
 def test_cut_bytes_are_named():
     sent = snapshot()
     cut = dataclasses.replace(sent, buffers={**sent.buffers, "embed": sent.buffers["embed"][:-4]})
     with pytest.raises(WeightSyncError, match="'embed' has 44 bytes"):
-        verify(cut, SHAPES, serving=0)
+        verify_snapshot(cut, SHAPES, serving=0)
 
 
-def test_104_an_older_version_is_refused_and_the_same_one_is_not():
-    verify(snapshot(version=5), SHAPES, serving=5)
+@pytest.mark.feature(104)
+def test_an_older_version_is_refused_and_the_same_one_is_not():
+    verify_snapshot(snapshot(version=5), SHAPES, serving=5)
     with pytest.raises(WeightSyncError, match="version 4 is older than 5"):
-        verify(snapshot(version=4), SHAPES, serving=5)
-    verify(snapshot(version=4), SHAPES, serving=-1)
+        verify_snapshot(snapshot(version=4), SHAPES, serving=5)
+    verify_snapshot(snapshot(version=4), SHAPES, serving=-1)
 
 
 def test_all_faults_are_reported_at_once():
     sent = renamed(snapshot(), "scalar", "other")
     sent.buffers["embed"][:] = np.uint8(3)
     with pytest.raises(WeightSyncError) as refused:
-        verify(sent, SHAPES, serving=2)
+        verify_snapshot(sent, SHAPES, serving=2)
     for part in ("'scalar' is missing", "'other' is unknown", "'embed' does not match", "older than 2"):
         assert part in str(refused.value)

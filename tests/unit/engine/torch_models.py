@@ -1,11 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random models of several families, and what the library's own code says about them."""
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from dlrover.python.rl.engine.torch.loading import as_causal_lm
-from dlrover.python.rl.recipe.tiny import byte_tokenizer
+from dlrover.python.rl.engine.model.loading import as_causal_lm
+from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
 
 VOCAB, EOS, PAD = 259, 258, 256
 
@@ -82,7 +83,7 @@ def loaded(model):
     copy = type(model)(model.config)
     copy.load_state_dict(model.state_dict())
     copy.generation_config = model.generation_config
-    return as_causal_lm(copy, byte_tokenizer())
+    return as_causal_lm(copy, make_byte_tokenizer())
 
 
 @torch.no_grad()

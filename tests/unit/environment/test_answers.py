@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Final answers in hostile text."""
 
 import time
@@ -6,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover.python.rl.environment.answers import boxed_answer, exact_answer, last_number
+from dlrover.python.rl.environment.core.rewards import boxed_answer, exact_answer, last_number
 
 
+@pytest.mark.feature(79)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -29,12 +31,13 @@ from dlrover.python.rl.environment.answers import boxed_answer, exact_answer, la
         ("", None),
     ],
 )
-def test_079_boxed_answers(text, expected):
+def test_boxed_answers(text, expected):
     assert boxed_answer(text) == expected
 
 
+@pytest.mark.feature(79)
 @given(st.recursive(st.text(alphabet="ab 1", max_size=4), lambda inner: inner.map(lambda text: "{" + text + "}")))
-def test_079_any_balanced_content_comes_back(content):
+def test_any_balanced_content_comes_back(content):
     assert boxed_answer(rf"{{x}} \boxed{{{content}}} }}{{") == content
 
 
@@ -83,11 +86,12 @@ def test_exact_answer(completion, answer, reward):
 
 @pytest.mark.parametrize("answer", ["", " \n"])
 def test_an_empty_reference_is_refused(answer):
-    with pytest.raises(ValueError, match="no answer to compare with"):
+    with pytest.raises(ValueError, match="no reference answer"):
         exact_answer("", answer)
 
 
-def test_098_nothing_is_evaluated():
+@pytest.mark.feature(98)
+def test_nothing_is_evaluated():
     started = time.perf_counter()
     assert exact_answer(r"\boxed{9**9**9}", "5") == 0.0
     assert exact_answer(r"\boxed{1e999999999}", "5") == 0.0
@@ -111,8 +115,9 @@ HOSTILE = {
 LONG = {"open braces", "open boxes", "nested boxes", "backslashes", "pairs"}
 
 
+@pytest.mark.feature(98)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in HOSTILE])
-def test_098_ten_megabytes_take_seconds(name):
+def test_ten_megabytes_take_seconds(name):
     text = HOSTILE[name](10_000_000)
     started = time.process_time()
     assert exact_answer(text, "5") == 0.0

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arithmetic task."""
 
 import asyncio
@@ -6,7 +7,7 @@ import re
 import pytest
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.environment.arithmetic import WORST_REWARD, ArithmeticEnvironment, EnvBase, MathDataset
+from dlrover.python.rl.environment.verifiers.arithmetic import WORST_REWARD, ArithmeticEnvironment, EnvBase, MathDataset
 
 PYTHON = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
 
@@ -16,7 +17,8 @@ def operands(problem) -> tuple[int, str, int]:
     return int(left), symbol, int(right)
 
 
-def test_078_two_hundred_additions():
+@pytest.mark.feature(78)
+def test_two_hundred_additions():
     dataset = MathDataset()
     assert len(dataset) == 200
     for problem in dataset:
@@ -26,8 +28,9 @@ def test_078_two_hundred_additions():
         assert 0 <= min(left, right) <= max(left, right) <= 200
 
 
+@pytest.mark.feature(78)
 @pytest.mark.parametrize("operand", ["add", "mult", "substraction", "subtraction", "division"])
-def test_078_the_right_answer_has_the_highest_reward(operand):
+def test_the_right_answer_has_the_highest_reward(operand):
     for problem in MathDataset(20, -9, 9, operand):
         left, symbol, right = operands(problem)
         assert PYTHON[symbol](left, right) == problem.answer
@@ -76,7 +79,8 @@ def test_wrong_arguments_are_refused(arguments, what):
         MathDataset(**arguments)
 
 
-def test_077_a_problem_of_ones_own():
+@pytest.mark.feature(77)
+def test_a_problem_of_ones_own():
     class Shout(EnvBase):
         def get_reward(self, text: str) -> float:
             return float(text.isupper())

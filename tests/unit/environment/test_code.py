@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that a model wrote."""
 
 import os
@@ -7,9 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.python.rl.environment import code
-from dlrover.python.rl.environment.code import Limits, code_block, python_tests, run_python
-from dlrover.python.rl.environment.withheld import withhold
+from dlrover.python.rl.environment.verifiers import code
+from dlrover.python.rl.environment.verifiers.code import (
+    ProgramLimits,
+    code_block,
+    hide_expected,
+    python_tests,
+    run_python,
+)
 
 
 def is_alive(pid):
@@ -37,7 +43,8 @@ def test_a_program_sees_nothing_of_this_process(monkeypatch):
     assert "hunter2" not in ran.stdout
 
 
-def test_098_a_program_that_does_not_end_is_ended_with_all_it_started(tmp_path):
+@pytest.mark.feature(98)
+def test_a_program_that_does_not_end_is_ended_with_all_it_started(tmp_path):
     program = f"""
 import os, signal
 if os.fork() == 0:
@@ -50,7 +57,7 @@ os.wait()
 9**9**9
 """
     began = time.monotonic()
-    ran = run_python(program, limits=Limits(timeout_s=2.0))
+    ran = run_python(program, limits=ProgramLimits(timeout_s=2.0))
     assert (ran.timed_out, ran.succeeded) == (True, False)
     assert time.monotonic() - began < 10
     pid = int((tmp_path / "pid").read_text())
@@ -64,7 +71,7 @@ def test_memory_and_output_are_limited():
     ran = run_python("bytearray(1 << 34)")
     assert "MemoryError" in ran.stderr
     assert not ran.succeeded
-    ran = run_python("while True: print('x' * 1000)", limits=Limits(output_bytes=10_000))
+    ran = run_python("while True: print('x' * 1000)", limits=ProgramLimits(output_bytes=10_000))
     assert len(ran.stdout) <= 10_000
     assert not ran.succeeded
 
@@ -152,18 +159,20 @@ def double(x): return 0
 @pytest.fixture
 def patient(monkeypatch):
     """What is judged is the program, not how busy the machine is."""
-    monkeypatch.setattr(code, "Limits", partial(Limits, timeout_s=60.0))
+    monkeypatch.setattr(code, "ProgramLimits", partial(ProgramLimits, timeout_s=60.0))
 
 
+@pytest.mark.feature(98)
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("tests", [LITERAL, CLOSE], ids=["literal", "close"])
 @pytest.mark.parametrize("program", CHEATS.values(), ids=CHEATS.keys())
-def test_098_a_program_that_judges_itself_has_not_passed(program, tests):
+def test_a_program_that_judges_itself_has_not_passed(program, tests):
     assert python_tests(fenced("def double(x):\n    return 2 * x\n"), None, {"tests": tests}) == 1.0
     assert python_tests(fenced(program), None, {"tests": tests}) == 0.0
 
 
-def test_098_what_is_expected_is_never_where_the_program_is():
+@pytest.mark.feature(98)
+def test_what_is_expected_is_never_where_the_program_is():
     knows_the_protocol = """
 import os, sys
 
@@ -183,7 +192,7 @@ def double(x):
     assert python_tests(fenced(knows_the_protocol), None, {"tests": LITERAL}) == 0.0
     called = "def check(double):\n    assert double(2) == 4, 'it is 4'\ncheck(double)"
     assert python_tests(fenced(knows_the_protocol), None, {"tests": called}) == 0.0
-    assert "4" not in withhold(called).text
+    assert "4" not in hide_expected(called).text
     assert (
         python_tests(
             fenced("class Alike(int):\n    __eq__ = lambda *_: True\ndouble = Alike"), None, {"tests": LITERAL}
@@ -244,14 +253,14 @@ later(f)
 for x in (): assert f(7) == 8
 assert f(8) == 9
 """
-    withheld = withhold(tests)
+    withheld = hide_expected(tests)
     assert withheld.expected == (1, 3, 4, 5, 6, 7, 8, 9)
     assert {withheld.expected[number] for number in withheld.due} == {1, 9}
     assert python_tests(fenced("f = lambda x: x + 1"), None, {"tests": tests}) == 1.0
 
 
 def test_tests_that_are_no_python_are_no_programs_fault():
-    with pytest.raises(ValueError, match="the tests are no Python: line 1"):
+    with pytest.raises(ValueError, match="the tests are not Python: line 1"):
         python_tests(fenced("x = 1"), None, {"tests": "assert ("})
 
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verifiers under a deadline."""
 
 import os
@@ -13,7 +14,7 @@ import pytest
 import verifiers
 
 from dlrover.python.rl.common.errors import VerifierCrashed, VerifierError, VerifierTimeout
-from dlrover.python.rl.environment.deadline import DeadlineVerifier
+from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_the_child_imports_nothing_of_the_parent(obedient):
 
 def test_a_late_verifier_is_killed_and_replaced():
     with DeadlineVerifier(verifiers.obedient, timeout_s=1.0) as verifier:
-        child, warden = verifier._pid, verifier._process.pid
+        child, warden = verifier._child.pid, verifier._child._process.pid
         with pytest.raises(VerifierTimeout, match=r"verifiers:obedient gave no reward within 1 s"):
             verifier("loop", None)
         assert not is_alive(child)
@@ -73,8 +74,8 @@ def test_a_crash_is_named_and_survived(obedient, how, what):
 
 
 def test_a_death_between_calls_is_named_and_survived(obedient):
-    os.kill(obedient._pid, signal.SIGKILL)
-    os.waitid(os.P_PID, obedient._process.pid, os.WEXITED | os.WNOWAIT)
+    os.kill(obedient._child.pid, signal.SIGKILL)
+    obedient._child._process.wait()
     with pytest.raises(VerifierCrashed, match="killed by SIGKILL"):
         obedient("fine", None)
     assert obedient("fine", None) == 1.0
@@ -88,7 +89,9 @@ def test_an_exception_comes_back_with_its_traceback(obedient):
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-@pytest.mark.parametrize(("completion", "what"), [("nan", "returned nan, which is no reward"), ("none", "TypeError")])
+@pytest.mark.parametrize(
+    ("completion", "what"), [("nan", "returned nan, which is not a reward"), ("none", "TypeError")]
+)
 def test_something_else_than_a_number_is_no_reward(obedient, completion, what):
     with pytest.raises(VerifierError, match=what):
         obedient(completion, None)
@@ -126,9 +129,9 @@ def test_closing_leaves_no_process():
 
 def test_a_killed_parent_leaves_no_process():
     script = (
-        "import sys; from dlrover.python.rl.environment.deadline import DeadlineVerifier\n"
+        "import sys; from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier\n"
         "verifier = DeadlineVerifier('os:getpgid', 10)\n"
-        "sys.stdout.write(f'{verifier._pid} {verifier._process.pid}\\n')\n"
+        "sys.stdout.write(f'{verifier._child.pid} {verifier._child._process.pid}\\n')\n"
         "sys.stdout.flush(); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script]
@@ -187,7 +190,7 @@ def test_memory_beyond_the_limit_is_an_error_of_that_sample():
 
 
 def test_the_kernel_takes_a_verifier_first_when_memory_runs_out(obedient):
-    assert Path(f"/proc/{obedient._pid}/oom_score_adj").read_text().strip() == "1000"
+    assert Path(f"/proc/{obedient._child.pid}/oom_score_adj").read_text().strip() == "1000"
 
 
 def test_a_fork_bomb_leaves_no_process(tmp_path):
@@ -204,7 +207,7 @@ def test_a_fork_bomb_leaves_no_process(tmp_path):
 def test_a_process_that_cut_every_tie_ends_with_its_verifier():
     with DeadlineVerifier(verifiers.obedient, timeout_s=20) as verifier:
         assert verifier("daemon", None) == 1.0
-        (left,) = [pid for pid in children(verifier._process.pid) if pid != verifier._pid]
+        (left,) = [pid for pid in children(verifier._child._process.pid) if pid != verifier._child.pid]
     assert not is_alive(left)
 
 
@@ -214,7 +217,7 @@ def children(pid):
 
 def test_a_function_that_kills_its_parent_kills_its_warden_not_the_job():
     with DeadlineVerifier(verifiers.obedient, timeout_s=5) as verifier:
-        child = verifier._pid
+        child = verifier._child.pid
         assert verifier("kill-parent", None) == 1.0
         assert verifier("fine", None) == 1.0
     wait_until_gone(child)
@@ -229,5 +232,6 @@ def test_what_a_function_prints_is_cut(capfd):
 
 
 def test_the_module_imports_nothing_heavy():
-    code = "import sys, dlrover.python.rl.environment.deadline; sys.exit(bool({'numpy', 'torch'} & set(sys.modules)))"
+    module = "dlrover.python.rl.environment.sandbox.reward_process"
+    code = f"import sys, {module}; sys.exit(bool({{'numpy', 'torch'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environments found by name."""
 
 import asyncio
@@ -9,8 +10,8 @@ import torch
 import user_environments
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
-from dlrover.python.rl.environment.base import LONGEST_STATE, StepResult, step_result
-from dlrover.python.rl.environment.functions import load_environment
+from dlrover.python.rl.environment.core.base import MAX_STATE_LENGTH, StepResult, validate_step
+from dlrover.python.rl.environment.core.functions import load_environment
 
 SCRIPT = Path(__file__).with_name("user_environments.py")
 README = """
@@ -39,7 +40,8 @@ def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, 30))
 
 
-def test_086_the_readmes_environment_made_runnable_loads_from_a_path(tmp_path):
+@pytest.mark.feature(86)
+def test_the_readmes_environment_made_runnable_loads_from_a_path(tmp_path):
     path = tmp_path / "search.py"
     path.write_text(README)
     environment = load_environment(str(path))
@@ -54,8 +56,9 @@ def test_086_the_readmes_environment_made_runnable_loads_from_a_path(tmp_path):
         run(environment.step("Q? ", "hm", info))
 
 
+@pytest.mark.feature(86)
 @pytest.mark.parametrize("where", [str(SCRIPT), "user_environments"])
-def test_086_a_script_or_a_module_with_reset_and_close(where):
+def test_a_script_or_a_module_with_reset_and_close(where):
     environment = load_environment(where)
     info = {"first": "begin "}
     assert run(environment.reset(info)) == "begin "
@@ -121,7 +124,7 @@ def test_a_script_may_import_its_neighbour(tmp_path):
         ({"next_state": "x", "reward": 1, "done": np.ones(2) > 0}, "step returned numpy.ndarray as 'done'"),
         ({"next_state": "x", "reward": np.ones(2)}, "step returned numpy.ndarray as 'reward', not a number"),
         ({"next_state": 3, "reward": 1}, "next_state is int, not text"),
-        ({"next_state": "x" * (LONGEST_STATE + 1), "reward": 1}, "characters, 4000000 at most"),
+        ({"next_state": "x" * (MAX_STATE_LENGTH + 1), "reward": 1}, "characters, 4000000 at most"),
         ({"next_state": "x", "reward": 1, "extra_info": None}, "step returned None as 'extra_info'"),
         (StepResult(None, 0.0, 0.0, False), "no 'next_state', and is not done"),
         (StepResult("x", float("nan"), 0.0, False), "step returned nan as 'reward'"),
@@ -129,13 +132,14 @@ def test_a_script_may_import_its_neighbour(tmp_path):
 )
 def test_results_that_are_none(returned, what):
     with pytest.raises(EnvironmentFailed) as caught:
-        step_result(returned, {})
+        validate_step(returned, {})
     assert what in str(caught.value)
 
 
-def test_089_the_score_is_the_reward_by_default_and_apart_from_it_where_given():
-    assert step_result({"reward": 1, "done": True}, {"k": 1}) == StepResult(None, 1.0, 1.0, True, {"k": 1})
-    result = step_result({"reward": 1, "score": 0, "next_state": "x", "extra_info": {}}, {"k": 1})
+@pytest.mark.feature(89)
+def test_the_score_is_the_reward_by_default_and_apart_from_it_where_given():
+    assert validate_step({"reward": 1, "done": True}, {"k": 1}) == StepResult(None, 1.0, 1.0, True, {"k": 1})
+    result = validate_step({"reward": 1, "score": 0, "next_state": "x", "extra_info": {}}, {"k": 1})
     assert (result.reward, result.score, result.extra_info) == (1.0, 0.0, {})
 
 
@@ -145,10 +149,11 @@ def test_the_module_is_the_one_that_tests_import():
     assert {"who": "me"} in user_environments.log
 
 
+@pytest.mark.feature(86)
 @pytest.mark.parametrize("library", [np.asarray, torch.asarray])
-def test_086_numbers_and_truth_values_of_arrays_are_as_good_as_pythons(library):
+def test_numbers_and_truth_values_of_arrays_are_as_good_as_pythons(library):
     found = library([0.0, 0.5])
-    result = step_result({"reward": found.max(), "score": found.sum(), "done": found.max() > 0}, {})
+    result = validate_step({"reward": found.max(), "score": found.sum(), "done": found.max() > 0}, {})
     assert result == StepResult(None, 0.5, 0.5, True, {})
     assert [type(value) for value in (result.reward, result.score, result.done)] == [float, float, bool]
-    assert not step_result(StepResult("x", found.max(), 0.0, found.max() > 1), {}).done
+    assert not validate_step(StepResult("x", found.max(), 0.0, found.max() > 1), {}).done

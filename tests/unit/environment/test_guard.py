@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults of environments stay with the sample they struck."""
 
 import asyncio
@@ -7,9 +8,9 @@ from pathlib import Path
 import pytest
 import user_environments
 
-from dlrover.python.rl.environment.functions import load_environment
-from dlrover.python.rl.environment.guard import Guard
-from dlrover.python.rl.environment.isolated import IsolatedEnvironment
+from dlrover.python.rl.environment.core.functions import load_environment
+from dlrover.python.rl.environment.core.turns import Guard
+from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
 
 SCRIPT = str(Path(__file__).with_name("user_environments.py"))
 WORDS = {
@@ -52,7 +53,8 @@ def environment(request):
     return load_environment("user_environments") if request.param == "here" else IsolatedEnvironment(SCRIPT)
 
 
-def test_091_every_fault_marks_its_sample_and_the_group_finishes(environment):
+@pytest.mark.feature(91)
+def test_every_fault_marks_its_sample_and_the_group_finishes(environment):
     guard = Guard(environment, timeout_s=1.0)
     faults = dict(WORDS)
     if isinstance(environment, IsolatedEnvironment):  # Only a process can be rid of a call that hears no cancellation.
@@ -71,7 +73,8 @@ def test_091_every_fault_marks_its_sample_and_the_group_finishes(environment):
     assert guard.failures["step raised RuntimeError"] == 1
 
 
-def test_091_reset_and_close_may_fail_too(environment):
+@pytest.mark.feature(91)
+def test_reset_and_close_may_fail_too(environment):
     async def all_of_them():
         guard = Guard(environment, timeout_s=0.5)
         raising = await play(guard, ["go "], reset="raise")
@@ -88,7 +91,8 @@ def test_091_reset_and_close_may_fail_too(environment):
     assert sum(guard.failures.values()) == 3
 
 
-def test_090_an_episode_stops_when_done_and_is_closed_at_the_limit_of_turns():
+@pytest.mark.feature(90)
+def test_an_episode_stops_when_done_and_is_closed_at_the_limit_of_turns():
     user_environments.log.clear()
     guard = Guard(load_environment("user_environments"))
     done = run(play(guard, ["go ", "done", "never"]))
@@ -106,7 +110,8 @@ def test_090_an_episode_stops_when_done_and_is_closed_at_the_limit_of_turns():
     assert len(user_environments.log) == 2
 
 
-def test_086_the_rows_data_reach_the_steps_unchanged_and_stay_the_rows(environment):
+@pytest.mark.feature(86)
+def test_the_rows_data_reach_the_steps_unchanged_and_stay_the_rows(environment):
     given = {"answer": "x", "nested": {"list": [1, (2, 3)], 5: None}, "first": "begin "}
     kept = {**given, "nested": {"list": [1, (2, 3)], 5: None}}
 
@@ -126,7 +131,8 @@ def test_086_the_rows_data_reach_the_steps_unchanged_and_stay_the_rows(environme
     assert result.extra_info["began"]
 
 
-def test_093_eight_samples_that_wait_take_as_long_as_one(environment):
+@pytest.mark.feature(93)
+def test_eight_samples_that_wait_take_as_long_as_one(environment):
     async def timed():
         guard = Guard(environment)
         took_s = []
@@ -141,7 +147,8 @@ def test_093_eight_samples_that_wait_take_as_long_as_one(environment):
     assert run(timed()) < 0.6
 
 
-def test_092_no_more_episodes_at_a_time_than_the_environment_serves():
+@pytest.mark.feature(92)
+def test_no_more_episodes_at_a_time_than_the_environment_serves():
     class Watched:
         episodes = 2
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environments in a process of their own."""
 
 import asyncio
@@ -8,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
-from dlrover.python.rl.environment.guard import Guard
-from dlrover.python.rl.environment.isolated import IsolatedEnvironment
+from dlrover.python.rl.environment.core.turns import Guard
+from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
 
 SCRIPT = str(Path(__file__).with_name("user_environments.py"))
 
@@ -42,7 +43,8 @@ def wait_until_gone(pid, limit_s=15.0):
         os.sched_yield()
 
 
-def test_098_arithmetic_that_holds_the_interpreter_costs_its_deadline_and_the_next_sample_finds_a_new_process():
+@pytest.mark.feature(98)
+def test_arithmetic_that_holds_the_interpreter_costs_its_deadline_and_the_next_sample_finds_a_new_process():
     async def bombed():
         guard = Guard(IsolatedEnvironment(SCRIPT, grace_s=0.5), timeout_s=0.5)
         before = await play(guard, ["done"])
@@ -96,7 +98,8 @@ def test_what_cannot_travel_is_told():
         return back
 
     assert (
-        "step gave data that cannot travel: state['extra_info']['lock']: a lock cannot be saved" in run(sent()).failure
+        "step returned data that cannot be sent: state['extra_info']['lock']: a lock cannot be saved"
+        in run(sent()).failure
     )
 
 
@@ -108,7 +111,7 @@ def test_what_cannot_be_loaded_is_told_and_leaves_no_process():
 def test_sync_calls_that_hang_take_no_others_place():
     async def hung():
         guard = Guard(IsolatedEnvironment(f"{SCRIPT}:Counting", {"start": 1}), timeout_s=1.0)
-        assert guard._places is not None
+        assert guard._open_slots is not None
         episodes = await asyncio.gather(*(play(guard, ["hang"]) for _ in range(4)), play(guard, ["4", "9"]))
         await guard.shutdown()
         return episodes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A language model as the judge, over a server on this machine."""
 
 import asyncio
@@ -8,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from dlrover.python.rl.common.errors import VerifierError
-from dlrover.python.rl.environment.judge import LLMJudge
-from dlrover.python.rl.environment.rewards import WeightedRewards
+from dlrover.python.rl.environment.core.rewards import WeightedRewards
+from dlrover.python.rl.environment.verifiers.llm_judge import LLMJudge
 
 
 class Server(ThreadingHTTPServer):
@@ -100,7 +101,7 @@ def test_no_mark_is_no_reward(server, replies, what, count):
 def test_a_server_that_is_not_there(server):
     server.shutdown()
     server.server_close()
-    with pytest.raises(VerifierError, match="gave no mark: URLError"):
+    with pytest.raises(VerifierError, match="gave no mark: ConnectError"):
         ask(LLMJudge(server.url, "m", attempts=2, timeout_s=5))
 
 

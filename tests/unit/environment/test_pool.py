@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verifiers side by side."""
 
 import itertools
@@ -7,8 +8,7 @@ import pytest
 import verifiers
 
 from dlrover.python.rl.common.errors import VerifierError, VerifierTimeout
-from dlrover.python.rl.environment.deadline import DeadlineVerifier
-from dlrover.python.rl.environment.pool import VerifierPool
+from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
 
 
 def asked(*completions):
@@ -24,12 +24,12 @@ def pool():
 
 def test_rewards_come_in_the_order_asked():
     made = VerifierPool(3, lambda: DeadlineVerifier(verifiers.length, timeout_s=30))
-    assert made.judge(asked(*("x" * size for size in range(50)))) == list(range(50))
+    assert made.score(asked(*("x" * size for size in range(50)))) == list(range(50))
     made.close()
 
 
 def test_two_endless_samples_neither_disable_the_pool_nor_touch_the_others(pool):
-    judged = pool.judge(asked("fine", "loop", "loop", *["fine"] * 20))
+    judged = pool.score(asked("fine", "loop", "loop", *["fine"] * 20))
     assert [type(reward) for reward in judged[1:3]] == [VerifierTimeout] * 2
     assert [judged[0], *judged[3:]] == [1.0] * 21
 
@@ -39,7 +39,7 @@ def quickest_s(pool, completions, expected):
     took_s = []
     for _ in range(3):
         began_s = time.monotonic()
-        judged = pool.judge(asked(*completions))
+        judged = pool.score(asked(*completions))
         took_s.append(time.monotonic() - began_s)
         assert [reward for reward in judged if not isinstance(reward, VerifierTimeout)] == expected
         if took_s[-1] < 1.0 + 0.5:
@@ -57,7 +57,7 @@ def test_the_others_go_on_while_one_hangs(pool):
 
 def test_every_bad_habit_at_once_costs_the_bad_samples_alone(pool):
     bad = ["abort", "raise", "exit", "segfault", "nan", "forge", "kill-group", "stop"]
-    judged = pool.judge(asked(*(word for habit in bad for word in (habit, "fine"))))
+    judged = pool.score(asked(*(word for habit in bad for word in (habit, "fine"))))
     assert all(isinstance(reward, VerifierError) for reward in judged[::2])
     assert judged[1::2] == [1.0] * len(bad)
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several reward functions as one."""
 
 import asyncio
@@ -7,8 +8,8 @@ import pytest
 import verifiers
 
 from dlrover.python.rl.common.errors import VerifierError
-from dlrover.python.rl.environment.deadline import DeadlineVerifier
-from dlrover.python.rl.environment.rewards import Reward, WeightedRewards
+from dlrover.python.rl.environment.core.rewards import Reward, WeightedRewards
+from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier
 
 
 def length(completion, answer, extra_info):
@@ -53,7 +54,7 @@ def test_functions_wait_side_by_side():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_part_that_is_no_reward_leaves_none(bad):
     rewards = WeightedRewards(FUNCTIONS, {"length": 1.0, "soon": 0.0})
-    with pytest.raises(VerifierError, match="which is no reward: soon"):
+    with pytest.raises(VerifierError, match="which is not a reward: soon"):
         rewards.now("x", None, {"soon": bad})
 
 
@@ -66,7 +67,7 @@ def test_every_function_needs_a_finite_weight(weights):
 def test_they_run_in_a_verifiers_process_by_name():
     weights = {"verifiers:length": 0.25, "verifiers:awaited": 2.0}
     with DeadlineVerifier(weights, timeout_s=20) as verifier:
-        assert verifier.judge("four", None, {"bonus": 4}) == Reward(
+        assert verifier.score("four", None, {"bonus": 4}) == Reward(
             0.25 * 8 + 2.0 * 5, {"verifiers:length": 8.0, "verifiers:awaited": 5.0}
         )
         assert verifier("four", None) == 1.0 + 10.0

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An environment of tools."""
 
 import asyncio
@@ -8,12 +9,11 @@ import pytest
 import some_tools
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
-from dlrover.python.rl.environment.functions import load_environment
-from dlrover.python.rl.environment.guard import Guard
-from dlrover.python.rl.environment.isolated import IsolatedEnvironment
-from dlrover.python.rl.environment.turns import Trajectory
+from dlrover.python.rl.environment.core.functions import load_environment
+from dlrover.python.rl.environment.core.turns import Guard, Trajectory
+from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
 
-WHERE = "dlrover.python.rl.environment.tools:ToolEnvironment"
+WHERE = "dlrover.python.rl.environment.core.tools:ToolEnvironment"
 TOOLS = {name: f"some_tools:{name}" for name in ("add", "search", "long", "gone")}
 OPTIONS = {"tools": TOOLS, "judge": "some_tools:judge"}
 
@@ -45,7 +45,8 @@ def response(text):
     return f"\n<tool_response>\n{text}\n</tool_response>\n"
 
 
-def test_089_a_call_is_answered_and_the_answer_is_judged():
+@pytest.mark.feature(89)
+def test_a_call_is_answered_and_the_answer_is_judged():
     seen, episode = played(f"I add: {call('add', first=2, second=3)}", "it is 5")
     assert seen == [response("5")]
     assert (episode.done, episode.reward, episode.score, episode.turns, episode.failure) == (True, 0.75, 0.75, 2, None)
@@ -106,7 +107,8 @@ def test_an_action_full_of_openings_takes_no_time():
     assert time.monotonic() - began < 10
 
 
-def test_087_a_sample_with_calls_is_one_sequence_in_which_responses_are_not_trained():
+@pytest.mark.feature(87)
+def test_a_sample_with_calls_is_one_sequence_in_which_responses_are_not_trained():
     turn = "<end>\n<user>{responses}<end>\n<assistant>"
     action = call("add", first=2)
     (seen,), _ = played(action, "5", turn=turn)
@@ -141,8 +143,8 @@ def test_it_runs_in_a_process_of_its_own():
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"tools": {"add": "some_tools:ad"}}, "has no function 'ad'; did you mean 'add'"),
-        ({"judge": "some_tools:juge"}, "has no function 'juge'; did you mean 'judge'"),
+        ({"tools": {"add": "some_tools:ad"}}, "has no 'ad'; did you mean 'add'"),
+        ({"judge": "some_tools:juge"}, "has no 'juge'; did you mean 'judge'"),
         ({"tools": {}}, "need at least one of each, not 0 tools"),
         ({"max_calls": 0}, "max_calls=0"),
         ({"turn": "\n"}, "turn needs a place for {responses}"),

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tokens of a trajectory stand in which sequence, and who wrote them."""
 
 import pytest
@@ -5,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.environment.turns import Trajectory
+from dlrover.python.rl.environment.core.turns import Trajectory
 
 
 def encode(text):
@@ -16,7 +17,8 @@ def wrote(tokens, version=1):
     return tokens, [-0.5] * len(tokens), version
 
 
-def test_087_a_state_that_goes_on_stays_in_one_sequence_and_the_engines_ids_are_untouched():
+@pytest.mark.feature(87)
+def test_a_state_that_goes_on_stays_in_one_sequence_and_the_engines_ids_are_untouched():
     trajectory = Trajectory(encode, "ask ")
     assert trajectory.context == encode("ask ")
     trajectory.act("word", *wrote([900, 901]))  # Not what the text would be encoded to.
@@ -32,7 +34,8 @@ def test_087_a_state_that_goes_on_stays_in_one_sequence_and_the_engines_ids_are_
     assert sequence.rewards == [0.0] * 5 + [0.25] + [0.0] * 6 + [1.0]
 
 
-def test_088_another_state_begins_another_sequence_of_the_same_trajectory():
+@pytest.mark.feature(88)
+def test_another_state_begins_another_sequence_of_the_same_trajectory():
     trajectory = Trajectory(encode, "ask ")
     trajectory.act("word", *wrote([900]))
     trajectory.observe("summary")
@@ -61,7 +64,7 @@ def test_what_cannot_be():
     trajectory = Trajectory(encode, "ask")
     with pytest.raises(DataError, match="1 log-probs for 2 tokens"):
         trajectory.act("ab", [1, 2], [0.0])
-    with pytest.raises(DataError, match="no action to be rewarded"):
+    with pytest.raises(DataError, match="no action to reward"):
         trajectory.reward(1.0)
 
 

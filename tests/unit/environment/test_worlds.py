@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text worlds as environments."""
 
 import asyncio
@@ -6,12 +7,12 @@ import time
 import pytest
 
 from dlrover.python.rl.common.errors import EnvironmentFailed, MissingExtra
-from dlrover.python.rl.environment.functions import load_environment
-from dlrover.python.rl.environment.guard import Guard
-from dlrover.python.rl.environment.isolated import IsolatedEnvironment
-from dlrover.python.rl.environment.worlds import Worlds, gem, gymnasium
+from dlrover.python.rl.environment.core.functions import load_environment
+from dlrover.python.rl.environment.core.gym_adapter import GymEnvironment, gem, gymnasium
+from dlrover.python.rl.environment.core.turns import Guard
+from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
 
-WORLDS = "dlrover.python.rl.environment.worlds"
+WORLDS = "dlrover.python.rl.environment.core.gym_adapter"
 
 
 class Countdown:
@@ -52,9 +53,10 @@ async def play(guard, action, max_turns=9, **info):
     return episode, cut
 
 
-def test_092_a_pool_of_two_serves_eight_samples_half_of_which_are_cut_at_the_limit():
+@pytest.mark.feature(92)
+def test_a_pool_of_two_serves_eight_samples_half_of_which_are_cut_at_the_limit():
     async def all_of_them():
-        guard = Guard(Worlds(Countdown, size=2))
+        guard = Guard(GymEnvironment(Countdown, size=2))
         played = await asyncio.gather(*(play(guard, "x", max_turns=2 if at % 2 else 9) for at in range(8)))
         await guard.shutdown()
         return played
@@ -67,16 +69,19 @@ def test_092_a_pool_of_two_serves_eight_samples_half_of_which_are_cut_at_the_lim
 
 def test_states_go_on_from_each_other():
     async def one():
-        return await play(Guard(Worlds(Countdown, opening="<{observation}>", turn="[{observation}]")), "a", 2, seed=5)
+        return await play(
+            Guard(GymEnvironment(Countdown, opening="<{observation}>", turn="[{observation}]")), "a", 2, seed=5
+        )
 
     episode, cut = run(one())
     assert cut == "<3 left\ngo on>a[2 left]a[1 left]"
     assert (episode.reward, episode.score) == (2.0, 2.0)
 
 
-def test_092_a_world_that_hangs_is_not_used_again():
+@pytest.mark.feature(92)
+def test_a_world_that_hangs_is_not_used_again():
     async def hung():
-        guard = Guard(Worlds(Countdown, size=1), timeout_s=0.5)
+        guard = Guard(GymEnvironment(Countdown, size=1), timeout_s=0.5)
         stuck, _ = await play(guard, "hang")
         after = [await play(guard, "x") for _ in range(2)]
         return stuck, [episode for episode, _ in after]
@@ -89,7 +94,7 @@ def test_092_a_world_that_hangs_is_not_used_again():
 
 def test_an_episode_that_is_over_has_no_world_and_frees_no_others():
     async def over():
-        worlds, info = Worlds(Countdown, size=1), {}
+        worlds, info = GymEnvironment(Countdown, size=1), {}
         await worlds.reset(info)
         with pytest.raises(EnvironmentFailed, match="all 1 worlds are taken"):
             await worlds.reset({})
@@ -115,13 +120,14 @@ def halving(state):
     return rf"\boxed{{{(low + high) // 2}}}"
 
 
+@pytest.mark.feature(92)
 @pytest.mark.slow
-def test_092_a_game_of_gem_is_played_to_its_end():
+def test_a_game_of_gem_is_played_to_its_end():
     pytest.importorskip("gem")
 
     async def games():
         guard = Guard(IsolatedEnvironment(f"{WORLDS}:gem", {"name": "game:GuessTheNumber-v0-easy", "size": 2}))
-        assert guard._places is not None
+        assert guard._open_slots is not None
         won = await asyncio.gather(*(play(guard, halving, seed=seed) for seed in range(4)))
         cut = await play(guard, halving, max_turns=1, seed=11)
         one, two = [(await play(guard, halving, seed=7))[0] for _ in range(2)]
@@ -135,7 +141,8 @@ def test_092_a_game_of_gem_is_played_to_its_end():
     assert one.turns == two.turns
 
 
-def test_092_a_game_of_gymnasium_is_played_to_its_end():
+@pytest.mark.feature(92)
+def test_a_game_of_gymnasium_is_played_to_its_end():
     pytest.importorskip("gymnasium")
 
     async def game():
@@ -173,5 +180,5 @@ def test_absent_libraries_name_their_extra(monkeypatch, make, module, extra):
 
 
 def test_a_pool_needs_a_world():
-    with pytest.raises(ValueError, match="a world at least, not 0"):
-        Worlds(Countdown, size=0)
+    with pytest.raises(ValueError, match="at least one world, not 0"):
+        GymEnvironment(Countdown, size=0)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environments of every habit, loaded by name; most of them do what the action says."""
 
 import asyncio

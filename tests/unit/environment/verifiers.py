@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verifiers of every bad habit, run in child processes."""
 
 import asyncio

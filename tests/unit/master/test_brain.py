@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The brain: saved before ordered, replayed after a restart, silent about what changes nothing."""
 
 from dataclasses import replace
@@ -7,7 +8,7 @@ from toy_jobs import toy_job
 
 from dlrover.python.rl.common.clock import ManualClock
 from dlrover.python.rl.common.errors import JobConflict, JournalCorrupt
-from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.spec import RestartSpec
 from dlrover.python.rl.control.commands import Place, Release, StartMembers, StartTrainer
 from dlrover.python.rl.control.events import (
@@ -20,7 +21,7 @@ from dlrover.python.rl.control.events import (
     Process,
     RecoveryScope,
     Released,
-    RoleTerms,
+    RoleSettings,
     StandbyReady,
     StepsOpened,
     StopRequested,
@@ -33,11 +34,11 @@ from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.brain import Brain, earlier_journal, fresh_journal, new_run, submission
 from dlrover.python.rl.master.status import status_of
-from dlrover.python.rl.runtime.inspection import Inspection
-from dlrover.python.rl.runtime.state_store import FileStateStore, MemoryStateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore
+from dlrover.python.rl.runtime.process.inspection import Inspection
 from dlrover.python.rl.trainer.trainer import StepReport
 
-SUBMITTED = Submitted("toy", {"ACTOR": RoleTerms(1)}, "run", 3, 3, backoff_s=0.5)
+SUBMITTED = Submitted("toy", {"ACTOR": RoleSettings(1)}, "run", 3, 3, backoff_s=0.5)
 GONE = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")
 LOST = MemberLost("ACTOR", 0, 1, GONE)
 HERE = Process("node", 7, "host", "127.0.0.1", 1234, 0)
@@ -142,7 +143,7 @@ def test_the_submission_says_what_the_machine_needs(tmp_path):
     assert event == Submitted(
         job="toy",
         run=run,
-        roles={"ACTOR": RoleTerms(2), "REWARD": RoleTerms(2)},
+        roles={"ACTOR": RoleSettings(2), "REWARD": RoleSettings(2)},
         job_max_restart=10,
         trainer_max_restart=10,
         backoff_s=1.0,
@@ -160,7 +161,10 @@ def test_the_submission_carries_scopes_standbys_and_limits(tmp_path):
     limits = RestartSpec(2, 3, {"reward": 4}, 0.5, 60.0, 5)
     job = replace(job, workloads=workloads, restart=limits)
     event = submission(job, "run", Inspection(collectives=("ACTOR",)), Brain(MemoryStateStore()))
-    assert event.roles == {"ACTOR": RoleTerms(2, RecoveryScope.GROUP), "REWARD": RoleTerms(2, standby=1, max_restart=4)}
+    assert event.roles == {
+        "ACTOR": RoleSettings(2, RecoveryScope.GROUP),
+        "REWARD": RoleSettings(2, standby=1, max_restart=4),
+    }
     assert (event.job_max_restart, event.trainer_max_restart, event.backoff_s) == (2, 3, 0.5)
     assert (event.window_s, event.node_max_failures) == (60.0, 5)
 
@@ -241,7 +245,7 @@ def test_the_status_of_a_job():
 
 
 def test_the_status_counts_what_was_recovered_and_names_the_standbys():
-    roles = {"ACTOR": RoleTerms(1, standby=1)}
+    roles = {"ACTOR": RoleSettings(1, standby=1)}
     brain = Brain(MemoryStateStore())
     for event in (replace(SUBMITTED, roles=roles), *RUNNING[1:], StepsOpened(1), LOST):
         brain.handle(event)

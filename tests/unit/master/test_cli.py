@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line in one process: exit codes, and one message with every problem."""
 
 import json
@@ -129,7 +130,7 @@ def test_the_command_is_installed_and_runs_from_a_shell(tmp_path):
     )
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr == (
-        "1 problem in the job:\n  - trainer.class: module 'toy_jobs' has no class 'Lop'; did you mean 'Loop'?\n"
+        "1 error in the job:\n  - trainer.class: module 'toy_jobs' has no class 'Lop'; did you mean 'Loop'?\n"
     )
 
 
@@ -217,14 +218,14 @@ def test_a_wrong_option_exits_with_2(shell, options, said):
 )
 def test_a_bad_job_is_refused_with_the_place_and_the_right_name(shell, before, after, said):
     message = refused(shell, GOOD.replace(before, after, 1))
-    assert message.startswith("1 problem in the job:\n  - ")
+    assert message.startswith("1 error in the job:\n  - ")
     assert said in message
 
 
 def test_all_problems_of_placement_classes_and_checks_come_in_one_message(shell):
     text = GOOD.replace("Loop", "Picky").replace("num: 2", "num: 9").replace("class: Adder}", "class: Addr}")
     message = refused(shell, text, "steps=0")
-    assert message.splitlines()[0] == "4 problems in the job:"
+    assert message.splitlines()[0] == "4 errors in the job:"
     for said in ("impossible placement", "config.steps: is below 1", "9 is more than 3", "did you mean 'Adder'?"):
         assert said in message
 
@@ -233,7 +234,7 @@ def test_a_missing_file_is_said(shell):
     write()
     code, out, err = shell("run", "--local", "jop.yaml")
     assert (code, out) == (2, "")
-    assert err == "1 problem in the job:\n  - jop.yaml: no such job file; did you mean 'job.yaml'?\n"
+    assert err == "1 error in the job:\n  - jop.yaml: no such job file; did you mean 'job.yaml'?\n"
 
 
 GRPO = """

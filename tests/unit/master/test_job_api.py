@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``RLJobBuilder`` from Python, and jobs checked without being run."""
 
 from dataclasses import replace
@@ -12,7 +13,7 @@ from dlrover.python.rl.config.spec import CheckpointSpec
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import RLJobBuilder, check_job
 from dlrover.python.rl.master.local import run_local
-from dlrover.python.rl.runtime.state_store import MemoryStateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import MemoryStateStore
 
 
 def builder(trainer="Loop"):
@@ -32,8 +33,8 @@ def test_a_described_job_has_its_spec_and_nothing_is_started(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_building_says_every_problem():
-    with pytest.raises(InvalidJob, match="2 problems"):
+def test_building_reports_every_error():
+    with pytest.raises(InvalidJob, match="2 errors"):
         RLJobBuilder().trainer("m", "T").node_num(0).build()
     with pytest.raises(InvalidJob, match="impossible placement: ACTOR x 9"):
         builder().total(9).build()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A whole job in one process: how each ending looks."""
 
 import socket
@@ -16,8 +17,8 @@ from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.local import run_local
-from dlrover.python.rl.runtime.local.executor import LocalExecutor
-from dlrover.python.rl.runtime.state_store import MemoryStateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import MemoryStateStore
+from dlrover.python.rl.runtime.local_executor import LocalExecutor
 from dlrover.python.rl.trainer.trainer import StepReport
 
 MEMBERS = ["ACTOR-0", "ACTOR-1", "REWARD-0", "REWARD-1"]

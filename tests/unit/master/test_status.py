@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is said of a job: in the log when something is recovered, and to those who follow its reports."""
 
 from dataclasses import replace

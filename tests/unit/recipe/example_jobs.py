@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs of the recipes that learn from examples, small enough for a test."""
 
 import json

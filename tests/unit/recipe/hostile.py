@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environments and a reward function that do their worst, to some of the samples: by the bytes of what was written."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A reward that differs between the samples of a model which has learnt nothing."""
 
 

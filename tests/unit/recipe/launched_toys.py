@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A job of arithmetic whose ranks meet in collectives, and go wrong when they are told to."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command lines under launchers: real processes, of which none outlives its test."""
 
 import json
@@ -11,8 +12,8 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.launch import launch
-from dlrover.python.rl.recipe.tiny import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDE = ROOT / "docs" / "guides" / "torchrun.md"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs of trainers on samples, small enough to learn something within a minute of one core."""
 
 import json
@@ -8,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.master.job import check_job, run_here
-from dlrover.python.rl.recipe.tiny import write_tiny_model
 
 WORKLOADS = "dlrover.python.rl.recipe.workloads"
 TRAINERS = {
@@ -67,7 +68,7 @@ def _config(folder):
 
 
 def finished(job):
-    """Run a job in this process; its folder and the figures of its steps."""
+    """Run a job in this process; its folder and the metrics of its steps."""
     status = run_here(check_job(job, local=True))
     assert status.phase is Phase.FINISHED, status.cause
     return job.job_dir, [json.loads(line) for line in (job.job_dir / "metrics.jsonl").read_text().splitlines()]

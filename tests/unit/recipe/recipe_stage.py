@@ -1,16 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
 """A recipe's job in one process, with its members and its trainer killed at chosen calls."""
 
 from dataclasses import dataclass, field
 
-from dlrover.python.rl.common.names import member_name
-from dlrover.python.rl.common.roles import RLRoleType
-from dlrover.python.rl.runtime.durability import StoreCheckpoints
-from dlrover.python.rl.runtime.host import MemberHost
-from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort
-from dlrover.python.rl.runtime.local.recovery import LocalRecovery
-from dlrover.python.rl.runtime.member_state import Roots
-from dlrover.python.rl.trainer.runner import run_trainer
-from dlrover.python.rl.trainer.trainer import TrainerLink
+from dlrover.python.rl.common.names import RLRoleType, member_name
+from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
+from dlrover.python.rl.runtime.checkpoint.member_state import Roots
+from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort, LocalRecovery
+from dlrover.python.rl.runtime.process.host import MemberHost
+from dlrover.python.rl.trainer.trainer import TrainerLink, run_trainer
 from dlrover.python.rl.trainer.workload import MemberContext
 
 
@@ -58,7 +56,7 @@ def flip_a_bit(actor, ticket, name):
     """Damage a tensor that an actor has published."""
     names = [entry.name for entry in ticket.table.entries]
     start, _ = ticket.table.spans()[names.index(name)]
-    actor._weights._shelf._held[ticket.id].image.data[start + 5] ^= 1
+    actor._weights._versions._files[ticket.id]._data[start + 5] ^= 1
 
 
 class Stage:

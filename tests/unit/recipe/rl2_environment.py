@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The environment of RL2's README, made runnable: searches until it answers."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Environments that rollouts are tested with; each habit is asked for by the row's ``extra_info``."""
 
 import asyncio

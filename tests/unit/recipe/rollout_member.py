@@ -1,12 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rollout member with a tiny model's weights, and what it is asked for."""
 
 import numpy as np
 
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.base import OptimizerConfig, SamplingParams
-from dlrover.python.rl.recipe.config import EngineConfig, RolloutConfig
-from dlrover.python.rl.recipe.updates import UpdatePlan
+from dlrover.python.rl.engine.api.base import OptimizerConfig, SamplingParams
+from dlrover.python.rl.recipe.base.config import EngineConfig, RolloutConfig
+from dlrover.python.rl.recipe.base.engine_workload import UpdatePlan
 from dlrover.python.rl.recipe.workloads import ActorWorkload, RolloutWorkload
 
 ENGINE = EngineConfig(threads=1)
@@ -40,15 +41,15 @@ def trained(actor):
     return actor.publish_weights()
 
 
-def wanted(*ids, begun_at=1, attempt=0, **objects):
+def wanted(*ids, created_step=1, retry=0, **objects):
     """Groups of these prompts; ``objects`` are columns instead of the usual."""
     count = len(ids)
     texts = [f"{number}+{number + 1}=" * (1 + number % 3) for number in ids]
     columns = {"prompt": texts, "answer": ["1"] * count, "extra_info": [{} for _ in ids]} | objects
-    numbers = {"prompt_id": ids, "begun_at": [begun_at] * count, "attempt": [attempt] * count}
+    numbers = {"prompt_id": ids, "created_step": [created_step] * count, "retry": [retry] * count}
     return Batch({name: np.array(values, dtype=np.int64) for name, values in numbers.items()} | columns)
 
 
-def draw(member, groups, enough=None, patience_s=FOREVER, sampling=SAMPLING, seed=5):
+def sample(member, groups, enough=None, patience_s=FOREVER, sampling=SAMPLING, seed=5):
     """All of them complete, unless told otherwise."""
-    return member.draw(groups, sampling, seed, len(groups) if enough is None else enough, patience_s)
+    return member.sample(groups, sampling, seed, len(groups) if enough is None else enough, patience_s)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An environment whose states never go on from each other: a sample of two turns is two rows. Some fail in the second;
 what is trained on is not what people read."""
 

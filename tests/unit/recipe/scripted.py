@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rollout engine that says what it is told to, a byte at a time, and rolls samples for environments."""
 
 import math
@@ -7,13 +8,13 @@ import numpy as np
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.engine.base import Completion, Request, SamplingParams
-from dlrover.python.rl.environment.functions import load_environment
-from dlrover.python.rl.environment.guard import Guard
-from dlrover.python.rl.environment.isolated import IsolatedEnvironment
-from dlrover.python.rl.recipe.event_loops import LoopHere
-from dlrover.python.rl.recipe.rolling import Limits, Roller
-from dlrover.python.rl.recipe.tiny import byte_tokenizer
+from dlrover.python.rl.engine.api.base import Completion, Request, SamplingParams
+from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
+from dlrover.python.rl.environment.core.functions import load_environment
+from dlrover.python.rl.environment.core.turns import Guard
+from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
+from dlrover.python.rl.recipe.rollout.scheduler import RolloutLimits, RolloutScheduler
+from dlrover.python.rl.recipe.rollout.stream import InlineLoop
 
 
 class Scripted:
@@ -30,7 +31,7 @@ class Scripted:
 
     def __init__(self, say, longest=4096):
         self._say, self._longest = say, longest
-        self.tokenizer, self.version = byte_tokenizer(), 0
+        self.tokenizer, self.version = make_byte_tokenizer(), 0
         self._running, self.steps, self.seeds = {}, 0, {}
 
     def check(self, tokens, sampling):
@@ -76,20 +77,20 @@ SAMPLING = SamplingParams(max_new_tokens=64, samples_per_prompt=1, keep_stop=Tru
 
 
 class Rolling:
-    """A roller in this thread: its calls, without the workload around them."""
+    """A scheduler in this thread: its calls, without the workload around them."""
 
     def __init__(self, say, environment=None, max_turns=4, *, room=64, timeout_s=20.0, episodes=None, longest=4096):
-        self.engine, self.loop = Scripted(say, longest), LoopHere()
+        self.engine, self.loop = Scripted(say, longest), InlineLoop()
         self.guard = Guard(environment, timeout_s, episodes) if environment is not None else None
-        self.roller = Roller(self.engine, self.guard, Limits(room, max_turns))
+        self.scheduler = RolloutScheduler(self.engine, self.guard, RolloutLimits(room, max_turns))
 
-    def draw(self, groups, samples=1, enough=10**6, patience_s=math.inf):
+    def sample(self, groups, samples=1, enough=10**6, patience_s=math.inf):
         sampling = SamplingParams(max_new_tokens=64, samples_per_prompt=samples, keep_stop=True)
-        return self.loop.run(self.roller.draw(groups, sampling, 5, enough, patience_s))
+        return self.loop.run(self.scheduler.sample(groups, sampling, 5, enough, patience_s))
 
-    def take(self, groups, samples=1):
-        self.draw(groups, samples)
-        return self.loop.run(self.roller.take(groups))
+    def fetch(self, groups, samples=1):
+        self.sample(groups, samples)
+        return self.loop.run(self.scheduler.fetch(groups))
 
 
 @contextmanager
@@ -102,20 +103,20 @@ def rolling(say, where=None, *arguments, isolated=False, **limits):
     try:
         yield made
     finally:
-        made.loop.run(made.roller.close())
+        made.loop.run(made.scheduler.close())
         made.loop.close()
 
 
-def groups(*infos, prompt="ask ", begun_at=1):
+def groups(*infos, prompt="ask ", created_step=1):
     """A group for each ``extra_info``."""
     count = len(infos)
-    numbers = {"prompt_id": range(count), "begun_at": [begun_at] * count, "attempt": [0] * count}
+    numbers = {"prompt_id": range(count), "created_step": [created_step] * count, "retry": [0] * count}
     columns = {"prompt": [prompt] * count, "answer": ["7"] * count, "extra_info": list(infos)}
     return Batch({name: np.array(list(values), dtype=np.int64) for name, values in numbers.items()} | columns)
 
 
 def texts(batch, name, tokenizer=None):
     """Rows of a ragged column as text: those of ``tokens`` that ``name``, a mask, chooses."""
-    tokenizer = tokenizer or byte_tokenizer()
+    tokenizer = tokenizer or make_byte_tokenizer()
     masks = batch.ragged(name)
     return [tokenizer.decode(row[mask]) for row, mask in zip(batch.ragged("tokens"), masks, strict=True)]

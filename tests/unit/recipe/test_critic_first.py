@@ -1,11 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
 """A critic that learns before the actor does."""
 
+import pytest
 from policy_jobs import finished, policy_job
 
 MODEL = "model/model.safetensors"
 
 
-def test_125_the_actor_is_as_it_was_while_the_critic_is_warmed_up(tmp_path):
+@pytest.mark.feature(125)
+def test_the_actor_is_as_it_was_while_the_critic_is_warmed_up(tmp_path):
     critic = {"optimizer": {"lr": 3e-3}, "warmup_steps": 3}
     out, rows = finished(policy_job(tmp_path, "ppo", out="frozen", steps=3, critic=critic))
     assert rows[2]["critic_value_error"] < rows[0]["critic_value_error"]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Examples over the members of a job: about as many tokens each, pairs whole, and what comes back in its order."""
 
 import math
@@ -6,10 +7,10 @@ import numpy as np
 import pytest
 from example_jobs import PAIRS, metrics_of, stage, write_rows
 
-from dlrover.python.rl.engine.base import StepResult
+from dlrover.python.rl.engine.api.base import UpdateResult
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.recipe.reporting.metrics import Machine
 from dlrover.python.rl.recipe.rm import RMTrainer
-from dlrover.python.rl.recipe.speed import Machine
-from dlrover.python.rl.recipe.tiny import write_tiny_model
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, ScorerWorkload
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
@@ -26,7 +27,7 @@ class _Given:
 
     def train(self, batch):
         self.given.append(batch)
-        return StepResult(0.0, 0.0, 0.0, dict.fromkeys(RMTrainer.metric_names, 0.0))
+        return UpdateResult(0.0, 0.0, 0.0, dict.fromkeys(RMTrainer.metric_names, 0.0))
 
     def save(self, folder):
         pass
@@ -55,9 +56,10 @@ def lengths_of_32(seed):
     return np.random.default_rng(seed).lognormal(3.0, 0.8, 32).astype(int) + 1
 
 
+@pytest.mark.feature(57, 60)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["sft", "rm"])
-def test_057_060_ranks_get_about_as_many_tokens_and_whole_pairs(model, tmp_path, kind, seed):
+def test_ranks_get_about_as_many_tokens_and_whole_pairs(model, tmp_path, kind, seed):
     texts = ["x" * length for length in lengths_of_32(seed)]
     rows = [{"prompt": "A", "response": text, "chosen": text, "rejected": f"{text[1:]}y"} for text in texts]
     config = {"model": model, "data": {"train": write_rows(tmp_path / "rows.jsonl", rows)}, "batch_size": 32}
@@ -72,8 +74,9 @@ def test_057_060_ranks_get_about_as_many_tokens_and_whole_pairs(model, tmp_path,
         assert all((part.dense("line")[::2] == part.dense("line")[1::2]).all() for part in parts)
 
 
+@pytest.mark.feature(60, 61)
 @pytest.mark.parametrize("members", [3, 5])
-def test_060_061_what_members_of_a_reference_say_comes_back_to_its_pairs(model, tmp_path, members):
+def test_what_members_of_a_reference_say_comes_back_to_its_pairs(model, tmp_path, members):
     pairs = [{**row, "chosen": row["chosen"] * (1 + at), "rejected": "no"} for at, row in enumerate(PAIRS)]
     config = {"model": model, "data": {"train": write_rows(tmp_path / "pairs.jsonl", pairs)}, "batch_size": 4}
     roles = {"ACTOR": (ActorWorkload, 1), "REFERENCE": (ReferenceWorkload, members)}

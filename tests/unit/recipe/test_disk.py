@@ -1,75 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
 """A disk that is full for a while: a run waits, and leaves no half line."""
 
-import errno
 import json
 import logging
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlrover.python.rl.algorithm.grpo import GRPO
-from dlrover.python.rl.engine.base import OptimizerConfig
-from dlrover.python.rl.recipe.config import EngineConfig
-from dlrover.python.rl.recipe.disk import Patience, append, patiently, replace
-from dlrover.python.rl.recipe.tiny import write_tiny_model
-from dlrover.python.rl.recipe.tracking import RunLog
+from dlrover.python.rl.common.disk_space import DiskWait, append, replace
+from dlrover.python.rl.engine.api.base import OptimizerConfig
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.recipe.reporting.run_log import RunLog
 from dlrover.python.rl.recipe.workloads import ActorWorkload
 
-QUICK = Patience(limit_s=20.0, pause_s=0.01)
-NONE = Patience(limit_s=0.05, pause_s=0.01)
-
-
-class Refusing:
-    """Something to do that fails so many times, in one of these ways, and then gives 7."""
-
-    def __init__(self, times, error):
-        self.left, self.error = times, error
-
-    def __call__(self):
-        self.left -= 1
-        if self.left >= 0:
-            raise self.error
-        return 7
-
-
-class RustError(Exception):
-    """What libraries raise that write by themselves."""
-
-
-FULL = [
-    OSError(errno.ENOSPC, "full"),
-    OSError(errno.EDQUOT, "quota"),
-    RustError("Error while serializing: I/O error: No space left on device (os error 28)"),
-]
-OTHERS = [OSError(errno.EIO, "broken"), RustError("os error 280"), ValueError("28"), OSError("os error 28")]
-
-
-@pytest.mark.parametrize("error", FULL, ids=str)
-def test_a_full_disk_is_waited_for_and_said_once(error, caplog):
-    assert patiently(Refusing(5, error), Path("metrics.jsonl"), QUICK) == 7
-    (record,) = caplog.records
-    assert record.getMessage().startswith("no room for metrics.jsonl, waiting up to 20 s: ")
-
-
-@pytest.mark.parametrize("error", FULL, ids=str)
-def test_a_disk_that_stays_full_raises_its_error(error):
-    with pytest.raises(type(error)) as caught:
-        patiently(Refusing(1_000_000, error), Path("metrics.jsonl"), NONE)
-    assert caught.value is error
-
-
-@pytest.mark.parametrize("error", OTHERS, ids=str)
-def test_any_other_error_is_raised_at_once(error, caplog):
-    refusing = Refusing(1, error)
-    with pytest.raises(type(error)):
-        patiently(refusing, Path("metrics.jsonl"), QUICK)
-    assert not caplog.records
-
-
-# -- a real disk ------------------------------------------------------------------------------------------------------
+QUICK = DiskWait(limit_s=20.0, pause_s=0.01)
+NONE = DiskWait(limit_s=0.05, pause_s=0.01)
 
 
 class SmallDisk:
@@ -117,7 +66,7 @@ def disk(tmp_path):
 
 @pytest.fixture
 def relief(disk):
-    handler, logger = Relief(disk), logging.getLogger("dlrover.python.rl.recipe.disk")
+    handler, logger = Relief(disk), logging.getLogger("dlrover.python.rl.common.disk_space")
     logger.addHandler(handler)
     yield handler
     logger.removeHandler(handler)
@@ -137,17 +86,17 @@ def test_a_file_on_a_disk_that_stays_full_is_as_it_was(disk):
 def test_a_whole_log_is_written_through_full_disks(disk, relief):
     log = RunLog(disk.folder, QUICK)
     disk.fill()
-    log.begin(1)
+    log.begin_step(1)
     for step in (1, 2, 3):
-        log.begin(step)
+        log.begin_step(step)
         disk.fill(left=4096)
-        log.samples(step, [{"prompt": "x" * 2000, "row": row} for row in range(5)])
+        log.write_samples(step, [{"prompt": "x" * 2000, "row": row} for row in range(5)])
         disk.fill()
-        log.step(step, {f"figure_{number}": number + step / 10 for number in range(80)})
+        log.write_step(step, {f"figure_{number}": number + step / 10 for number in range(80)})
     for close in (
-        lambda: log.curve("figure_0", "reward.png"),
-        lambda: log.held_out([{"prompt": "x" * 9000}]),
-        lambda: log.summary({"what": "x" * 9000}),
+        lambda: log.write_curve("figure_0", "reward.png"),
+        lambda: log.write_held_out([{"prompt": "x" * 9000}]),
+        lambda: log.write_summary({"what": "x" * 9000}),
     ):
         disk.fill()
         close()
@@ -163,7 +112,7 @@ def test_a_whole_log_is_written_through_full_disks(disk, relief):
     ]
     assert (disk.folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((disk.folder / "summary.json").read_text())["what"] == "x" * 9000
-    waited = {line.split()[3].rstrip(",").rpartition("/")[2] for line in relief.said}
+    waited = {line.split()[4].rstrip(";").rpartition("/")[2] for line in relief.said}
     assert {"samples.jsonl", "metrics.jsonl", "held_out.jsonl", "summary.json", "reward.png"} <= waited
 
 
@@ -176,4 +125,4 @@ def test_a_model_is_saved_once_there_is_room(disk, relief, tmp_path):
     assert sorted(os.listdir(disk.folder)) == ["model"]
     assert (disk.folder / "model" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
     (said,) = relief.said
-    assert said.startswith(f"no room for {disk.folder / 'model'}, waiting up to 60 s: ")
+    assert said.startswith(f"no disk space for {disk.folder / 'model'}; waiting up to 60 s: ")

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipes as durable loops: the same bits every time, and what a step does about samples that fail."""
 
 import json
@@ -46,7 +47,7 @@ def test_two_runs_of_a_job_end_in_the_same_bits(tmp_path, reference):
 
 def test_each_step_samples_from_the_weights_of_the_step_before(tmp_path):
     rows = lines(finished(tmp_path) / "samples.jsonl")
-    assert {(row["step"], row["version"], row["attempt"]) for row in rows} == {(1, 0, 0), (2, 1, 0), (3, 2, 0)}
+    assert {(row["step"], row["version"], row["retry"]) for row in rows} == {(1, 0, 0), (2, 1, 0), (3, 2, 0)}
 
 
 def flaky(folder, monkeypatch, body):
@@ -67,7 +68,7 @@ def groups(rows):
     found = {}
     for row in rows:
         drawn = found.setdefault((row["step"], row["prompt_id"]), {})
-        drawn.setdefault(row["attempt"], []).append((row["completion"], row["reward"]))
+        drawn.setdefault(row["retry"], []).append((row["completion"], row["reward"]))
     return found
 
 
@@ -78,9 +79,9 @@ def test_groups_with_a_failed_sample_are_drawn_again_with_other_seeds(tmp_path, 
     drawn = groups(rows)
     assert max(len(attempts) for attempts in drawn.values()) == 3
     for attempts in drawn.values():
-        for attempt, samples in attempts.items():
+        for retry, samples in attempts.items():
             failed = any(reward is None for _, reward in samples)
-            assert failed == (attempt + 1 in attempts) or attempt == 2
+            assert failed == (retry + 1 in attempts) or retry == 2
         assert len({tuple(text for text, _ in samples) for samples in attempts.values()}) == len(attempts)
     for row in metrics:
         step = {place: attempts for place, attempts in drawn.items() if place[0] == row["step"]}
@@ -154,4 +155,4 @@ def test_a_step_of_which_every_group_is_lost_ends_the_run(tmp_path, monkeypatch)
     out, status = run(tmp_path, reward=reward)
     assert status.phase is Phase.FAILED
     assert "step 1: the reward function failed on all 128 samples" in status.cause.message + status.cause.detail
-    assert [row["attempt"] for row in lines(out / "samples.jsonl")] == [0] * 64 + [1] * 64
+    assert [row["retry"] for row in lines(out / "samples.jsonl")] == [0] * 64 + [1] * 64

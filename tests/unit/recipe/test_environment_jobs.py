@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs whose samples an environment answers and rewards: the same bits every time, and a run that goes on whatever the
 environment or the reward function does."""
 
@@ -68,7 +69,8 @@ def leaves_nothing():
     assert ours() <= threads
 
 
-def test_075_two_runs_without_data_play_the_same_games_to_the_bit(tmp_path, leaves_nothing):
+@pytest.mark.feature(75)
+def test_two_runs_without_data_play_the_same_games_to_the_bit(tmp_path, leaves_nothing):
     rollout = {"env_path": f"{HOSTILE}:Calm", "env_isolated": False}
     first, second = (finished(tmp_path / name, data=GAMES, rollout=rollout) for name in ("one", "two"))
     for file in ("samples.jsonl", "held_out.jsonl", "model/model.safetensors"):
@@ -110,19 +112,20 @@ def mean(name, samples):
     return np.mean([sum(row[name] for row in rows) for rows in samples if rows[0]["error"] is None])
 
 
-def test_089_the_score_is_logged_and_every_figure_is_of_whole_samples(tmp_path):
+@pytest.mark.feature(89)
+def test_the_score_is_logged_and_every_figure_is_of_whole_samples(tmp_path):
     rollout = {"env_path": str(HERE / "scenes.py"), "env_isolated": False}
     keep = {"best": "held_out_score"}
     out = finished(tmp_path, data=GAMES, rollout=rollout, eval_every=1, keep=keep)
     steps, drawn = lines(out / "metrics.jsonl"), lines(out / "samples.jsonl")
-    for figures in steps:
-        rows = [row for row in drawn if row["step"] == figures["step"]]
+    for metrics in steps:
+        rows = [row for row in drawn if row["step"] == metrics["step"]]
         samples = by_sample(rows)
         assert (len(samples), len(rows)) == (16, 32)
-        assert figures["reward"] == pytest.approx(mean("reward", samples))
-        assert figures["score"] == pytest.approx(mean("score", samples))
-        assert figures["score"] != figures["reward"]
-        assert figures["failed_samples"] == sum(row["error"] is not None for row in rows) / 2 > 0
+        assert metrics["reward"] == pytest.approx(mean("reward", samples))
+        assert metrics["score"] == pytest.approx(mean("score", samples))
+        assert metrics["score"] != metrics["reward"]
+        assert metrics["failed_samples"] == sum(row["error"] is not None for row in rows) / 2 > 0
     answers, summary = by_sample(lines(out / "held_out.jsonl")), json.loads((out / "summary.json").read_text())
     assert len(answers) == 4
     assert steps[-1]["held_out_score"] == pytest.approx(mean("score", answers))
@@ -139,8 +142,9 @@ def test_an_environment_that_takes_its_process_along_costs_those_who_play_in_it(
     assert sum(row["reward"] is not None for row in rows) > len(rows) // 3
 
 
+@pytest.mark.feature(98)
 @pytest.mark.slow
-def test_098_a_hostile_reward_function_fails_some_samples_and_the_run_goes_on(tmp_path, monkeypatch, leaves_nothing):
+def test_a_hostile_reward_function_fails_some_samples_and_the_run_goes_on(tmp_path, monkeypatch, leaves_nothing):
     monkeypatch.syspath_prepend(str(HERE))
     reward = {"function": "hostile:reward", "timeout_s": 0.5, "workers": 2}
     out = finished(tmp_path, steps=1, reward=reward)
@@ -149,7 +153,8 @@ def test_098_a_hostile_reward_function_fails_some_samples_and_the_run_goes_on(tm
     assert all(row["error"] for row in rows if row["reward"] is None)
 
 
-def test_115_each_turn_is_credited_with_the_rewards_that_come_after_it_and_not_with_those_before(tmp_path):
+@pytest.mark.feature(115)
+def test_each_turn_is_credited_with_the_rewards_that_come_after_it_and_not_with_those_before(tmp_path):
     rollout = {
         "samples_per_prompt": 2,
         "max_new_tokens": 3,
@@ -170,7 +175,7 @@ def problems(folder, **config):
     try:
         check_job(job(folder, **config), local=True)
     except InvalidJob as error:
-        return {problem.where: problem.what for problem in error.problems}
+        return {problem.where: problem.what for problem in error.errors}
     return {}
 
 
@@ -180,7 +185,7 @@ def test_an_environment_that_does_not_load_is_refused_before_the_start(tmp_path)
 
     assert "did you mean 'hostile.py'" in found(env_path=str(HERE / "hostle.py"))["config.rollout.env_path"]
     besides = problems(tmp_path, rollout={"env_path": str(HOSTILE)}, reward={"model": "m"})
-    assert "rollout.env_path judges" in besides["config.reward.model"]
+    assert "rollout.env_path scores" in besides["config.reward.model"]
     assert "did you mean 'Bombs'" in found(env_path=f"{HOSTILE}:Bomb")["config.rollout.env_path"]
     wrong = found(env_path=f"{HOSTILE}:Bombs", env_options={"sze": 2})
     assert "takes no arguments" in wrong["config.rollout.env_path"] or "argument" in wrong["config.rollout.env_path"]
@@ -190,5 +195,5 @@ def test_an_environment_that_does_not_load_is_refused_before_the_start(tmp_path)
     assert "did you mean 'env_path'" in found(env_pth="x")["config.rollout.env_pth"]
     assert found(env_path=HOSTILE) == {}
     by_score = {"eval_every": 1, "keep": {"best": "held_out_score"}}
-    assert problems(tmp_path, **by_score)["config.keep.best"].startswith("no figure 'held_out_score'")
+    assert problems(tmp_path, **by_score)["config.keep.best"].startswith("no metric 'held_out_score'")
     assert problems(tmp_path, **by_score, rollout={"env_path": HOSTILE}) == {}

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GRPO recipe in one process."""
 
 import json
@@ -15,13 +16,13 @@ sys.path.append(str(Path(__file__).parents[2] / "ray"))
 from recipe_jobs import grpo_job  # noqa: E402
 
 from dlrover.python.rl.common.errors import InvalidJob  # noqa: E402
-from dlrover.python.rl.common.roles import RLRoleType  # noqa: E402
-from dlrover.python.rl.config.given import plain  # noqa: E402
+from dlrover.python.rl.common.names import RLRoleType  # noqa: E402
+from dlrover.python.rl.config.typed import to_plain  # noqa: E402
 from dlrover.python.rl.control.state import Phase  # noqa: E402
-from dlrover.python.rl.engine.layout import ParallelSizes  # noqa: E402
+from dlrover.python.rl.engine.api.settings import ParallelSizes  # noqa: E402
 from dlrover.python.rl.master.job import check_job, run_here  # noqa: E402
-from dlrover.python.rl.recipe.checks import role_problems  # noqa: E402
-from dlrover.python.rl.recipe.config import EngineConfig, GRPOConfig, PromptData, RolloutConfig  # noqa: E402
+from dlrover.python.rl.recipe.base.checks import validate_roles  # noqa: E402
+from dlrover.python.rl.recipe.base.config import EngineConfig, GRPOConfig, PromptData, RolloutConfig  # noqa: E402
 from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
 
 
@@ -75,14 +76,14 @@ def test_the_model_loads_with_transformers_and_the_held_out_rows_were_never_trai
     assert len(held) == 8
     assert not held & trained
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["held-out problems"] == 8
+    assert summary["held-out prompts"] == 8
     assert (summary["train engine"], summary["rollout engine"]) == ("Fsdp2TrainEngine", "TorchRolloutEngine")
 
 
 def problems_of(folder, *overrides):
     with pytest.raises(InvalidJob) as caught:
         check_job(grpo_job(folder, *overrides), local=True)
-    return {problem.where: problem.what for problem in caught.value.problems}
+    return {problem.where: problem.what for problem in caught.value.errors}
 
 
 def test_all_problems_of_the_configuration_are_found_before_anything_starts(tmp_path):
@@ -121,7 +122,7 @@ def test_all_problems_of_the_configuration_are_found_before_anything_starts(tmp_
         ("+engine.rollout_options={prefil_tokens: 2}", "config.engine.rollout_options.prefil_tokens", "prefill_tokens"),
         ("+engine.train_options={zero_stage: 2}", "config.engine.train_options.zero_stage", "unknown"),
         ("+engine.parallel={ddp_size: 2}", "config.engine.parallel", "1 ranks cannot be divided by ddp_size 2"),
-        ("+engine.parallel={pipeline_parallel_size: 2}", "config.engine", "fsdp2 runs with 1 only"),
+        ("+engine.parallel={pipeline_parallel_size: 2}", "config.engine", "fsdp2 supports 1 only"),
         ("+engine.rollout_tensor_parallel_size=2", "config.engine.rollout_tensor_parallel_size", "runs on one device"),
     ],
 )
@@ -132,7 +133,7 @@ def test_a_bad_value_is_named_with_its_place(tmp_path, override, where, what):
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "ipo", "reward_model"])
 def test_algorithms_on_examples_have_trainers_of_their_own(tmp_path, name):
-    config = {**plain(grpo_job(tmp_path).config), "algorithm": {"name": name}}
+    config = {**to_plain(grpo_job(tmp_path).config), "algorithm": {"name": name}}
     problems = GRPOTrainer.check_config(config, dict.fromkeys(("ACTOR", "ROLLOUT", "REWARD"), 1))
     assert [str(problem) for problem in problems] == [
         "config.algorithm.name: it learns from examples, not from samples as this trainer does"
@@ -150,10 +151,10 @@ def test_an_engine_that_is_not_installed_is_named_with_its_extra(tmp_path, kind,
 def test_members_that_split_the_model_share_rows():
     cfg = GRPOConfig("T", PromptData("none.jsonl"), prompts_per_step=2, rollout=RolloutConfig(samples_per_prompt=2))
     roles = {RLRoleType.ACTOR: 8, RLRoleType.ROLLOUT: 1, RLRoleType.REWARD: 1}
-    (problem,) = role_problems("GRPOTrainer", cfg, roles)
+    (problem,) = validate_roles("GRPOTrainer", cfg, roles)
     assert str(problem) == "workload.actor.num: 8 actor members cannot share 4 samples"
     split = replace(cfg, engine=EngineConfig(parallel=ParallelSizes(tensor_parallel_size=2)))
-    assert not role_problems("GRPOTrainer", split, roles)
+    assert not validate_roles("GRPOTrainer", split, roles)
 
 
 def test_a_kl_penalty_needs_the_reference_role(tmp_path):
@@ -185,7 +186,7 @@ def test_rows_without_an_answer_are_named_where_the_reward_compares_with_it(tmp_
     places = [where for where in found if where.startswith(f"{path}:")]
     assert places == [f"{path}:{line}" for line in range(2, 22)]
     assert "has no 'answer'" in found[f"{path}:2"]
-    assert found[str(path)] == "and 10 more problems"
+    assert found[str(path)] == "and 10 more errors"
 
 
 def test_a_prompt_that_does_not_fit_the_model_is_named_before_training(tmp_path):
@@ -199,7 +200,8 @@ def test_a_prompt_that_does_not_fit_the_model_is_named_before_training(tmp_path)
     assert lines(tmp_path / "out" / "metrics.jsonl") == []
 
 
-def test_064_prompts_that_are_too_long_are_refused_or_left_out_and_counted(tmp_path):
+@pytest.mark.feature(64)
+def test_prompts_that_are_too_long_are_refused_or_left_out_and_counted(tmp_path):
     rows = [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(20)]
     path = write_rows(tmp_path, *rows, {"prompt": "1" * 9 + "=", "answer": 1}, {"prompt": "2" * 50, "answer": 1})
     given = (f"data.train={path}", f"data.eval={path}", "data.eval_rows=22", "+data.max_prompt_tokens=8", "steps=2")
@@ -210,7 +212,7 @@ def test_064_prompts_that_are_too_long_are_refused_or_left_out_and_counted(tmp_p
     drawn = {row["row"] for name in ("samples", "held_out") for row in lines(tmp_path / f"dropped/{name}.jsonl")}
     assert drawn == set(range(20))
     told = json.loads((tmp_path / "dropped/summary.json").read_text())
-    assert (told["held-out problems"], told["dropped prompts"]) == (20, 4)
+    assert (told["held-out prompts"], told["dropped prompts"]) == (20, 4)
     assert "no data.max_prompt_tokens" in problems_of(tmp_path, "+data.over_long=drop")["config.data.over_long"]
 
 
@@ -245,9 +247,9 @@ def test_the_demos_rewards_are_an_accuracy(finished):
 @pytest.mark.parametrize(
     ("function", "what"),
     [
-        ("dlrover.python.rl.environment.verifiers:exat", "has no function 'exat'; did you mean 'exact'?"),
+        ("dlrover.python.rl.environment.verifiers:exat", "has no 'exat'; did you mean 'exact'?"),
         ("dlrover.python.rl.environment.verifier:exact", "did you mean 'dlrover.python.rl.environment.verifiers'?"),
-        ("exact", "is not of the form 'package.module:function'"),
+        ("exat", "no reward function is called 'exat'; did you mean 'exact'?"),
     ],
 )
 def test_the_reward_function_is_looked_for(tmp_path, function, what):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The GRPO recipe through deaths of members and of the trainer: the end is that of an undisturbed run, to the bit."""
 
 import json
@@ -14,7 +15,7 @@ from recipe_stage import Stage, both, flip_a_bit, kill, kill_trainer  # noqa: E4
 
 from dlrover.python.rl.common.errors import DataError, NonFiniteUpdate, WeightsLost  # noqa: E402
 from dlrover.python.rl.data import state_tree  # noqa: E402
-from dlrover.python.rl.engine.sync.pull import PullTransport  # noqa: E402
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport  # noqa: E402
 from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
 from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload  # noqa: E402
 from dlrover.python.rl.trainer.workload import trainer_invocation  # noqa: E402
@@ -126,13 +127,14 @@ def test_whatever_dies_the_end_is_the_same(tmp_path, inputs, undisturbed, seed):
         assert end[name] == value, f"{name}, faults at {sorted(faults)}"
 
 
-def test_064_prompts_that_were_left_out_stay_so_for_a_trainer_that_takes_over(tmp_path, inputs):
+@pytest.mark.feature(64)
+def test_prompts_that_were_left_out_stay_so_for_a_trainer_that_takes_over(tmp_path, inputs):
     rows = [{"prompt": f"{number}{'+1' * (number % 2)}=", "answer": "2"} for number in range(16)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"train": str(tmp_path / "own.jsonl"), "eval_rows": 4, "max_prompt_tokens": 3, "over_long": "drop"}
     whole = stage(tmp_path / "whole", inputs, data=data)
     expected = end_of(whole)
-    last = max(at for at, call in enumerate(whole.port.calls) if call[2] == "draw")
+    last = max(at for at, call in enumerate(whole.port.calls) if call[2] == "sample")
     broken = stage(tmp_path / "broken", inputs, data=data)
     assert end_of(broken, {(last, "before"): kill_trainer}) == expected
     assert broken.epoch == 2
@@ -207,7 +209,7 @@ class Away(Judge):
         return judged.with_columns(reward=reward, error=["it is away" if lost else None for lost in away.tolist()])
 
 
-@pytest.mark.parametrize("when", ["draw", "score"])
+@pytest.mark.parametrize("when", ["sample", "score"])
 def test_a_trainer_that_is_killed_goes_on_counting_steps_without_a_reward(tmp_path, inputs, when):
     def made(folder):
         roles = {"ACTOR": (ActorWorkload, 1), "ROLLOUT": (RolloutWorkload, 1), "REWARD": (Away, 1)}

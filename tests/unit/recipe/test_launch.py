@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes under launchers: the processes are real ones, and none outlives its test."""
 
 import json
@@ -10,8 +11,8 @@ from launching import ADD, DEADLINE_S, ROOT, SFT, TWO, launched_rank, run, start
 
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.config.load import load_job
-from dlrover.python.rl.recipe.launch import _sharing_problems, described
-from dlrover.python.rl.runtime.torchrun.links import Place
+from dlrover.python.rl.recipe.launch import _validate_sharing, describe_job
+from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 from tests.processes import run as run_ranks
 
 
@@ -23,10 +24,10 @@ def desk(tmp_path):
 # -- what is asked for ------------------------------------------------------------------------------------------------
 
 
-def problems_of(*overrides, recipe="sft", job_file=None, place=Place()):  # noqa: B008 -- a frozen value
+def problems_of(*overrides, recipe="sft", job_file=None, launch=LaunchEnv()):  # noqa: B008 -- a frozen value
     with pytest.raises(InvalidJob) as caught:
-        described(recipe, job_file, overrides, place)
-    return {item.where: item.what for item in caught.value.problems}
+        describe_job(recipe, job_file, overrides, launch)
+    return {item.where: item.what for item in caught.value.errors}
 
 
 def test_a_misspelt_key_is_named_with_the_nearest_one(desk, monkeypatch):
@@ -40,23 +41,24 @@ def test_a_misspelt_key_is_named_with_the_nearest_one(desk, monkeypatch):
 
 def test_a_job_file_and_overrides_go_together(desk, monkeypatch):
     monkeypatch.chdir(desk)
-    place = Place(0, 4, 0, 2, nodes=2)
+    launch = LaunchEnv(0, 4, 0, 2, nodes=2)
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    job = described("", "toy.yaml", ["steps=9", "name=mine"], place)
+    job = describe_job("", "toy.yaml", ["steps=9", "name=mine"], launch)
     assert (job.name, job.config.steps, job.checkpoint.resume, job.checkpoint.every) == ("mine", 9, "latest", 2)
     assert {role: spec.num for role, spec in job.workloads.items()} == {"ACTOR": 4, "ROLLOUT": 4}
     assert job.trainer.node_number == 2
-    assert described("", "toy.yaml", ["checkpoint.resume=never"], place).checkpoint.resume == "never"
+    assert describe_job("", "toy.yaml", ["checkpoint.resume=never"], launch).checkpoint.resume == "never"
     assert "did you mean 'steps'" in problems_of("stepz=9", recipe="", job_file="toy.yaml")["stepz"]
     assert problems_of(recipe="") == {"--config": "is required: a job file"}
 
 
-def test_086_the_environments_key_may_be_the_one_that_it_has_elsewhere(desk, monkeypatch, caplog):
+@pytest.mark.feature(86)
+def test_the_environments_key_may_be_the_one_that_it_has_elsewhere(desk, monkeypatch, caplog):
     monkeypatch.chdir(desk)
     script = Path(__file__).with_name("rl2_environment.py")
     given = ["model=model", "data.train=problems.jsonl", "data.eval_rows=8"]
-    described("grpo", None, [*given, f"actor.rollout.env_path={script}"], Place())
-    assert "config.actor.rollout.env_path is taken as rollout.env_path" in caplog.text
+    describe_job("grpo", None, [*given, f"actor.rollout.env_path={script}"], LaunchEnv())
+    assert "config.actor.rollout.env_path is read as rollout.env_path" in caplog.text
     found = problems_of(*given, f"actor.rollout.env_path={script.with_name('rl2_environmnt.py')}", recipe="grpo")
     assert "did you mean 'rl2_environment.py'" in found["config.rollout.env_path"]
     found = problems_of(*given, "actor.rollout.env_pth=x", f"rollout.env_path={script}", recipe="grpo")
@@ -65,7 +67,7 @@ def test_086_the_environments_key_may_be_the_one_that_it_has_elsewhere(desk, mon
 
 def test_what_cannot_be_shared_by_so_many_processes_is_refused(desk, monkeypatch):
     monkeypatch.chdir(desk)
-    found = problems_of("model=model", "data.train=examples.jsonl", "batch_size=3", place=Place(0, 4, 0, 4))
+    found = problems_of("model=model", "data.train=examples.jsonl", "batch_size=3", launch=LaunchEnv(0, 4, 0, 4))
     assert found == {"config.batch_size": "4 actor members cannot share a batch of 3"}
 
 
@@ -73,7 +75,7 @@ def test_what_cannot_be_shared_by_so_many_processes_is_refused(desk, monkeypatch
 def test_an_engine_that_takes_a_process_for_itself_has_no_reference_beside_several_ranks(engine, refused):
     for processes in (1, 2):
         job = load_job(ROOT / "examples/arithmetic/grpo.yaml", [f"engine.train={engine}"])
-        problems = _sharing_problems(job, Place(0, processes, 0, processes))
+        problems = _validate_sharing(job, LaunchEnv(0, processes, 0, processes))
         assert bool(problems) == (refused and processes == 2)
 
 
@@ -85,21 +87,21 @@ def test_a_reward_model_is_a_model_beside_the_policy(desk, monkeypatch):
     (desk / "scorer" / "config.json").write_text(json.dumps(scorer))
     given = ["model=model", "data.train=problems.jsonl", "data.eval_rows=8", "reward.model=scorer"]
     judge = "workload.reward.class=ModelRewardWorkload"
-    job = described("grpo", None, [*given, judge], Place())
+    job = describe_job("grpo", None, [*given, judge], LaunchEnv())
     assert job.workloads["REWARD"].class_ == "ModelRewardWorkload"
     object.__setattr__(job, "workloads", {role: job.workloads[role] for role in ("ACTOR", "ROLLOUT", "REWARD")})
     job.config.engine = {"train": "deepspeed"}
-    (problem,) = _sharing_problems(job, Place(0, 2, 0, 2))
+    (problem,) = _validate_sharing(job, LaunchEnv(0, 2, 0, 2))
     assert "cannot run the models of reward in the processes" in problem.what
     assert "has to be ModelRewardWorkload" in problems_of(*given, recipe="grpo")["workload.reward.class"]
 
 
 def test_a_world_without_an_address_is_refused():
-    assert Place.from_env({}) == Place()
+    assert LaunchEnv.from_env({}) == LaunchEnv()
     with pytest.raises(InvalidJob, match="start with torchrun"):
-        Place.from_env({"WORLD_SIZE": "2", "RANK": "1"})
+        LaunchEnv.from_env({"WORLD_SIZE": "2", "RANK": "1"})
     env = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
-    assert Place.from_env({**env, "MASTER_PORT": "1"}) == Place(3, 4, 1, 2, "a", 2)
+    assert LaunchEnv.from_env({**env, "MASTER_PORT": "1"}) == LaunchEnv(3, 4, 1, 2, "a", 2)
 
 
 # -- a job of arithmetic ----------------------------------------------------------------------------------------------

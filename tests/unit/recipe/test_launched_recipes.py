@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every recipe under launchers, against one process."""
 
 import json
@@ -33,8 +34,9 @@ def desk(tmp_path):
     return write_desk(tmp_path)
 
 
+@pytest.mark.feature(3)
 @pytest.mark.slow
-def test_003_torchrun_with_two_processes_leaves_one_model(desk):
+def test_torchrun_with_two_processes_leaves_one_model(desk):
     (shown,) = re.findall(
         r"^torchrun --nproc_per_node=2 (-m dlrover.python.rl.recipe.sft .*)$", GUIDE.read_text(), re.M
     )
@@ -51,8 +53,9 @@ def test_003_torchrun_with_two_processes_leaves_one_model(desk):
     assert [row["step"] for row in rows] == [1, 2, 3]
 
 
+@pytest.mark.feature(4)
 @pytest.mark.slow
-def test_004_two_launchers_of_one_process_end_in_the_weights_of_one_with_two(desk):
+def test_two_launchers_of_one_process_end_in_the_weights_of_one_with_two(desk):
     port = free_port()
     nodes = [
         f"{TORCHRUN} --nnodes=2 --node_rank={rank} --nproc_per_node=1 --master_addr=127.0.0.1 --master_port={port}"
@@ -67,9 +70,10 @@ def test_004_two_launchers_of_one_process_end_in_the_weights_of_one_with_two(des
     assert differ(desk / "nodes", desk) > 1e-4
 
 
+@pytest.mark.feature(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", TWO_STEPS.values(), ids=TWO_STEPS)
-def test_005_accelerate_launch_runs_two_steps_of_each_recipe(desk, recipe):
+def test_accelerate_launch_runs_two_steps_of_each_recipe(desk, recipe):
     pytest.importorskip("accelerate")
     began_s = time.monotonic()
     launcher = f"-m accelerate.commands.launch --multi_gpu --num_processes=2 --main_process_port={free_port()}"
@@ -90,7 +94,7 @@ TIMES = ("step_s", "tokens_per_s", "train_", "time/")
 
 
 def metrics(folder):
-    """The figures of each step that do not depend on time."""
+    """The metrics of each step that do not depend on time."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
 
@@ -114,6 +118,7 @@ def test_pairs_are_learned_alike_in_one_process_and_in_two_though_one_has_no_pai
         assert all(torch.allclose(first[key], second[key], atol=1e-5) for key in first)
 
 
+@pytest.mark.feature(138)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
@@ -125,18 +130,19 @@ def test_pairs_are_learned_alike_in_one_process_and_in_two_though_one_has_no_pai
     ],
     ids=["grpo", "updates", "ppo", "distill"],
 )
-def test_138_a_recipe_is_the_same_in_one_process_and_in_two(desk, line):
+def test_a_recipe_is_the_same_in_one_process_and_in_two(desk, line):
     run(desk, f"{line} job_dir=one")
     run(desk, f"{TWO} {line} job_dir=two")
     assert (desk / "one/samples.jsonl").read_text() == (desk / "two/samples.jsonl").read_text()
     for one, two in zip(metrics(desk / "one"), metrics(desk / "two"), strict=True):
-        assert two == pytest.approx(one, rel=1e-3, abs=1e-5), "figures are of all rows, not of one rank's"
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-5), "metrics are of all rows, not of one rank's"
     # AdamW makes of the rounding of a gradient near 0 up to some percent of the learning rate: 1e-3 would be too much.
     assert differ(desk / "one", desk / "two") < 1e-5
     assert differ(desk / "one", desk) > 1e-4
 
 
-def test_138_figures_are_means_over_the_rows_of_both_processes_and_are_written_once(desk):
+@pytest.mark.feature(138)
+def test_figures_are_means_over_the_rows_of_both_processes_and_are_written_once(desk):
     line = GRPO.replace("steps=2", "steps=1 job_dir=out").replace("eval_every=1 ", "")
     assert run_ranks(2, launched_rank, desk, line) == [0, 0]
     (step,) = metrics(desk / "out")
@@ -147,8 +153,9 @@ def test_138_figures_are_means_over_the_rows_of_both_processes_and_are_written_o
     assert len(set(means)) == 3, "those of one rank would be others"
 
 
+@pytest.mark.feature(97)
 @pytest.mark.slow
-def test_097_filtering_may_leave_fewer_samples_than_there_are_ranks(desk):
+def test_filtering_may_leave_fewer_samples_than_there_are_ranks(desk):
     few = "prompts_per_step=3 rollout.samples_per_prompt=2 steps=4 rollout.dynamic_filtering=drop job_dir=out"
     alike = PPO.replace(":jumble", ":often_alike").replace("eval_every=1 ", "")
     run(desk, f"{TORCHRUN} --nproc_per_node=3 {alike} {few}")

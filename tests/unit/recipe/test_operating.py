@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operating a run on samples: the best model, folders on the way, an early end, and where its time goes."""
 
 import json
@@ -11,7 +12,8 @@ from dlrover.python.rl.master.job import check_job
 PHASES = {"generation", "reward", "reference", "update", "sync", "commit", "trainer"}
 
 
-def test_140_a_step_on_samples_is_divided_into_phases_and_its_models_are_kept(tmp_path):
+@pytest.mark.feature(140)
+def test_a_step_on_samples_is_divided_into_phases_and_its_models_are_kept(tmp_path):
     keep = {"best": "held_out_reward", "patience": 1, "save_every": 1, "keep_last": 1}
     reference = {"name": "grpo", "kl_coef": 0.01}
     config = {"steps": 6, "eval_every": 1, "keep": keep, "algorithm": reference, "optimizer": {"lr": 1e-9}}
@@ -29,5 +31,5 @@ def test_140_a_step_on_samples_is_divided_into_phases_and_its_models_are_kept(tm
 
 def test_a_figure_that_evaluations_have_not_is_refused_before_the_start(tmp_path):
     job = policy_job(tmp_path, "grpo", eval_every=1, keep={"best": "acuracy"})
-    with pytest.raises(InvalidJob, match="config.keep.best: no figure 'acuracy'; did you mean 'accuracy'"):
+    with pytest.raises(InvalidJob, match="config.keep.best: no metric 'acuracy'; did you mean 'accuracy'"):
         check_job(job, local=True)

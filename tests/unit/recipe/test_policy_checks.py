@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is wrong with a job of PPO or of distillation is said before it starts."""
 
 import json
@@ -7,14 +8,14 @@ from policy_jobs import policy_job, write_inputs
 
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.master.job import check_job, run_here
-from dlrover.python.rl.recipe.tiny import write_tiny_model
 
 
 def problems_of(job):
     with pytest.raises(InvalidJob) as caught:
         check_job(job, local=True)
-    return {problem.where: problem.what for problem in caught.value.problems}
+    return {problem.where: problem.what for problem in caught.value.errors}
 
 
 @pytest.mark.parametrize(
@@ -53,11 +54,11 @@ def test_distillation(tmp_path, teachers, where, what):
 @pytest.mark.parametrize(
     ("config", "where", "what"),
     [
-        ({"algorithm": {"name": "grpo"}}, "config.algorithm.name", "does not look at teachers"),
+        ({"algorithm": {"name": "grpo"}}, "config.algorithm.name", "does not use teachers"),
         (
             {"rollout": {"samples_per_prompt": 2, "dynamic_filtering": "drop"}},
             "config.rollout.dynamic_filtering",
-            "goes by rewards",
+            "depends on rewards",
         ),
     ],
 )

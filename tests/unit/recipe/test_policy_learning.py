@@ -1,10 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainers on samples learn what they are for, on a model of 35 thousand parameters."""
 
 import numpy as np
 import pytest
 from policy_jobs import finished, policy_job, reverse_kl, write_inputs, write_teacher
 
-from dlrover.python.rl.algorithm.policy import PolicyGradient
+from dlrover.python.rl.algorithm.losses.policy_gradient import PolicyGradient
 from dlrover.python.rl.algorithm.registry import ALGORITHMS
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 
@@ -22,25 +23,27 @@ def gain(rows, name="reward"):
 
 
 def test_every_algorithm_on_rewards_without_a_critic_is_of_the_family():
-    found = {
+    names = {
         name
-        for name, preset in ALGORITHMS.items()
-        if issubclass(preset.algorithm, PolicyGradient) and preset.algorithm().needs.all <= GRPOTrainer.given
+        for name in ALGORITHMS.builtin
+        if issubclass(schema := ALGORITHMS.load(name), PolicyGradient) and schema().needs.all <= GRPOTrainer.given
     }
-    assert found == set(FAMILY)
+    assert names == set(FAMILY)
 
 
+@pytest.mark.feature(127)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", FAMILY)
-def test_127_each_of_the_family_doubles_the_reward(tmp_path, name, seed):
+def test_each_of_the_family_doubles_the_reward(tmp_path, name, seed):
     roles = ("reference",) if name == "deepseek_grpo" else ()
     _, rows = finished(policy_job(tmp_path, "grpo", roles=roles, steps=60, seed=seed, algorithm={"name": name}))
     assert gain(rows) >= 2.0
 
 
+@pytest.mark.feature(127)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ["ppo", "openai_ppo"])
-def test_127_ppo_doubles_the_reward(tmp_path, name, seed):
+def test_ppo_doubles_the_reward(tmp_path, name, seed):
     roles = ("reference",) if name == "openai_ppo" else ()
     job = policy_job(tmp_path, "ppo", roles=roles, steps=60, seed=seed, algorithm={"name": name}, critic=CRITIC)
     _, rows = finished(job)
@@ -48,15 +51,17 @@ def test_127_ppo_doubles_the_reward(tmp_path, name, seed):
     assert rows[-1]["critic_value"] == pytest.approx(rows[-1]["reward"], abs=0.2)
 
 
-def test_127_several_updates_and_epochs_learn_sooner_from_as_many_samples(tmp_path):
+@pytest.mark.feature(127)
+def test_several_updates_and_epochs_learn_sooner_from_as_many_samples(tmp_path):
     config = {"steps": 20, "critic": CRITIC, "algorithm": {"correction": "truncate"}}
     _, often = finished(policy_job(tmp_path, "ppo", out="often", updates_per_step=2, epochs=2, **config))
     _, once = finished(policy_job(tmp_path, "ppo", out="once", **config))
     assert often[-1]["reward"] > once[-1]["reward"]
 
 
+@pytest.mark.feature(117)
 @pytest.mark.parametrize("place", ["loss", "reward", "advantage"])
-def test_117_a_kl_penalty_keeps_the_policy_near_the_reference(tmp_path, place):
+def test_a_kl_penalty_keeps_the_policy_near_the_reference(tmp_path, place):
     """At the end of training, whatever the reward has pulled it to."""
     ends = []
     for coefficient in (1e-6, 0.5):
@@ -67,9 +72,10 @@ def test_117_a_kl_penalty_keeps_the_policy_near_the_reference(tmp_path, place):
     assert ends[1] < 0.5 * ends[0]
 
 
+@pytest.mark.feature(124)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ["distillation", "vocabulary_distillation"])
-def test_124_distillation_lowers_the_reverse_kl_over_the_vocabulary(tmp_path, name, seed):
+def test_distillation_lowers_the_reverse_kl_over_the_vocabulary(tmp_path, name, seed):
     write_inputs(tmp_path)
     teacher = write_teacher(tmp_path)
     config = {"steps": 40, "seed": seed, "top": 64, "optimizer": {"lr": 1e-2}, "algorithm": {"name": name}}
@@ -77,8 +83,9 @@ def test_124_distillation_lowers_the_reverse_kl_over_the_vocabulary(tmp_path, na
     assert reverse_kl(out / "model", teacher) < 0.9 * reverse_kl(tmp_path / "model", teacher)
 
 
+@pytest.mark.feature(124)
 @pytest.mark.parametrize("name", ["distillation", "vocabulary_distillation"])
-def test_124_a_teacher_like_the_student_teaches_nothing(tmp_path, name):
+def test_a_teacher_like_the_student_teaches_nothing(tmp_path, name):
     write_inputs(tmp_path)
     teachers = {"teacher": {"model": str(tmp_path / "model")}}
     _, (row,) = finished(policy_job(tmp_path, "distill", steps=1, algorithm={"name": name}, teachers=teachers))

@@ -1,22 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tiny model and its byte tokenizer."""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dlrover.python.rl.recipe.tiny import byte_tokenizer, main, write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write_tiny_model
+from dlrover.python.rl.recipe.tiny import main
 
 
 @pytest.mark.parametrize("text", ["37+45=82", "naïve 中文 😀", " two  spaces\n\ttab ", "".join(map(chr, range(128)))])
 def test_any_text_is_its_bytes_and_comes_back(text):
-    tokenizer = byte_tokenizer()
+    tokenizer = make_byte_tokenizer()
     ids = tokenizer.encode(text)
     assert ids == list(text.encode())
     assert tokenizer.decode(ids) == text
 
 
 def test_special_tokens_are_single_ids():
-    tokenizer = byte_tokenizer()
+    tokenizer = make_byte_tokenizer()
     assert len(tokenizer) == 259
     assert tokenizer.encode("<|endoftext|><|im_start|><|im_end|>") == [256, 257, 258]
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
@@ -24,7 +26,7 @@ def test_special_tokens_are_single_ids():
 
 
 def test_the_chat_template_is_chatml():
-    text = byte_tokenizer().apply_chat_template(
+    text = make_byte_tokenizer().apply_chat_template(
         [{"role": "user", "content": "1+1?"}], tokenize=False, add_generation_prompt=True
     )
     assert text == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
@@ -37,7 +39,7 @@ def test_the_model_loads_with_the_library_alone(tmp_path):
     assert model.config.max_position_embeddings == 64
     assert model.config.intermediate_size == 48
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 258
-    assert tokenizer.chat_template == byte_tokenizer().chat_template
+    assert tokenizer.chat_template == make_byte_tokenizer().chat_template
 
 
 def test_the_default_has_0_6_million_parameters(tmp_path):

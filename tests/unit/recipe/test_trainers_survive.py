@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PPO and distillation through deaths of members and of the trainer: the end is that of an undisturbed run, to the bit,
 the critic's too."""
 

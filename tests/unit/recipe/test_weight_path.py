@@ -1,6 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
 """How weights get from the actor to the rollouts in a recipe: a ticket through the trainer, the bytes past it."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,12 @@ from recipe_stage import Stage  # noqa: E402
 
 from dlrover.python.rl.algorithm.grpo import GRPO  # noqa: E402
 from dlrover.python.rl.common.errors import ResultLost, WeightSyncError  # noqa: E402
-from dlrover.python.rl.engine.base import OptimizerConfig  # noqa: E402
-from dlrover.python.rl.engine.sync.pull import PullTransport  # noqa: E402
-from dlrover.python.rl.recipe.config import EngineConfig  # noqa: E402
+from dlrover.python.rl.engine.api.base import OptimizerConfig  # noqa: E402
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport  # noqa: E402
+from dlrover.python.rl.recipe.base.config import EngineConfig  # noqa: E402
 from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
 from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload  # noqa: E402
-from dlrover.python.rl.runtime.stored import Stored  # noqa: E402
+from dlrover.python.rl.runtime.process.arg_codec import Stored  # noqa: E402
 from dlrover.python.rl.trainer.port import Ref  # noqa: E402
 from tests.chaos.job import tiny_job, write_inputs  # noqa: E402
 
@@ -52,8 +54,9 @@ def size(value):
     return 0 if stored is None else len(stored.data) + sum(buffer.nbytes for buffer in stored.buffers)
 
 
-def test_101_no_byte_of_the_weights_passes_through_the_trainer(tmp_path):
-    sizes = {"publish_weights": [], "receive_weights": [], "published": []}
+@pytest.mark.feature(101)
+def test_no_byte_of_the_weights_passes_through_the_trainer(tmp_path):
+    sizes = {"publish_weights": [], "receive_weights": [], "published_stamp": []}
     small = {"samples_per_prompt": 4, "max_new_tokens": 3, "temperature": 1.0}
     job = tiny_job(tmp_path, 2, rollout=small, prompts_per_step=4)
     roles = {"ACTOR": (ActorWorkload, 1), "ROLLOUT": (RolloutWorkload, 2), "REWARD": (RewardWorkload, 1)}
@@ -78,14 +81,16 @@ def test_101_no_byte_of_the_weights_passes_through_the_trainer(tmp_path):
     made.workload("REWARD").close()
 
 
+@pytest.mark.feature(102)
 @pytest.mark.parametrize("maps_pages", [True, False], ids=["same host", "another host"])
-def test_102_a_rollout_of_this_host_or_another_gets_the_same_weights(model, actor, maps_pages):
+def test_a_rollout_of_this_host_or_another_gets_the_same_weights(model, actor, maps_pages):
     server = rollout(model, maps_pages)
-    assert server.receive_weights(actor.publish_weights()) == actor.published()
+    assert server.receive_weights(actor.publish_weights()) == actor.published_stamp()
     assert server._engine.version == 0
 
 
-def test_104_a_rollout_that_takes_another_ones_place_serves_nothing_before_it_has_weights(model, actor):
+@pytest.mark.feature(104)
+def test_a_rollout_that_takes_another_ones_place_serves_nothing_before_it_has_weights(model, actor):
     first = rollout(model)
     first.receive_weights(actor.publish_weights())
     replacement = rollout(model)
@@ -94,7 +99,8 @@ def test_104_a_rollout_that_takes_another_ones_place_serves_nothing_before_it_ha
         replacement.generate(None, None, ())
 
 
-def test_104_weights_that_are_gone_with_their_actor_leave_the_old_ones_serving(model, actor):
+@pytest.mark.feature(104)
+def test_weights_that_are_gone_with_their_actor_leave_the_old_ones_serving(model, actor):
     server = rollout(model)
     server.receive_weights(actor.publish_weights())
     other = ActorWorkload(None, {})
@@ -104,3 +110,22 @@ def test_104_weights_that_are_gone_with_their_actor_leave_the_old_ones_serving(m
     with pytest.raises(ResultLost, match=r"ACTOR\[0\]\.receive_weights: version 0 from ACTOR\[0\] cannot be had"):
         server.receive_weights(ticket)
     assert server._engine.version == 0
+
+
+@pytest.mark.feature(101)
+@pytest.mark.parametrize("name", ["disk", "broadcast", "dlrover.python.rl.engine.weight_sync.pull:PullTransport"])
+def test_the_weight_transport_of_the_job_is_used(model, name, tmp_path):
+    """The rollouts receive while the actor sends, where the transport waits for them."""
+    options = {"folder": str(tmp_path)} if name == "disk" else {}
+    engine = EngineConfig(threads=1, weight_sync=name, weight_sync_options=options)
+    sender, servers = ActorWorkload(None, {}), [RolloutWorkload(None, {}) for _ in range(2)]
+    sender.init_model(model, engine.with_receivers(2), OptimizerConfig(lr=1e-3), GRPO())
+    for server in servers:
+        server.init_model(model, engine)
+    for _ in range(2):
+        ticket = sender.publish_weights()
+        with ThreadPoolExecutor(2) as pool:
+            received = list(pool.map(lambda server, ticket=ticket: server.receive_weights(ticket), servers))
+        assert received == [sender.published_stamp()] * 2
+    for member in (sender, *servers):
+        member.close()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An environment that rewards the first of two turns, and an algorithm that keeps what it was given."""
 
 from dataclasses import dataclass

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a disk does to a writer: cutting files off, and what a power cut would find."""
 
 import os

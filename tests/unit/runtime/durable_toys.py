@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small training job in one process that faults can be put into, call by call."""
 
 import shutil
@@ -6,18 +7,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.data.cursor import PromptCursor
-from dlrover.python.rl.runtime.durability import StoreCheckpoints
-from dlrover.python.rl.runtime.host import MemberHost
-from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort, process_environment
-from dlrover.python.rl.runtime.local.recovery import LocalRecovery
-from dlrover.python.rl.runtime.member_state import Roots
-from dlrover.python.rl.trainer.recovery import RestartInfo
-from dlrover.python.rl.trainer.runner import run_trainer
+from dlrover.python.rl.data.prompts import PromptCursor
+from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
+from dlrover.python.rl.runtime.checkpoint.member_state import Roots
+from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort, LocalRecovery, process_environment
+from dlrover.python.rl.runtime.process.host import MemberHost
+from dlrover.python.rl.trainer.port import RestartInfo
 from dlrover.python.rl.trainer.shard import Replicate, Shard
-from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
+from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink, run_trainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext, trainer_invocation
 
 PROMPTS = 8

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Members that run their calls later, in an order of chance, and die of chance: a cluster in one thread."""
 
 from collections import deque
@@ -7,7 +8,7 @@ from random import Random
 from durable_toys import FaultyPort, TrainerKilled
 
 from dlrover.python.rl.common.errors import InvocationError, ResultLost
-from dlrover.python.rl.runtime.local.port import Done
+from dlrover.python.rl.runtime.local_port import CallResult
 from dlrover.python.rl.trainer.port import Outcome, Ref
 from dlrover.python.rl.trainer.shard import Rows
 
@@ -93,13 +94,13 @@ class QueuedPort(FaultyPort):
         if self.random.random() < 0.3:
             for ticket in self.results.pop((role, rank), []):
                 lost = ResultLost("its node is gone", role=role, rank=rank, method=ticket.call.method)
-                ticket.done = Done(None, lost)
+                ticket.done = CallResult(None, lost)
 
     def _run_ticket(self, ticket):
         sibling_died = ticket.member.together and any(not other.alive for other in self.members[ticket.role])
         if ticket.member.alive and sibling_died and ticket.call.method == "update":
             echo = InvocationError("reset by peer", role=ticket.role, rank=ticket.rank, method=ticket.call.method)
-            ticket.done = Done(None, echo)
+            ticket.done = CallResult(None, echo)
             return
         ticket.done = self.execute(ticket.member, ticket.role, ticket.rank, ticket.call)
         if ticket.done.result is not None:

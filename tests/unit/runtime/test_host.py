@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gate in front of a workload: what is refused, what is repeated, what is kept and for how long."""
 
 import threading
@@ -15,9 +16,9 @@ from dlrover.python.rl.common.errors import (
     ResultLost,
     StaleCall,
 )
-from dlrover.python.rl.common.roles import RLRoleType
-from dlrover.python.rl.runtime.host import CallHeader, Doing, MemberHost
-from dlrover.python.rl.runtime.member_state import CommitRequest, PersistRequest, RestoreRequest, Roots
+from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, PersistRequest, RestoreRequest, Roots
+from dlrover.python.rl.runtime.process.host import CallHeader, CurrentCall, MemberHost
 from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RAW_CALL, RESTORE, WHERE, Standing
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
 
@@ -144,15 +145,15 @@ def test_coroutines_are_run_to_their_end_and_raw_calls_raise_as_they_are(host):
 
 
 def test_what_it_is_doing_can_be_asked_meanwhile(host):
-    assert host.doing() is None
+    assert host.current_call() is None
     thread = threading.Thread(target=lambda: call(host, 4, 2, "wait"))
     thread.start()
     assert host.workload.entered.wait(30)
     host._clock.advance(7.0)
-    assert host.doing() == Doing("wait", (4, 2), 7.0)
+    assert host.current_call() == CurrentCall("wait", (4, 2), 7.0)
     host.workload.go_on.set()
     thread.join(30)
-    assert host.doing() is None
+    assert host.current_call() is None
 
 
 class TestState:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training job that is killed at every call, and ends as if nothing had happened."""
 
 import logging
@@ -174,7 +175,7 @@ def test_a_commit_that_a_replacement_cannot_read_is_given_up_and_said(folder, ca
     number = reference.port.calls.index(("ACTOR", 0, "update"), 42)
     with caplog.at_level(logging.WARNING, "dlrover"):
         same(stage.run({(number, "before"): strike}), expected)
-    assert "step 4 is done again from the last commit: InvocationError: ACTOR[0].restore" in caplog.text
+    assert "repeating step 4 from the last commit: InvocationError: ACTOR[0].restore" in caplog.text
     assert [trainer.restart_info.step for trainer in stage.attempts] == [0, 2]
 
 
@@ -215,7 +216,7 @@ def test_a_replay_that_differs_goes_back_to_the_last_commit_and_says_so(folder, 
     stage = Stage(folder / "job", Moody)
     with caplog.at_level(logging.WARNING, "dlrover"):
         outcome = stage.run({(27, "before"): kill_trainer})
-    assert "step 2 is done again from the last commit: ReplayDiverged: " in caplog.text
+    assert "repeating step 2 from the last commit: ReplayDiverged: " in caplog.text
     same(outcome, expected)
     assert len(stage.attempts) == 3
 
@@ -244,7 +245,7 @@ def test_an_error_that_says_so_is_tried_again_from_the_last_commit(folder, caplo
     stage = flaky_stage(folder, failures=3)
     with caplog.at_level(logging.WARNING, "dlrover"):
         same(stage.run(), expected)
-    assert caplog.text.count("step 2 is done again from the last commit: InvocationError: ACTOR[0].update") == 3
+    assert caplog.text.count("repeating step 2 from the last commit: InvocationError: ACTOR[0].update") == 3
     assert [trainer.restart_info.count for trainer in stage.attempts] == [0, 1, 2, 3]
 
 

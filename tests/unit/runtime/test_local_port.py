@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Members of one process are as far from the trainer as other processes are."""
 
 import os
@@ -7,8 +8,8 @@ import pytest
 
 from dlrover.python.rl.common.clock import ManualClock
 from dlrover.python.rl.common.errors import InvocationError, InvocationTimeout, WorkloadDied
-from dlrover.python.rl.runtime.host import MemberHost
-from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort
+from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort
+from dlrover.python.rl.runtime.process.host import MemberHost
 from dlrover.python.rl.trainer.port import Call, gather
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run's folder in the node's memory: its own, and nobody's once its process is killed."""
 
 import os
@@ -7,10 +8,10 @@ import sys
 
 import pytest
 
-from dlrover.python.rl.runtime.checkpoints import CheckpointStore
-from dlrover.python.rl.runtime.node_memory import forget_memory, memory_root
+from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory, memory_root
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 
-HOLDER = "import sys, time; from dlrover.python.rl.runtime.node_memory import memory_root; "
+HOLDER = "import sys, time; from dlrover.python.rl.runtime.checkpoint.member_state import memory_root; "
 HOLDER += "memory_root(*sys.argv[1:]); print('held', flush=True); time.sleep(600)"
 
 
@@ -61,3 +62,20 @@ def test_a_run_that_has_ended_may_be_removed_by_who_has_held_it(memory):
         assert root.exists()
         forget_memory("job", "1")
         assert not root.exists()
+
+
+def test_the_removal_of_a_run_waits_for_the_processes_that_hold_its_memory(memory):
+    code = HOLDER.replace("sys.argv[1:]", "*sys.argv[1:3]").replace("**", "*")
+    code = code.replace("time.sleep(600)", "time.sleep(0.5); open(sys.argv[3], 'w').close()")
+    last_file = memory / "job-1" / "written at the end"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, "job", "1", str(last_file)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        forget_memory("job", "1", patience_s=30.0)
+        assert not memory.exists()
+        assert holder.wait(timeout=10) == 0, "it could still write"
+    finally:
+        holder.kill()
+        holder.communicate()

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A port that was promised is there when the ranks meet."""
 
 import socket
@@ -5,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from dlrover.python.rl.runtime.ports import HeldPort
+from dlrover.python.rl.common.sockets import HeldPort
 
 HERE = "127.0.0.1"
 

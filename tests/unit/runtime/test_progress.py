@@ -1,9 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
 """Progress as plain lines, where there is no terminal."""
 
 import io
 import re
 
-from dlrover.python.rl.runtime.progress import ProgressView, figures
+from dlrover.python.rl.runtime.process.progress import ProgressView, format_metrics
 from dlrover.python.rl.trainer.trainer import StepReport
 
 
@@ -28,8 +29,8 @@ def test_an_unknown_total_is_not_shown():
 
 def test_the_figures_worth_a_line_in_their_order():
     metrics = {"loss": 1e-5, "unknown": 3.0, "score": 0.2, "reward": 0.53, "tokens_per_s": 4812.4, "kl": float("nan")}
-    assert figures(metrics) == "reward 0.53  score 0.2  loss 1e-05  kl nan  4,812 tok/s"
-    assert figures({}) == ""
+    assert format_metrics(metrics) == "reward 0.53  score 0.2  loss 1e-05  kl nan  4,812 tok/s"
+    assert format_metrics({}) == ""
 
 
 def test_a_view_without_reports_writes_nothing():

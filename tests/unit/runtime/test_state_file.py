@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One state file: whole or not there, and never decoded before every byte has been checked."""
 
 import os
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, DataError
-from dlrover.python.rl.runtime.state_file import check_file, check_size, copy_file, read_state, write_state
+from dlrover.python.rl.runtime.checkpoint.state_file import check_file, check_size, copy_file, read_state, write_state
 
 HEADER = {"role": "ACTOR", "rank": 0, "step": 3}
 TREE = {"w": np.arange(5e3), "t": torch.ones(7, dtype=torch.bfloat16), 3: ("x", b"bytes", None), "e": np.ones((0, 2))}
@@ -154,9 +155,9 @@ def test_a_file_that_belongs_to_somebody_else_is_seen(path):
     other = write_state(path.with_name("other"), {**HEADER, "rank": 1}, {"w": 2}, durable=False)
     assert mine.nbytes == other.nbytes
     path.with_name("other").rename(path)
-    with pytest.raises(CheckpointCorrupt, match="another file than the manifest names"):
+    with pytest.raises(CheckpointCorrupt, match="another file than the manifest's"):
         read_state(path, mine)
-    with pytest.raises(CheckpointCorrupt, match="another file than the manifest names"):
+    with pytest.raises(CheckpointCorrupt, match="another file than the manifest's"):
         check_file(path.parent, mine)
     with pytest.raises(CheckpointCorrupt, match=r"belongs to \{'rank': 1\}"):
         read_state(path, None, HEADER)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engines driven by hand in this process: everything but several ranks."""
 
 import contextlib
@@ -13,7 +14,7 @@ from session_toys import EchoEngine, Policy, Reference, Silent, TwoLayers, Unluc
 from torch.optim import optimizer as torch_optimizer
 from transformers import AutoModelForCausalLM
 
-import dlrover as rl
+import dlrover.rl as rl
 from dlrover.python.rl.common.errors import (
     EngineError,
     InvocationError,
@@ -22,9 +23,8 @@ from dlrover.python.rl.common.errors import (
     UnknownMethod,
     WeightSyncError,
 )
-from dlrover.python.rl.engine.module_engine import ModuleEngine
-from dlrover.python.rl.engine.registry import ROLLOUT, register
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.engine.module.engine import ModuleEngine
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12}
 ROWS = [[1.0, 0.0, 2.0, -1.0], [0.5, 0.5, -0.5, 1.0], [2.0, 1.0, 0.0, 0.0]]
@@ -62,7 +62,8 @@ def policy(model, cls=Policy):
 # -- sessions ---------------------------------------------------------------------------------------------------------
 
 
-def test_001_a_second_init_is_a_clear_error(session):
+@pytest.mark.feature(1)
+def test_a_second_init_is_a_clear_error(session):
     with pytest.raises(SessionError, match=r"init\(\) was called before: Session\(4 slots, 4 free; engines: none\)"):
         rl.init(local=True)
     assert session.free_slots == 4
@@ -72,17 +73,16 @@ def test_001_a_second_init_is_a_clear_error(session):
         rl.InferenceEngine("somewhere", EchoEngine).build()
 
 
-def test_013_a_users_class_runs_under_its_name(session):
-    register(ROLLOUT, "toy", "session_toys:EchoEngine")
-    try:
-        engine = rl.InferenceEngine("anything", executor="toy").build(data_parallel_size=2, colour="red")
-        (output,) = engine.generate("ab")
-        assert output.outputs[0].token_ids == [97, 98]
-    finally:
-        del ROLLOUT["toy"]
+@pytest.mark.feature(13)
+def test_a_users_class_runs_under_its_name(session):
+    engine = rl.InferenceEngine("anything", executor="session_toys:EchoEngine")
+    engine.build(data_parallel_size=2, colour="red")
+    (output,) = engine.generate("ab")
+    assert output.outputs[0].token_ids == [97, 98]
 
 
-def test_014_the_backend_is_chosen_by_name(session, model):
+@pytest.mark.feature(14)
+def test_the_backend_is_chosen_by_name(session, model):
     for name in ("hf", "torch"):
         engine = rl.InferenceEngine(model, executor=name).build(data_parallel_size=1)
         (output,) = engine.generate("2+2=", GREEDY)
@@ -96,13 +96,15 @@ def test_014_the_backend_is_chosen_by_name(session, model):
         rl.TrainEngine(empty(TwoLayers), executor="deepspeed")
 
 
+@pytest.mark.feature(14)
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="'vllm' is installed here")
-def test_014_a_missing_backend_is_named_before_anything_starts(model):
+def test_a_missing_backend_is_named_before_anything_starts(model):
     with pytest.raises(MissingExtra, match=r"'vllm' is not installed: pip install 'dlrover-rl\[vllm\]'"):
         rl.InferenceEngine(model, executor="vllm")
 
 
-def test_015_use_before_build_is_refused_by_name(session, model):
+@pytest.mark.feature(15)
+def test_use_before_build_is_refused_by_name(session, model):
     engine = rl.InferenceEngine(model, name="sampler")
     for use in (lambda: engine.generate(["x"]), engine.cpu, engine.device, lambda: engine.slots):
         with pytest.raises(SessionError, match=r"SAMPLER is not built: call build\(\) before"):
@@ -114,7 +116,8 @@ def test_015_use_before_build_is_refused_by_name(session, model):
         rl.InferenceEngine(model).build(colocate_with=engine)
 
 
-def test_016_a_second_build_is_refused_and_with_the_flag_it_does_not_leak(session):
+@pytest.mark.feature(16)
+def test_a_second_build_is_refused_and_with_the_flag_it_does_not_leak(session):
     engine = rl.InferenceEngine("anything", EchoEngine).build(data_parallel_size=2)
     with pytest.raises(SessionError, match=r"INFERENCE_1 is built already, on slots \[0, 1\]: release\(\) it first"):
         engine.build()
@@ -122,7 +125,8 @@ def test_016_a_second_build_is_refused_and_with_the_flag_it_does_not_leak(sessio
     assert (engine.slots, session.free_slots) == ((0, 1), 2)
 
 
-def test_011_what_cannot_be_built_leaves_nothing(session, tmp_path):
+@pytest.mark.feature(11)
+def test_what_cannot_be_built_leaves_nothing(session, tmp_path):
     for _ in range(3):
         with pytest.raises(InvocationError, match="nowhere"):
             rl.InferenceEngine(tmp_path / "nowhere").build()
@@ -134,7 +138,8 @@ def test_011_what_cannot_be_built_leaves_nothing(session, tmp_path):
     assert session.free_slots == 4
 
 
-def test_011_an_engine_that_cannot_close_gives_its_slots_back(session):
+@pytest.mark.feature(11)
+def test_an_engine_that_cannot_close_gives_its_slots_back(session):
     class Stuck(EchoEngine):
         def close(self):
             raise RuntimeError("no")
@@ -145,7 +150,8 @@ def test_011_an_engine_that_cannot_close_gives_its_slots_back(session):
     assert (session.free_slots, engine.built) == (4, False)
 
 
-def test_007_009_010_where_an_engine_goes_is_the_scripts_choice(session):
+@pytest.mark.feature(7, 9, 10)
+def test_where_an_engine_goes_is_the_scripts_choice(session):
     first = rl.InferenceEngine("anything", EchoEngine).build(tensor_parallel_size=2, data_parallel_size=1)
     assert (first.slots, session.free_slots) == ((0, 1), 2)
     second = rl.InferenceEngine("anything", EchoEngine).build(not_colocate_with=first)
@@ -153,7 +159,7 @@ def test_007_009_010_where_an_engine_goes_is_the_scripts_choice(session):
     third = rl.InferenceEngine("anything", EchoEngine).build(colocate_with=[first, second])
     assert third.slots == (0, 1, 2, 3)
     for wrong, why in (
-        ({"not_colocate_with": [first, second]}, "free on the wished nodes and apart from not_colocate_with are"),
+        ({"not_colocate_with": [first, second]}, "free on the requested nodes and apart from not_colocate_with are"),
         ({"colocate_with": third, "not_colocate_with": first}, "cannot be shared and not be shared"),
         ({"nodes": ["10.0.0.9"]}, "no node '10.0.0.9'"),
     ):
@@ -181,7 +187,8 @@ def test_several_ranks_need_processes(session):
 # -- generating -------------------------------------------------------------------------------------------------------
 
 
-def test_081_answers_come_in_the_order_of_the_prompts(session):
+@pytest.mark.feature(81)
+def test_answers_come_in_the_order_of_the_prompts(session):
     engine = rl.InferenceEngine("anything", EchoEngine).build(data_parallel_size=3)
     prompts = [f"prompt {number}" for number in range(16)]
     outputs = engine.generate(prompts)
@@ -191,13 +198,15 @@ def test_081_answers_come_in_the_order_of_the_prompts(session):
     assert len(engine.generate(["a", "b"])) == 2
 
 
-def test_043_an_image_reaches_the_engine_as_it_is(session):
+@pytest.mark.feature(43)
+def test_an_image_reaches_the_engine_as_it_is(session):
     engine = rl.InferenceEngine("anything", EchoEngine).build(data_parallel_size=1)
     (output,) = engine.generate({"prompt": "see", "multi_modal_data": {"image": (1, 2)}})
     assert output.outputs[0].text.startswith("{'image': (1, 2)}")
 
 
-def test_099_a_group_of_two_ranks_gives_one_answer(session):
+@pytest.mark.feature(99)
+def test_a_group_of_two_ranks_gives_one_answer(session):
     engine = rl.InferenceEngine("anything", EchoEngine).build(tensor_parallel_size=2)
     assert engine.groups == ((0, 1), (2, 3))
     outputs = engine.generate(["a", "b", "c"])
@@ -212,7 +221,8 @@ def test_calls_draw_anew_unless_they_have_a_seed(session):
     assert texts[2] == texts[3]
 
 
-def test_083_sampling_parameters_may_be_a_dict(session, model):
+@pytest.mark.feature(83)
+def test_sampling_parameters_may_be_a_dict(session, model):
     engine = rl.InferenceEngine(model).build(data_parallel_size=1)
     first, second = (engine.generate(["12+13=", "a"], GREEDY) for _ in range(2))
     assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in second]
@@ -239,13 +249,14 @@ def there_and_back(engine):
     engine.cpu()
     assert engine.footprint() == [{}]
     assert engine.device() == "cpu"
-    with pytest.raises(InvocationError, match=r"is in host memory: optimizer_step needs cuda\(\) before"):
+    with pytest.raises(InvocationError, match=r"is in host memory: call cuda\(\) before optimizer_step"):
         engine.optimizer_step()
     engine.cuda()
     assert engine.footprint()[0] == before
 
 
-def test_017_after_cpu_the_device_holds_nothing_and_a_step_is_the_same(session):
+@pytest.mark.feature(17)
+def test_after_cpu_the_device_holds_nothing_and_a_step_is_the_same(session):
     results = []
     for between in (lambda _: None, there_and_back):
         with building(rl.TrainEngine(empty(TwoLayers))) as engine:
@@ -254,7 +265,8 @@ def test_017_after_cpu_the_device_holds_nothing_and_a_step_is_the_same(session):
         assert torch.equal(tensor, results[1][name]), name
 
 
-def test_018_019_parts_of_an_inference_engine_come_back_one_by_one(session, model):
+@pytest.mark.feature(18, 19)
+def test_parts_of_an_inference_engine_come_back_one_by_one(session, model):
     engine = rl.InferenceEngine(model).build(data_parallel_size=1)
     expected = engine.generate(["12+13="], GREEDY)[0].outputs[0].token_ids
     with building(policy(model, Reference)) as train:
@@ -274,12 +286,13 @@ def test_018_019_parts_of_an_inference_engine_come_back_one_by_one(session, mode
 
 def tensors_of(session, engine):
     """Weak references to all tensors that a train engine of this process has."""
-    module = session.hosting.port.members[engine.name][0].workload._seat.engine._made.module
+    module = session.hosting.port.members[engine.name][0].workload._engine._made.module
     states = [value for state in module.optimizer.state.values() for value in state.values()]
     return [weakref.ref(tensor) for tensor in [*module.parameters(), *module.buffers(), *states]]
 
 
-def test_020_after_meta_no_tensor_is_alive_and_a_sync_restores(session):
+@pytest.mark.feature(20)
+def test_after_meta_no_tensor_is_alive_and_a_sync_restores(session):
     with building(rl.TrainEngine(empty(TwoLayers))) as source, building(rl.TrainEngine(empty(TwoLayers))) as engine:
         for one in (source, engine):
             one.train_step(ROWS)
@@ -290,7 +303,9 @@ def test_020_after_meta_no_tensor_is_alive_and_a_sync_restores(session):
         assert [ref() for ref in tensors if ref() is not None] == []
         assert engine.device() == "meta"
         assert engine.footprint() == [{}]
-        with pytest.raises(InvocationError, match=r"released its weights: train_step needs cuda\(\) and a weight sync"):
+        with pytest.raises(
+            InvocationError, match=r"released its weights: call cuda\(\) and sync weights before train_step"
+        ):
             engine.train_step(ROWS)
         engine.cuda()
         assert engine.device() == "meta", "there is nothing yet"
@@ -303,7 +318,8 @@ def test_020_after_meta_no_tensor_is_alive_and_a_sync_restores(session):
         engine.optimizer_step()
 
 
-def test_020_an_inference_engine_can_be_released_too(session, model):
+@pytest.mark.feature(20)
+def test_an_inference_engine_can_be_released_too(session, model):
     engine = rl.InferenceEngine(model).build(data_parallel_size=1)
     expected = engine.generate(["12+13="], GREEDY)[0].outputs[0].token_ids
     held = engine.footprint()[0]["weights"]
@@ -316,7 +332,8 @@ def test_020_an_inference_engine_can_be_released_too(session, model):
     assert engine.generate(["12+13="], GREEDY)[0].outputs[0].token_ids == expected
 
 
-def test_021_both_kinds_say_where_they_are(session, model):
+@pytest.mark.feature(21)
+def test_both_kinds_say_where_they_are(session, model):
     inference = rl.InferenceEngine(model).build(data_parallel_size=1)
     with building(policy(model)) as train:
         for engine in (inference, train):
@@ -329,7 +346,8 @@ def test_021_both_kinds_say_where_they_are(session, model):
             assert engine.device() == "meta"
 
 
-def test_022_caches_can_be_released_on_a_cpu(session, model):
+@pytest.mark.feature(22)
+def test_caches_can_be_released_on_a_cpu(session, model):
     rl.InferenceEngine(model).build(data_parallel_size=1).release_memory_cache()
     with building(policy(model)) as train:
         train.release_memory_cache()
@@ -338,7 +356,8 @@ def test_022_caches_can_be_released_on_a_cpu(session, model):
 # -- a module's methods -----------------------------------------------------------------------------------------------
 
 
-def test_024_methods_are_called_through_the_engine_and_typos_refused_at_once(session, model):
+@pytest.mark.feature(24)
+def test_methods_are_called_through_the_engine_and_typos_refused_at_once(session, model):
     engine = policy(model)
     with pytest.raises(UnknownMethod, match="Policy has no method 'trian_step'; did you mean 'train_step'"):
         _ = engine.trian_step
@@ -350,7 +369,8 @@ def test_024_methods_are_called_through_the_engine_and_typos_refused_at_once(ses
             engine.train_step.options(merge="maen")
 
 
-def test_024_what_a_method_raises_names_engine_rank_method_and_cause(session):
+@pytest.mark.feature(24)
+def test_what_a_method_raises_names_engine_rank_method_and_cause(session):
     with building(rl.TrainEngine(empty(TwoLayers), name="actor")) as engine:
         with pytest.raises(InvocationError, match=r"ACTOR\[0\]\.fail on \S+: ValueError: no luck") as caught:
             engine.fail("no luck")
@@ -358,14 +378,16 @@ def test_024_what_a_method_raises_names_engine_rank_method_and_cause(session):
         assert caught.value.node
 
 
-def test_025_arguments_are_copied(session):
+@pytest.mark.feature(25)
+def test_arguments_are_copied(session):
     with building(rl.TrainEngine(empty(TwoLayers))) as engine:
         given = [1, 2]
         (facts,) = engine.facts(0.5, given)
         assert facts["seen"] == [0.5, [1, 2]]
 
 
-def test_024_whatever_a_method_is_called_it_is_the_modules(session):
+@pytest.mark.feature(24)
+def test_whatever_a_method_is_called_it_is_the_modules(session):
     names = ("send", "take", "open", "offer", "receive", "publish", "place", "call", "users_method", "in_training")
     with building(rl.TrainEngine(empty(Unlucky))) as engine:
         for name in names:
@@ -388,7 +410,8 @@ def test_methods_that_the_engine_has_itself_are_refused():
 # -- modules without weights ------------------------------------------------------------------------------------------
 
 
-def test_033_the_hook_runs_once_when_the_weights_are_those_of_the_checkpoint(session, model):
+@pytest.mark.feature(33)
+def test_the_hook_runs_once_when_the_weights_are_those_of_the_checkpoint(session, model):
     class Watching(Policy):
         def on_weights_materialized(self):
             super().on_weights_materialized()
@@ -408,16 +431,18 @@ def test_033_the_hook_runs_once_when_the_weights_are_those_of_the_checkpoint(ses
         assert torch.equal(seen[name], tensor.float()), name
 
 
-def test_034_a_module_with_weights_is_refused(model):
+@pytest.mark.feature(34)
+def test_a_module_with_weights_is_refused(model):
     with pytest.raises(EngineError, match="TwoLayers has weights already"):
         rl.TrainEngine(TwoLayers())
-    with pytest.raises(EngineError, match="Linear is no TrainModule"):
+    with pytest.raises(EngineError, match="Linear is not a TrainModule"):
         rl.TrainEngine(torch.nn.Linear(1, 1))
-    with pytest.raises(EngineError, match="no Hugging Face model"):
+    with pytest.raises(EngineError, match="not a Hugging Face model"):
         TwoLayers.from_pretrained(model)
 
 
-def test_034_a_module_without_weights_is_small(model):
+@pytest.mark.feature(34)
+def test_a_module_without_weights_is_small(model):
     module = Policy.from_pretrained(model)
     assert sum(parameter.numel() for parameter in module.parameters()) > 30_000
     assert all(parameter.is_meta for parameter in module.parameters())
@@ -425,8 +450,9 @@ def test_034_a_module_without_weights_is_small(model):
     assert len(rl.TrainEngine(module)._payload) < 100_000
 
 
+@pytest.mark.feature(34)
 @pytest.mark.parametrize("context", ["empty_weights", "meta device", "accelerate", "none"])
-def test_034_there_are_several_ways_to_build_one(model, context):
+def test_there_are_several_ways_to_build_one(model, context):
     inside = contextlib.nullcontext()
     if context == "accelerate":
         inside = pytest.importorskip("accelerate").init_empty_weights()
@@ -442,13 +468,15 @@ def test_034_there_are_several_ways_to_build_one(model, context):
         assert engine.train_step([[1, 2, 3]])[0] > 0
 
 
-def test_035_rotary_frequencies_are_those_of_a_normal_load(session, model):
+@pytest.mark.feature(35)
+def test_rotary_frequencies_are_those_of_a_normal_load(session, model):
     expected = AutoModelForCausalLM.from_pretrained(model).model.rotary_emb.inv_freq.tolist()
     with building(policy(model)) as engine:
         assert engine.rotary() == [expected]
 
 
-def test_036_weights_come_from_a_dict_or_a_function(session):
+@pytest.mark.feature(36)
+def test_weights_come_from_a_dict_or_a_function(session):
     class Drawn(TwoLayers):
         def materialization_source(self):
             return lambda name, shape: torch.full(shape, float(len(name)))
@@ -461,7 +489,8 @@ def test_036_weights_come_from_a_dict_or_a_function(session):
             assert engine.facts()[0]["scale"] == 2.0
 
 
-def test_037_a_checkpoint_with_other_names_is_read_and_a_missing_one_named(session):
+@pytest.mark.feature(37)
+def test_a_checkpoint_with_other_names_is_read_and_a_missing_one_named(session):
     class Renamed(TwoLayers):
         def materialization_source(self):
             return {f"old.{name}": tensor for name, tensor in start().items()}
@@ -488,7 +517,8 @@ def test_037_a_checkpoint_with_other_names_is_read_and_a_missing_one_named(sessi
         assert engine.state_dict()["second.weight"].tolist() == [[1.0] * 8]
 
 
-def test_038_an_export_hook_merges_adapters(session):
+@pytest.mark.feature(38)
+def test_an_export_hook_merges_adapters(session):
     class Adapted(TwoLayers):
         def __init__(self):
             super().__init__()
@@ -509,7 +539,8 @@ def test_038_an_export_hook_merges_adapters(session):
     assert torch.equal(exported["first.weight"], start()["first.weight"] + torch.full((8, 4), 0.5))
 
 
-def test_039_a_reference_computes_logprobs_and_holds_no_optimizer(session, model):
+@pytest.mark.feature(39)
+def test_a_reference_computes_logprobs_and_holds_no_optimizer(session, model):
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     row = [72, 101, 108, 108, 111]
     with torch.no_grad():
@@ -522,7 +553,8 @@ def test_039_a_reference_computes_logprobs_and_holds_no_optimizer(session, model
     assert torch.allclose(torch.tensor(found), expected, atol=1e-5)
 
 
-def test_040_dropout_changes_the_output_in_training_mode_only(session):
+@pytest.mark.feature(40)
+def test_dropout_changes_the_output_in_training_mode_only(session):
     with building(rl.TrainEngine(empty(TwoLayers))) as engine:
         assert engine.training
         assert engine.noisy(ROWS) != engine.noisy(ROWS)
@@ -534,7 +566,8 @@ def test_040_dropout_changes_the_output_in_training_mode_only(session):
         assert engine.training
 
 
-def test_041_four_small_steps_are_one_big_one(session):
+@pytest.mark.feature(41)
+def test_four_small_steps_are_one_big_one(session):
     rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).tolist()
     found = []
     for pieces in (1, 4):
@@ -547,7 +580,8 @@ def test_041_four_small_steps_are_one_big_one(session):
         assert torch.allclose(tensor, found[1][name], atol=1e-6), name
 
 
-def test_042_a_module_of_no_library_learns(session):
+@pytest.mark.feature(42)
+def test_a_module_of_no_library_learns(session):
     with building(rl.TrainEngine(empty(TwoLayers))) as engine:
         losses = []
         for _ in range(30):
@@ -559,7 +593,8 @@ def test_042_a_module_of_no_library_learns(session):
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
-def test_100_after_a_step_and_a_sync_the_text_is_that_of_the_saved_weights(session, model, tmp_path):
+@pytest.mark.feature(100)
+def test_after_a_step_and_a_sync_the_text_is_that_of_the_saved_weights(session, model, tmp_path):
     engine = rl.InferenceEngine(model).build(data_parallel_size=1)
     before = engine.generate(["12+13=", "hello"], GREEDY)
     with building(policy(model)) as train:
@@ -577,8 +612,9 @@ def test_100_after_a_step_and_a_sync_the_text_is_that_of_the_saved_weights(sessi
     assert after[0].outputs[0].version == 3
 
 
-@pytest.mark.parametrize("way", ["process", "shared memory", "disk", "object store"])
-def test_102_the_weights_are_the_same_whatever_way_they_take(session, tmp_path, way):
+@pytest.mark.feature(102)
+@pytest.mark.parametrize("way", ["shared memory", "disk"])
+def test_the_weights_are_the_same_whatever_way_they_take(session, tmp_path, way):
     with building(rl.TrainEngine(empty(TwoLayers))) as actor, building(rl.TrainEngine(empty(Silent))) as reference:
         actor.train_step(ROWS)
         actor.optimizer_step()
@@ -587,11 +623,12 @@ def test_102_the_weights_are_the_same_whatever_way_they_take(session, tmp_path, 
         assert (report.way, report.stamp.version) == (way, 1)
         for name, tensor in actor.state_dict().items():
             assert torch.equal(tensor, reference.state_dict()[name])
-        assert actor.p2p_weight_sync(reference).way == "process"
+        assert actor.p2p_weight_sync(reference).way == "shared memory"
 
 
-@pytest.mark.parametrize("way", ["process", "shared memory", "object store"])
-def test_104_a_receiver_with_other_weights_than_the_sender_says_is_an_error(session, monkeypatch, way):
+@pytest.mark.feature(104)
+@pytest.mark.parametrize("way", ["shared memory", "disk"])
+def test_a_receiver_with_other_weights_than_the_sender_says_is_an_error(session, monkeypatch, tmp_path, way):
     with building(rl.TrainEngine(empty(TwoLayers))) as actor, building(rl.TrainEngine(empty(Silent))) as reference:
         receive = ModuleEngine.receive
 
@@ -600,10 +637,11 @@ def test_104_a_receiver_with_other_weights_than_the_sender_says_is_an_error(sess
 
         monkeypatch.setattr(ModuleEngine, "receive", another)
         with pytest.raises(WeightSyncError, match=r"has other weights than TRAIN_1 sent, version 0 .*version 7"):
-            actor.p2p_weight_sync(reference, way=way)
+            actor.p2p_weight_sync(reference, way=way, folder=tmp_path)
 
 
-def test_103_a_renamed_parameter_is_an_error_that_lists_names(session, model):
+@pytest.mark.feature(103)
+def test_a_renamed_parameter_is_an_error_that_lists_names(session, model):
     class Renaming(Reference):
         def export_weight(self, name, tensor, whole):
             return name.replace("q_proj", "query"), tensor
@@ -618,7 +656,8 @@ def test_103_a_renamed_parameter_is_an_error_that_lists_names(session, model):
     assert engine.generate(["12+13="], GREEDY)[0].outputs[0].token_ids == before
 
 
-def test_107_a_reference_follows_its_actor_and_a_trained_one_does_not(session):
+@pytest.mark.feature(107)
+def test_a_reference_follows_its_actor_and_a_trained_one_does_not(session):
     with building(rl.TrainEngine(empty(TwoLayers))) as actor, building(rl.TrainEngine(empty(Silent))) as reference:
         actor.train_step(ROWS)
         actor.optimizer_step()

@@ -1,4 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
 """How arguments are split over model replicas, and results put together."""
+
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -8,8 +11,9 @@ from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import ShardError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.module import WHOLE, Share
-from dlrover.python.rl.session.split import NeedParallel, arrange, merge, parts_of
+from dlrover.python.rl.engine.model.train_module import WHOLE, CallShare
+from dlrover.python.rl.session.split import NeedParallel, Splitter, merge, parts_of
+from dlrover.python.rl.trainer.shard import Replicate
 
 
 def pieces(value, replicas, pad=False):
@@ -20,27 +24,45 @@ def shares(value, replicas, pad=False):
     return [share for _, share in parts_of(NeedParallel(value, pad), replicas, 1, "x")]
 
 
-def arranged(*args, sizes=(2, 1), **kwargs):
-    return arrange(args, kwargs, sizes, "TRAIN_1.step", lambda value: value)
+@dataclass(frozen=True)
+class ArgumentSet:
+    args: tuple
+    kwargs: dict
+    share: CallShare
+
+
+def arrange(*args, sizes=(2, 1), **kwargs):
+    """What each context rank of each replica gets."""
+    splitter = Splitter(*sizes, "TRAIN_1.step")
+    values, named = splitter.arrange(args, kwargs)
+
+    def part(value, at):
+        return value.value if isinstance(value, Replicate) else value.value[at]
+
+    return [
+        ArgumentSet(tuple(part(value, at) for value in values), {key: part(v, at) for key, v in named.items()}, share)
+        for at, share in enumerate(splitter.shares)
+    ]
 
 
 # -- splitting --------------------------------------------------------------------------------------------------------
 
 
-def test_025_what_is_not_wrapped_goes_to_everybody():
-    for share in arranged([1, 2, 3], 0.5, flag=True):
-        assert share.args == ([1, 2, 3], 0.5)
-        assert share.kwargs == {"flag": True}
-        assert share.share == WHOLE
+@pytest.mark.feature(25)
+def test_what_is_not_wrapped_goes_to_everybody():
+    for each in arrange([1, 2, 3], 0.5, flag=True):
+        assert (each.args, each.kwargs, each.share) == (([1, 2, 3], 0.5), {"flag": True}, WHOLE)
 
 
-def test_026_a_list_is_split_in_order_larger_parts_first():
+@pytest.mark.feature(26)
+def test_a_list_is_split_in_order_larger_parts_first():
     assert pieces(list(range(7)), 4) == [[0, 1], [2, 3], [4, 5], [6]]
 
 
+@pytest.mark.feature(27)
 @pytest.mark.parametrize("rows", range(1, 21))
 @pytest.mark.parametrize("replicas", range(1, 6))
-def test_027_tensors_arrays_and_lists_are_split_alike(rows, replicas):
+def test_tensors_arrays_and_lists_are_split_alike(rows, replicas):
     if rows < replicas:
         for value in (torch.arange(rows), np.arange(rows), list(range(rows))):
             with pytest.raises(ShardError, match="pad=True"):
@@ -53,9 +75,10 @@ def test_027_tensors_arrays_and_lists_are_split_alike(rows, replicas):
     assert torch.cat(pieces(torch.arange(rows), replicas)).tolist() == list(range(rows))
 
 
+@pytest.mark.feature(28)
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 4))
-def test_028_parts_of_groups_and_ranks_make_up_the_whole(rows, groups, ranks):
+def test_parts_of_groups_and_ranks_make_up_the_whole(rows, groups, ranks):
     """One split over all replicas: parts in order give the input, whatever the groups."""
     replicas = groups * ranks
     found = [
@@ -67,11 +90,13 @@ def test_028_parts_of_groups_and_ranks_make_up_the_whole(rows, groups, ranks):
     assert found == list(range(rows))
 
 
-def test_028_ten_rows_over_two_groups_of_four():
+@pytest.mark.feature(28)
+def test_ten_rows_over_two_groups_of_four():
     assert sum(pieces(list(range(10)), 8), []) == list(range(10))
 
 
-def test_029_fewer_rows_than_replicas_are_padded_with_rows_that_do_not_count():
+@pytest.mark.feature(29)
+def test_fewer_rows_than_replicas_are_padded_with_rows_that_do_not_count():
     found = parts_of(NeedParallel(["a", "b", "c"], pad=True), 4, 1, "x")
     assert [piece for piece, _ in found] == [["a"], ["b"], ["c"], ["c"]]
     assert [part.rows for _, part in found] == [1, 1, 1, 0]
@@ -80,7 +105,8 @@ def test_029_fewer_rows_than_replicas_are_padded_with_rows_that_do_not_count():
     assert [piece.tolist() for piece in tensors] == [[0], [1], [1]]
 
 
-def test_029_without_padding_too_few_rows_are_refused_and_none_in_any_case():
+@pytest.mark.feature(29)
+def test_without_padding_too_few_rows_are_refused_and_none_in_any_case():
     with pytest.raises(ShardError, match=r"x has 3 rows for 4 model replicas: NeedParallel\(..., pad=True\)"):
         pieces([1, 2, 3], 4)
     for pad in (False, True):
@@ -90,7 +116,8 @@ def test_029_without_padding_too_few_rows_are_refused_and_none_in_any_case():
         pieces(3.5, 2)
 
 
-def test_030_a_dict_of_columns_is_split_by_rows():
+@pytest.mark.feature(30)
+def test_a_dict_of_columns_is_split_by_rows():
     columns = {"ids": [[1], [2, 2], [3]], "reward": np.array([0.1, 0.2, 0.3]), "mask": torch.ones(3, 2)}
     first, second = pieces(columns, 2)
     assert first["ids"] == [[1], [2, 2]]
@@ -107,11 +134,11 @@ def test_a_batch_is_split_by_rows():
 
 
 def test_two_wrapped_arguments_have_the_same_rows():
-    shares = arranged(NeedParallel([1, 2, 3]), 7, weights=NeedParallel(np.ones(3)))
+    shares = arrange(NeedParallel([1, 2, 3]), 7, weights=NeedParallel(np.ones(3)))
     assert [share.args for share in shares] == [([1, 2], 7), ([3], 7)]
     assert [len(share.kwargs["weights"]) for share in shares] == [2, 1]
     with pytest.raises(ShardError, match="argument 1 has 2 rows, another one 3"):
-        arranged(NeedParallel([1, 2, 3]), NeedParallel([1, 2]))
+        arrange(NeedParallel([1, 2, 3]), NeedParallel([1, 2]))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +164,8 @@ def in_parts(value, replicas, context, pad=False):
     return parts_of(NeedParallel(value, pad, type="seq"), replicas, context, "x")
 
 
-def test_031_rows_go_to_replicas_and_their_sequences_to_the_ranks_of_each():
+@pytest.mark.feature(31)
+def test_rows_go_to_replicas_and_their_sequences_to_the_ranks_of_each():
     rows = torch.arange(24).reshape(4, 6)
     for value in (rows, rows.numpy(), rows.tolist(), {"input_ids": rows}):
         found = in_parts(value, 2, 3)
@@ -145,33 +173,37 @@ def test_031_rows_go_to_replicas_and_their_sequences_to_the_ranks_of_each():
         assert [torch.as_tensor(piece).tolist() for piece in held] == [
             rows[start : start + 2, at : at + 2].tolist() for start in (0, 2) for at in (0, 2, 4)
         ]
-        assert {share for _, share in found} == {Share(rows=2, tokens=4, of=4, sequences=True)}
+        assert {share for _, share in found} == {CallShare(rows=2, tokens=4, of=4, sequences=True)}
     assert all(piece.untyped_storage().nbytes() == 4 * 8 for piece, _ in in_parts(rows, 2, 3))
 
 
-def test_031_without_ranks_that_share_sequences_only_the_rows_are_split():
+@pytest.mark.feature(31)
+def test_without_ranks_that_share_sequences_only_the_rows_are_split():
     assert in_parts([[1, 2], [3, 4]], 2, 1) == parts_of(NeedParallel([[1, 2], [3, 4]]), 2, 1, "x")
 
 
-def test_031_other_arguments_go_to_all_ranks_of_a_replica_alike():
+@pytest.mark.feature(31)
+def test_other_arguments_go_to_all_ranks_of_a_replica_alike():
     ids, rewards = NeedParallel([[1, 2], [3, 4]], type="seq"), NeedParallel([0.5, 0.7])
-    found = arranged(rewards, ids, "all", sizes=(2, 2))
-    assert [given.args for given in found] == [
+    found = arrange(rewards, ids, "all", sizes=(2, 2))
+    assert [argument_set.args for argument_set in found] == [
         ([0.5], [[1]], "all"),
         ([0.5], [[2]], "all"),
         ([0.7], [[3]], "all"),
         ([0.7], [[4]], "all"),
     ]
-    assert [given.share for given in found] == [Share(rows=1, tokens=1, of=2, sequences=True)] * 4
+    assert [argument_set.share for argument_set in found] == [CallShare(rows=1, tokens=1, of=2, sequences=True)] * 4
 
 
-def test_031_padding_has_no_tokens():
+@pytest.mark.feature(31)
+def test_padding_has_no_tokens():
     assert [share for _, share in in_parts([[1, 2]], 2, 2, pad=True)] == [
-        *[Share(rows=1, tokens=1, of=1, sequences=True)] * 2,
-        *[Share(rows=0, tokens=0, of=1, sequences=True)] * 2,
+        *[CallShare(rows=1, tokens=1, of=1, sequences=True)] * 2,
+        *[CallShare(rows=0, tokens=0, of=1, sequences=True)] * 2,
     ]
 
 
+@pytest.mark.feature(31)
 @pytest.mark.parametrize(
     ("value", "what"),
     [
@@ -182,7 +214,7 @@ def test_031_padding_has_no_tokens():
         (torch.zeros(2, 5), "sequences of 5 tokens for 2 ranks: pad them to a multiple"),
     ],
 )
-def test_031_what_cannot_be_shared_equally_is_refused(value, what):
+def test_what_cannot_be_shared_equally_is_refused(value, what):
     with pytest.raises(ShardError, match=f"x has {what}"):
         in_parts(value, 1, 2)
 
@@ -194,18 +226,20 @@ def test_a_type_that_there_is_not_is_refused():
 
 # -- merging ----------------------------------------------------------------------------------------------------------
 
-THREE_TO_ONE = [Share(1, 3, 2), Share(1, 1, 2)]
+THREE_TO_ONE = [CallShare(1, 3, 2), CallShare(1, 1, 2)]
 
 
-def test_062_two_calls_under_way_at_a_time_both_come_back_in_their_order():
-    first, second = arranged(NeedParallel(list(range(7)))), arranged(NeedParallel(list("abc")))
-    results = [[[row * 2 for row in given.args[0]] for given in each] for each in (first, second)]
-    shares = [[given.share for given in each] for each in (first, second)]
+@pytest.mark.feature(62)
+def test_two_calls_under_way_at_a_time_both_come_back_in_their_order():
+    first, second = arrange(NeedParallel(list(range(7)))), arrange(NeedParallel(list("abc")))
+    results = [[[row * 2 for row in argument_set.args[0]] for argument_set in each] for each in (first, second)]
+    shares = [[argument_set.share for argument_set in each] for each in (first, second)]
     assert merge(results[1], shares[1], "flat") == ["aa", "bb", "cc"]
     assert merge(results[0], shares[0], "flat") == [0, 2, 4, 6, 8, 10, 12]
 
 
-def test_032_results_come_as_a_list_unless_asked_otherwise():
+@pytest.mark.feature(32)
+def test_results_come_as_a_list_unless_asked_otherwise():
     results = [[1, 2], [3]]
     assert merge(results, THREE_TO_ONE, "list") == [[1, 2], [3]]
     assert merge(results, THREE_TO_ONE, "flat") == [1, 2, 3]
@@ -215,7 +249,8 @@ def test_032_results_come_as_a_list_unless_asked_otherwise():
     assert merge([None, None], [WHOLE, WHOLE], "list") == [None, None]
 
 
-def test_032_the_mean_is_weighted_by_tokens():
+@pytest.mark.feature(32)
+def test_the_mean_is_weighted_by_tokens():
     tensors = [torch.tensor([1.0, 0.0]), torch.tensor([5.0, 4.0])]
     assert merge(tensors, THREE_TO_ONE, "mean").tolist() == [2.0, 1.0]
     assert torch.cat([merge(tensors, THREE_TO_ONE, "flat")]).tolist() == [1.0, 0.0, 5.0, 4.0]
@@ -226,23 +261,26 @@ def test_032_the_mean_is_weighted_by_tokens():
     assert merge([1.0, 2.0], [WHOLE, WHOLE], "mean") == 1.5
 
 
-def test_032_results_of_padding_are_left_out():
-    parts = [Share(1, 2, 1), Share(0, 0, 1)]
+@pytest.mark.feature(32)
+def test_results_of_padding_are_left_out():
+    parts = [CallShare(1, 2, 1), CallShare(0, 0, 1)]
     for how in ("list", "flat"):
         assert merge([["a"], ["a"]], parts, how) in ([["a"]], ["a"])
     assert merge([3.0, 99.0], parts, "mean") == 3.0
     assert merge([3.0, 99.0], parts, "sum") == 3.0
 
 
+@pytest.mark.feature(32)
 @pytest.mark.parametrize("how", ["flat", "mean", "sum", "rank0"])
-def test_032_an_engine_that_merges_has_methods_that_return_nothing(how):
+def test_an_engine_that_merges_has_methods_that_return_nothing(how):
     assert merge([None, None], THREE_TO_ONE, how) is None
 
 
-def test_032_what_cannot_be_put_together_is_refused():
+@pytest.mark.feature(32)
+def test_what_cannot_be_put_together_is_refused():
     for how in ("mean", "sum"):
         for results in ([None, 1.0], [1.0, None]):
             with pytest.raises(ShardError, match="NoneType"):
                 merge(results, THREE_TO_ONE, how)
     with pytest.raises(ShardError, match="no tokens to weight"):
-        merge([1.0, 2.0], [Share(1, 0, 2), Share(1, 0, 2)], "mean")
+        merge([1.0, 2.0], [CallShare(1, 0, 2), CallShare(1, 0, 2)], "mean")

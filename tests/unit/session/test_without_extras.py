@@ -1,9 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package where nothing is installed that it can do without: no Ray, and no engine of anybody else's."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,13 +29,13 @@ assert not ABSENT & {name.partition(".")[0] for name in sys.modules}
 
 IMPORTS = """
 import importlib, json, pkgutil
-import dlrover
+import dlrover.rl as rl
 import dlrover.python.rl as house
 from dlrover.python.rl.common.errors import MissingExtra
 
-names = [name for name in dlrover.__all__ if name not in ("RLJob", "RLJobBuilder")]
+names = [name for name in rl.__all__ if name not in ("RLJob", "RLJobBuilder")]
 for name in names:
-    getattr(dlrover, name)
+    getattr(rl, name)
 
 failed = {}
 for found in pkgutil.walk_packages(house.__path__, house.__name__ + ".", onerror=lambda name: None):
@@ -48,8 +51,8 @@ print(json.dumps(failed))
 WORKS = """
 import json
 import torch
-import dlrover as rl
-from dlrover.python.rl.recipe.tiny import write_tiny_model
+import dlrover.rl as rl
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from session_toys import Policy
 
 with rl.init(local=True):
@@ -63,7 +66,8 @@ with rl.init(local=True):
 """
 
 
-def test_002_all_is_imported_but_what_is_at_home_with_the_absent_and_engines_by_hand_work(tmp_path):
+@pytest.mark.feature(2)
+def test_all_is_imported_but_what_is_at_home_with_the_absent_and_engines_by_hand_work(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT + IMPORTS + WORKS],
         cwd=tmp_path,

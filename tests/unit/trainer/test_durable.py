@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The port of durable steps over a port that the test plays."""
 
 import threading
@@ -14,9 +15,9 @@ from dlrover.python.rl.common.errors import (
     StepAbandoned,
     WorkloadDied,
 )
+from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.trainer.durable import DurablePort
-from dlrover.python.rl.trainer.port import Call, Outcome, Ref, gather
-from dlrover.python.rl.trainer.recovery import Renewed, RestartInfo, RoleTraits
+from dlrover.python.rl.trainer.port import Call, Outcome, Ref, Renewed, RestartInfo, RoleTraits, gather
 from dlrover.python.rl.trainer.shard import Rows
 from dlrover.python.rl.trainer.steps import dump_state, load_state
 
@@ -47,7 +48,7 @@ class Played:
 class Replacing:
     """Gives every member that is asked for its next incarnation."""
 
-    numbers: dict = field(default_factory=lambda: {("A", 0): 1, ("A", 1): 1})
+    numbers: dict = field(default_factory=lambda: {ProcessId("A", 0): 1, ProcessId("A", 1): 1})
     asked: list = field(default_factory=list)
     epoch = 1
     fresh = True
@@ -58,8 +59,9 @@ class Replacing:
 
     def renew(self, role, rank, incarnation, why):
         self.asked.append((role, rank, incarnation))
-        self.numbers = {**self.numbers, (role, rank): incarnation + 1}
-        return Renewed(role, {at: number for (of, at), number in self.numbers.items() if of == role}, {rank: "new"})
+        self.numbers = {**self.numbers, ProcessId(role, rank): incarnation + 1}
+        incarnations = {member.rank: number for member, number in self.numbers.items() if member.role == role}
+        return Renewed(role, incarnations, {rank: "new"})
 
 
 def died(rank=0, incarnation=1):
@@ -125,7 +127,7 @@ def test_a_lost_result_is_asked_for_again(port):
 def test_what_comes_of_no_step_and_cannot_be_made_again_gives_the_step_up(port):
     ref = submit(port, 0)
     port.commit(1)
-    ref.token.ended, ref.token.ref = False, Ref(port.inner, Outcome(error=ResultLost("gone", **AT)))
+    ref.token.issue(Ref(port.inner, Outcome(error=ResultLost("gone", **AT))))
     with pytest.raises(StepAbandoned):
         ref.result()
 
@@ -153,10 +155,10 @@ def test_calls_before_the_first_step_are_kept_until_they_are_too_many(port):
     port.log.end_init()
     for _ in range(256):
         submit(port, 0)
-    assert (len(port.log.setup), port.log.gave_up) == (257, False)
+    assert (len(port.log.setup), port.log.overflowed) == (257, False)
     submit(port, 0)
     submit(port, 0)
-    assert (len(port.log.setup), port.log.gave_up) == (1, True)
+    assert (len(port.log.setup), port.log.overflowed) == (1, True)
     assert [call.keep for _, _, call in port.inner.calls[-2:]] == [True, False]
 
 

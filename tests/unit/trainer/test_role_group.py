@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Role groups over the port of one process: what is sent, what comes back. The contract suite holds Ray to the same."""
 
 import asyncio
@@ -10,10 +11,10 @@ import torch
 
 from dlrover.python.rl.common.clock import ManualClock
 from dlrover.python.rl.common.errors import CallError, InvocationError, InvocationTimeout, ShardError, UnknownMethod
-from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.runtime.host import MemberHost
-from dlrover.python.rl.runtime.local.port import LocalHandle, LocalMember, LocalPort
+from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort
+from dlrover.python.rl.runtime.process.host import MemberHost
 from dlrover.python.rl.trainer.port import Call
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dividing arguments: every type, 1 to 20 items over 1 to 5 shards."""
 
 import pickle

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``BaseTrainer``: the guide's properties, steps, and what is said before it is bound."""
 
 from types import SimpleNamespace
@@ -5,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from dlrover.python.rl.common.errors import CallError, UnknownMethod
-from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLink
 from dlrover.python.rl.trainer.workload import BaseWorkload, undecorated
 

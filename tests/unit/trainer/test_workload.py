@@ -1,8 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 """``BaseWorkload``: who it is, from the runtime or from the environment."""
 
 import pytest
 
-from dlrover.python.rl.common.roles import WELL_KNOWN_ROLES, RLRoleType
+from dlrover.python.rl.common.names import WELL_KNOWN_ROLES, RLRoleType
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext, member_context
 
 WHO = MemberContext("job/1/ROLLOUT-2", RLRoleType.ROLLOUT, 2, 4, 1, 2, "10.0.0.1", 29500, "ACTOR,ROLLOUT")

@@ -1,8 +1,17 @@
-"""On-policy distillation by sampled tokens: the student's own samples, each token judged by the teacher.
+# SPDX-License-Identifier: Apache-2.0
+"""On-policy distillation: the student's own samples, compared with one or several teachers.
 
-Agarwal et al., arXiv:2306.13649; as policy gradient Lu, "On-Policy Distillation" (Thinking Machines, 2025). The
-advantage of a token is ``log pi_teacher - log pi_old``, without a sum over what follows: in expectation over the token
-that is the gradient of ``-KL(student || teacher)`` at each state visited, states held fixed.
+By sampled tokens (Agarwal et al., arXiv:2306.13649; Lu, "On-Policy Distillation", Thinking Machines, 2025): a token's
+advantage is ``log pi_teacher - log pi_old``, without later tokens; in expectation that is the gradient of
+``-KL(student || teacher)`` at each visited state, states held fixed.
+
+Over the vocabulary: each teacher sends its k most likely ids and their log-probs (all 150,000 would cost 600 kB a
+token); all other ids are one more outcome, the tail:
+
+    sum over the k ids of p log(p / q) + p_tail log(p_tail / q_tail)
+
+Merging outcomes only lowers a KL: this is a lower bound, exact for k = vocabulary. Unlike a sum cut off at k it is a
+KL, never negative, and it moves mass out of ids that the teacher does not give.
 """
 
 from dataclasses import dataclass
@@ -10,16 +19,29 @@ from typing import ClassVar, Literal
 
 import torch
 
-from dlrover.python.rl.algorithm.averaging import token_weights
-from dlrover.python.rl.algorithm.base import Metrics, Needs, TokenColumns, column, weighted_sum
-from dlrover.python.rl.algorithm.policy import PolicyGradient
-from dlrover.python.rl.algorithm.teachers import teacher_shares
+from dlrover.python.rl.algorithm.losses.columns import Metrics, Needs, TokenColumns, column, token_weights, weighted_sum
+from dlrover.python.rl.algorithm.losses.fields import check_fields
+from dlrover.python.rl.algorithm.losses.policy_gradient import PolicyGradient
+from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.batch import Batch
+
+
+def teacher_weights_of(columns: TokenColumns, teachers: int) -> torch.Tensor:
+    """``[tokens, teachers]``, rows summing to 1: ``teacher_weights`` if given, else equal weights.
+
+    The mean of ``KL(student || teacher_m)`` is, up to a constant, the KL to the teachers' geometric mean."""
+    reference = column(columns, "weight")
+    if "teacher_weights" not in columns:
+        return reference.new_full((len(reference), teachers), 1.0 / teachers)
+    shares = columns["teacher_weights"]
+    if shares.shape[1:] != (teachers,):
+        raise DataError(f"'teacher_weights' of shape {list(shares.shape)} are not for {teachers} teachers")
+    return shares
 
 
 @dataclass(frozen=True)
 class Distillation(PolicyGradient):
-    """The clipped surrogate with the teacher's advantage. Rewards are not looked at."""
+    """The clipped surrogate with the teacher's advantage; rewards are ignored."""
 
     compares_samples: ClassVar[bool] = False
 
@@ -29,25 +51,73 @@ class Distillation(PolicyGradient):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kl_in == "reward":
-            raise ValueError("there is no reward that a KL penalty could be taken off: kl_in 'loss' or 'advantage'")
+            raise ValueError("distillation has no reward for a KL penalty: set kl_in to 'loss' or 'advantage'")
 
     @property
     def needs(self) -> Needs:
-        """See :class:`~dlrover.python.rl.algorithm.base.Algorithm`. ``teacher_logprobs`` is of one teacher, or
-        ``[seq, teachers]`` with ``teacher_weights`` (dense ``[rows, teachers]``) if they are not to be equal."""
+        """``teacher_logprobs``: ``[seq]`` or ``[seq, teachers]``; optional ``teacher_weights``: dense ``[rows,
+        teachers]``."""
         needs = super().needs
         return Needs(needs.annotate, needs.loss | {"teacher_logprobs"})
 
     def annotate(self, rows: Batch) -> Batch:
-        """Add ``weight``."""
         action_tokens = rows.dense("action_tokens")
         return rows.with_columns(weight=token_weights(action_tokens, action_tokens > 0, self.averaging))
 
     def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
-        """As every policy gradient's; and ``reverse_kl``, the mean of k1 of KL(student || teacher)."""
+        """Adds ``reverse_kl``, the mean of k1 of KL(student || teacher)."""
         teacher = column(columns, "teacher_logprobs")
         if teacher.ndim == 2:
-            teacher = (teacher * teacher_shares(columns, teacher.shape[1])).sum(dim=1)
+            teacher = (teacher * teacher_weights_of(columns, teacher.shape[1])).sum(dim=1)
         advantage = (teacher - column(columns, "old_logprobs")).detach()
         value, metrics = super().loss(logprobs, {**columns, "advantage": advantage})
         return value, {**metrics, "reverse_kl": weighted_sum(column(columns, "weight"), -advantage)}
+
+
+MIN_TAIL = 1e-6
+"""Lower bound of a tail: the rounding error of the sum of k float32 probabilities."""
+
+
+@dataclass(frozen=True)
+class VocabularyDistillation:
+    """The mean over tokens of ``KL(student || teacher)``, states held fixed; rewards and ``logprobs`` are ignored."""
+
+    averaging: Literal["token", "sequence"] = "token"
+    """Mean over the tokens of the update, or over sequences of their token means."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def needs(self) -> Needs:
+        """Both ``[seq, k]``; with m teachers ``[seq, m * k]``, and ``teacher_weights`` (dense ``[rows, m]``)."""
+        return Needs(loss=frozenset({"candidates", "teacher_logprobs", "candidate_logprobs"}))
+
+    def check_group_size(self, samples_per_prompt: int) -> None: ...
+
+    def annotate(self, rows: Batch) -> Batch:
+        action_tokens = rows.dense("action_tokens")
+        return rows.with_columns(weight=token_weights(action_tokens, action_tokens > 0, self.averaging))
+
+    def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
+        student, teacher = column(columns, "candidate_logprobs"), column(columns, "teacher_logprobs")
+        weight, teachers = column(columns, "weight"), 1
+        if "teacher_weights" in columns:
+            teachers = columns["teacher_weights"].shape[1]
+        if student.shape != teacher.shape or student.shape[1] % teachers:
+            shapes = f"{list(student.shape)} and {list(teacher.shape)}"
+            raise DataError(f"log-probs of candidates of shapes {shapes} are not those of {teachers} teachers")
+        parts = (values.unflatten(1, (teachers, -1)) for values in (student, teacher))
+        losses = (teacher_weights_of(columns, teachers) * reverse_kl(*parts)).sum(dim=1)
+        return (weight * losses).sum(), {"reverse_kl": weighted_sum(weight, losses)}
+
+
+def reverse_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """KL(student || teacher) over k ids and the tail: ``[..., k]`` log-probs each to ``[...]``."""
+    of_ids = (student.exp() * (student - teacher)).sum(dim=-1)
+    student_tail, teacher_tail = (_tail(logprobs) for logprobs in (student, teacher))
+    return of_ids + student_tail * (student_tail.log() - teacher_tail.log())
+
+
+def _tail(logprobs: torch.Tensor) -> torch.Tensor:
+    return (1 - logprobs.exp().sum(dim=-1)).clamp(min=MIN_TAIL)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GSPO: ratios of whole sequences, since rewards are of whole sequences (Zheng et al., arXiv:2507.18071)."""
 
 from dataclasses import dataclass
@@ -6,21 +7,16 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge, Lt
 
-from dlrover.python.rl.algorithm.advantages import Normalize, group_advantages
-from dlrover.python.rl.algorithm.base import TokenColumns, TokenLosses, column
-from dlrover.python.rl.algorithm.policy import PolicyGradient
-from dlrover.python.rl.algorithm.policy_loss import clipped_surrogate
-from dlrover.python.rl.algorithm.samples import Samples
-from dlrover.python.rl.algorithm.units import Units
-from dlrover.python.rl.data.batch import Column
+from dlrover.python.rl.algorithm.losses.columns import TokenColumns, TokenLosses, TokenUnits, column
+from dlrover.python.rl.algorithm.losses.policy_gradient import GroupRelative, clipped_surrogate
 
 
 @dataclass(frozen=True)
-class GSPO(PolicyGradient):
-    """The clipped surrogate of ``s = exp(mean over tokens of log pi - log pi_old)`` (eq. 5 to 7), a sequence a row.
+class GSPO(GroupRelative):
+    """The clipped surrogate of ``s = exp(mean over tokens of log pi - log pi_old)`` (eq. 5 to 7); a row is a sequence.
 
-    A token's ratio has the value of its sequence's, and its own gradient (GSPO-token, eq. 14): with one advantage for
-    the whole sequence that is the gradient of the sequence's.
+    Each token has its sequence's ratio as value and its own gradient (GSPO-token, eq. 14): with one advantage for the
+    sequence that is the gradient of the sequence's ratio.
     """
 
     clip_low: Annotated[float, Ge(0.0), Lt(1.0)] = 3e-4
@@ -32,17 +28,8 @@ class GSPO(PolicyGradient):
     averaging: Literal["sequence"] = "sequence"
     """Mean over sequences."""
 
-    normalize: Normalize = "std"
-    """Divide a group's centred rewards by their standard deviation as in the paper, or not."""
-
-    def advantages(self, samples: Samples) -> Column:
-        """Rewards less their group's mean, in standard deviations of the group: float32 ``[rows]``."""
-        reward = self.rewards(samples)
-        return samples.spread(group_advantages(samples.prompt_id, reward, self.normalize, samples.counted))
-
     def surrogate(self, logprobs: torch.Tensor, columns: TokenColumns) -> TokenLosses:
-        """Of the sequences' ratios; all metrics are of sequences."""
-        units = Units.of(columns)
-        of_sequence = units.spread(units.means((logprobs - column(columns, "old_logprobs")).detach()))
-        log_ratio = of_sequence + (logprobs - logprobs.detach())
+        units = TokenUnits.of(columns)
+        sequence_ratio = units.spread(units.means((logprobs - column(columns, "old_logprobs")).detach()))
+        log_ratio = sequence_ratio + (logprobs - logprobs.detach())
         return clipped_surrogate(log_ratio, columns, self.clip_low, self.clip_high, self.dual_clip)

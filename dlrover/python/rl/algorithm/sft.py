@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Supervised fine-tuning: the mean of ``-log pi`` over the trained tokens."""
 
 from dataclasses import dataclass
@@ -5,16 +6,13 @@ from typing import Literal
 
 import torch
 
-from dlrover.python.rl.algorithm.averaging import token_weights
-from dlrover.python.rl.algorithm.base import Metrics, Needs, TokenColumns, column
-from dlrover.python.rl.algorithm.fields import check_fields
+from dlrover.python.rl.algorithm.losses.columns import Metrics, Needs, TokenColumns, column, token_weights
+from dlrover.python.rl.algorithm.losses.fields import check_fields
 from dlrover.python.rl.data.batch import Batch
 
 
 @dataclass(frozen=True)
 class SFT:
-    """Maximum likelihood. Rows need ``action_tokens`` alone."""
-
     averaging: Literal["token", "sequence"] = "token"
     """Mean over the tokens of the global batch, or over sequences of their token means."""
 
@@ -23,19 +21,15 @@ class SFT:
 
     @property
     def needs(self) -> Needs:
-        """Nothing."""
         return Needs()
 
-    def check_group_size(self, samples_per_prompt: int) -> None:
-        """Any number will do: examples are not compared."""
+    def check_group_size(self, samples_per_prompt: int) -> None: ...
 
     def annotate(self, rows: Batch) -> Batch:
-        """Add ``weight``, see :class:`~dlrover.python.rl.algorithm.base.Algorithm`."""
         action_tokens = rows.dense("action_tokens")
         return rows.with_columns(weight=token_weights(action_tokens, action_tokens > 0, self.averaging))
 
     def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
-        """``sum(weight * -logprobs)``. The metric ``nll`` is the same; ``exp`` of its sum over the update is the
-        perplexity (with averaging ``token``)."""
+        """The metric ``nll`` is the loss; with averaging ``token``, ``exp`` of its sum is the update's perplexity."""
         loss = -(column(columns, "weight") * logprobs).sum()
         return loss, {"nll": loss.detach()}

@@ -1,30 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipes as constructors: ``GRPOTrainer(model=..., train_dataset=..., ...).train()``.
 
-Each name is fetched when it is first used: the process that runs a reward imports ``EnvBase`` without torch.
+Each name is loaded when it is first used: the process that runs a reward imports ``EnvBase`` without torch.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlrover.python.rl.classic.datasets import AIME2025, CapyBaraSFTDataset, IntellectMathDataset, MathDataset
-    from dlrover.python.rl.classic.envs import EnvBase, get_boxed_answer
+    from dlrover.python.rl.classic.envs import (
+        AIME2025,
+        CapyBaraSFTDataset,
+        EnvBase,
+        IntellectMathDataset,
+        get_boxed_answer,
+    )
     from dlrover.python.rl.classic.evaluator import Evaluator
-    from dlrover.python.rl.classic.trainers.grpo_trainer import GRPOTrainer
-    from dlrover.python.rl.classic.trainers.onpolicy_distillation_trainer import OnPolicyDistillationTrainer
-    from dlrover.python.rl.classic.trainers.sft_trainer import SFTTrainer
+    from dlrover.python.rl.classic.trainers import ClassicGRPOTrainer as GRPOTrainer
+    from dlrover.python.rl.classic.trainers import ClassicSFTTrainer as SFTTrainer
+    from dlrover.python.rl.classic.trainers import OnPolicyDistillationTrainer
+    from dlrover.python.rl.environment.verifiers.arithmetic import MathDataset
 
-_HOME = {
-    "AIME2025": "datasets",
-    "CapyBaraSFTDataset": "datasets",
-    "EnvBase": "envs",
-    "Evaluator": "evaluator",
-    "GRPOTrainer": "trainers.grpo_trainer",
-    "IntellectMathDataset": "datasets",
-    "MathDataset": "datasets",
-    "OnPolicyDistillationTrainer": "trainers.onpolicy_distillation_trainer",
-    "SFTTrainer": "trainers.sft_trainer",
-    "get_boxed_answer": "envs",
+_CLASSIC = "dlrover.python.rl.classic"
+_SOURCES = {
+    "AIME2025": (f"{_CLASSIC}.envs", "AIME2025"),
+    "CapyBaraSFTDataset": (f"{_CLASSIC}.envs", "CapyBaraSFTDataset"),
+    "EnvBase": (f"{_CLASSIC}.envs", "EnvBase"),
+    "Evaluator": (f"{_CLASSIC}.evaluator", "Evaluator"),
+    "GRPOTrainer": (f"{_CLASSIC}.trainers", "ClassicGRPOTrainer"),
+    "IntellectMathDataset": (f"{_CLASSIC}.envs", "IntellectMathDataset"),
+    "MathDataset": ("dlrover.python.rl.environment.verifiers.arithmetic", "MathDataset"),
+    "OnPolicyDistillationTrainer": (f"{_CLASSIC}.trainers", "OnPolicyDistillationTrainer"),
+    "SFTTrainer": (f"{_CLASSIC}.trainers", "ClassicSFTTrainer"),
+    "get_boxed_answer": (f"{_CLASSIC}.envs", "get_boxed_answer"),
 }
 
 __all__ = [
@@ -42,9 +50,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _SOURCES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    module, attribute = _SOURCES[name]
+    return getattr(importlib.import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

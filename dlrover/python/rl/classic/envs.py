@@ -1,21 +1,28 @@
-"""Samples as environments: a conversation, an answer, and what a completion is worth."""
+# SPDX-License-Identifier: Apache-2.0
+"""Samples as environments: a conversation, an answer, and the reward of a completion; and ready data sets of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-from dlrover.python.rl.common.nearest import hint
-from dlrover.python.rl.environment.answers import boxed_answer as get_boxed_answer
-from dlrover.python.rl.environment.arithmetic import EnvBase
+from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.data.jsonl import raise_errors
+from dlrover.python.rl.data.source import scan_rows
+from dlrover.python.rl.environment.core.rewards import boxed_answer as get_boxed_answer
+from dlrover.python.rl.environment.core.rewards import same_answer
+from dlrover.python.rl.environment.verifiers.arithmetic import EnvBase
 
-__all__ = ["EnvBase", "Samples", "Taken", "get_boxed_answer", "take"]
+__all__ = ["AIME2025", "CapyBaraSFTDataset", "EnvBase", "IntellectMathDataset", "get_boxed_answer", "load_samples"]
 
 _ROLES = ("system", "user", "assistant")
-_SHOWN = 20
+_MAX_ERRORS = 20
+_BOX_REQUEST = "Put the final answer in \\boxed{}."
 
 
-class Samples(Protocol):
-    """What a data set has: PyTorch's do, and lists."""
+class SampleDataset(Protocol):
+    """A data set of PyTorch, or a list."""
 
     def __len__(self) -> int: ...
 
@@ -23,96 +30,174 @@ class Samples(Protocol):
 
 
 @dataclass(frozen=True)
-class Taken:
-    """A sample of a data set, checked.
-
-    Attributes:
-        prompt: messages.
-        answer: the reference answer, or None.
-        environment: what the data set gave.
-    """
+class LoadedSample:
+    """A checked sample: its messages, its reference answer, and the object that the data set gave."""
 
     prompt: list[dict[str, str]]
     answer: int | float | str | None
     environment: Any
 
     @property
-    def rewards(self) -> bool:
-        """Whether it says what a completion is worth."""
-        own = getattr(type(self.environment), "get_reward", None)
-        return own is not None and own is not EnvBase.get_reward
+    def has_reward(self) -> bool:
+        method = getattr(type(self.environment), "get_reward", None)
+        return method is not None and method is not EnvBase.get_reward
 
 
-def take(dataset: Samples, name: str, rewards: bool = False, answers: bool = False) -> list[Taken]:
-    """Every sample of a data set, each asked for once.
+def load_samples(dataset: SampleDataset, name: str, rewards: bool = False, answers: bool = False) -> list[LoadedSample]:
+    """Fetch every sample of a data set once, and check it.
 
     Args:
         dataset: of :class:`EnvBase` objects, others with ``prompt`` and ``answer``, or dicts of these.
-        name: what errors call it.
-        rewards: each of them must have ``get_reward``.
-        answers: each of them must have an answer, or an assistant's message.
+        name: of the data set, for errors.
+        rewards: each sample must have ``get_reward``.
+        answers: each sample must have an answer, or an assistant's message.
 
     Raises:
-        TypeError: it has no length, or cannot be asked by number.
-        ValueError: it is empty, or samples are not what they should be; names each by its number (20 at most).
+        TypeError: it has no length, or no samples by number.
+        ValueError: it is empty, or samples are invalid; names each by its number (20 at most).
     """
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise TypeError(f"{name} must have a length and give a sample for each number, as a list does")
-    taken: list[Taken] = []
-    faults: list[str] = []
+    samples: list[LoadedSample] = []
+    errors: list[str] = []
     for number in range(len(dataset)):
-        sample = dataset[number]
-        found = _faults(sample)
-        if not found:
-            taken.append(_taken(sample))
-            found = _missing(taken[-1], rewards, answers)
-        faults += [f"{name}[{number}] {fault}" for fault in found]
-    if faults:
-        more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-        raise ValueError("; ".join([*faults[:_SHOWN], *more]))
-    if not taken:
+        item = dataset[number]
+        faults = _validate_sample(item)
+        if not faults:
+            samples.append(_load_sample(item))
+            faults = _validate_purpose(samples[-1], rewards, answers)
+        errors += [f"{name}[{number}] {fault}" for fault in faults]
+    if errors:
+        more = [f"and {len(errors) - _MAX_ERRORS} more"] if len(errors) > _MAX_ERRORS else []
+        raise ValueError("; ".join([*errors[:_MAX_ERRORS], *more]))
+    if not samples:
         raise ValueError(f"{name} is empty")
-    return taken
+    return samples
 
 
-def _missing(taken: Taken, rewards: bool, answers: bool) -> list[str]:
-    found = []
-    if rewards and not taken.rewards:
-        found.append(f"has no reward: {type(taken.environment).__name__} must define get_reward(text)")
-    if answers and taken.answer is None and all(message["role"] != "assistant" for message in taken.prompt):
-        found.append("has nothing to learn: neither an answer nor an assistant's message")
-    return found
+def _validate_purpose(sample: LoadedSample, rewards: bool, answers: bool) -> list[str]:
+    errors = []
+    if rewards and not sample.has_reward:
+        errors.append(f"has no reward: {type(sample.environment).__name__} must define get_reward(text)")
+    if answers and sample.answer is None and all(message["role"] != "assistant" for message in sample.prompt):
+        errors.append("has nothing to learn: neither an answer nor an assistant's message")
+    return errors
 
 
-def _taken(sample: Any) -> Taken:
-    prompt, answer = _field(sample, "prompt"), _field(sample, "answer")
-    messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
-    return Taken(messages, answer, sample)
+def _load_sample(item: Any) -> LoadedSample:
+    messages = [{"role": message["role"], "content": message["content"]} for message in _field(item, "prompt")]
+    return LoadedSample(messages, _field(item, "answer"), item)
 
 
-def _field(sample: Any, name: str) -> Any:
-    return sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)
+def _field(item: Any, name: str) -> Any:
+    return item.get(name) if isinstance(item, Mapping) else getattr(item, name, None)
 
 
-def _faults(sample: Any) -> list[str]:
-    prompt, answer = _field(sample, "prompt"), _field(sample, "answer")
-    faults = []
+def _validate_sample(item: Any) -> list[str]:
+    prompt, answer = _field(item, "prompt"), _field(item, "answer")
+    errors = []
     if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
-        faults.append(f"must have a prompt, a list of messages, not {_kind(prompt)}")
+        errors.append(f"must have a prompt, a list of messages, not {_kind(prompt)}")
     else:
-        faults += [f"prompt[{at}]: {fault}" for at, message in enumerate(prompt) for fault in _message_faults(message)]
+        errors += [
+            f"prompt[{at}]: {fault}" for at, message in enumerate(prompt) for fault in _validate_message(message)
+        ]
     if isinstance(answer, bool) or not isinstance(answer, int | float | str | None):
-        faults.append(f"must have an answer that is text, a number or None, not {_kind(answer)}")
-    return faults
+        errors.append(f"must have an answer that is text, a number or None, not {_kind(answer)}")
+    return errors
 
 
-def _message_faults(message: Any) -> list[str]:
+def _validate_message(message: Any) -> list[str]:
     if not isinstance(message, Mapping):
         return [f"must be a dict of role and content, not {_kind(message)}"]
     role, content = message.get("role"), message.get("content")
-    faults = [] if role in _ROLES else [f"unknown role {role!r}{hint(str(role), _ROLES)}"]
-    return faults if isinstance(content, str) else [*faults, f"content must be text, not {_kind(content)}"]
+    errors = [] if role in _ROLES else [f"unknown role {role!r}{hint(str(role), _ROLES)}"]
+    return errors if isinstance(content, str) else [*errors, f"content must be text, not {_kind(content)}"]
 
 
 def _kind(value: Any) -> str:
     return "None" if value is None else type(value).__name__
+
+
+@dataclass
+class BoxedAnswer(EnvBase):
+    r"""Rewards the last ``\boxed{}`` of a completion: 1.0 for the same text or number, else 0.0."""
+
+    def get_reward(self, text: str) -> float:
+        if self.answer is None:
+            raise ValueError("the sample has no answer to compare with")
+        boxed = get_boxed_answer(text)
+        return float(boxed is not None and same_answer(boxed, str(self.answer)))
+
+
+class _FileDataset(Sequence[EnvBase]):
+    """Samples from the rows of a file, a folder or the hub.
+
+    Args:
+        path: see :func:`~dlrover.python.rl.data.source.scan_rows`; ``split@`` before it picks a split.
+        num_samples: the first samples only; None: all.
+
+    Raises:
+        DataError: there is no such source, or rows are invalid.
+        ValueError: ``num_samples`` is not positive.
+    """
+
+    default_path = ""
+
+    def __init__(self, path: str | Path = "", num_samples: int | None = None) -> None:
+        if num_samples is not None and num_samples < 1:
+            raise ValueError(f"num_samples must be above 0, not {num_samples}")
+        rows, errors = scan_rows(path or self.default_path)
+        if errors:
+            raise_errors(errors)
+        rows = rows if num_samples is None else rows[:num_samples]
+        self._samples = [self._make_sample(row, rows.location(number)) for number, row in enumerate(rows)]
+
+    def _make_sample(self, row: Mapping[str, Any], place: str) -> EnvBase:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._samples[index]
+
+
+class IntellectMathDataset(_FileDataset):
+    """Mathematics in the columns ``question`` (or ``prompt``, ``problem``) and ``answer``."""
+
+    default_path = "PrimeIntellect/INTELLECT-3-RL:math"
+
+    def _make_sample(self, row: Mapping[str, Any], place: str) -> EnvBase:
+        return _make_boxed(row, place, ("question", "prompt", "problem"))
+
+
+class AIME2025(_FileDataset):
+    """The American Invitational Mathematics Examination 2025: ``problem`` (or ``question``) and ``answer``."""
+
+    default_path = "MathArena/aime_2025"
+
+    def _make_sample(self, row: Mapping[str, Any], place: str) -> EnvBase:
+        return _make_boxed(row, place, ("problem", "question"))
+
+
+class CapyBaraSFTDataset(_FileDataset):
+    """Conversations for SFT: ``messages``, or ``conversation`` of ``input`` and ``output``."""
+
+    default_path = "trl-lib/Capybara"
+
+    def _make_sample(self, row: Mapping[str, Any], place: str) -> EnvBase:
+        if "messages" in row:
+            return EnvBase(row["messages"])
+        if "conversation" not in row:
+            raise DataError(f"{place}: needs 'messages' or 'conversation'; it has {', '.join(row) or 'nothing'}")
+        roles = (("user", "input"), ("assistant", "output"))
+        return EnvBase([{"role": role, "content": turn[key]} for turn in row["conversation"] for role, key in roles])
+
+
+def _make_boxed(row: Mapping[str, Any], place: str, names: Sequence[str]) -> BoxedAnswer:
+    text = next((row[name] for name in names if isinstance(row.get(name), str)), None)
+    if text is None or row.get("answer") is None:
+        raise DataError(f"{place}: needs one of {', '.join(names)} as text, and 'answer'; it has {', '.join(row)}")
+    question = text if "\\boxed" in text else f"{text}\n\n{_BOX_REQUEST}"
+    return BoxedAnswer([{"role": "user", "content": question}], row["answer"])

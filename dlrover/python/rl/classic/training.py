@@ -1,50 +1,186 @@
-"""What the trainers have in common: their arguments, and how these become a recipe's configuration."""
+# SPDX-License-Identifier: Apache-2.0
+"""What RLFusion's trainers share: their arguments, and the run of a recipe's job in the processes of a script."""
 
+import json
 import logging
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from dlrover.python.rl.algorithm.fields import check_fields
-from dlrover.python.rl.classic.arguments import NonNegative, Positive, PositiveNumber, sampling_of
-from dlrover.python.rl.classic.envs import Samples
-from dlrover.python.rl.classic.optimizers import optimizer_config
-from dlrover.python.rl.classic.running import Recipe, Told, place_of, run
-from dlrover.python.rl.recipe.trackers import WandbConfig
-from dlrover.python.rl.runtime.torchrun.links import Place
+from dlrover.python.rl.algorithm.losses.fields import check_fields
+from dlrover.python.rl.classic.envs import SampleDataset
+from dlrover.python.rl.classic.evaluator import Evaluator
+from dlrover.python.rl.classic.rewards import reward_function
+from dlrover.python.rl.classic.settings import (
+    NonNegative,
+    Positive,
+    PositiveNumber,
+    optimizer_config,
+    recipe_config,
+    sampling_params,
+)
+from dlrover.python.rl.common.log import configure_logging, get_logger
+from dlrover.python.rl.config.builder import JobBuilder
+from dlrover.python.rl.config.load import search_folders
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.recipe.launch import check_job, run_together
+from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
+from dlrover.python.rl.trainer.trainer import StepReport
+from dlrover.python.rl.trainer.workload import BaseWorkload
 
-DATA = "data"
-"""The folder in ``output_dir`` for what becomes of the data sets."""
+_LOG = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """What the console shows of a run.
+
+    Attributes:
+        level: of Python's ``logging``.
+        logging_steps: steps between two lines of metrics.
+        saving_steps: steps between two saved models.
+        max_chars: of each completion that is shown beside the metrics; None: none is shown.
+    """
+
+    level: int = logging.INFO
+    logging_steps: int = 1
+    saving_steps: int = 1
+    max_chars: int | None = None
+
+
+@dataclass(frozen=True)
+class RecipeJob:
+    """A recipe's trainer, the workload of each role, its configuration, and whether to go on with an earlier run."""
+
+    trainer: type
+    roles: Mapping[str, type[BaseWorkload]]
+    config: Mapping[str, Any]
+    output_dir: Path
+    resume: bool
+
+    def spec(self) -> JobSpec:
+        """The job; raises ``InvalidJob`` with every error that can be found without loading the classes."""
+        builder = JobBuilder().device_type("CPU").trainer(self.trainer.__module__, self.trainer.__qualname__)
+        for role, workload in self.roles.items():
+            builder = builder.role(role, workload.__module__, workload.__qualname__)
+        builder = builder.config(self.config).checkpoint(resume="latest" if self.resume else "never")
+        job = builder.spec(self.trainer.__name__.lower(), search_folders())
+        return replace(job, job_dir=self.output_dir.absolute())
+
+
+def read_launch(use_accelerate: bool) -> LaunchEnv:
+    """The rank and world size that a launcher has given this process.
+
+    Raises:
+        ValueError: there are several processes, and ``use_accelerate`` is False.
+        InvalidJob: the launcher's variables are incomplete.
+    """
+    launch = LaunchEnv.from_env(os.environ)
+    if launch.world_size > 1 and not use_accelerate:
+        what = f"{launch.world_size} processes were launched, and each would train alone into the same folder"
+        raise ValueError(f"{what}: pass use_accelerate=True")
+    return launch
+
+
+def run(make: Callable[[], RecipeJob], launch: LaunchEnv, options: LogOptions) -> None:
+    """Run a recipe's job to its end, with a member of each role in every process of the launch.
+
+    Args:
+        make: returns the job; called at rank 0 alone.
+        launch: the rank and world size.
+        options: for the console of rank 0.
+
+    Raises:
+        InvalidJob: at rank 0: with every config error; nothing was started.
+        DLRoverRLError: the job's failure.
+        Exception: what ``make`` raises; nothing was started.
+    """
+    configure_logging(f"rank {launch.rank}" if launch.world_size > 1 else "", options.level)
+    outputs: list[OutputFolder] = []
+
+    def describe() -> JobSpec:
+        recipe = make()
+        job = check_job(recipe.spec, launch)
+        outputs.append(OutputFolder(recipe.output_dir, options))
+        return job
+
+    error = run_together(describe, launch, lambda report: outputs[0].report(report))
+    if error is not None:
+        raise error
+    for output in outputs:
+        output.link("final", "model")
+
+
+class OutputFolder:
+    """Gives a recipe's models RLFusion's names, and logs its steps; at rank 0."""
+
+    def __init__(self, folder: Path, options: LogOptions) -> None:
+        self._folder, self._options = folder, options
+        self._offset = 0
+
+    def link(self, name: str, target: str) -> None:
+        link = self._folder / name
+        if link.is_dir() and not link.is_symlink():
+            shutil.rmtree(link)
+        link.unlink(missing_ok=True)
+        link.symlink_to(target, target_is_directory=True)
+
+    def report(self, report: StepReport) -> None:
+        options = self._options
+        if report.step % options.saving_steps == 0:
+            self.link(f"step_{report.step}", f"steps/step-{report.step}")
+        if report.step % options.logging_steps:
+            return
+        metrics = "  ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
+        _LOG.info("step %d%s  %s", report.step, f"/{report.total_steps}" if report.total_steps else "", metrics)
+        if options.max_chars is not None:
+            for row in self._read_samples(report.step):
+                _LOG.info("reward %s  %r", row.get("reward"), row["completion"][: options.max_chars])
+
+    def _read_samples(self, step: int) -> list[dict[str, Any]]:
+        """The samples of a step; each call reads only what was appended since the last one."""
+        prefix = f'{{"step": {step},'.encode()
+        with open(self._folder / "samples.jsonl", "rb") as file:
+            if os.fstat(file.fileno()).st_size < self._offset:
+                self._offset = 0  # the run went back to a commit, which shortens the file
+            file.seek(self._offset)
+            rows = [json.loads(line) for line in file if line.startswith(prefix)]
+            self._offset = file.tell()
+        return rows
 
 
 @dataclass(kw_only=True)
-class Training:
+class ClassicTrainer:
     """Arguments of every trainer, and ``train``."""
+
+    recipe: ClassVar[type]
 
     model: str | Path
     num_steps: Positive = 100
     """Training steps."""
 
     saving_steps: Positive = 10
-    """Write model and tokenizer to ``step_<number>`` every so many steps, and to ``final`` after the last."""
+    """Write model and tokenizer to ``step_<number>`` every this many steps, and to ``final`` after the last."""
 
     logging_steps: Positive = 10
-    """Log a line of figures every so many steps; ``metrics.jsonl`` has those of every step."""
+    """Log a line of metrics every this many steps; ``metrics.jsonl`` has those of every step."""
 
     eval_steps: Positive | None = None
-    """Evaluate on ``eval_dataset`` every so many steps."""
+    """Evaluate on ``eval_dataset`` every this many steps."""
 
-    eval_dataset: Samples | None = None
+    eval_dataset: SampleDataset | None = None
     do_sample: bool = True
     sampling_temperature: PositiveNumber = 1.0
     generation_args: Mapping[str, Any] | None = None
-    """``top_k``, ``top_p``, ``stop``, where completions are drawn to evaluate."""
+    """``top_k``, ``top_p``, ``stop``."""
 
     enable_wandb: bool = False
-    """Log figures to Weights & Biases too."""
+    """Log metrics to Weights & Biases too."""
 
     wandb_project: str = "dlrover-rl"
     wandb_run_name: str | None = None
@@ -56,7 +192,7 @@ class Training:
     """Its arguments; ``{"lr": 1e-5}`` by default."""
 
     lr_scheduler: Any = None
-    """A class of ``torch.optim.lr_scheduler``, or a scheduler, whose settings are taken; None: the rate stays."""
+    """A class of ``torch.optim.lr_scheduler``, or a scheduler, whose settings are copied; None: a constant rate."""
 
     lr_scheduler_args: Mapping[str, Any] | None = None
     """Arguments of the class."""
@@ -73,24 +209,30 @@ class Training:
     """Go on from the last step that an earlier run has finished in ``output_dir``."""
 
     engine: Mapping[str, Any] | None = None
-    """Fields of :class:`~dlrover.python.rl.recipe.config.EngineConfig`, ``{"train": "deepspeed"}``."""
+    """Fields of :class:`~dlrover.python.rl.recipe.base.config.EngineConfig`, ``{"train": "deepspeed"}``."""
+
+    if TYPE_CHECKING:  # each trainer declares these among its own arguments
+        train_dataset: SampleDataset
+        batch_size: int
+        max_new_tokens: int
+        reward_timeout_s: float
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.eval_steps is not None and self.eval_dataset is None:
             raise ValueError("eval_steps needs an eval_dataset")
         self._optimizer()
-        sampling_of(1, 1.0, self.generation_args)
+        sampling_params(1, 1.0, self.generation_args)
 
     def train(self) -> None:
-        """Train from ``model`` on, to the end; in every process of a launch.
+        """Train ``model`` to the end; in every process of a launch.
 
         Raises:
-            InvalidJob: with every problem; nothing was started.
-            DLRoverRLError: what the training has failed of.
+            InvalidJob: with every config error; nothing was started.
+            DLRoverRLError: the training failed.
         """
-        place = place_of(self.use_accelerate)
-        run(lambda: self._recipe(place), place, self._told())
+        launch = read_launch(self.use_accelerate)
+        run(lambda: self._job(launch), launch, self._log_options())
 
     @property
     def folder(self) -> Path:
@@ -98,31 +240,78 @@ class Training:
         return Path(self.output_dir)
 
     def model_after(self, step: int | None = None) -> Path | str:
-        """The model of a step that has been saved; the trained one by default, or where there is none, ``model``.
+        """The saved model of a step; by default the trained one, or ``model`` before ``train``.
 
         Raises:
-            ValueError: that of the step has not been saved.
+            ValueError: the model of the step was not saved.
         """
-        found = self.folder / ("final" if step is None else f"step_{step}")
-        if found.is_dir():
-            return found
+        path = self.folder / ("final" if step is None else f"step_{step}")
+        if path.is_dir():
+            return path
         if step is not None:
             raise ValueError(f"no model of step {step} has been saved in {self.folder}")
         return self.model
 
-    def _recipe(self, place: Place) -> Recipe:
+    def _job(self, launch: LaunchEnv) -> RecipeJob:
+        config = recipe_config(self, {**self._shared_config(), **self._config(launch)})
+        return RecipeJob(self.recipe, self._roles(), config, self.folder, self.resume)
+
+    def _roles(self) -> Mapping[str, type[BaseWorkload]]:
         raise NotImplementedError
 
-    def _told(self) -> Told:
-        wandb = WandbConfig(self.wandb_project, self.wandb_run_name) if self.enable_wandb else None
-        return Told(self.log_level, self.logging_steps, wandb=wandb)
+    def _config(self, launch: LaunchEnv) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _shared_config(self) -> dict[str, Any]:
+        config = {
+            "model": str(self.model),
+            "optimizer": self._optimizer(),
+            "engine": self._engine(),
+            "keep.keep_last": None,
+        }
+        if self.enable_wandb:
+            config["log.wandb"] = {"project": self.wandb_project, "name": self.wandb_run_name}
+        return config
+
+    def _log_options(self) -> LogOptions:
+        return LogOptions(self.log_level, self.logging_steps, self.saving_steps)
 
     def _optimizer(self) -> dict[str, Any]:
-        given = {"lr": 1e-5} if self.optimizer_args is None else self.optimizer_args
+        arguments = {"lr": 1e-5} if self.optimizer_args is None else self.optimizer_args
         scheduler = (self.lr_scheduler, self.lr_scheduler_args)
-        return asdict(optimizer_config(self.optimizer, given, *scheduler, max_grad_norm=self.max_grad_norm))
+        return asdict(optimizer_config(self.optimizer, arguments, *scheduler, max_grad_norm=self.max_grad_norm))
 
     def _engine(self) -> dict[str, Any]:
         on_cuda = torch.cuda.is_available()
-        usual = {"device": "cuda" if on_cuda else "cpu", "precision": "bf16" if on_cuda else "fp32"}
-        return {**usual, **(self.engine or {})}
+        defaults = {"device": "cuda" if on_cuda else "cpu", "precision": "bf16" if on_cuda else "fp32"}
+        return {**defaults, **(self.engine or {})}
+
+    @property
+    def _data_folder(self) -> Path:
+        return self.folder / "data"
+
+    def _reward(self) -> dict[str, Any]:
+        return {"function": reward_function(self._data_folder), "timeout_s": self.reward_timeout_s}
+
+    def _test_dataset(self, dataset: SampleDataset | None) -> SampleDataset:
+        samples = self.eval_dataset if dataset is None else dataset
+        if samples is None:
+            raise ValueError("test() needs a dataset: there is no eval_dataset")
+        return samples
+
+    def _evaluate(self, model: str | Path, samples: SampleDataset, **options: Any) -> dict[str, Any]:
+        evaluator = Evaluator(
+            model,
+            samples,
+            self.folder / "evaluation",
+            generation_args=self.generation_args,
+            seed=self.seed,
+            max_new_tokens=self.max_new_tokens,
+            batch_size=self.batch_size,
+            reward_timeout_s=self.reward_timeout_s,
+            **options,
+        )
+        try:
+            return evaluator.evaluate()
+        finally:
+            evaluator.close()

@@ -1,1 +1,0 @@
-"""Words everyone shares: roles, errors, clock, names. Standard library only."""

@@ -1,12 +1,11 @@
-"""Time as a thing that is passed in."""
+# SPDX-License-Identifier: Apache-2.0
+"""Time as a parameter: code that needs it takes a :class:`Clock`, and tests pass a :class:`ManualClock`."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where time comes from."""
-
     def now_s(self) -> float:
         """Monotonic seconds; only differences mean anything."""
         ...
@@ -17,8 +16,6 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's own clock."""
-
     def now_s(self) -> float:
         return time.monotonic()
 
@@ -27,8 +24,6 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that stands still until it is told to move."""
-
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
 
@@ -39,5 +34,4 @@ class ManualClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Move time forward by ``seconds``."""
         self._now_s += seconds

@@ -1,46 +1,47 @@
-"""The one error tree. Every error says whether trying again may help, and what must restart for that.
+# SPDX-License-Identifier: Apache-2.0
+"""The one error tree. Every error says whether a retry may help, and what must restart first.
 
 ::
 
     DLRoverRLError
-    ├── InvalidJob                   the job's description is wrong; lists every problem
+    ├── InvalidJob                   the job's description is wrong; lists every error
     ├── ClassNotFound                a class of the job cannot be imported; names the missing part
-    ├── MissingExtra                 an optional engine is not installed; names the extra
+    ├── MissingExtra                 an optional package is not installed; names the extra
     ├── DataError                    a data file or column is wrong; names file and line
-    ├── RowsDiffer                   columns that were put together are of different samples
-    ├── EngineError                  an engine was asked for what it cannot do
-    │   ├── OutOfDeviceMemory        tensors do not fit the device; names who holds what
-    │   ├── WeightSyncError          received weights are not the ones that were sent
-    │   │   └── WeightsLost          the weights that a ticket names are nowhere any more
-    │   └── NonFiniteUpdate          an update had a loss or gradient that is no number; nothing was changed
-    ├── SessionError                 an engine driven by hand was used out of order, or asked for slots there are not
-    ├── CallError                    a role-group call that was refused before anything was sent
+    ├── RowsDiffer                   columns of different samples were put together
+    ├── EngineError                  an engine cannot do what was asked
+    │   ├── OutOfDeviceMemory        tensors do not fit the device; lists memory by owner
+    │   ├── WeightSyncError          received weights differ from those that were sent
+    │   │   └── WeightsLost          the weights of a ticket exist nowhere any more
+    │   └── NonFiniteUpdate          a loss or gradient is NaN or infinite; nothing was changed
+    ├── SessionError                 an engine driven by hand was used out of order, or lacks slots
+    ├── CallError                    a role-group call was refused before anything was sent
     │   ├── UnknownMethod            (also an AttributeError) no such role group or method; nearest name given
-    │   └── ShardError               an argument cannot be split as asked
+    │   └── ShardError               an argument cannot be split as requested
     ├── InvocationError              a member's call failed: role, rank, method, node, remote traceback
-    │   ├── InvocationTimeout        some ranks are late; what did arrive is kept
-    │   ├── WorkloadDied             a member's process is gone
-    │   ├── ResultLost               a result that the call was to take is gone with the place that held it
-    │   ├── CallSkipped              an earlier call to the member did not run, so this one was not run either
-    │   ├── ReplayDiverged           a repeated call is another one than before
-    │   └── StaleCall                a call by a trainer that has been replaced was refused
+    │   ├── InvocationTimeout        some ranks are late; holds the results that arrived
+    │   ├── WorkloadDied             a member's process has ended
+    │   ├── ResultLost               a result that the call takes was lost with its member
+    │   ├── CallSkipped              an earlier call to the member did not run, so this one did not either
+    │   ├── ReplayDiverged           a repeated call differs from the first
+    │   └── StaleCall                a call by a replaced trainer was refused
     ├── WorkloadStartError           a workload's or trainer's constructor failed
     ├── ClusterUnavailable           Ray could not be started or reached
     ├── VerifierError                a reward function gave no reward
     │   ├── VerifierTimeout          ... within its deadline; its process was replaced
-    │   └── VerifierCrashed          ... its process ended in the middle of a call
-    ├── EnvironmentFailed            an environment gave no usable answer; the sample that asked has failed
+    │   └── VerifierCrashed          ... because its process ended during the call
+    ├── EnvironmentFailed            an environment gave no usable answer; its sample has failed
     ├── PlacementTimeout             the cluster did not free the resources in time
     └── JobError
         ├── JobFailed                the job ended in failure; carries the first cause
-        ├── JobConflict              a job of this name is already there
-        ├── MasterLost               the job's master is gone or does not answer
-        ├── JournalCorrupt           the master's journal cannot be read; never taken for an empty one
-        ├── CheckpointCorrupt        a checkpoint file is not what was written; never loaded
-        ├── CheckpointMissing        a checkpoint, or a file of one, is not there
-        └── StaleEpoch               a write by a process whose successor has taken over was refused
+        ├── JobConflict              a job of this name exists already
+        ├── MasterLost               the job's master has ended or does not answer
+        ├── JournalCorrupt           the master's journal cannot be read; never treated as an empty one
+        ├── CheckpointCorrupt        a checkpoint file differs from what was written; never loaded
+        ├── CheckpointMissing        a checkpoint, or a file of one, does not exist
+        └── StaleEpoch               a write by a replaced process was refused
 
-Beside the tree stands ``StepAbandoned``, which is no error but the way back to the last commit.
+``StepAbandoned`` is not an error: it unwinds a trainer's step back to the last commit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,8 +51,6 @@ from typing import Any
 
 
 class Scope(StrEnum):
-    """What must restart before an operation that failed can succeed."""
-
     NOTHING = "nothing"
     MEMBER = "member"
     GROUP = "group"
@@ -60,13 +59,10 @@ class Scope(StrEnum):
 
 
 class DLRoverRLError(Exception):
-    """Base of every error this package raises on purpose."""
+    """The base class. Where ``retryable``, the same request may succeed once ``restarts`` has restarted."""
 
     retryable: bool = False
-    """True when the same request may succeed after ``restarts`` has restarted."""
-
     restarts: Scope = Scope.NOTHING
-    """What has to restart before a retry makes sense."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, self.__dict__.copy())
@@ -80,8 +76,8 @@ def _rebuild(cls: type[DLRoverRLError], args: tuple[Any, ...], state: dict[str, 
 
 
 @dataclass(frozen=True, order=True)
-class Problem:
-    """One thing wrong with a job: where it stands (``trainer.class``, ``train.jsonl:7``) and what is wrong."""
+class ConfigError:
+    """One fault of a job: where it is (``trainer.class``, ``train.jsonl:7``) and what is wrong."""
 
     where: str
     what: str
@@ -91,23 +87,20 @@ class Problem:
 
 
 class InvalidJob(DLRoverRLError):
-    """The description of a job is wrong.
+    """The description of a job has ``errors``.
 
-    Attributes:
-        problems: everything that was found, not only the first.
-        salvaged: the job as far as it could be read, for finding further problems; never to be run. None when too
-            little was left of it.
+    ``salvaged`` is the job without its faulty values: for finding further errors, never to be run.
     """
 
-    def __init__(self, problems: Sequence[Problem], salvaged: Any = None) -> None:
-        self.problems, self.salvaged = tuple(problems), salvaged
-        count = len(self.problems)
-        lines = "\n".join(f"  - {problem}" for problem in self.problems)
-        super().__init__(f"{count} problem{'s' if count != 1 else ''} in the job:\n{lines}")
+    def __init__(self, errors: Sequence[ConfigError], salvaged: Any = None) -> None:
+        self.errors, self.salvaged = tuple(errors), salvaged
+        count = len(self.errors)
+        lines = "\n".join(f"  - {error}" for error in self.errors)
+        super().__init__(f"{count} error{'s' if count != 1 else ''} in the job:\n{lines}")
 
 
 class ClassNotFound(DLRoverRLError):
-    """A class of the job cannot be imported; the message says which part is missing."""
+    """A class cannot be imported; the message says which part of its name is missing."""
 
 
 class MissingExtra(DLRoverRLError):
@@ -118,63 +111,50 @@ class MissingExtra(DLRoverRLError):
 
 
 class DataError(DLRoverRLError):
-    """A data file, row or column cannot be used. ``problems`` lists each place."""
+    """A data file, row or column cannot be used; ``errors`` lists each place."""
 
-    def __init__(self, problems: Sequence[Problem] | str) -> None:
-        if isinstance(problems, str):
-            problems = (Problem("data", problems),)
-        self.problems = tuple(problems)
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+    def __init__(self, errors: Sequence[ConfigError] | str) -> None:
+        if isinstance(errors, str):
+            errors = (ConfigError("data", errors),)
+        self.errors = tuple(errors)
+        super().__init__("\n".join(map(str, self.errors)))
 
 
 class RowsDiffer(DLRoverRLError):
-    """Columns that were to be put together are of different samples: some were drawn anew after they had been judged.
-
-    Nothing was trained on them. The step is worth redoing from the last committed state.
-    """
+    """Columns to be joined belong to different samples: some were sampled again after they had been scored."""
 
     retryable = True
     restarts = Scope.TRAINER
 
 
 class EngineError(DLRoverRLError):
-    """An engine was asked for something it cannot do; the message says what it can."""
+    """An engine does not support a request; the message says what it supports."""
 
 
 class OutOfDeviceMemory(EngineError):
-    """Tensors do not fit the device; the message names who holds how much of it."""
+    """Tensors do not fit the device; the message reports its memory by owner."""
 
 
 class WeightSyncError(EngineError):
-    """Weights that arrived differ from the ones that were sent; the message names the tensors.
-
-    Nothing was sampled from them. The step is worth redoing: the weights are then sent again.
-    """
+    """Received weights differ from those that were sent; the message names the tensors."""
 
     retryable = True
     restarts = Scope.TRAINER
 
 
 class WeightsLost(WeightSyncError):
-    """The weights that a ticket names cannot be had: their sender is gone, or has gone on to later ones.
-
-    Nothing was received. Whoever has the ticket asks the sender, or who took its place, for another one.
-    """
+    """The weights of a ticket are gone: their sender died or has newer ones, and must be asked for another ticket."""
 
 
 class NonFiniteUpdate(EngineError):
-    """An update's loss or gradient is NaN or infinite; the message names the first place where it is.
-
-    The update was refused on every rank, and the weights are what they were. It may have been a fault of the moment, so
-    the step is worth redoing from the last committed state.
-    """
+    """An update's loss or gradient is NaN or infinite. Every rank refused it, so no weight changed."""
 
     retryable = True
     restarts = Scope.TRAINER
 
 
 class SessionError(DLRoverRLError):
-    """A script used its engines out of order, or asked for slots that there are not; the message says what to do."""
+    """A script used its engines out of order, or asked for more slots than exist; the message says what to do."""
 
 
 class CallError(DLRoverRLError):
@@ -182,25 +162,15 @@ class CallError(DLRoverRLError):
 
 
 class UnknownMethod(CallError, AttributeError):
-    """The role group, or the method on it, does not exist; the message gives the nearest name."""
+    """There is no such role group or method; the message gives the nearest name."""
 
 
 class ShardError(CallError):
-    """An argument cannot be split over the members as asked."""
+    """An argument cannot be split over the members as requested."""
 
 
 class InvocationError(DLRoverRLError):
-    """A call on one member of a role group failed.
-
-    Attributes:
-        role: the role called.
-        rank: the rank that failed.
-        method: the method called.
-        node: the host the member ran on, or ``""`` when unknown.
-        remote_traceback: the traceback text from the member's process, or ``""``.
-
-    The member's own exception is ``original``, and ``__cause__``, when it could be carried over.
-    """
+    """A call on one member failed; ``original`` is the member's own exception, None when it was not serializable."""
 
     original: BaseException | None = None
 
@@ -215,7 +185,7 @@ class InvocationError(DLRoverRLError):
 
 
 class InvocationTimeout(InvocationError):
-    """Some ranks did not answer in time. ``late`` lists them; ``arrived`` maps each other rank to its result."""
+    """Ranks ``late`` did not answer in time; ``arrived`` maps each other rank to its result."""
 
     retryable = True
     restarts = Scope.MEMBER
@@ -235,55 +205,41 @@ class InvocationTimeout(InvocationError):
 
 
 class WorkloadDied(InvocationError):
-    """The process of a member is gone (killed, crashed, out of memory, or its node lost).
-
-    ``role`` and ``rank`` are those of the member that died, which may be one whose result the failed call was to take.
-
-    Attributes:
-        incarnation: the one that died, 0 when unknown.
-    """
+    """The process of a member is gone. ``role`` and ``rank`` name it; it may be the source of the call's argument."""
 
     retryable = True
     restarts = Scope.MEMBER
-    incarnation = 0
+    incarnation = 0  # unknown
 
 
 class ResultLost(InvocationError):
-    """A result that this call was to take, or its own, is gone with the node or process that held it.
+    """The result of this call, or of one of its arguments, is gone with the process that held it.
 
-    A workload's method may raise it too, when what an argument stands for is gone. The call counts as not run then: the
-    calls that made its arguments are made again, and it after them.
+    A workload's method may raise it too: the calls that made its arguments are repeated, and then this one.
     """
 
     retryable = True
 
 
 class CallSkipped(InvocationError):
-    """An earlier call to this member did not run, so this one was not run either: their order would have changed."""
+    """An earlier call to this member did not run, so this one did not either: calls keep their order."""
 
     retryable = True
 
 
 class ReplayDiverged(InvocationError):
-    """A call repeats the id of an earlier one, and is another method or comes in another order: the trainer did not do
-    again what it did before."""
+    """A repeated step is not deterministic: a call id came with another method, or in another order, than before."""
 
     retryable = True
     restarts = Scope.JOB
 
 
 class StaleCall(InvocationError):
-    """A call was refused: its trainer has been replaced, or it is meant for another incarnation of the member."""
+    """A call was refused: its trainer has been replaced, or it is for another incarnation of the member."""
 
 
 class WorkloadStartError(DLRoverRLError):
-    """A constructor raised while the job was starting.
-
-    Attributes:
-        who: ``"ROLLOUT[1]"`` or ``"trainer"``.
-        summary: the exception's type and message.
-        remote_traceback: its traceback.
-    """
+    """A constructor raised. ``who`` is ``"ROLLOUT[1]"`` or ``"trainer"``, ``summary`` the exception in one line."""
 
     def __init__(self, who: str, message: str, remote_traceback: str = "") -> None:
         self.who, self.summary, self.remote_traceback = who, message, remote_traceback
@@ -298,11 +254,7 @@ class ClusterUnavailable(DLRoverRLError):
 
 
 class VerifierError(DLRoverRLError):
-    """A verifier gave no reward: it raised, returned no finite number, or could not be loaded.
-
-    Attributes:
-        remote_traceback: the traceback text from the child process, or ``""``.
-    """
+    """A verifier gave no reward: it raised, returned a non-finite value, or could not be loaded."""
 
     def __init__(self, message: str, remote_traceback: str = "") -> None:
         self.remote_traceback = remote_traceback
@@ -318,13 +270,7 @@ class VerifierCrashed(VerifierError):
 
 
 class EnvironmentFailed(DLRoverRLError):
-    """An environment gave no usable answer: it raised, was late, or returned something else than it should.
-
-    The sample that asked has failed; others of the same environment are not touched, but where its process had to go.
-
-    Attributes:
-        remote_traceback: the traceback text of the user's code, or ``""``.
-    """
+    """An environment raised, was late, or returned a wrong type; only the sample that asked it fails."""
 
     def __init__(self, message: str, remote_traceback: str = "") -> None:
         self.remote_traceback = remote_traceback
@@ -332,14 +278,14 @@ class EnvironmentFailed(DLRoverRLError):
 
 
 class PlacementTimeout(DLRoverRLError):
-    """The cluster did not have the asked resources within the deadline; the message shows need and have."""
+    """The cluster did not have the requested resources in time; the message compares need and supply."""
 
     retryable = True
     restarts = Scope.JOB
 
 
 class JobError(DLRoverRLError):
-    """Something about the job as a whole."""
+    """Base of the errors of a whole job."""
 
 
 class JobFailed(JobError):
@@ -351,15 +297,15 @@ class JobConflict(JobError):
 
 
 class MasterLost(JobError):
-    """The job's master is gone, or does not answer."""
+    """The job's master is gone or does not answer."""
 
 
 class JournalCorrupt(JobError):
-    """The journal holds a line that cannot be trusted. Nothing is started from it."""
+    """A line of the journal is damaged; nothing is started from it."""
 
 
 class CheckpointCorrupt(JobError):
-    """A checkpoint file is not what was written. ``path`` is the file; ``what`` says what is wrong with it."""
+    """A checkpoint file is not what was written."""
 
     def __init__(self, path: str, what: str) -> None:
         self.path, self.what = path, what
@@ -367,22 +313,15 @@ class CheckpointCorrupt(JobError):
 
 
 class CheckpointMissing(JobError):
-    """A checkpoint, or a file that belongs to one, is not there."""
+    """A checkpoint, or one of its files, does not exist."""
 
 
 class StaleEpoch(JobError):
-    """A write was refused: a newer process has taken over what the writer once owned. It must end itself."""
+    """A write was refused because a newer process owns the target; the writer must end itself."""
 
 
 class StepAbandoned(BaseException):
-    """The open step cannot go on: it leaves ``init`` and ``fit`` to begin again at the last commit.
-
-    It passes a user's ``except Exception``, which could not do anything about it.
-
-    Attributes:
-        step: the step that is given up.
-        cause: why.
-    """
+    """Leaves ``init`` and ``fit``, which then begin again at the last commit. Passes a user's ``except Exception``."""
 
     def __init__(self, step: int, cause: BaseException) -> None:
         self.step, self.cause = step, cause

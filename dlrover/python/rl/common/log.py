@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loggers of this package: one line format, quiet libraries."""
 
 import logging
@@ -8,15 +9,14 @@ _FORMAT = "%(asctime)s %(levelname).1s %(message)s"
 
 
 def get_logger(module: str) -> logging.Logger:
-    """The logger of a module of this package."""
     return logging.getLogger(module)
 
 
-def configure_logging(who: str = "", level: int = logging.INFO) -> None:
-    """Send this package's log lines to stderr. ``who`` (``ROLLOUT-1``) stands in front of each. Safe to repeat."""
+def configure_logging(process: str = "", level: int = logging.INFO) -> None:
+    """Send this package's log lines to stderr, each behind ``[process]``. A second call replaces the first."""
     logger = logging.getLogger(_ROOT)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"[{who}] {_FORMAT}" if who else _FORMAT, datefmt="%H:%M:%S"))
+    handler.setFormatter(logging.Formatter(f"[{process}] {_FORMAT}" if process else _FORMAT, datefmt="%H:%M:%S"))
     logger.handlers[:] = [handler]
     logger.setLevel(level)
     logger.propagate = False

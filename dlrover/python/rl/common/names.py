@@ -1,14 +1,98 @@
-"""Names of jobs and of the actors that belong to them.
+# SPDX-License-Identifier: Apache-2.0
+"""Names of jobs, their roles and processes and the Ray actors behind them; nearest-name hints for error messages.
 
-Every name carries the job and its run: two jobs, and two runs of one job, never meet.
+Every actor name carries the job and its run, so two jobs, or two runs of one job, never share one.
 """
 
+import difflib
 import re
-
-_JOB = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import metadata
+from typing import ClassVar
 
 NAMESPACE = "dlrover-rl"
-"""The Ray namespace that every job's actors live in; names inside it carry the job."""
+"""The Ray namespace of all actors of all jobs."""
+
+_JOB = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_PROCESS = re.compile(r"(?P<role>[^\[\]]+?)(?P<standby>-standby)?\[(?P<rank>-?\d+)\]")
+
+
+def package_version() -> str:
+    """The installed version; ``"0+unknown"`` for a source tree that is not installed."""
+    try:
+        return metadata.version("dlrover-rl")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name closest to ``name``, ignoring case, or None when none is close."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return by_lower[matches[0]] if matches else None
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"``, or the list of known names when none is close."""
+    names = sorted(known)
+    close = nearest(name, names)
+    if close is not None:
+        return f"; did you mean '{close}'?"
+    return f"; known: {', '.join(names)}" if names else ""
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+class ProcessKind(StrEnum):
+    MEMBER = "member"
+    STANDBY = "standby"
+    TRAINER = "trainer"
+
+
+@dataclass(frozen=True, order=True)
+class ProcessId:
+    """One process of a job, printed as ``ROLLOUT[1]``, ``ROLLOUT-standby[2]`` or ``trainer``."""
+
+    role: str
+    rank: int = 0  # a standby's number, 0 for the trainer
+    kind: ProcessKind = ProcessKind.MEMBER
+
+    @classmethod
+    def standby(cls, role: str, number: int) -> "ProcessId":
+        return cls(role, number, ProcessKind.STANDBY)
+
+    @classmethod
+    def parse(cls, text: str) -> "ProcessId":
+        """Read what ``str()`` printed; raises ValueError for anything else."""
+        if text == TRAINER_ID.role:
+            return TRAINER_ID
+        match = _PROCESS.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} names no process such as ROLLOUT[1], ROLLOUT-standby[2] or trainer")
+        kind = ProcessKind.STANDBY if match["standby"] else ProcessKind.MEMBER
+        return cls(match["role"], int(match["rank"]), kind)
+
+    @property
+    def pool(self) -> str:
+        """The name that it shares with its peers: ``ROLLOUT``, ``ROLLOUT-standby`` or ``trainer``."""
+        return f"{self.role}-standby" if self.kind is ProcessKind.STANDBY else f"{self.role}"
+
+    @property
+    def file_name(self) -> str:
+        """Its spelling in the names of files: ``ROLLOUT-1``."""
+        return f"{self.role}-{self.rank}"
+
+    def __str__(self) -> str:
+        return self.pool if self.kind is ProcessKind.TRAINER else f"{self.pool}[{self.rank}]"
+
+
+TRAINER_ID = ProcessId("trainer", 0, ProcessKind.TRAINER)
+
+
+# -- jobs and actors --------------------------------------------------------------------------------------------------
 
 
 def check_job_name(name: str) -> str:
@@ -21,26 +105,70 @@ def check_job_name(name: str) -> str:
 
 
 def master_name(job: str) -> str:
-    """The actor name of a job's master."""
     return f"{job}/master"
 
 
 def trainer_name(job: str, run: str, epoch: int) -> str:
-    """The actor name of a job's trainer in one epoch."""
     return f"{job}/{run}/trainer/{epoch}"
 
 
 def member_name(job: str, run: str, role: str, rank: int, incarnation: int) -> str:
-    """The actor name of one incarnation of a member."""
-    return f"{job}/{run}/{role}-{rank}/{incarnation}"
+    return f"{job}/{run}/{ProcessId(role, rank).file_name}/{incarnation}"
 
 
 def standby_name(job: str, run: str, role: str, number: int) -> str:
-    """The actor name of a standby; it keeps the name when it has taken a member's place."""
-    return f"{job}/{run}/{role}-standby/{number}"
+    """The actor name of a standby, which it keeps when it becomes a member."""
+    return f"{job}/{run}/{ProcessId.standby(role, number).pool}/{number}"
 
 
 def run_of(member: str) -> tuple[str, str]:
-    """The job and the run that a member's name carries."""
+    """The job and the run in a member's actor name."""
     job, run, *_ = member.split("/")
     return job, run
+
+
+# -- roles ------------------------------------------------------------------------------------------------------------
+
+_ROLE = re.compile(r"[A-Z][A-Z0-9_]*")
+
+
+def is_role_name(name: str) -> bool:
+    return _ROLE.fullmatch(str(name).upper()) is not None
+
+
+class RLRoleType(str):
+    """The name of a role, always upper case: ``RLRoleType("actor") == "ACTOR"``.
+
+    The five roles of the integration guide are constants; any other valid name is a role too. It is a ``str``, so a
+    mapping keyed by roles can be read with either. ``name`` and ``value`` are those of an enum member.
+    """
+
+    __slots__ = ()
+
+    ACTOR: ClassVar["RLRoleType"]
+    ROLLOUT: ClassVar["RLRoleType"]
+    REWARD: ClassVar["RLRoleType"]
+    REFERENCE: ClassVar["RLRoleType"]
+    CRITIC: ClassVar["RLRoleType"]
+
+    def __new__(cls, name: str) -> "RLRoleType":
+        upper = str(name).upper()
+        if not is_role_name(upper):
+            raise ValueError(f"'{name}' is not a role name: use letters, digits and '_', starting with a letter")
+        return super().__new__(cls, upper)
+
+    @property
+    def name(self) -> str:
+        return str(self)
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+    def __repr__(self) -> str:
+        return f"RLRoleType.{self}"
+
+
+WELL_KNOWN_ROLES = tuple(map(RLRoleType, ("ACTOR", "ROLLOUT", "REWARD", "REFERENCE", "CRITIC")))
+
+RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REWARD, RLRoleType.REFERENCE, RLRoleType.CRITIC = WELL_KNOWN_ROLES

@@ -1,4 +1,5 @@
-"""Describing a job in Python, with the original's builder methods."""
+# SPDX-License-Identifier: Apache-2.0
+"""A fluent description of a job, with upstream DLRover's builder methods."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -13,9 +14,8 @@ B = TypeVar("B", bound="JobBuilder")
 
 
 class JobBuilder:
-    """Fluent description of a job. Job-level calls set the job; a role call makes that role current, and ``total``,
-    ``per_node``, ``env``, ``resource``, ``standby`` and ``hang_after`` then apply to it. Nothing is checked before
-    :meth:`spec`."""
+    """Collects a job. A role call makes that role current: ``total``, ``per_node``, ``env``, ``resource``, ``standby``
+    and ``hang_after`` apply to it. Nothing is checked before :meth:`spec`."""
 
     def __init__(self) -> None:
         self._trainer: dict[str, Any] = {}
@@ -31,12 +31,10 @@ class JobBuilder:
     # -- the job ------------------------------------------------------------------------------------------------------
 
     def node_num(self: B, num: int = 1) -> B:
-        """Nodes the job may use."""
         self._trainer["node_number"] = num
         return self
 
     def device_per_node(self: B, num: int = 8) -> B:
-        """Devices on each node."""
         self._trainer["device_per_node"] = num
         return self
 
@@ -46,7 +44,6 @@ class JobBuilder:
         return self
 
     def config(self: B, config: Mapping[str, Any] | DictConfig) -> B:
-        """The user's own configuration, handed to trainer and workloads."""
         self._config = config
         return self
 
@@ -72,19 +69,18 @@ class JobBuilder:
         return self
 
     def trainer_hang_after(self: B, seconds: float) -> B:
-        """The trainer is killed and recovered when its own code makes no progress for so long."""
+        """Seconds without progress of its own code before the trainer is killed and recovered."""
         self._trainer["hang_after_s"] = seconds
         return self
 
     def trainer(self: B, module_name: str, class_name: str) -> B:
-        """The trainer class."""
         self._trainer.update({"module": module_name, "class": class_name})
         return self
 
     # -- roles --------------------------------------------------------------------------------------------------------
 
     def role(self: B, name: str, module_name: str, class_name: str) -> B:
-        """A role of any name, and make it current."""
+        """Describe a role of any name and make it current."""
         self._current = self._workload.setdefault(name.lower(), {})
         self._current.update({"module": module_name, "class": class_name})
         return self
@@ -94,28 +90,22 @@ class JobBuilder:
         return self.role("actor", module_name, class_name)
 
     def rollout(self: B, module_name: str, class_name: str) -> B:
-        """The ROLLOUT role."""
         return self.role("rollout", module_name, class_name)
 
     def reference(self: B, module_name: str, class_name: str) -> B:
-        """The REFERENCE role."""
         return self.role("reference", module_name, class_name)
 
     def reward(self: B, module_name: str, class_name: str) -> B:
-        """The REWARD role."""
         return self.role("reward", module_name, class_name)
 
     def critic(self: B, module_name: str, class_name: str) -> B:
-        """The CRITIC role."""
         return self.role("critic", module_name, class_name)
 
     def total(self: B, num: int = 1) -> B:
-        """Members of the current role."""
         self._role("total")["num"] = num
         return self
 
     def per_node(self: B, num: int = 1) -> B:
-        """Members of the current role on each node."""
         self._role("per_node")["per_node"] = num
         return self
 
@@ -135,7 +125,7 @@ class JobBuilder:
         return self
 
     def hang_after(self: B, seconds: float) -> B:
-        """A member of the current role is killed and recovered when it makes no progress for so long."""
+        """Seconds without progress before a member of the current role is killed and recovered."""
         self._role("hang_after")["hang_after_s"] = seconds
         return self
 
@@ -168,7 +158,7 @@ class JobBuilder:
         """The described job under ``name``.
 
         Raises:
-            InvalidJob: with every problem found.
+            InvalidJob: with all errors.
         """
         data = OmegaConf.create(
             {

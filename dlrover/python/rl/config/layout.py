@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout of a job file: DLRover's ``rl_config``.
 
 ::
@@ -24,11 +25,8 @@ from typing import Any, Literal
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dlrover.python.rl.common.errors import InvalidJob, Problem
-from dlrover.python.rl.common.names import check_job_name
-from dlrover.python.rl.common.nearest import hint
-from dlrover.python.rl.common.roles import RLRoleType, is_role_name
-from dlrover.python.rl.config.given import plain
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.names import RLRoleType, check_job_name, hint, is_role_name
 from dlrover.python.rl.config.spec import (
     CheckpointSpec,
     JobSpec,
@@ -41,7 +39,7 @@ from dlrover.python.rl.config.spec import (
     TrainerSpec,
     WorkloadSpec,
 )
-from dlrover.python.rl.config.typed import salvage
+from dlrover.python.rl.config.typed import salvage, to_plain
 
 
 @dataclass(frozen=True)
@@ -69,29 +67,24 @@ _SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECAS
 
 
 def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str, ...] = ()) -> JobSpec:
-    """Check a whole job file.
-
-    Args:
-        data: the file's content.
-        default_name: the job's name when the file gives none.
-        search_path: folders that classes may be imported from.
+    """Read the content of a job file; classes are imported from ``search_path`` later.
 
     Raises:
-        InvalidJob: with every problem that can be seen without importing anything, and what could be read.
+        InvalidJob: with all errors that can be found without importing anything, and what could be read.
     """
     values = _layout_values(data)
-    layout, problems = salvage(JobLayout, _with_class_field(values), "")
-    problems = [_in_file_terms(problem) for problem in problems]
-    problems += _role_problems({"name": default_name, **values})
-    problems += _time_problems(layout) if layout is not None else []
+    layout, errors = salvage(JobLayout, _with_class_field(values), "")
+    errors = [_in_file_terms(error) for error in errors]
+    errors += _validate_roles({"name": default_name, **values})
+    errors += _validate_times(layout) if layout is not None else []
     job = _spec(layout, data.get("config"), default_name, search_path) if layout is not None else None
-    if job is None or problems:
-        raise InvalidJob(problems, salvaged=job)
+    if job is None or errors:
+        raise InvalidJob(errors, salvaged=job)
     return job
 
 
 def _spec(layout: JobLayout, config: Any, default_name: str, search_path: tuple[str, ...]) -> JobSpec:
-    """The job that a layout describes; of a faulty one, without the roles and groups that cannot be."""
+    """The job of a layout, without its invalid roles and groups."""
     workloads = {RLRoleType(role): spec for role, spec in layout.workload.items() if is_role_name(role)}
     groups = [{str(role).upper(): count for role, count in group.items()} for group in layout.workload_group]
     return JobSpec(
@@ -117,20 +110,20 @@ def _spec(layout: JobLayout, config: Any, default_name: str, search_path: tuple[
 
 
 def _layout_values(data: DictConfig) -> dict[str, Any]:
-    """All of the file but the user's ``config``, as plain values; interpolations may refer to ``config`` too."""
+    """The file without the user's ``config``, as plain values; interpolations may refer to ``config`` too."""
     values: dict[str, Any] = {}
-    problems: list[Problem] = []
+    errors: list[ConfigError] = []
     for key in data:
         if key == "config":
             continue
         try:
-            values[str(key)] = plain(data[key])
+            values[str(key)] = to_plain(data[key])
         except InvalidJob as error:
-            problems += error.problems
+            errors += error.errors
         except OmegaConfBaseException as error:
-            problems.append(Problem(str(key), str(error).splitlines()[0]))
-    if problems:
-        raise InvalidJob(problems)
+            errors.append(ConfigError(str(key), str(error).splitlines()[0]))
+    if errors:
+        raise InvalidJob(errors)
     return values
 
 
@@ -155,44 +148,44 @@ def _rename(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def _in_file_terms(problem: Problem) -> Problem:
-    return Problem(*(re.sub(r"\bclass_(?!\w)", "class", text) for text in (problem.where, problem.what)))
+def _in_file_terms(error: ConfigError) -> ConfigError:
+    return ConfigError(*(re.sub(r"\bclass_(?!\w)", "class", text) for text in (error.where, error.what)))
 
 
-def _role_problems(values: Any) -> list[Problem]:
-    """Problems between the parts of the file: names, the actor, groups."""
-    problems = []
+def _validate_roles(values: Any) -> list[ConfigError]:
+    """Check names, the actor and groups against each other."""
+    errors = []
     if name := values.get("name"):
         try:
             check_job_name(str(name))
         except ValueError as error:
-            problems.append(Problem("name", str(error)))
+            errors.append(ConfigError("name", str(error)))
     workload = values.get("workload")
     if not isinstance(workload, dict):
-        return problems
+        return errors
     nums: dict[str, Any] = {}
     for role, spec in workload.items():
         try:
             name = RLRoleType(role)
         except ValueError as error:
-            problems.append(Problem(f"workload.{role}", str(error)))
+            errors.append(ConfigError(f"workload.{role}", str(error)))
             continue
         if name in nums:
-            problems.append(Problem(f"workload.{role}", f"the role '{role.lower()}' is there twice"))
+            errors.append(ConfigError(f"workload.{role}", f"the role '{role.lower()}' occurs twice"))
         nums[name] = _count(spec.get("num", 1)) if isinstance(spec, dict) else None
     if RLRoleType.ACTOR not in nums:
-        problems.append(Problem("workload", f"the role 'actor' is required{hint('actor', workload)}"))
+        errors.append(ConfigError("workload", f"the role 'actor' is required{hint('actor', workload)}"))
     restarts = values.get("restart")
     limits = restarts.get("workload_max_restart") if isinstance(restarts, dict) else None
     for role in limits if isinstance(limits, dict) else ():
         if str(role).upper() not in nums:
             where = f"restart.workload_max_restart.{role}"
-            problems.append(Problem(where, f"the job has no role '{role}'{hint(str(role), workload)}"))
-    return problems + _group_problems(values.get("workload_group"), nums)
+            errors.append(ConfigError(where, f"the job has no role '{role}'{hint(str(role), workload)}"))
+    return errors + _validate_groups(values.get("workload_group"), nums)
 
 
 def _count(value: Any) -> int | None:
-    """A number of members, as the layout reads it (``"4"`` is 4); None when it is none, which the layout reports."""
+    """A number of members as the layout reads it (``"4"`` is 4), None for anything else, which the layout reports."""
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
@@ -200,25 +193,25 @@ def _count(value: Any) -> int | None:
     return number if number > 0 else None
 
 
-def _group_problems(groups: Any, nums: Mapping[str, Any]) -> list[Problem]:
-    problems = []
-    seen: dict[str, int] = {}
+def _validate_groups(groups: Any, nums: Mapping[str, Any]) -> list[ConfigError]:
+    errors = []
+    group_of: dict[str, int] = {}
     names = [str(role).lower() for role in nums]
     for index, group in enumerate(groups if isinstance(groups, list) else []):
         for role, count in group.items() if isinstance(group, dict) else ():
             where, key = f"workload_group.{index}.{role}", str(role).upper()
             if key not in nums:
-                problems.append(Problem(where, f"the job has no role '{role}'{hint(str(role), names)}"))
-            elif key in seen:
-                problems.append(Problem(where, f"'{role}' is already in workload_group.{seen[key]}"))
+                errors.append(ConfigError(where, f"the job has no role '{role}'{hint(str(role), names)}"))
+            elif key in group_of:
+                errors.append(ConfigError(where, f"'{role}' is already in workload_group.{group_of[key]}"))
             elif (size := _count(count)) and nums[key] and nums[key] % size:
-                problems.append(Problem(where, f"{nums[key]} members cannot form groups of {size}"))
-            seen.setdefault(key, index)
-    return problems
+                errors.append(ConfigError(where, f"{nums[key]} members cannot form groups of {size}"))
+            group_of.setdefault(key, index)
+    return errors
 
 
-def _time_problems(layout: JobLayout) -> list[Problem]:
-    """Limits that signs of life could not be watched by."""
+def _validate_times(layout: JobLayout) -> list[ConfigError]:
+    """Limits shorter than the time between two heartbeats."""
     beat_s = layout.liveness.beat_s
     limits = {
         "liveness.lease_s": layout.liveness.lease_s,
@@ -226,19 +219,17 @@ def _time_problems(layout: JobLayout) -> list[Problem]:
         **{f"workload.{role}.hang_after_s": spec.hang_after_s for role, spec in layout.workload.items()},
     }
     return [
-        Problem(where, f"must be longer than liveness.beat_s, {beat_s:g}, got {limit:g}")
+        ConfigError(where, f"must be longer than liveness.beat_s, {beat_s:g}, got {limit:g}")
         for where, limit in limits.items()
         if limit <= beat_s
     ]
 
 
 def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
-    """The resolved job as a job file; reading it back gives the same job.
+    """Write the resolved job as a job file; reading it back gives the same job.
 
-    Args:
-        job: the job.
-        hide_secrets: write ``***`` for the value of an environment variable whose name looks like a secret's (it holds
-            TOKEN, KEY, SECRET, PASSWORD, PASSWD or CREDENTIAL): for a file that others may read.
+    ``hide_secrets`` writes ``***`` for environment variables with TOKEN, KEY, SECRET, PASSWORD, PASSWD or CREDENTIAL
+    in their names, for a file that others may read.
     """
     trainer = {_file_key(name): value for name, value in vars(job.trainer).items()}
     trainer["torch_master_port"] = list(job.trainer.torch_master_port)

@@ -1,4 +1,5 @@
-"""``JobSpec``: everything there is to know about a job before it starts."""
+# SPDX-License-Identifier: Apache-2.0
+"""``JobSpec``: a whole job, as it is described before it starts."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -7,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.common.names import RLRoleType
 
 Positive = Annotated[int, Gt(0)]
 NonNegative = Annotated[int, Ge(0)]
@@ -40,10 +41,10 @@ class TrainerSpec:
     """Rendezvous ports to try first, one per role in the file's order; a busy one is replaced by a free one."""
 
     type: Literal["USER_DEFINED"] = "USER_DEFINED"
-    """The original's trainer type; the class decides."""
+    """The trainer type of upstream DLRover; here the class decides."""
 
     hang_after_s: Seconds = 3600.0
-    """No progress of the trainer's own code for so long, its waiting for members apart: it is killed and recovered."""
+    """Seconds without progress of the trainer's own code, waiting apart, before it is killed and recovered."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,12 @@ class WorkloadSpec:
     """Processes kept ready to take a member's place; each reserves what a member needs."""
 
     hang_after_s: Seconds = 600.0
-    """No progress of a member for so long: it is killed and recovered."""
+    """Seconds without progress of a member before it is killed and recovered."""
 
 
 @dataclass(frozen=True)
 class RestartSpec:
-    """How often what may restart, and how long to wait before."""
+    """Limits of restarts, and the back-off before them."""
 
     job_max_restart: NonNegative = 10
     """Restarts of the whole job within the window."""
@@ -98,12 +99,12 @@ class RestartSpec:
     """Restarts older than this no longer count."""
 
     node_max_failures: Positive = 3
-    """A node that lost so many of the job's processes within the window is no longer used."""
+    """Processes of the job that a node may lose within the window before it is no longer used."""
 
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """What is kept in the job's directory of the steps that are done."""
+    """Which committed steps are kept, and where."""
 
     every: Positive = 10
     """Steps between copies to the job's directory, for good; the last two steps are always kept, see ``commit_to``."""
@@ -124,21 +125,21 @@ class CheckpointSpec:
 
 @dataclass(frozen=True)
 class LivenessSpec:
-    """When a process that says nothing is taken for lost."""
+    """When a silent process is treated as lost."""
 
     beat_s: Seconds = 0.5
-    """Time between two signs of life of a process; shorter than every limit that is watched by them."""
+    """Time between two heartbeats; shorter than every limit that they are compared with."""
 
     lease_s: Seconds = 60.0
-    """A process that could not reach its master for so long ends itself."""
+    """A process that has not reached its master for this time ends itself."""
 
     start_timeout_s: Seconds = 300.0
-    """A process whose start takes longer is given up."""
+    """A process whose start takes longer is abandoned."""
 
 
 @dataclass(frozen=True)
 class MasterSpec:
-    """What the job's master needs."""
+    """Resources and restarts of the job's master."""
 
     cpu: Amount = 0.0
     """Logical CPUs reserved for the master."""
@@ -152,9 +153,9 @@ class MasterSpec:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job, checked in itself: every field has its type and range, groups name existing roles.
+    """A job whose fields have their types and ranges and whose groups name existing roles.
 
-    Whether the classes import and the job fits the machines is for the plan and the inspection to say.
+    The plan checks that it fits the machines, the inspection that its classes can be imported.
     """
 
     name: str
@@ -177,8 +178,7 @@ class JobSpec:
     """Where the job writes."""
 
     work_dir: str = ""
-    """The folder that relative paths in ``config`` are meant from: every process of the job works there, on nodes that
-    have it."""
+    """The folder of relative paths in ``config``; every process works there, on nodes that have it."""
 
     search_path: tuple[str, ...] = ()
     """Folders that the job's classes may be imported from, besides the installed packages."""

@@ -1,71 +1,76 @@
-"""From plain mappings to frozen dataclasses, every problem reported at once."""
+# SPDX-License-Identifier: Apache-2.0
+"""From plain mappings to frozen dataclasses, with defaults filled in and all errors reported at once."""
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_type_hints
 
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from dlrover.python.rl.common.errors import InvalidJob, Problem
-from dlrover.python.rl.common.nearest import hint
-from dlrover.python.rl.config.given import completed, plain
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import hint
+
+_LOG = get_logger(__name__)
 
 T = TypeVar("T")
 
 _STRICT = ConfigDict(extra="forbid", strict=False, arbitrary_types_allowed=True)
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
+OTHER_NAMES = "other_names"
+"""The class variable of a schema that maps dotted keys of other libraries to those of its own fields."""
 
-def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Problem]]:
-    """Read ``data`` as the dataclass ``schema``.
+_MISSING = object()
 
-    Where a field's default is a dataclass and only a part of it is given, the rest is as in that default.
+
+def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[ConfigError]]:
+    """Read ``data`` as a dataclass: the instance and no errors, or None and all of them.
 
     Args:
-        schema: a dataclass; its annotations are the types, ``annotated_types`` bounds the ranges, its class variable
-            ``other_names``, if there is one, what else its keys may be called; such a key is warned of.
+        schema: its annotations are the types, ``annotated_types`` bounds the ranges; its class variable
+            ``other_names`` maps further keys to its own, each accepted with a warning. A field whose default is a
+            dataclass may be given in part: the rest is as in that default.
         data: a mapping or ``DictConfig``.
-        where: how the mapping is called in the problems' places.
-
-    Returns:
-        The instance and no problems, or None and all of them.
+        where: the prefix of the errors' places.
     """
     try:
-        values = completed(schema, plain(data), where)
+        values = complete_values(schema, to_plain(data), where)
         return _adapter(schema).validate_python(values), []
     except InvalidJob as error:
-        return None, list(error.problems)
+        return None, list(error.errors)
     except ValidationError as error:
-        return None, [_problem(schema, item, where) for item in error.errors()]
+        return None, [_config_error(schema, item, where) for item in error.errors()]
 
 
-def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Problem]]:
-    """Like :func:`parse`, and beside the problems an instance of what is right, where there can be one.
+def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[ConfigError]]:
+    """Like :func:`parse`, but with an instance beside the errors, for finding further errors and never to be run.
 
-    Wrong and unknown values are left out, missing texts are ``""``: enough to look for the problems of the rest, never
-    to be run.
+    It lacks wrong and unknown values, and has ``""`` for missing ones; None where even that is not an instance.
     """
     try:
-        values = copy.deepcopy(completed(schema, plain(data), where))
+        values = copy.deepcopy(complete_values(schema, to_plain(data), where))
         return _adapter(schema).validate_python(values), []
     except InvalidJob as error:
-        return None, list(error.problems)
+        return None, list(error.errors)
     except ValidationError as error:
-        problems = [_problem(schema, item, where) for item in error.errors()]
+        errors = [_config_error(schema, item, where) for item in error.errors()]
         for item in error.errors():
             _mend(values, item)
     try:
-        return _adapter(schema).validate_python(values), problems
+        return _adapter(schema).validate_python(values), errors
     except ValidationError:
-        return None, problems
+        return None, errors
 
 
 def _mend(values: Any, item: Mapping[str, Any]) -> None:
-    """Take the value that an error is about out of ``values``, or put a missing one in."""
+    """Remove the faulty value of an error from ``values``, or add a missing one."""
     *parents, last = item["loc"] or ("",)
     for part in parents:
-        # Parts that are no keys name the branch of a union: the value before them is the one that is wrong.
+        # A part that is not a key names the branch of a union: the value before it is the faulty one.
         if not isinstance(values, dict) or part not in values:
             return
         values = values[part]
@@ -76,10 +81,10 @@ def _mend(values: Any, item: Mapping[str, Any]) -> None:
 
 
 def require(schema: type[T], data: Any, where: str) -> T:
-    """Like :func:`parse`, raising :class:`InvalidJob` with all problems."""
-    value, problems = parse(schema, data, where)
+    """Like :func:`parse`, raising :class:`InvalidJob` with all errors."""
+    value, errors = parse(schema, data, where)
     if value is None:
-        raise InvalidJob(problems)
+        raise InvalidJob(errors)
     return value
 
 
@@ -92,34 +97,34 @@ def _adapter(schema: type[T]) -> TypeAdapter[T]:
 
 def _nested(schema: Any) -> list[type[Any]]:
     """``schema`` and every dataclass its fields mention."""
-    found: list[type[Any]] = []
-    waiting = [schema]
-    while waiting:
-        kind = waiting.pop()
-        if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind not in found:
-            found.append(kind)
-            waiting.extend(get_type_hints(kind).values())
-        waiting.extend(getattr(kind, "__args__", ()))
-    return found
+    classes: list[type[Any]] = []
+    pending = [schema]
+    while pending:
+        kind = pending.pop()
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind not in classes:
+            classes.append(kind)
+            pending.extend(get_type_hints(kind).values())
+        pending.extend(getattr(kind, "__args__", ()))
+    return classes
 
 
-def _problem(schema: Any, item: Mapping[str, Any], where: str) -> Problem:
+def _config_error(schema: Any, item: Mapping[str, Any], where: str) -> ConfigError:
     path = _path(item)
     place = ".".join([where, *map(str, path)]) if where else ".".join(map(str, path))
     if item["type"] in _UNKNOWN:
-        known = _fields_at(schema, path[:-1])
-        return Problem(place, f"unknown key '{path[-1]}'{hint(str(path[-1]), known)}")
+        fields = _fields_at(schema, path[:-1])
+        return ConfigError(place, f"unknown key '{path[-1]}'{hint(str(path[-1]), fields)}")
     if item["type"] in ("missing", "missing_argument"):
-        return Problem(place, "is required")
-    return Problem(place, f"{_lower(item['msg'])}, got {item['input']!r}")
+        return ConfigError(place, "is required")
+    return ConfigError(place, f"{_lower(item['msg'])}, got {item['input']!r}")
 
 
 def _path(item: Mapping[str, Any]) -> list[Any]:
-    """Where an error is, without pydantic's words for the members of a union, which have brackets; so may have a key
-    of the user's that nobody knows, which is the last part."""
+    """Where an error is, without pydantic's names of the branches of a union, which have brackets. An unknown key, the
+    last part, may have brackets too."""
     end = len(item["loc"]) - (item["type"] in _UNKNOWN)
-    named = [part for part in item["loc"][:end] if not (isinstance(part, str) and "[" in part)]
-    return [*named, *item["loc"][end:]]
+    keys = [part for part in item["loc"][:end] if not (isinstance(part, str) and "[" in part)]
+    return [*keys, *item["loc"][end:]]
 
 
 def _lower(text: str) -> str:
@@ -134,3 +139,85 @@ def _fields_at(schema: Any, path: list[Any]) -> list[str]:
         candidates = _nested(hints[part]) if part in hints else [kind]
         kind = candidates[0] if candidates else kind
     return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+
+
+# -- keys and defaults ------------------------------------------------------------------------------------------------
+
+
+def to_plain(value: Any) -> Any:
+    """Turn an OmegaConf container into plain dicts and lists, with its interpolations resolved.
+
+    Raises:
+        InvalidJob: an interpolation cannot be resolved, or a mandatory value (``???``) is missing.
+    """
+    if not isinstance(value, DictConfig | ListConfig):
+        return value
+    try:
+        return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        where = str(getattr(error, "full_key", "") or "config")
+        raise InvalidJob([ConfigError(where, str(error).splitlines()[0])]) from error
+
+
+def complete_values(schema: type[Any], values: Any, where: str) -> Any:
+    """Rename the keys of ``values`` to the schema's own, and add its defaults; other values than mappings stay.
+
+    Raises:
+        InvalidJob: a value has two names.
+    """
+    return _with_defaults(schema, _rename_keys(schema, values, where))
+
+
+def _rename_keys(schema: type[Any], values: Any, where: str) -> Any:
+    for alias, name in getattr(schema, OTHER_NAMES, {}).items():
+        value = _pick(values, alias.split("."))
+        if value is _MISSING:
+            continue
+        place = f"{where}.{alias}" if where else alias
+        if _pick(values, name.split(".")) is not _MISSING:
+            raise InvalidJob([ConfigError(place, f"is another name of {name}, which is given too")])
+        _LOG.warning("%s is read as %s, its name here", place, name)
+        values = _with(_without(values, alias.split(".")), name.split("."), value)
+    return values
+
+
+def _pick(values: Any, path: Sequence[str]) -> Any:
+    for part in path:
+        if not isinstance(values, Mapping) or part not in values:
+            return _MISSING
+        values = values[part]
+    return values
+
+
+def _without(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """A copy without a key, and without mappings that become empty."""
+    first, *rest = path
+    inner = _without(values[first], rest) if rest else {}
+    rest_of_values = {key: value for key, value in values.items() if key != first}
+    return {**rest_of_values, first: inner} if inner else rest_of_values
+
+
+def _with(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """A copy with a key; unchanged where something else than a mapping is in its way, which is an error itself."""
+    first, *rest = path
+    inner = values.get(first)
+    if rest and not isinstance(inner, Mapping | None):
+        return dict(values)
+    return {**values, first: _with(inner or {}, rest, value) if rest else value}
+
+
+def _with_defaults(kind: Any, partial: Any, default: Any = None) -> Any:
+    """``partial`` values for a dataclass, completed where ``default`` differs from the defaults of the class."""
+    if not isinstance(partial, Mapping) or not dataclasses.is_dataclass(kind):
+        return partial
+    hints, values = get_type_hints(kind), dict(partial)
+    for field in (field for field in dataclasses.fields(kind) if field.init):
+        usual = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = usual if default is None else getattr(default, field.name)
+        if field.name in partial and dataclasses.is_dataclass(value):
+            values[field.name] = _with_defaults(type(value), partial[field.name], value)
+        elif field.name in partial:
+            values[field.name] = _with_defaults(hints[field.name], partial[field.name])
+        elif default is not None and value != usual:
+            values[field.name] = value
+    return values

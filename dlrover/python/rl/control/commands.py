@@ -1,4 +1,5 @@
-"""What the machine wants done. Each command may be given again, and the second time finds what the first has done."""
+# SPDX-License-Identifier: Apache-2.0
+"""The machine's orders. A command may be repeated: the second time finds what the first has done."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,25 +16,18 @@ class Place:
 
 @dataclass(frozen=True)
 class StartMembers:
-    """Start these members of a role; they meet in one rendezvous when the role's scope is GROUP. Answer one
-    ``MemberStarted`` each, or ``MemberLost``. Watch them from then on.
-
-    Attributes:
-        role: the role.
-        members: rank and incarnation of each.
-        standbys: rank to the number of the standby that shall become it, where there is one.
-        excluded: nodes not to use.
-    """
+    """Start members, which meet in one rendezvous when the role's scope is GROUP, and watch them; answer one
+    ``MemberStarted`` or ``MemberLost`` each."""
 
     role: str
-    members: tuple[tuple[int, int], ...]
-    standbys: Mapping[int, int] = field(default_factory=dict)
+    members: tuple[tuple[int, int], ...]  # rank and incarnation
+    standbys: Mapping[int, int] = field(default_factory=dict)  # rank to the standby that becomes it
     excluded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class KillMember:
-    """Make sure that this incarnation of a member is gone. No answer."""
+    """End this incarnation of a member. No answer."""
 
     role: str
     rank: int
@@ -51,7 +45,7 @@ class StartStandby:
 
 @dataclass(frozen=True)
 class KillStandby:
-    """Make sure that a standby is gone, and its place free. No answer."""
+    """End a standby and free its slot. No answer."""
 
     role: str
     number: int
@@ -59,37 +53,28 @@ class KillStandby:
 
 @dataclass(frozen=True)
 class StartTrainer:
-    """Start the trainer; answer ``TrainerStarted``, then ``StepsOpened``, then ``TrainerFinished`` or ``TrainerLost``.
-
-    Attributes:
-        epoch: its number.
-        fresh: whether the members are as new; False: they hold what an earlier epoch did.
-        restarts: how often the trainer or the whole job has restarted.
-        reason: why it restarts, ``""`` the first time.
-        excluded: nodes not to use.
-    """
+    """Start the trainer; answer ``TrainerStarted``, ``StepsOpened``, then ``TrainerFinished`` or ``TrainerLost``."""
 
     epoch: int
-    fresh: bool
-    restarts: int = 0
-    reason: str = ""
+    fresh: bool  # False: the members hold the results of an earlier epoch
+    restarts: int = 0  # of the trainer or the whole job
+    reason: str = ""  # why it restarts
     excluded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class KillTrainer:
-    """Make sure that this epoch of the trainer is gone. No answer."""
+    """End this epoch of the trainer. No answer."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class Release:
-    """End every process of the job and give its resources back; answer ``Released``. Shared memory is given back too
-    when ``final``."""
+    """End every process of the job and release its resources; answer ``Released``."""
 
     incarnation: int
-    final: bool
+    final: bool  # release shared memory too
 
 
 @dataclass(frozen=True)

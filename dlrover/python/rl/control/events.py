@@ -1,12 +1,9 @@
-"""What the machine is told.
+# SPDX-License-Identifier: Apache-2.0
+"""The machine's input: facts, which the journal lists. Commands are not journalled, since the state yields them again.
 
-Events are facts that happened; the journal is the list of them, each with the time it was taken in. Commands
-(``commands.py``) are what shall be done next; they are never written down, since the state gives them again
-(:func:`~dlrover.python.rl.control.machine.outstanding`).
-
-Three numbers keep the living apart from the dead. The job's *incarnation* rises when everything restarts. A member's
-*incarnation* rises with every process that takes its place, over the whole life of the job. The trainer's *epoch* rises
-with every process that runs the trainer. What an older number still says is ignored.
+Three numbers tell a process from its predecessors: the job's *incarnation* rises when everything restarts, a member's
+*incarnation* with each of its processes over the whole job, the trainer's *epoch* with each of its processes. Events of
+an older number are ignored.
 """
 
 from collections.abc import Mapping
@@ -14,39 +11,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
+from dlrover.python.rl.common.names import ProcessId, ProcessKind
+
 
 class CauseKind(StrEnum):
-    """Why something failed: a closed list."""
-
-    USER_ERROR = "user_error"
-    """The user's code raised. Not retried."""
-
-    RETRYABLE_ERROR = "retryable_error"
-    """The user's code raised, and the exception says that trying again may help."""
-
-    START_FAILED = "start_failed"
-    """A constructor raised. Not retried."""
-
+    USER_ERROR = "user_error"  # the user's code raised; not retried
+    RETRYABLE_ERROR = "retryable_error"  # the user's code raised an error that says that a retry may help
+    START_FAILED = "start_failed"  # a constructor raised; not retried
     PROCESS_DIED = "process_died"
-    """A process is gone."""
-
     OUT_OF_MEMORY = "out_of_memory"
-    """A process was killed because memory ran out."""
-
     NODE_LOST = "node_lost"
-    """The node is gone."""
-
-    HUNG = "hung"
-    """No progress within the role's limit; the process was killed."""
-
-    PREEMPTED = "preempted"
-    """It was ended because others of its group had to restart. Never charged to a budget."""
-
-    NO_RESOURCES = "no_resources"
-    """The cluster did not have the resources in time."""
-
-    INTERNAL = "internal"
-    """A fault of this system."""
+    HUNG = "hung"  # no progress within the role's limit; the process was killed
+    PREEMPTED = "preempted"  # ended because the rest of its group had to restart; never charged to a budget
+    NO_RESOURCES = "no_resources"  # the cluster did not have them in time
+    INTERNAL = "internal"  # a fault of this system
 
 
 RETRYABLE = frozenset(
@@ -68,19 +46,12 @@ _CUT = "\n[...]\n"
 
 @dataclass(frozen=True)
 class Cause:
-    """One failure.
-
-    Attributes:
-        kind: from the closed list.
-        who: ``"trainer"``, ``"ROLLOUT[1]"`` or ``"job"``.
-        message: one line.
-        detail: the remote traceback, stacks or log lines, ``""`` for none; of a long text its beginning and its end.
-    """
+    """Why a process or the job failed."""
 
     kind: CauseKind
-    who: str
-    message: str
-    detail: str = ""
+    who: str  # "trainer", "ROLLOUT[1]" or "job"
+    message: str  # one line
+    detail: str = ""  # remote traceback, stacks or log lines; the middle of a long text is cut out
 
     def __post_init__(self) -> None:
         if len(self.detail) > MOST_DETAIL:
@@ -89,61 +60,41 @@ class Cause:
 
     @property
     def retryable(self) -> bool:
-        """Whether a restart may help."""
         return self.kind in RETRYABLE
 
     @property
     def role(self) -> str:
         """``"ROLLOUT"`` for ``"ROLLOUT[1]"``; ``"trainer"`` and ``"job"`` stay."""
-        return self.who.partition("[")[0]
+        return ProcessId.parse(self.who).role if "[" in self.who else self.who
 
 
 class RecoveryScope(StrEnum):
-    """What restarts when a member of a role is lost."""
+    """What restarts when a member of a role is lost: it alone, or all ranks, which meet in collectives."""
 
     MEMBER = "member"
-    """That member alone."""
-
     GROUP = "group"
-    """All members of its role: their ranks meet in collectives."""
 
 
 @dataclass(frozen=True)
-class RoleTerms:
-    """How one role runs and recovers.
-
-    Attributes:
-        num: its members.
-        scope: what restarts when one of them is lost.
-        standby: processes kept ready to take a member's place.
-        max_restart: recoveries of the role within the job's window; None: the job's limit.
-    """
+class RoleSettings:
+    """How one role runs and recovers."""
 
     num: int
     scope: RecoveryScope = RecoveryScope.MEMBER
     standby: int = 0
-    max_restart: int | None = None
+    max_restart: int | None = None  # within the window; None: the job's limit
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process that is up.
+    """Where a process runs."""
 
-    Attributes:
-        node: id of its node.
-        pid: its process id there.
-        host: the node's name, for people.
-        address: the node's address.
-        port: a port that was free there when it started, for a rendezvous; -1 for none.
-        slot: which of its role's places it takes: the members' come first, then the standbys'; -1 for none.
-    """
-
-    node: str = ""
+    node: str = ""  # id of its node
     pid: int = 0
-    host: str = ""
+    host: str = ""  # the node's name, for people
     address: str = ""
-    port: int = -1
-    slot: int = -1
+    port: int = -1  # a TCP port that is kept free for a rendezvous; -1 for none
+    slot: int = -1  # of its role: the members' slots come first, then the standbys'; -1 for none
 
 
 # -- events -----------------------------------------------------------------------------------------------------------
@@ -151,34 +102,21 @@ class Process:
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job is to be run.
-
-    Attributes:
-        job: its name.
-        run: tells this run apart from every other run of the same name; part of every actor's name.
-        roles: role to its terms.
-        job_max_restart: restarts of the whole job within the window.
-        trainer_max_restart: restarts of the trainer within the window.
-        backoff_s: wait before the second restart of the same thing without progress in between, doubled at each further
-            one.
-        window_s: restarts older than this no longer count.
-        node_max_failures: processes of the job that a node may lose within the window before it is excluded; a lost
-            node is excluded at once.
-    """
+    """A job is to be run. Limits count restarts within ``window_s``."""
 
     job: str
-    roles: Mapping[str, RoleTerms]
-    run: str = "0"
+    roles: Mapping[str, RoleSettings]
+    run: str = "0"  # unique among the runs of this job name; part of every actor's name
     job_max_restart: int = 10
     trainer_max_restart: int = 10
-    backoff_s: float = 1.0
+    backoff_s: float = 1.0  # before the second restart without progress in between, doubled at each further one
     window_s: float = 3600.0
-    node_max_failures: int = 3
+    node_max_failures: int = 3  # lost processes before a node is excluded; a lost node is excluded at once
 
 
 @dataclass(frozen=True)
 class MasterStarted:
-    """The master's process is up, for the first time or again: ``pid`` on ``node``."""
+    """The master's process is up, for the first time or again."""
 
     node: str = ""
     pid: int = 0
@@ -193,18 +131,18 @@ class Placed:
 
 @dataclass(frozen=True)
 class MemberStarted:
-    """A workload's constructor has returned. ``standby`` is the number of the standby that it was, -1 for none."""
+    """A workload's constructor has returned."""
 
     role: str
     rank: int
     incarnation: int
     process: Process = field(default_factory=Process)
-    standby: int = -1
+    standby: int = -1  # the standby that it was, -1 for none
 
 
 @dataclass(frozen=True)
 class MemberLost:
-    """A member's process is gone, or was found hung and killed. ``node`` is where it was, ``""`` when nobody knows."""
+    """A member's process is gone, or hung and was killed; ``node`` is ``""`` when unknown."""
 
     role: str
     rank: int
@@ -215,7 +153,7 @@ class MemberLost:
 
 @dataclass(frozen=True)
 class StandbyReady:
-    """Standby number ``number`` of a role is up and has imported what it will need."""
+    """A standby is up and has imported what it will need."""
 
     role: str
     number: int
@@ -224,7 +162,7 @@ class StandbyReady:
 
 @dataclass(frozen=True)
 class StandbyLost:
-    """A standby is gone before it was needed, or while it was taking over; ``node`` is where it was."""
+    """A standby is gone, before it was needed or while it was becoming a member."""
 
     role: str
     number: int
@@ -234,22 +172,20 @@ class StandbyLost:
 
 @dataclass(frozen=True)
 class TrainerStarted:
-    """The trainer's process is up and begins."""
-
     epoch: int
     process: Process = field(default_factory=Process)
 
 
 @dataclass(frozen=True)
 class StepsOpened:
-    """The trainer has entered ``steps()``: from here on losses are recovered by scope, not by a restart of all."""
+    """The trainer has entered ``steps()``: from now on failures are recovered by scope instead of a restart of all."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class Progressed:
-    """The trainer has committed ``step``. Told once after each recovery, not for each step."""
+    """The trainer has committed ``step``; reported after a recovery, not at each step."""
 
     epoch: int
     step: int
@@ -264,12 +200,22 @@ class TrainerFinished:
 
 @dataclass(frozen=True)
 class TrainerLost:
-    """The trainer's process is gone, was found hung and killed, or ``fit`` raised: the cause says which. It was on
-    ``node``."""
+    """The trainer's process is gone, hung and was killed, or ``fit`` raised."""
 
     epoch: int
     cause: Cause
     node: str = ""
+
+
+def make_lost_event(
+    process_id: ProcessId, number: int, cause: Cause, node: str = ""
+) -> MemberLost | StandbyLost | TrainerLost:
+    """The event of a lost process; ``number`` is its incarnation or epoch, unused for a standby."""
+    if process_id.kind is ProcessKind.TRAINER:
+        return TrainerLost(number, cause, node)
+    if process_id.kind is ProcessKind.STANDBY:
+        return StandbyLost(process_id.role, process_id.rank, cause, node)
+    return MemberLost(process_id.role, process_id.rank, number, cause, node)
 
 
 @dataclass(frozen=True)
@@ -282,7 +228,7 @@ class NodeLost:
 
 @dataclass(frozen=True)
 class Failed:
-    """Something failed that no member or trainer stands for: placing, or the system itself."""
+    """A failure of no single process: of the placement, or of the system itself."""
 
     incarnation: int
     cause: Cause
@@ -290,7 +236,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Released:
-    """Nothing of this incarnation of the job is left: no process, no reserved resource."""
+    """This incarnation of the job has no process and no reserved resource any more."""
 
     incarnation: int
 
@@ -304,8 +250,6 @@ class WaitOver:
 
 @dataclass(frozen=True)
 class StopRequested:
-    """Somebody wants the job to end."""
-
     reason: str
 
 

@@ -1,4 +1,5 @@
-"""Events as journal lines: one JSON object each, with the time it was taken in and a checksum."""
+# SPDX-License-Identifier: Apache-2.0
+"""Events as journal lines: one JSON object each, with its time and a checksum."""
 
 import json
 import types
@@ -36,7 +37,7 @@ def _plain(value: Any) -> dict[str, Any]:
 
 
 def decode(lines: Iterable[bytes]) -> list[tuple[float, Event]]:
-    """Read lines back: each event with the time it was taken in, in seconds.
+    """Read lines back: each event with its time in seconds.
 
     Raises:
         JournalCorrupt: a line fails its checksum, or holds no event of this version; names the line.
@@ -67,7 +68,7 @@ def _event(content: dict[str, Any]) -> tuple[float, Event]:
 
 @cache
 def _reader(hint: Any) -> Reader:
-    """What makes a value of type ``hint`` of what JSON holds, and raises ValueError for anything else."""
+    """The function that turns JSON into a value of type ``hint``, and raises ValueError for anything else."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         (kind,) = (argument for argument in arguments if argument is not type(None))
@@ -86,7 +87,6 @@ def _optional(inner: Reader) -> Reader:
 
 
 def _mapping(inner: Reader) -> Reader:
-    """Keys are names."""
     return lambda value: {key: inner(item) for key, item in value.items()}
 
 

@@ -1,11 +1,12 @@
-"""Where members go: pure arithmetic from the job's description to bundles of resources.
+# SPDX-License-Identifier: Apache-2.0
+"""The placement of members: from a job's description to bundles of resources.
 
-A *bundle* is what is reserved together on one node. A role that shares no device gets one bundle for each member. The
-roles of a group share: member ``i`` of each of them goes to the group instance's bundle ``i``. A *unit* is what must be
-together on one node: an instance of a group, ``per_node`` members of a role, or one member.
+A *bundle* is reserved as a whole on one node. A role that shares no device gets one bundle per member; member ``i`` of
+each role of a group goes to bundle ``i`` of the group's instance. A *unit* must be on one node: an instance of a group,
+``per_node`` members of a role, or one member.
 
-Units go to the first node that has room, in the order of the file; when that fails, in two other orders. Units that
-take no device are spread evenly over the nodes instead: what limits them is not known here. Standbys come last.
+Units go to the first node with space, in the order of the file, then in two other orders. Units without devices are
+spread evenly over the nodes. Standbys come last.
 """
 
 from bisect import bisect_left
@@ -15,34 +16,35 @@ from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import TypeAlias
 
-from dlrover.python.rl.common.errors import Problem
-from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.common.errors import ConfigError
+from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.filling import DoesNotFit, Shape, Unit, empty_nodes, fill, stand_by
-from dlrover.python.rl.control.shares import UNITS, member_resources
+from dlrover.python.rl.control.bin_packing import (
+    UNITS,
+    DoesNotFit,
+    PlacedUnit,
+    Shape,
+    empty_nodes,
+    fill,
+    member_resources,
+    stand_by,
+)
 
 DEVICE_RESOURCE = {"CPU": "cpu", "GPU": "gpu"}
 
 _MANY_NODES = 12
 
 Resources: TypeAlias = Mapping[RLRoleType, Mapping[str, float]]
-"""Role to what one member takes."""
+"""Role to the resources of one member."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one member, or of one standby.
+    """The share of a bundle that one member or standby has."""
 
-    Attributes:
-        bundle: index of its bundle.
-        resources: what it takes of the bundle, e.g. ``{"cpu": 0.5}``; ``memory`` in MB.
-        local_rank: position among its role's members on the node; 0 for a standby.
-        local_world_size: members of its role on the node; 1 for a standby.
-    """
-
-    bundle: int
-    resources: Mapping[str, float]
-    local_rank: int = 0
+    bundle: int  # index
+    resources: Mapping[str, float]  # {"cpu": 0.5, "memory": 1024}; memory in MB
+    local_rank: int = 0  # among its role's members on the node
     local_world_size: int = 1
 
 
@@ -56,71 +58,62 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Placement:
-    """The whole plan.
+    """The whole plan. All slots of a role are alike: any of its processes can take any of them."""
 
-    Attributes:
-        bundles: those of a node side by side, the nodes numbered from 0 without gaps.
-        slots: role to its members' slots in rank order.
-        standbys: role to its standbys' slots; the slots of a role are alike, any of its processes can take any of them.
-    """
-
-    bundles: tuple[Bundle, ...]
-    slots: Mapping[RLRoleType, tuple[Slot, ...]]
+    bundles: tuple[Bundle, ...]  # sorted by node; nodes are numbered from 0 without gaps
+    slots: Mapping[RLRoleType, tuple[Slot, ...]]  # of the members, in rank order
     standbys: Mapping[RLRoleType, tuple[Slot, ...]] = field(default_factory=dict)
 
     @property
     def total(self) -> dict[str, float]:
-        """Sum of all bundles."""
         return sum_resources(bundle.resources for bundle in self.bundles)
 
     @property
     def nodes(self) -> list[list[Bundle]]:
-        """The bundles of each node."""
         return [list(bundles) for _, bundles in groupby(self.bundles, key=lambda bundle: bundle.node)]
 
     def position(self, bundle: int) -> tuple[int, int]:
-        """A bundle's node, and its index among the bundles of the node."""
+        """A bundle's node, and its index on the node."""
         node = self.bundles[bundle].node
-        return node, bundle - bisect_left(self.bundles, node, key=lambda other: other.node)
+        return node, bundle - bisect_left(self.bundles, node, key=lambda candidate: candidate.node)
 
 
 def sum_resources(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """All of ``parts`` together."""
     total: dict[str, float] = {}
     for name, amount in chain.from_iterable(part.items() for part in parts):
         total[name] = round(total.get(name, 0.0) + amount, 6)
     return total
 
 
-def plan(job: JobSpec) -> tuple[Placement | None, list[Problem]]:
-    """Place all members and standbys of ``job``, or say with the arithmetic why they can never fit its nodes."""
-    resources, problems = member_resources(job)
-    problems += _per_node_problems(job) + _strategy_problems(job)
-    if problems:
-        return None, problems
+def plan(job: JobSpec) -> tuple[Placement | None, list[ConfigError]]:
+    """Place all members and standbys of ``job``, or explain with numbers why they can never fit its nodes."""
+    resources, errors = member_resources(job)
+    errors += _validate_per_node(job) + _validate_strategy(job)
+    if errors:
+        return None, errors
     shapes = list(_shapes(job, resources))
     failures = []
     for arranged in _orders(shapes):
         try:
-            return _placed(job, arranged, resources), []
+            return _place(job, arranged, resources), []
         except DoesNotFit as failure:
             failures.append(failure)
     return None, [_impossible(failures[0], job)]
 
 
 def _orders(shapes: Sequence[Shape]) -> Iterator[Sequence[Shape]]:
-    """In which orders to try: the file's, the largest first, those that are limited on each node first."""
+    """Orders to try: the file's, the largest first, those with a limit per node first."""
     yield shapes
     if len({shape.key for shape in shapes}) > 1:
         yield sorted(shapes, key=lambda shape: -sum(shape.needs))
         yield sorted(shapes, key=lambda shape: (not shape.limits, -sum(shape.needs)))
 
 
-def _strategy_problems(job: JobSpec) -> list[Problem]:
+def _validate_strategy(job: JobSpec) -> list[ConfigError]:
     if job.scheduling_strategy != "SIMPLE":
         return []
     return [
-        Problem(
+        ConfigError(
             f"workload_group.{index}",
             f"{'+'.join(group)} cannot share devices when nothing is reserved: scheduling_strategy is SIMPLE",
         )
@@ -129,8 +122,8 @@ def _strategy_problems(job: JobSpec) -> list[Problem]:
     ]
 
 
-def _per_node_problems(job: JobSpec) -> list[Problem]:
-    problems = []
+def _validate_per_node(job: JobSpec) -> list[ConfigError]:
+    errors = []
     nodes = job.trainer.node_number
     for role, spec in job.workloads.items():
         together = max((group.get(role, 0) for group in job.groups), default=0)
@@ -138,11 +131,11 @@ def _per_node_problems(job: JobSpec) -> list[Problem]:
             continue
         where = f"workload.{role.lower()}.per_node"
         if spec.num > spec.per_node * nodes:
-            what = f"{spec.num} members, {spec.per_node} on each node, need {-(-spec.num // spec.per_node)} nodes; "
-            problems.append(Problem(where, f"{what}trainer.node_number is {nodes}"))
+            need = f"{spec.num} members, {spec.per_node} on each node, need {-(-spec.num // spec.per_node)} nodes; "
+            errors.append(ConfigError(where, f"{need}trainer.node_number is {nodes}"))
         if together > spec.per_node:
-            problems.append(Problem(where, f"is {spec.per_node}, but its group puts {together} together on one node"))
-    return problems
+            errors.append(ConfigError(where, f"is {spec.per_node}, but its group puts {together} together on one node"))
+    return errors
 
 
 # -- units ------------------------------------------------------------------------------------------------------------
@@ -151,13 +144,13 @@ def _per_node_problems(job: JobSpec) -> list[Problem]:
 def _shapes(job: JobSpec, resources: Resources) -> Iterator[Shape]:
     """The units of the members: groups first, then the other roles."""
     for group in job.groups:
-        done = 0
+        first = 0
         instances = {role: job.workloads[role].num // count for role, count in group.items()}
         for upto in sorted(set(instances.values())):
             # Roles that have fewer instances are not in the later ones.
             counts = {role: count for role, count in group.items() if instances[role] >= upto}
-            yield _shape(job, resources, counts, upto - done, "+".join(group))
-            done = upto
+            yield _shape(job, resources, counts, upto - first, "+".join(group))
+            first = upto
     grouped = set(chain.from_iterable(job.groups))
     for role, spec in job.workloads.items():
         step = spec.per_node or 1
@@ -179,7 +172,7 @@ def _shape(
     for index in range(max(counts.values())):
         content = sum_resources(resources[role] for role, count in counts.items() if count > index)
         need = round(content[device] * UNITS)
-        if shared:  # the devices of a group are nobody else's
+        if shared:  # the group has its devices to itself
             need = -(-need // UNITS) * UNITS
             content[device] = need / UNITS
         contents.append(content)
@@ -191,8 +184,8 @@ def _shape(
 # -- placing ----------------------------------------------------------------------------------------------------------
 
 
-def _placed(job: JobSpec, shapes: Sequence[Shape], resources: Resources) -> Placement:
-    """The placement that comes of placing ``shapes`` in this order.
+def _place(job: JobSpec, shapes: Sequence[Shape], resources: Resources) -> Placement:
+    """Place ``shapes`` in this order.
 
     Raises:
         DoesNotFit: they do not all fit.
@@ -213,10 +206,10 @@ def _placed(job: JobSpec, shapes: Sequence[Shape], resources: Resources) -> Plac
         starts[index] = len(bundles)
         bundles += [Bundle(number, content) for content in nodes[index].bundles]
     standbys = {
-        role: tuple(Slot(starts[unit.node] + unit.first, resources[role]) for unit in found)
-        for role, found in waiting.items()
+        role: tuple(Slot(starts[unit.node] + unit.first, resources[role]) for unit in placed_units)
+        for role, placed_units in waiting.items()
     }
-    return Placement(tuple(bundles), _ranked(job, units, starts, resources), standbys)
+    return Placement(tuple(bundles), _rank_slots(job, units, starts, resources), standbys)
 
 
 def _standby(job: JobSpec, role: RLRoleType, resources: Resources) -> Shape:
@@ -225,35 +218,35 @@ def _standby(job: JobSpec, role: RLRoleType, resources: Resources) -> Shape:
     return Shape({role: 1}, job.workloads[role].standby, label, (resources[role],), (need,), limits={})
 
 
-def _impossible(failure: DoesNotFit, job: JobSpec) -> Problem:
+def _impossible(failure: DoesNotFit, job: JobSpec) -> ConfigError:
     trainer, shape = job.trainer, failure.shape
     kind, needed = trainer.device_type, sum(shape.needs) / UNITS
     if needed > trainer.device_per_node:
-        what = f"{shape.label} needs {needed:g} {kind} on one node, which has {trainer.device_per_node}"
-        return Problem("trainer.device_per_node", what)
-    left = ", ".join(f"{units / UNITS:g}" for units in failure.left)
-    if len(failure.left) > _MANY_NODES:
-        counted = Counter(failure.left).most_common()
-        left = ", ".join(f"{units / UNITS:g} on {count} nodes" for units, count in counted)
+        text = f"{shape.label} needs {needed:g} {kind} on one node, which has {trainer.device_per_node}"
+        return ConfigError("trainer.device_per_node", text)
+    free = ", ".join(f"{units / UNITS:g}" for units in failure.free)
+    if len(failure.free) > _MANY_NODES:
+        counted = Counter(failure.free).most_common()
+        free = ", ".join(f"{units / UNITS:g} on {count} nodes" for units, count in counted)
     roles = ", ".join(
         f"{role} x {spec.num}{f' + {spec.standby} standby' if spec.standby else ''}"
         for role, spec in job.workloads.items()
     )
-    what = (
+    text = (
         f"impossible placement: {roles} do not fit {trainer.node_number} node(s) x {trainer.device_per_node} {kind} = "
         f"{trainer.node_number * trainer.device_per_node}; {shape.label} needs {needed:g} more on one node, "
-        f"left are [{left}]"
+        f"free are [{free}]"
     )
-    return Problem("trainer.device_per_node", what)
+    return ConfigError("trainer.device_per_node", text)
 
 
-def _ranked(
+def _rank_slots(
     job: JobSpec,
-    units: Sequence[Unit],
+    units: Sequence[PlacedUnit],
     starts: Mapping[int, int],
     resources: Resources,
 ) -> dict[RLRoleType, tuple[Slot, ...]]:
-    """Slots in rank order, which is the order of the nodes, with each member's position among its role's there."""
+    """Slots in rank order, which is the order of the nodes, with local ranks."""
     places: dict[RLRoleType, list[tuple[int, int]]] = {role: [] for role in job.workloads}
     for unit in units:
         for role, count in unit.counts.items():
@@ -261,7 +254,7 @@ def _ranked(
     ranked = {}
     for role, members in places.items():
         slots: list[Slot] = []
-        for _, together in groupby(members, key=lambda place: place[0]):
+        for _, together in groupby(members, key=lambda location: location[0]):
             bundles = [bundle for _, bundle in together]
             slots += [Slot(bundle, resources[role], at, len(bundles)) for at, bundle in enumerate(bundles)]
         ranked[role] = tuple(slots)

@@ -1,94 +1,208 @@
-"""What follows from a loss: a recovery by scope once steps are open, a restart of the whole job before, or the end.
+# SPDX-License-Identifier: Apache-2.0
+"""The result of a failure: a recovery by scope once steps are open, a restart of the whole job before, or its end.
 
-A loss names the incarnation or epoch it concerns. The recovery raises that number at once, so whatever else is reported
-of the same death, in whatever order and how often, concerns a number of the past and changes nothing.
+An event names the incarnation or epoch that it concerns. The recovery raises that number at once, so further reports
+of the same death, in any order and number, concern a number of the past and change nothing.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dlrover.python.rl.control.budgets import backoff_s, charge, lengthen, note
-from dlrover.python.rl.control.commands import Command, KillMember, KillTrainer, Release
-from dlrover.python.rl.control.events import Cause, CauseKind, RecoveryScope, Submitted
-from dlrover.python.rl.control.starting import Result, drop_standby, renewed, start_members, start_trainer, wait
-from dlrover.python.rl.control.state import (
-    EndReason,
-    JobState,
-    MemberPhase,
-    Phase,
-    Trainer,
-    member_key,
-    ranks_of,
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.control.budgets import backoff_s, blame, charge, exclude, lengthen, note
+from dlrover.python.rl.control.commands import Command, KillMember, KillStandby, KillTrainer, Release
+from dlrover.python.rl.control.events import (
+    Cause,
+    CauseKind,
+    Failed,
+    MemberLost,
+    NodeLost,
+    Process,
+    RecoveryScope,
+    StandbyLost,
+    Submitted,
+    TrainerLost,
 )
+from dlrover.python.rl.control.launch import (
+    Result,
+    add_standby,
+    drop_standby,
+    has_lost_too_many_standbys,
+    next_incarnation,
+    standby_subject,
+    start_members,
+    start_trainer,
+    wait,
+)
+from dlrover.python.rl.control.state import EndReason, JobState, MemberPhase, Phase, StandbyPhase, Trainer, ranks_of
 
 
 @dataclass(frozen=True)
-class Loss:
-    """What one event has taken away.
-
-    Attributes:
-        cause: why.
-        members: role to its lost ranks.
-        trainer: whether the trainer is lost.
-    """
+class Failure:
+    """The processes that one event reports as lost; none when the job as a whole has failed."""
 
     cause: Cause
-    members: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    members: Mapping[str, Sequence[int]] = field(default_factory=dict)  # role to its lost ranks
     trainer: bool = False
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """Who is charged."""
+        """The subjects whose budgets are charged."""
         return (*self.members, *(("trainer",) if self.trainer else ()))
 
 
-def lose(state: JobState, terms: Submitted, loss: Loss, at_s: float) -> Result:
-    """Answer a loss of the job's members, its trainer, or of what the whole job stands on."""
-    if not loss.cause.retryable:
-        return fail(state, loss.cause, EndReason.NOT_RETRYABLE, f"{loss.cause.kind.value} is not retried")
-    if not state.opened or not loss.subjects:
-        return _restart_job(state, terms, loss, at_s)
-    state = note(state, loss.cause)
-    state, refusal = _charged(state, terms, loss, loss.subjects, at_s)
+def recover(state: JobState, settings: Submitted, failure: Failure, at_s: float) -> Result:
+    """Recover the lost processes, restart the whole job, or end it."""
+    if not failure.cause.retryable:
+        return fail(state, failure.cause, EndReason.NOT_RETRYABLE, f"{failure.cause.kind.value} is not retried")
+    if not state.opened or not failure.subjects:
+        return _restart_job(state, settings, failure, at_s)
+    state = note(state, failure.cause)
+    state, refusal = _charge(state, settings, failure, failure.subjects, at_s)
     if refusal:
-        return fail(state, state.first_cause or loss.cause, EndReason.RESTART_LIMIT, refusal)
+        return fail(state, state.first_cause or failure.cause, EndReason.RESTART_LIMIT, refusal)
     commands: tuple[Command, ...] = ()
-    for role, ranks in loss.members.items():
-        by_scope = _recover_group if terms.roles[role].scope is RecoveryScope.GROUP else _recover_members
-        state, more = by_scope(state, terms, role, ranks, at_s)
+    for role, ranks in failure.members.items():
+        by_scope = _recover_group if settings.roles[role].scope is RecoveryScope.GROUP else _recover_members
+        state, more = by_scope(state, settings, role, ranks, at_s)
         commands += more
-    if loss.trainer:
-        state, more = _recover_trainer(state, terms, loss.cause, at_s)
+    if failure.trainer:
+        state, more = _recover_trainer(state, settings, failure.cause, at_s)
         commands += more
     return state, commands
 
 
-def _charged(
-    state: JobState, terms: Submitted, loss: Loss, subjects: Sequence[str], at_s: float
+def _charge(
+    state: JobState, settings: Submitted, failure: Failure, subjects: Sequence[str], at_s: float
 ) -> tuple[JobState, str]:
-    if loss.cause.kind is CauseKind.PREEMPTED:
+    if failure.cause.kind is CauseKind.PREEMPTED:
         return state, ""
-    return charge(state, terms, subjects, at_s)
+    return charge(state, settings, subjects, at_s)
 
 
 def _count(counts: Mapping[str, int], subject: str, more: int = 1) -> dict[str, int]:
     return {**counts, subject: counts.get(subject, 0) + more}
 
 
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+def member_lost(state: JobState, settings: Submitted, event: MemberLost, at_s: float) -> Result:
+    member = state.members.get(ProcessId(event.role, event.rank))
+    if not state.phase.live or member is None or member.incarnation != event.incarnation:
+        return state, ()
+    if member.phase is MemberPhase.WAITING:
+        return state, ()
+    state = blame(state, settings, _node(event.node, member.process), event.cause, at_s)
+    return recover(state, settings, Failure(event.cause, {event.role: (event.rank,)}), at_s)
+
+
+def trainer_lost(state: JobState, settings: Submitted, event: TrainerLost, at_s: float) -> Result:
+    """The trainer is gone, or its code raised. If it raised because of a member, that one is charged."""
+    trainer = state.trainer
+    if not state.phase.live or state.epoch != event.epoch or trainer.phase is MemberPhase.WAITING:
+        return state, ()
+    state = blame(state, settings, _node(event.node, trainer.process), event.cause, at_s)
+    role = event.cause.role
+    if role in settings.roles and not state.opened:
+        return recover(state, settings, Failure(event.cause, {role: ()}), at_s)
+    return recover(state, settings, Failure(event.cause, trainer=True), at_s)
+
+
+def standby_lost(state: JobState, settings: Submitted, event: StandbyLost, at_s: float) -> Result:
+    """A standby is gone, and with it the member that it was becoming."""
+    standby = state.standbys.get(event.role, {}).get(event.number)
+    if not state.phase.live or standby is None or standby.phase is StandbyPhase.WAITING:
+        return state, ()
+    state = blame(state, settings, _node(event.node, standby.process), event.cause, at_s)
+    if standby.phase is StandbyPhase.TAKING:
+        return recover(
+            state, settings, Failure(event.cause, {event.role: (_taken_by(state, event.role, event.number),)}), at_s
+        )
+    return _replace_standby(state, settings, event.role, event.number, at_s)
+
+
+def node_lost(state: JobState, settings: Submitted, event: NodeLost, at_s: float) -> Result:
+    """All processes of a node are gone at once: one failure."""
+    if state.phase is Phase.ENDING:
+        return state, ()
+    state = exclude(state, event.node)
+    if not state.phase.live:
+        return state, ()
+    members = _members_on(state, event.node)
+    commands: tuple[Command, ...] = ()
+    for role, number, phase in _standbys_on(state, event.node):
+        if phase is StandbyPhase.TAKING:
+            members.setdefault(role, []).append(_taken_by(state, role, number))
+        else:
+            state, more = _replace_standby(state, settings, role, number, at_s)
+            commands += more
+    process = state.trainer.process
+    trainer = process is not None and process.node == event.node
+    if not members and not trainer:
+        return state, commands
+    state, more = recover(state, settings, Failure(event.cause, members, trainer), at_s)
+    return state, commands + more if state.phase.live else more
+
+
+def failed(state: JobState, settings: Submitted, event: Failed, at_s: float) -> Result:
+    ending = state.phase is Phase.ENDING
+    if ending or (state.phase is Phase.RESTARTING and event.cause.retryable):
+        return state, ()
+    return recover(state, settings, Failure(event.cause), at_s)
+
+
+def _node(reported: str, process: Process | None) -> str:
+    return reported or (process.node if process is not None else "")
+
+
+def _members_on(state: JobState, node: str) -> dict[str, list[int]]:
+    """Role to the ranks that are up on a node."""
+    ranks: dict[str, list[int]] = {}
+    for process_id, member in state.members.items():
+        if member.process is not None and member.process.node == node:
+            ranks.setdefault(process_id.role, []).append(process_id.rank)
+    return ranks
+
+
+def _standbys_on(state: JobState, node: str) -> list[tuple[str, int, StandbyPhase]]:
+    return [
+        (role, number, standby.phase)
+        for role, pool in state.standbys.items()
+        for number, standby in pool.items()
+        if standby.process is not None and standby.process.node == node
+    ]
+
+
+def _taken_by(state: JobState, role: str, number: int) -> int:
+    """The rank that a standby is becoming."""
+    return next(rank for rank in ranks_of(state, role) if state.members[ProcessId(role, rank)].standby == number)
+
+
+def _replace_standby(state: JobState, settings: Submitted, role: str, number: int, at_s: float) -> Result:
+    """Start another standby after a back-off, unless too many were lost."""
+    subject = standby_subject(role)
+    state = lengthen(drop_standby(state, role, number), settings, subject, at_s)
+    kill = KillStandby(role, number)
+    if has_lost_too_many_standbys(state, role):
+        return state, (kill,)
+    state, commands = add_standby(state, role, backoff_s(state, settings, subject))
+    return state, (kill, *commands)
+
+
 # -- by scope ---------------------------------------------------------------------------------------------------------
 
 
-def _recover_members(state: JobState, terms: Submitted, role: str, ranks: Sequence[int], at_s: float) -> Result:
-    """Each lost member alone."""
-    state = renew(state, role, ranks)
+def _recover_members(state: JobState, settings: Submitted, role: str, ranks: Sequence[int], at_s: float) -> Result:
+    state = begin_incarnation(state, role, ranks)
     state = replace(state, recoveries=_count(state.recoveries, role, len(ranks)))
     at_once, commands = [], ()  # type: list[int], tuple[Command, ...]
     for rank in ranks:
-        who = member_key(role, rank)
-        state = lengthen(state, terms, who, at_s)
-        delay_s = backoff_s(state, terms, who)
+        process_id = ProcessId(role, rank)
+        state = lengthen(state, settings, str(process_id), at_s)
+        delay_s = backoff_s(state, settings, str(process_id))
         if delay_s:
-            state, more = wait(state, f"{who}#{state.members[who].incarnation}", delay_s)
+            state, more = wait(state, f"{process_id}#{state.members[process_id].incarnation}", delay_s)
             commands += more
         else:
             at_once.append(rank)
@@ -98,35 +212,34 @@ def _recover_members(state: JobState, terms: Submitted, role: str, ranks: Sequen
     return state, commands
 
 
-def _recover_group(state: JobState, terms: Submitted, role: str, lost: Sequence[int], at_s: float) -> Result:
-    """All members of the role; those that are left are ended first."""
+def _recover_group(state: JobState, settings: Submitted, role: str, lost: Sequence[int], at_s: float) -> Result:
+    """Restart all members of the role; the survivors are ended first."""
     ranks = ranks_of(state, role)
     killed = kill_members(state, role, [rank for rank in ranks if rank not in set(lost)])
-    state = renew(state, role, ranks)
-    state = lengthen(replace(state, recoveries=_count(state.recoveries, role)), terms, role, at_s)
-    delay_s = backoff_s(state, terms, role)
+    state = begin_incarnation(state, role, ranks)
+    state = lengthen(replace(state, recoveries=_count(state.recoveries, role)), settings, role, at_s)
+    delay_s = backoff_s(state, settings, role)
     if delay_s:
-        number = state.members[member_key(role, 0)].incarnation
+        number = state.members[ProcessId(role, 0)].incarnation
         state, commands = wait(state, f"{role}#{number}", delay_s)
     else:
         state, commands = start_members(state, role, ranks, spared=[rank for rank in ranks if rank not in set(lost)])
     return state, killed + commands
 
 
-def _recover_trainer(state: JobState, terms: Submitted, cause: Cause, at_s: float) -> Result:
-    """The trainer alone: the members hold what it has done."""
+def _recover_trainer(state: JobState, settings: Submitted, cause: Cause, at_s: float) -> Result:
+    """Restart the trainer alone; the members keep their state."""
     killed = KillTrainer(state.epoch)
-    state = lengthen(replace(state, recoveries=_count(state.recoveries, "trainer")), terms, "trainer", at_s)
+    state = lengthen(replace(state, recoveries=_count(state.recoveries, "trainer")), settings, "trainer", at_s)
     trainer = Trainer(fresh=False, reason=f"{cause.who}: {cause.message}")
     state = replace(state, epoch=state.epoch + 1, trainer=trainer)
-    delay_s = backoff_s(state, terms, "trainer")
+    delay_s = backoff_s(state, settings, "trainer")
     state, commands = wait(state, f"trainer#{state.epoch}", delay_s) if delay_s else start_trainer(state)
     return state, (killed, *commands)
 
 
 def kill_members(state: JobState, role: str, ranks: Sequence[int]) -> tuple[Command, ...]:
-    """End what there is of these members."""
-    members = ((rank, state.members[member_key(role, rank)]) for rank in ranks)
+    members = ((rank, state.members[ProcessId(role, rank)]) for rank in ranks)
     return tuple(
         KillMember(role, rank, member.incarnation)
         for rank, member in members
@@ -134,33 +247,35 @@ def kill_members(state: JobState, role: str, ranks: Sequence[int]) -> tuple[Comm
     )
 
 
-def renew(state: JobState, role: str, ranks: Sequence[int]) -> JobState:
-    """Give these members their next incarnation; a standby that was becoming one of them goes with the old one."""
-    old = {member_key(role, rank): state.members[member_key(role, rank)] for rank in ranks}
+def begin_incarnation(state: JobState, role: str, ranks: Sequence[int]) -> JobState:
+    """Give members their next incarnation; a standby that was becoming one of them is dropped."""
+    old = {ProcessId(role, rank): state.members[ProcessId(role, rank)] for rank in ranks}
     for member in old.values():
         if member.standby >= 0:
             state = drop_standby(state, role, member.standby)
-    return replace(state, members={**state.members, **{who: renewed(member) for who, member in old.items()}})
+    return replace(
+        state, members={**state.members, **{process_id: next_incarnation(member) for process_id, member in old.items()}}
+    )
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------
 
 
-def _restart_job(state: JobState, terms: Submitted, loss: Loss, at_s: float) -> Result:
-    """Everything from the start: nothing of this incarnation counts any more from here on."""
-    state = note(state, loss.cause)
-    state, refusal = _charged(state, terms, loss, (*loss.subjects, "job"), at_s)
+def _restart_job(state: JobState, settings: Submitted, failure: Failure, at_s: float) -> Result:
+    """Release this incarnation; its events are ignored from now on."""
+    state = note(state, failure.cause)
+    state, refusal = _charge(state, settings, failure, (*failure.subjects, "job"), at_s)
     if refusal:
-        return fail(state, state.first_cause or loss.cause, EndReason.RESTART_LIMIT, refusal)
-    state = lengthen(state, terms, "job", at_s)
-    blamed = loss.subjects[0] if loss.subjects else "job"
+        return fail(state, state.first_cause or failure.cause, EndReason.RESTART_LIMIT, refusal)
+    state = lengthen(state, settings, "job", at_s)
+    blamed = failure.subjects[0] if failure.subjects else "job"
     state = replace(
         state,
         phase=Phase.RESTARTING,
         epoch=state.epoch + 1,
-        members={who: renewed(member) for who, member in state.members.items()},
+        members={process_id: next_incarnation(member) for process_id, member in state.members.items()},
         standbys={},
-        trainer=Trainer(reason=f"{loss.cause.who}: {loss.cause.message}"),
+        trainer=Trainer(reason=f"{failure.cause.who}: {failure.cause.message}"),
         opened=False,
         waits={},
         restarts_by=_count(state.restarts_by, blamed),
@@ -168,17 +283,16 @@ def _restart_job(state: JobState, terms: Submitted, loss: Loss, at_s: float) -> 
     return state, (Release(state.incarnation, final=False),)
 
 
-def fail(state: JobState, cause: Cause, why: EndReason, words: str) -> Result:
-    """Give up."""
+def fail(state: JobState, cause: Cause, why: EndReason, detail: str) -> Result:
     if cause not in state.causes:
         state = note(state, cause)
     state = replace(state, failure=cause)
-    return end(state, Phase.FAILED, why, f"{cause.who}: {cause.message} ({words})")
+    return end(state, Phase.FAILED, why, f"{cause.who}: {cause.message} ({detail})")
 
 
 def end(state: JobState, outcome: Phase, why: EndReason, reason: str) -> Result:
-    """Decide how the job ends, and give everything back."""
-    # A release that is under way already leaves the shared memory: its answer must not be taken for the last one's.
+    """Decide the outcome and release everything."""
+    # A release that is under way keeps shared memory: the new number tells its answer from that of the final release.
     number = state.incarnation + (state.phase is Phase.RESTARTING and not state.released)
     state = replace(
         state,

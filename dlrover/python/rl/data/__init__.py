@@ -1,1 +1,0 @@
-"""Samples, columnar batches, data files, conversations and masks."""

@@ -1,13 +1,9 @@
-"""A columnar batch with ragged rows: what travels between workloads.
+# SPDX-License-Identifier: Apache-2.0
+"""A columnar batch with ragged rows: the data that workloads exchange.
 
-A batch is a set of equally long columns. A column is one of
-
-* a dense array ``[rows, ...]`` (``numpy.ndarray``),
-* a :class:`Ragged` array, rows of different lengths stored as one flat array and offsets,
-* a list of Python objects (texts, dicts).
-
-Arrays are contiguous numpy, so a batch passes through Ray's object store without a copy: the reader sees read-only
-views of shared memory.
+A column is a dense array ``[rows, ...]``, a :class:`Ragged` array (rows of different lengths), or a list of Python
+objects. Arrays are contiguous numpy, so a batch passes through Ray's object store without a copy: readers see
+read-only views.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.common.nearest import hint
+from dlrover.python.rl.common.names import hint
 
 Array: TypeAlias = npt.NDArray[Any]
 T = TypeVar("T")
@@ -26,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Rows of different lengths in one buffer: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
+    """Row ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
 
     Attributes:
         values: ``[total, ...]``.
@@ -38,7 +34,7 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Any], dtype: npt.DTypeLike | None = None) -> "Ragged":
-        """Build from a sequence of 1-D rows (lists or arrays); ``dtype`` is needed when every row may be empty."""
+        """Build from 1-D rows (lists or arrays); ``dtype`` is required if all rows may be empty."""
         arrays = [np.asarray(row, dtype=dtype) for row in rows]
         offsets = np.zeros(len(arrays) + 1, dtype=np.int64)
         np.cumsum([len(array) for array in arrays], out=offsets[1:])
@@ -48,7 +44,6 @@ class Ragged:
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """``[rows]``: the length of each row."""
         return np.diff(self.offsets)
 
     def __len__(self) -> int:
@@ -62,24 +57,24 @@ class Ragged:
         return (self[row] for row in range(len(self)))
 
     def rows(self, start: int, stop: int) -> "Ragged":
-        """Rows ``start`` to ``stop`` as a view of the same buffer (only that part travels when sent)."""
+        """Rows ``start`` to ``stop`` as a view; only that part is sent."""
         first, last = self.offsets[start], self.offsets[stop]
         return Ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
 
     def take(self, indices: Sequence[int]) -> "Ragged":
-        """The rows at ``indices``, copied, in that order; of no row too the values have their width and type."""
+        """Copy the rows at ``indices``, in that order; without rows, values keep their width and type."""
         rows = [self[index] for index in indices]
         offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         return Ragged(np.concatenate([self.values[:0], *rows]), offsets)
 
     def like(self, values: Array) -> "Ragged":
-        """The same row structure over other ``values`` ``[total, ...]``."""
+        """The same row lengths over other ``values`` ``[total, ...]``."""
         if len(values) != len(self.values):
             raise DataError(f"{len(values)} values for rows that hold {len(self.values)}")
         return Ragged(values, self.offsets)
 
     def spread(self, per_row: Array) -> Array:
-        """Repeat a per-row value over the row's elements: ``[rows]`` to ``[total]``."""
+        """Repeat a value per row over its elements: ``[rows]`` to ``[total]``."""
         return np.repeat(per_row, self.lengths)
 
 
@@ -107,11 +102,8 @@ def _concat(columns: Sequence[Column]) -> Column:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """An immutable set of equally long columns, by name; its length is the number of rows.
-
-    Raises:
-        DataError: columns of different lengths, or a value that is no column.
-    """
+    """An immutable set of equally long columns, by name; its length is the number of rows. Other columns raise
+    DataError."""
 
     columns: Mapping[str, Column]
 
@@ -137,15 +129,12 @@ class Batch:
             raise DataError(f"the batch has no column '{name}'{hint(name, self.columns)}") from None
 
     def dense(self, name: str) -> Array:
-        """The dense column ``name``."""
         return self._typed(name, np.ndarray)
 
     def ragged(self, name: str) -> Ragged:
-        """The ragged column ``name``."""
         return self._typed(name, Ragged)
 
     def objects(self, name: str) -> list[Any]:
-        """The object column ``name``."""
         return self._typed(name, list)
 
     def _typed(self, name: str, kind: type[T]) -> T:
@@ -155,17 +144,14 @@ class Batch:
         return column
 
     def row(self, index: int) -> dict[str, Any]:
-        """One row as a plain dict."""
         return {name: column[index] for name, column in self.columns.items()}
 
-    # -- making others ------------------------------------------------------------------------------------------------
+    # -- derived batche------------------------------------------------------------------------------------------------
 
     def with_columns(self, **columns: Any) -> "Batch":
-        """This batch with columns added or replaced."""
         return Batch({**self.columns, **columns})
 
     def select(self, *names: str) -> "Batch":
-        """Only the named columns."""
         return Batch({name: self[name] for name in names})
 
     def rows(self, start: int, stop: int) -> "Batch":
@@ -173,23 +159,23 @@ class Batch:
         return self._map(lambda column: column.rows(start, stop) if isinstance(column, Ragged) else column[start:stop])
 
     def take(self, indices: Sequence[int]) -> "Batch":
-        """The rows at ``indices``, copied, in that order."""
+        """Copy the rows at ``indices``, in that order."""
 
-        def pick(column: Column) -> Column:
+        def select(column: Column) -> Column:
             if isinstance(column, Ragged):
                 return column.take(indices)
             if isinstance(column, list):
                 return [column[index] for index in indices]
             return column[np.asarray(indices, dtype=np.int64)]
 
-        return self._map(pick)
+        return self._map(select)
 
     def _map(self, change: Callable[[Column], Column]) -> "Batch":
         return Batch({name: change(column) for name, column in self.columns.items()})
 
     @classmethod
     def concat(cls, parts: Sequence["Batch"]) -> "Batch":
-        """The parts one after the other; all must have the same columns."""
+        """Concatenate parts that have the same columns."""
         if not parts:
             raise DataError("nothing to concatenate")
         if len(parts) == 1:
@@ -203,13 +189,11 @@ class Batch:
     # -- splitting ----------------------------------------------------------------------------------------------------
 
     def split(self, parts: int, by: str = "rows", column: str = "tokens") -> list["Batch"]:
-        """Cut into ``parts`` contiguous batches, order kept.
+        """Cut into ``parts`` contiguous batches.
 
-        Args:
-            parts: how many; at least 1 and at most the number of rows.
-            by: ``"rows"``: sizes differ by at most one, larger ones first; ``"tokens"``: the summed lengths of the
-                ragged ``column`` are as even as contiguous cuts allow greedily, every part has a row. Neighbours with
-                the same number in ``unit`` (dense, if there is one) stay together.
+        By ``"rows"`` sizes differ by at most one, larger ones first. By ``"tokens"`` the summed lengths of the ragged
+        ``column`` are greedily evened, every part has a row, and neighbours with the same number in a dense column
+        ``unit`` stay together.
         """
         if not 1 <= parts <= len(self):
             raise DataError(f"{len(self)} rows cannot be split into {parts} parts")
@@ -234,7 +218,7 @@ class Batch:
 
 
 def even_cuts(rows: int, parts: int) -> list[int]:
-    """``parts + 1`` boundaries that cut ``rows`` into parts differing by at most one, larger ones first."""
+    """``parts + 1`` boundaries of parts that differ by at most one row, larger ones first."""
     small, larger = divmod(rows, parts)
     return [part * small + min(part, larger) for part in range(parts + 1)]
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts and conversations as tokens, with a mask over the tokens that are trained."""
 
 from collections.abc import Mapping, Sequence
@@ -6,8 +7,8 @@ from os.path import commonprefix
 from typing import Any, Literal, TypeAlias, get_args
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.common.nearest import hint
-from dlrover.python.rl.data.messages import message_faults, plain_row
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.data.jsonl import find_message_faults, normalize_row
 
 Tokenizer: TypeAlias = Any
 """A Hugging Face tokenizer. Conversations need a fast one with a chat template."""
@@ -16,40 +17,34 @@ Turns: TypeAlias = Literal["all", "last"]
 """Which assistant turns are trained."""
 
 Span: TypeAlias = tuple[int, int]
-"""First character and the one after the last."""
+"""First character, and the one after the last."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One sequence.
-
-    Attributes:
-        tokens: token ids, ``[seq]``.
-        action_mask: True on the trained tokens, ``[seq]``; never on the first one, which nothing predicts.
-    """
+    """One sequence: token ids and a mask, both ``[seq]``; the mask is False on the first token, which nothing
+    predicts."""
 
     tokens: list[int]
     action_mask: list[bool]
 
     @property
     def trained(self) -> int:
-        """How many tokens are."""
+        """The number of trained tokens."""
         return sum(self.action_mask)
 
     def cut(self, max_length: int) -> "Encoded":
-        """Without the tail."""
         return Encoded(self.tokens[:max_length], self.action_mask[:max_length])
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-    """Token ids of a prompt as inference sees it: raw text, or messages with the generation prompt appended."""
+    """Token ids of a prompt as in inference: raw text, or messages with the generation prompt appended."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     return _tokenize(tokenizer, _render(tokenizer, prompt, generation=True))
 
 
 def prompt_text(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, str]]) -> str:
-    """The text that :func:`encode_prompt` encodes."""
     return prompt if isinstance(prompt, str) else _render(tokenizer, prompt, generation=True)
 
 
@@ -62,30 +57,25 @@ def encode_example(
 ) -> list[Encoded]:
     """Encode a supervised example, ``{"prompt": text, "response": text}`` or ``{"messages": [...]}``.
 
-    Messages may stand under ``prompt`` too, and the last answer apart from them under ``response`` or ``answer``.
-
-    Of raw text the response and the end-of-sequence token are trained; prompt and response are tokenised apart, so the
-    prompt's tokens are those of inference. Of a conversation each assistant turn is trained from its first character
-    after the header to its end marker. A template that rewrites history (one that hides old thoughts) shows an answer
-    differently once the conversation goes on; then each trained turn becomes a sequence of its own, which ends with it.
+    ``prompt`` may hold messages, and ``response`` or ``answer`` the last answer. Raw text trains the response and the
+    end-of-sequence token; prompt and response are tokenised separately, as in inference. A conversation trains each
+    assistant turn from its first character after the header to its end marker. If the template rewrites history (hides
+    old thoughts), each trained turn becomes a separate sequence, which ends with it.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        row: the example; other keys are not looked at.
-        max_length: tokens at most; the tail is cut.
+        row: the example; other keys are ignored.
+        max_length: maximum tokens; the tail is cut.
         mode: train every assistant turn or the last one only.
         mask_prompt: False trains every token but the first, prompts included.
-
-    Returns:
-        Usually one sequence, or one per trained turn; those without a trained token are left out.
 
     Raises:
         DataError: the row has neither form, or the tokenizer cannot encode it.
         ValueError: unknown ``mode``, or ``max_length`` below 1.
     """
     _check_arguments(mode, max_length)
-    row = sft_row(row)
-    faults = sft_faults(row)
+    row = normalize_sft(row)
+    faults = find_sft_faults(row)
     if faults:
         raise DataError("; ".join(faults))
     if "messages" not in row:
@@ -107,9 +97,9 @@ def _check_arguments(mode: str, max_length: int | None) -> None:
         raise ValueError(f"max_length must be at least 1, not {max_length}")
 
 
-def sft_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A supervised example in one of its two forms; what is neither stays as it is, for :func:`sft_faults`."""
-    row = plain_row(row)
+def normalize_sft(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a supervised example in one of its two forms; other rows unchanged, for :func:`find_sft_faults`."""
+    row = normalize_row(row)
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         return row
@@ -126,10 +116,9 @@ def _text(answer: Any) -> Any:
     return str(answer) if is_number else answer
 
 
-def sft_faults(row: Mapping[str, Any]) -> list[str]:
-    """Everything wrong with what :func:`sft_row` gave."""
+def find_sft_faults(row: Mapping[str, Any]) -> list[str]:
     if "messages" in row:
-        faults = message_faults(row["messages"])
+        faults = find_message_faults(row["messages"])
         roles = [] if faults else [message["role"] for message in row["messages"]]
         if roles and "assistant" not in roles:
             faults = ["no assistant turn to train"]
@@ -147,16 +136,12 @@ def _finish(encoded: Encoded, mask_prompt: bool) -> Encoded:
 
 
 def encode_raw(tokenizer: Tokenizer, prompt: str, response: str) -> Encoded:
-    """A text and its continuation, which is closed by the end-of-sequence token.
-
-    Raises:
-        DataError: the tokenizer has none.
-    """
+    """Encode a text and its continuation, closed by the end-of-sequence token."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end-of-sequence token to close a response with")
-    asked = encode_prompt(tokenizer, prompt)
-    answered = [*_tokenize(tokenizer, response), tokenizer.eos_token_id]
-    return Encoded(asked + answered, [False] * len(asked) + [True] * len(answered))
+    context = encode_prompt(tokenizer, prompt)
+    answer = [*_tokenize(tokenizer, response), tokenizer.eos_token_id]
+    return Encoded(context + answer, [False] * len(context) + [True] * len(answer))
 
 
 def _encode_messages(tokenizer: Tokenizer, messages: list[dict[str, str]], mode: Turns) -> list[Encoded]:
@@ -171,23 +156,22 @@ def _encode_messages(tokenizer: Tokenizer, messages: list[dict[str, str]], mode:
 
 
 def answer_span(tokenizer: Tokenizer, messages: list[dict[str, str]], turn: int) -> tuple[str, Span]:
-    """The conversation as rendered up to ``turn``, and the span in it that the assistant wrote there."""
+    """Render the conversation up to ``turn``; return the text and the span of the assistant's answer in it."""
     text = _render(tokenizer, messages[: turn + 1])
     opened = _render(tokenizer, messages[:turn], generation=True)
     content = messages[turn]["content"]
     start = len(commonprefix([opened, text]))
     if start < len(opened):
-        # This template opens a turn otherwise when generating (with a "<think>", say). What the content shares with
-        # that opening is the content's.
-        found = text.rfind(content)
-        start = min(start, found) if found >= 0 else start
+        # This template opens a turn differently when generating (with "<think>"): the shared part is the content's.
+        position = text.rfind(content)
+        start = min(start, position) if position >= 0 else start
     # White space after the end marker is the template's; at the end of the content it is the assistant's.
-    found = text.find(content, start) if content else -1
-    return text, (start, max(start, len(text.rstrip()), found + len(content) if found >= 0 else 0))
+    position = text.find(content, start) if content else -1
+    return text, (start, max(start, len(text.rstrip()), position + len(content) if position >= 0 else 0))
 
 
 def _encode_spans(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Encoded:
-    """Tokenise ``text``; the mask is True on the tokens of ``spans`` (rising, disjoint)."""
+    """The mask is True on the tokens of ``spans`` (rising, disjoint)."""
     if not tokenizer.is_fast:
         raise DataError("masking a conversation needs a fast tokenizer: a slow one has no character offsets")
     coded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -201,7 +185,7 @@ def _encode_spans(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Enc
 
 
 def encode_pieces(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Encoded:
-    """Tokenise what lies in spans and between them apart, so that no token reaches over a border, as in inference."""
+    """Tokenise spans and the text between them separately, so that no token crosses a border, as in inference."""
     tokens: list[int] = []
     mask: list[bool] = []
     borders = [0, *(border for span in spans for border in span), len(text)]
@@ -217,8 +201,7 @@ def _tokenize(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _render(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], generation: bool = False) -> str:
-    """The conversation as the chat template writes it: text, for what it tokenises to differs by library version."""
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation))
-    except Exception as error:  # Templates raise what they like; the row has to be named whatever it is.
+    except Exception as error:  # Templates raise any error; the row must be named.
         raise DataError(f"the chat template refused the conversation: {error}") from error

@@ -1,4 +1,5 @@
-"""Supervised examples from a source to a batch, and what becomes of those that are too long."""
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised examples from a source to a batch; over-long examples are cut, dropped or refused."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,16 +9,22 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from dlrover.python.rl.common.errors import DataError, Problem
-from dlrover.python.rl.common.nearest import hint
+from dlrover.python.rl.common.errors import ConfigError, DataError
+from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.data.conversation import Encoded, Tokenizer, Turns, encode_example, sft_faults, sft_row
-from dlrover.python.rl.data.jsonl import in_line_order, raise_problems
-from dlrover.python.rl.data.source import Rows, scan_rows
+from dlrover.python.rl.data.conversation import (
+    Encoded,
+    Tokenizer,
+    Turns,
+    encode_example,
+    find_sft_faults,
+    normalize_sft,
+)
+from dlrover.python.rl.data.jsonl import raise_errors, sort_by_line
+from dlrover.python.rl.data.source import SourceRows, scan_rows
 
 OverLong: TypeAlias = Literal["cut", "drop", "refuse"]
-"""What becomes of a sequence of more than ``max_length`` tokens: its tail is cut off; it is left out; or the data are
-refused, with the place of each."""
+"""Sequences of more than ``max_length`` tokens: cut the tail, leave them out, or refuse the data."""
 
 Encode: TypeAlias = Callable[[dict[str, Any]], list[Encoded]]
 """The sequences of one row."""
@@ -25,13 +32,11 @@ Encode: TypeAlias = Callable[[dict[str, Any]], list[Encoded]]
 
 @dataclass(frozen=True)
 class Encoding:
-    """How examples become tokens."""
-
     max_length: int | None = None
-    """Tokens of a sequence at most."""
+    """Maximum tokens of a sequence."""
 
     over_long: OverLong = "cut"
-    """What becomes of a longer one."""
+    """Treatment of longer ones."""
 
     assistant: Turns = "all"
     """Which assistant turns are trained."""
@@ -53,46 +58,37 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Counts:
-    """What has become of the rows of a source.
-
-    Attributes:
-        rows: how many there were.
-        cut: those that lost tokens, or one of several sequences, to ``max_length``.
-        dropped: those of which nothing is left to train on.
-    """
+    """The rows of a source: all, ``cut`` (lost tokens or a sequence to ``max_length``), ``dropped`` (nothing left to
+    train)."""
 
     rows: int
     cut: int
     dropped: int
 
 
-def read_sft(where: str | Path, keys: Mapping[str, str] | None = None) -> Rows:
-    """The examples of a source; see :func:`~dlrover.python.rl.data.source.scan_rows` for which there are.
+def read_sft(where: str | Path, keys: Mapping[str, str] | None = None) -> SourceRows:
+    """Read the examples of a source; see :func:`~dlrover.python.rl.data.source.scan_rows`.
 
     Raises:
-        DataError: a row is no example, or there is none; names every row that is wrong (20 at most).
+        DataError: no rows, or wrong rows (the first 20 are named).
     """
-    rows, problems = _scan(where, keys)
-    if problems:
-        raise_problems(problems)
+    rows, errors = _scan(where, keys)
+    if errors:
+        raise_errors(errors)
     return rows
 
 
-def check_sft(where: str | Path, keys: Mapping[str, str] | None = None) -> list[Problem]:
-    """What :func:`read_sft` would refuse the source for; empty when it would not."""
+def validate_sft(where: str | Path, keys: Mapping[str, str] | None = None) -> list[ConfigError]:
     return _scan(where, keys)[1]
 
 
-def sft_rows(samples: Sequence[Any], name: str = "samples") -> Rows:
-    """Examples that are in memory: dicts, or objects with ``prompt`` and ``answer``.
-
-    Raises:
-        DataError: names every one that is no example by its number, from 1 (20 at most).
-    """
+def collect_sft(samples: Sequence[Any], name: str = "samples") -> SourceRows:
+    """Take examples from memory: dicts, or objects with ``prompt`` and ``answer``; raise DataError naming wrong
+    ones."""
     raw = [sample if isinstance(sample, Mapping) else vars(sample) for sample in (samples[i] for i in _all(samples))]
-    rows, problems = _checked(Rows(name, [(number, dict(row)) for number, row in enumerate(raw, start=1)]))
-    if problems:
-        raise_problems(problems)
+    rows, errors = _checked(SourceRows(name, [(number, dict(row)) for number, row in enumerate(raw, start=1)]))
+    if errors:
+        raise_errors(errors)
     return rows
 
 
@@ -101,69 +97,63 @@ def _all(samples: Sequence[Any]) -> range:
 
 
 def sft_prompt(row: Mapping[str, Any]) -> Any:
-    """What a row asks, to tell whether two are copies: its raw prompt, or the messages before the first answer."""
-    return before_answer(row["messages"]) if "messages" in row else row["prompt"]
+    """The prompt that identifies copies: raw, or the messages before the first answer."""
+    return messages_before_answer(row["messages"]) if "messages" in row else row["prompt"]
 
 
-def before_answer(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The messages before the assistant's first."""
+def messages_before_answer(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
     return list(takewhile(lambda message: message["role"] != "assistant", messages))
 
 
-def encode_sft(rows: Rows, tokenizer: Tokenizer, encoding: Encoding | None = None) -> tuple[Batch, Counts]:
+def encode_sft(rows: SourceRows, tokenizer: Tokenizer, encoding: Encoding | None = None) -> tuple[Batch, Counts]:
     """Encode examples; see :func:`~dlrover.python.rl.data.conversation.encode_example`.
 
     Returns:
         A batch of ragged ``tokens`` (int64) and ``action_mask`` (bool), both ``[sequences, seq]``, and ``row`` (int64),
-        the index of the row that each is from.
+        the index of each one's row.
 
     Raises:
-        DataError: names every row that cannot be used (20 at most); or no row is left.
+        DataError: unusable rows (the first 20 are named), or no row left.
     """
-    how = encoding if encoding is not None else Encoding()
+    settings = encoding or Encoding()
 
     def encode(row: dict[str, Any]) -> list[Encoded]:
-        return encode_example(tokenizer, row, None, how.assistant, how.mask_prompt)
+        return encode_example(tokenizer, row, None, settings.assistant, settings.mask_prompt)
 
-    encoded, counts = _encode_rows(rows, encode, how)
+    encoded, counts = _encode_rows(rows, encode, settings)
     flat = [item for items in encoded for item in items]
     from_row = [index for index, items in enumerate(encoded) for _ in items]
-    return as_batch(flat).with_columns(row=np.array(from_row, dtype=np.int64)), counts
+    return to_batch(flat).with_columns(row=np.array(from_row, dtype=np.int64)), counts
 
 
 def load_sft(where: str | Path, tokenizer: Tokenizer, encoding: Encoding | None = None) -> tuple[Batch, Counts]:
-    """:func:`read_sft`, then :func:`encode_sft`."""
     return encode_sft(read_sft(where, encoding.keys if encoding is not None else None), tokenizer, encoding)
 
 
-def _encode_rows(rows: Rows, encode: Encode, how: Encoding) -> tuple[list[list[Encoded]], Counts]:
+def _encode_rows(rows: SourceRows, encode: Encode, settings: Encoding) -> tuple[list[list[Encoded]], Counts]:
     encoded: list[list[Encoded]] = []
-    problems: list[Problem] = []
+    errors: list[ConfigError] = []
     cut = 0
     for index, row in enumerate(rows):
         try:
             items = encode(row)
-            kept = fitted(items, how.max_length, how.over_long)
+            sequences = fit_length(items, settings.max_length, settings.over_long)
         except DataError as error:
-            problems += [Problem(rows.place(index), problem.what) for problem in error.problems]
+            errors += [ConfigError(rows.location(index), fault.what) for fault in error.errors]
             continue
-        encoded.append(kept)
-        cut += bool(kept) and kept != items
-    if problems:
-        raise_problems(in_line_order(problems))
+        encoded.append(sequences)
+        cut += bool(sequences) and sequences != items
+    if errors:
+        raise_errors(sort_by_line(errors))
     dropped = sum(not items for items in encoded)
     if dropped == len(rows):
-        what = f"no row with a trained token; {dropped} dropped at {how.max_length} tokens"
-        raise DataError([Problem(rows.where, what)])
+        message = f"no row with a trained token; {dropped} dropped at {settings.max_length} tokens"
+        raise DataError([ConfigError(rows.where, message)])
     return encoded, Counts(len(rows), cut, dropped)
 
 
-def fitted(items: Sequence[Encoded], max_length: int | None, over_long: OverLong) -> list[Encoded]:
-    """The sequences of a row as far as they fit, without those that have no trained token (left).
-
-    Raises:
-        DataError: one is too long, and ``over_long`` is ``"refuse"``.
-    """
+def fit_length(items: Sequence[Encoded], max_length: int | None, over_long: OverLong) -> list[Encoded]:
+    """Cut, drop or refuse (DataError) the sequences of a row; remove those without a trained token."""
     if max_length is None:
         return [item for item in items if item.trained]
     long = [len(item.tokens) for item in items if len(item.tokens) > max_length]
@@ -171,23 +161,25 @@ def fitted(items: Sequence[Encoded], max_length: int | None, over_long: OverLong
         raise DataError(f"{max(long)} tokens, {max_length} at most")
     if over_long == "drop":
         items = [item for item in items if len(item.tokens) <= max_length]
-    return [kept for item in items if (kept := item.cut(max_length)).trained]
+    return [short for item in items if (short := item.cut(max_length)).trained]
 
 
-def as_batch(encoded: Sequence[Encoded]) -> Batch:
+def to_batch(encoded: Sequence[Encoded]) -> Batch:
     """Ragged ``tokens`` (int64) and ``action_mask`` (bool), both ``[sequences, seq]``."""
     tokens = Ragged.from_rows([item.tokens for item in encoded], dtype=np.int64)
     mask = Ragged.from_rows([item.action_mask for item in encoded], dtype=np.bool_)
     return Batch({"tokens": tokens, "action_mask": mask})
 
 
-def _scan(where: str | Path, keys: Mapping[str, str] | None) -> tuple[Rows, list[Problem]]:
-    rows, problems = scan_rows(where, keys)
+def _scan(where: str | Path, keys: Mapping[str, str] | None) -> tuple[SourceRows, list[ConfigError]]:
+    rows, errors = scan_rows(where, keys)
     checked, faults = _checked(rows)
-    return checked, in_line_order([*problems, *faults])
+    return checked, sort_by_line([*errors, *faults])
 
 
-def _checked(rows: Rows) -> tuple[Rows, list[Problem]]:
-    numbered = [(number, sft_row(row)) for number, row in rows.numbered]
-    faults = [Problem(f"{rows.where}:{number}", fault) for number, row in numbered for fault in sft_faults(row)]
-    return Rows(rows.where, numbered), faults
+def _checked(rows: SourceRows) -> tuple[SourceRows, list[ConfigError]]:
+    numbered = [(number, normalize_sft(row)) for number, row in rows.numbered]
+    faults = [
+        ConfigError(f"{rows.where}:{number}", fault) for number, row in numbered for fault in find_sft_faults(row)
+    ]
+    return SourceRows(rows.where, numbered), faults

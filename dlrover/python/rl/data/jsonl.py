@@ -1,102 +1,149 @@
-"""JSON and JSON Lines files, read whole: every malformed line is reported, not only the first."""
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations in data files, and their faults; JSON and JSON Lines files, of which every malformed line is
+reported."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from dlrover.python.rl.common.errors import DataError, Problem
-from dlrover.python.rl.common.nearest import nearest
+from dlrover.python.rl.common.errors import ConfigError, DataError
+from dlrover.python.rl.common.names import hint, nearest
+
+ROLES = ("system", "user", "assistant", "tool")
+
+_KEYS = ("role", "content")
+_CONVERSATIONS = ("prompt", "messages", "chosen", "rejected")
+
+
+def normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row in the form that loaders expect from every kind of file.
+
+    Null means absent, also in messages: tables have null where a row lacks a column. Messages under ``prompt`` move to
+    ``messages``.
+    """
+    plain = {key: value for key, value in row.items() if value is not None}
+    if isinstance(plain.get("prompt"), list) and "messages" not in plain:
+        plain["messages"] = plain.pop("prompt")
+    for key in _CONVERSATIONS:
+        if isinstance(plain.get(key), list):
+            plain[key] = [_without_nulls(message) for message in plain[key]]
+    return plain
+
+
+def _without_nulls(message: Any) -> Any:
+    return {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else message
+
+
+def find_message_faults(messages: Any, name: str = "messages") -> list[str]:
+    """Everything wrong with the list ``name`` of ``{"role": ..., "content": text}``; it must not be empty."""
+    if not isinstance(messages, list) or not messages:
+        return [f"'{name}' must be a list of messages with at least one"]
+    return [f"{name}[{index}]: {fault}" for index, message in enumerate(messages) for fault in _faults_of_one(message)]
+
+
+def _faults_of_one(message: Any) -> list[str]:
+    if not isinstance(message, dict):
+        return [f"must be an object with 'role' and 'content', not {type(message).__name__}"]
+    faults = [f"unknown key '{key}'{hint(key, _KEYS)}" for key in message if key not in _KEYS]
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        faults.append("'role' must be text")
+    elif role not in ROLES:
+        faults.append(f"unknown role '{role}'{hint(role, ROLES)}")
+    if not isinstance(content, str):
+        faults.append("'content' must be text")
+    return faults
+
 
 NumberedRow: TypeAlias = tuple[int, dict[str, Any]]
-"""A row and the line it stands on, counted from 1."""
+"""A row and its line, from 1."""
 
 _SHOWN = 20
 _MARK = b"\xef\xbb\xbf"
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a UTF-8 JSON Lines file, in order; blank lines are skipped.
+    """Read the objects of a UTF-8 JSON Lines file, in order; blank lines are skipped.
 
     Raises:
-        DataError: the file cannot be read, or lines are no JSON objects; names every such line (20 at most).
+        DataError: the file cannot be read, or lines are not JSON objects (the first 20 are named).
     """
-    rows, problems = scan_jsonl(path)
-    if problems:
-        raise_problems(problems)
+    rows, errors = scan_jsonl(path)
+    if errors:
+        raise_errors(errors)
     return [row for _, row in rows]
 
 
-def scan_jsonl(path: str | Path) -> tuple[list[NumberedRow], list[Problem]]:
-    """The good rows of a JSON Lines file with their line numbers, and a problem for each bad line."""
+def scan_jsonl(path: str | Path) -> tuple[list[NumberedRow], list[ConfigError]]:
+    """Return the good rows of a JSON Lines file with their line numbers, and an error for each bad line."""
     path = Path(path)
     try:
         content = path.read_bytes()
     except OSError as error:
-        return [], [Problem(str(path), unreadable(path, error))]
+        return [], [ConfigError(str(path), describe_unreadable(path, error))]
     return _lines(path, content.removeprefix(_MARK))
 
 
-def scan_json(path: Path) -> tuple[list[NumberedRow], list[Problem]]:
-    """The same of a JSON file: an array of objects, which are counted from 1, or JSON Lines under another name."""
+def scan_json(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
+    """The same for a JSON file: an array of objects, numbered from 1, or JSON Lines under another name."""
     try:
         content = path.read_bytes().removeprefix(_MARK)
     except OSError as error:
-        return [], [Problem(str(path), unreadable(path, error))]
+        return [], [ConfigError(str(path), describe_unreadable(path, error))]
     if not content.lstrip().startswith(b"["):
         return _lines(path, content)
     try:
         items = _parse(content)
     except ValueError as error:
-        return [], [Problem(str(path), str(error))]
+        return [], [ConfigError(str(path), str(error))]
     rows = [(number, item) for number, item in enumerate(items, start=1) if isinstance(item, dict)]
     faults = {number: item for number, item in enumerate(items, start=1) if not isinstance(item, dict)}
-    return rows, [Problem(f"{path}:{number}", _no_object(item)) for number, item in faults.items()]
+    return rows, [ConfigError(f"{path}:{number}", _not_an_object(item)) for number, item in faults.items()]
 
 
-def _lines(path: Path, content: bytes) -> tuple[list[NumberedRow], list[Problem]]:
+def _lines(path: Path, content: bytes) -> tuple[list[NumberedRow], list[ConfigError]]:
     rows: list[NumberedRow] = []
-    problems: list[Problem] = []
-    # Not splitlines(): JSON strings may hold U+2028 and its kin unescaped.
+    errors: list[ConfigError] = []
+    # Not splitlines(): JSON strings may hold U+2028 and other separators unescaped.
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             rows.append((number, _parse_object(line)))
         except ValueError as error:
-            problems.append(Problem(f"{path}:{number}", str(error)))
-    return rows, problems
+            errors.append(ConfigError(f"{path}:{number}", str(error)))
+    return rows, errors
 
 
-def raise_problems(problems: Sequence[Problem]) -> NoReturn:
-    """Raise one :class:`DataError` with the first 20 ``problems`` and the number of the others."""
-    raise DataError(first_problems(problems))
+def raise_errors(errors: Sequence[ConfigError]) -> NoReturn:
+    raise DataError(first_errors(errors))
 
 
-def first_problems(problems: Sequence[Problem]) -> list[Problem]:
-    """The first 20 ``problems`` of a file, and the number of the others as one more."""
-    shown = list(problems[:_SHOWN])
-    hidden = len(problems) - len(shown)
+def first_errors(errors: Sequence[ConfigError]) -> list[ConfigError]:
+    """The first 20 ``errors``, and the number of the others as one more."""
+    shown = list(errors[:_SHOWN])
+    hidden = len(errors) - len(shown)
     if hidden:
         file = shown[0].where.rsplit(":", 1)[0]
-        shown.append(Problem(file, f"and {hidden} more problem{'s' if hidden > 1 else ''}"))
+        shown.append(ConfigError(file, f"and {hidden} more error{'s' if hidden > 1 else ''}"))
     return shown
 
 
-def in_line_order(problems: Sequence[Problem]) -> list[Problem]:
-    """``problems`` by the line number that ends their place; those of the whole file first."""
+def sort_by_line(errors: Sequence[ConfigError]) -> list[ConfigError]:
+    """Sort by the line number that ends ``where``; errors of the whole file first."""
 
-    def line(problem: Problem) -> int:
-        number = problem.where.rpartition(":")[2]
+    def line(error: ConfigError) -> int:
+        number = error.where.rpartition(":")[2]
         return int(number) if number.isdecimal() else 0
 
-    return sorted(problems, key=line)
+    return sorted(errors, key=line)
 
 
 def _parse_object(line: bytes) -> dict[str, Any]:
     value = _parse(line)
     if not isinstance(value, dict):
-        raise ValueError(_no_object(value))
+        raise ValueError(_not_an_object(value))
     return value
 
 
@@ -112,16 +159,15 @@ def _parse(content: bytes) -> Any:
         raise ValueError("not JSON: nested too deeply") from None
 
 
-def _no_object(value: Any) -> str:
+def _not_an_object(value: Any) -> str:
     return f"not an object but {type(value).__name__}"
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"not JSON: {name} is no number")
+    raise ValueError(f"not JSON: {name} is not a number")
 
 
-def unreadable(path: Path, error: OSError) -> str:
-    """Why a file cannot be read, with the nearest name where there is none of this one."""
+def describe_unreadable(path: Path, error: OSError) -> str:
     if not isinstance(error, FileNotFoundError):
         return f"cannot be read: {error.strerror}"
     if not path.parent.is_dir():

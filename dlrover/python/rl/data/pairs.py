@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pairs of a chosen and a rejected answer, for reward models and for DPO."""
 
 from collections.abc import Mapping
@@ -7,97 +8,89 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from dlrover.python.rl.common.errors import DataError, Problem
+from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.conversation import Encoded, Tokenizer, answer_span, encode_pieces, encode_raw
-from dlrover.python.rl.data.examples import Counts, OverLong, as_batch, before_answer
-from dlrover.python.rl.data.jsonl import in_line_order, raise_problems
-from dlrover.python.rl.data.messages import message_faults, plain_row
-from dlrover.python.rl.data.source import Rows, scan_rows
+from dlrover.python.rl.data.examples import Counts, OverLong, messages_before_answer, to_batch
+from dlrover.python.rl.data.jsonl import find_message_faults, normalize_row, raise_errors, sort_by_line
+from dlrover.python.rl.data.source import SourceRows, scan_rows
 
-_TOLD, _SIDES = ("prompt", "messages"), ("chosen", "rejected")
+_CONTEXT, _SIDES = ("prompt", "messages"), ("chosen", "rejected")
 
 Masked: TypeAlias = Literal["answer", "last"]
-"""Where the mask of a pair's sequences is set: on every token of the answer (DPO), or on the last token alone, where a
-reward model gives its score."""
+"""Masked tokens of each sequence: the answer (DPO), or only the last one, where a reward model gives its score."""
 
 
 @dataclass(frozen=True)
 class PairEncoding:
-    """How pairs become tokens."""
-
     max_length: int | None = None
-    """Tokens of each of the two sequences at most."""
+    """Maximum tokens of each sequence."""
 
     over_long: OverLong = "cut"
-    """What becomes of a pair of which one is longer. A cut that leaves an answer without a token drops the pair."""
+    """Treatment of longer pairs. A cut that leaves an answer without a token drops the pair."""
 
     masked: Masked = "answer"
-    """What the mask covers."""
+    """Masked tokens."""
 
 
-def read_pairs(where: str | Path, keys: Mapping[str, str] | None = None) -> Rows:
-    """The pairs of a source, each in one of the forms of :func:`pair_row`.
+def read_pairs(where: str | Path, keys: Mapping[str, str] | None = None) -> SourceRows:
+    """Read the pairs of a source, each in one of the forms of :func:`normalize_pair`.
 
     Raises:
-        DataError: a row is no pair, or there is none; names every row that is wrong (20 at most).
+        DataError: no rows, or wrong rows (the first 20 are named).
     """
-    rows, problems = _scan(where, keys)
-    if problems:
-        raise_problems(problems)
+    rows, errors = _scan(where, keys)
+    if errors:
+        raise_errors(errors)
     return rows
 
 
-def check_pairs(where: str | Path, keys: Mapping[str, str] | None = None) -> list[Problem]:
-    """What :func:`read_pairs` would refuse the source for; empty when it would not."""
+def validate_pairs(where: str | Path, keys: Mapping[str, str] | None = None) -> list[ConfigError]:
     return _scan(where, keys)[1]
 
 
-def encode_pairs(rows: Rows, tokenizer: Tokenizer, encoding: PairEncoding | None = None) -> tuple[Batch, Counts]:
+def encode_pairs(rows: SourceRows, tokenizer: Tokenizer, encoding: PairEncoding | None = None) -> tuple[Batch, Counts]:
     """Encode pairs.
 
-    Both sequences of a pair begin with the same tokens, those of the prompt as inference sees it; then comes the answer
-    with its end marker. Of messages that go on for several turns every assistant turn that the two do not share is part
-    of the answer. A pair whose sequences are the same, or have become so by a cut, teaches nothing and is dropped.
+    Both sequences begin with the same tokens, the prompt as in inference, followed by the answer with its end marker:
+    in conversations every assistant turn that the two do not share. A pair of equal sequences, also after a cut, is
+    dropped.
 
     Returns:
         Sequences ``2 * i`` (chosen) and ``2 * i + 1`` (rejected) are pair ``i``: ragged ``tokens`` (int64) and
-        ``action_mask`` (bool), both ``[2 * pairs, seq]``, and ``row`` (int64), the index of the row each is from.
+        ``action_mask`` (bool), both ``[2 * pairs, seq]``, and ``row`` (int64), the index of each one's row.
 
     Raises:
-        DataError: names every row that cannot be used (20 at most); or none is left.
+        DataError: unusable rows (the first 20 are named), or no pair left.
     """
-    how = encoding if encoding is not None else PairEncoding()
-    kept: list[Encoded] = []
+    settings = encoding or PairEncoding()
+    sequences: list[Encoded] = []
     from_row: list[int] = []
-    problems: list[Problem] = []
+    errors: list[ConfigError] = []
     cut = 0
     for index, row in enumerate(rows):
         try:
             whole = encode_pair(tokenizer, row)
-            pair = _fitted(whole, how)
+            pair = _fit(whole, settings)
         except DataError as error:
-            problems += [Problem(rows.place(index), problem.what) for problem in error.problems]
+            errors += [ConfigError(rows.location(index), fault.what) for fault in error.errors]
             continue
         if pair is not None:
-            kept += [_masked(item, how.masked) for item in pair]
+            sequences += [_mask(item, settings.masked) for item in pair]
             from_row += [index, index]
             cut += pair != whole
-    if problems:
-        raise_problems(in_line_order(problems))
-    if not kept:
-        raise DataError([Problem(rows.where, f"no pair is left; {len(rows)} dropped at {how.max_length} tokens")])
-    batch = as_batch(kept).with_columns(row=np.array(from_row, dtype=np.int64))
-    return batch, Counts(len(rows), cut, len(rows) - len(kept) // 2)
+    if errors:
+        raise_errors(sort_by_line(errors))
+    if not sequences:
+        message = f"no pair is left; {len(rows)} dropped at {settings.max_length} tokens"
+        raise DataError([ConfigError(rows.where, message)])
+    batch = to_batch(sequences).with_columns(row=np.array(from_row, dtype=np.int64))
+    return batch, Counts(len(rows), cut, len(rows) - len(sequences) // 2)
 
 
 def encode_pair(tokenizer: Tokenizer, row: Mapping[str, Any]) -> tuple[Encoded, Encoded]:
-    """The chosen and the rejected sequence of a row, masked on the answers.
-
-    Raises:
-        DataError: the tokenizer cannot encode it.
-    """
-    row = pair_row(row)
+    """Encode the chosen and the rejected sequence of a row, masked on the answers."""
+    row = normalize_pair(row)
     if "prompt" in row:
         return (
             encode_raw(tokenizer, row["prompt"], row["chosen"]),
@@ -107,67 +100,61 @@ def encode_pair(tokenizer: Tokenizer, row: Mapping[str, Any]) -> tuple[Encoded, 
     return _encode_side(tokenizer, row["chosen"], begin), _encode_side(tokenizer, row["rejected"], begin)
 
 
-def pair_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A pair in one of two forms, and nothing else: the texts ``prompt``, ``chosen`` and ``rejected``; or ``chosen``
-    and ``rejected`` alone, whole conversations that begin alike.
+def normalize_pair(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a pair as texts ``prompt``, ``chosen``, ``rejected``, or as conversations ``chosen`` and ``rejected``.
 
-    It may come in others. ``messages`` (or a list under ``prompt``) are what both begin with, and each side
-    is a text, the messages that go on from there, or the whole conversation. What says again what these say already has
-    to agree with them: ``messages`` that are all of one side, or a ``prompt`` that is the text of a user's turn
+    Also accepted: shared ``messages`` (or a list under ``prompt``), which each side continues by a text or messages, or
+    repeats. Redundant keys must agree: ``messages`` equal to one side, or ``prompt`` equal to the text of a user turn
     (UltraFeedback has both).
 
     Raises:
-        DataError: it has no such form, or says two things.
+        DataError: another form, or a contradiction.
     """
-    row = plain_row(row)
+    row = normalize_row(row)
     if faults := _faults(row):
-        raise DataError([Problem("data", fault) for fault in faults])
+        raise DataError([ConfigError("data", fault) for fault in faults])
     if "messages" not in row and isinstance(row["chosen"], str):
         return {key: row[key] for key in ("prompt", *_SIDES)}
-    given = [row[key] for key in _TOLD if isinstance(row.get(key), list)]
-    told = [messages for messages in given if messages not in (row["chosen"], row["rejected"])]
-    pair = {side: _whole(side, row[side], told[0] if told else []) for side in _SIDES}
+    conversations = [row[key] for key in _CONTEXT if isinstance(row.get(key), list)]
+    contexts = [messages for messages in conversations if messages not in (row["chosen"], row["rejected"])]
+    pair = {side: _complete(side, row[side], contexts[0] if contexts else []) for side in _SIDES}
     if not (shared := _shared(pair)):
         raise DataError("'chosen' and 'rejected' do not begin with the same messages")
-    for messages in told[1:]:
+    for messages in contexts[1:]:
         if messages not in (*pair.values(), shared[: len(messages)]):
             raise DataError("'prompt' and 'messages' are different conversations: leave one of them out")
-    asked = [message["content"].strip() for message in shared if message["role"] == "user"]
-    if isinstance(row.get("prompt"), str) and row["prompt"].strip() not in asked:
-        raise DataError("'prompt' is no text of the user's in what both conversations begin with: leave it out, or give"
+    questions = [message["content"].strip() for message in shared if message["role"] == "user"]
+    if isinstance(row.get("prompt"), str) and row["prompt"].strip() not in questions:
+        raise DataError("'prompt' is not a user's text in the shared part of the conversations: leave it out, or give"
                         " 'chosen' and 'rejected' as texts without 'messages'")  # fmt: skip
     return pair
 
 
 def pair_prompt(pair: Mapping[str, Any]) -> Any:
-    """What a pair asks, to tell whether two are copies: its raw prompt, or the messages before the first answer.
-
-    Args:
-        pair: as :func:`pair_row` gives it.
-    """
+    """The prompt of a normalised pair, to identify copies: raw, or the messages before the first answer."""
     if "prompt" in pair:
         return pair["prompt"]
     shared = _shared(pair)
-    return before_answer(shared) or shared
+    return messages_before_answer(shared) or shared
 
 
-def _whole(side: str, given: Any, asked: list[Any]) -> list[Any]:
+def _complete(side: str, answer: Any, context: list[Any]) -> list[Any]:
     """The conversation of a side from its beginning."""
-    if isinstance(given, list):
-        if given[: len(asked)] == asked:
-            return given
-        if given[0]["role"] != "assistant":
+    if isinstance(answer, list):
+        if answer[: len(context)] == context:
+            return answer
+        if answer[0]["role"] != "assistant":
             raise DataError(f"'{side}' neither begins with 'messages' nor goes on from them with an answer")
-    if not asked or asked[-1]["role"] == "assistant":
+    if not context or context[-1]["role"] == "assistant":
         raise DataError(f"'messages' end with the assistant's turn, and '{side}' goes on with another")
-    return [*asked, *(given if isinstance(given, list) else [{"role": "assistant", "content": given}])]
+    return [*context, *(answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}])]
 
 
 def _shared(pair: Mapping[str, Any]) -> list[Any]:
-    """What both conversations begin with."""
+    """The messages with which both conversations begin."""
     chosen, rejected = pair["chosen"], pair["rejected"]
     shared = 0
-    # The last message of either is its answer, even where the other one goes on from it.
+    # The last message of either is its answer, even if the other continues it.
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
     return list(chosen[:shared])
@@ -178,61 +165,60 @@ def _encode_side(tokenizer: Tokenizer, messages: list[Any], begin: int) -> Encod
     spans = [answer_span(tokenizer, messages, turn) for turn in turns]
     text = spans[-1][0]
     if not all(text.startswith(earlier) for earlier, _ in spans):
-        raise DataError("the chat template shows an answer differently once the conversation goes on: give each pair"
+        raise DataError("the chat template changes an answer when the conversation continues: give each pair"
                         " one answer")  # fmt: skip
-    # In pieces: what lies before the answer has the same tokens on both sides, and as in inference.
+    # In pieces: the text before the answer has the same tokens on both sides, and as in inference.
     return encode_pieces(tokenizer, text[: spans[-1][1][1]], [span for _, span in spans])
 
 
-def _fitted(pair: tuple[Encoded, Encoded], how: PairEncoding) -> tuple[Encoded, Encoded] | None:
+def _fit(pair: tuple[Encoded, Encoded], settings: PairEncoding) -> tuple[Encoded, Encoded] | None:
     longest = max(len(item.tokens) for item in pair)
-    if how.max_length is not None and longest > how.max_length:
-        if how.over_long == "refuse":
-            raise DataError(f"{longest} tokens, {how.max_length} at most")
-        if how.over_long == "drop":
+    if settings.max_length is not None and longest > settings.max_length:
+        if settings.over_long == "refuse":
+            raise DataError(f"{longest} tokens, {settings.max_length} at most")
+        if settings.over_long == "drop":
             return None
-        pair = (pair[0].cut(how.max_length), pair[1].cut(how.max_length))
+        pair = (pair[0].cut(settings.max_length), pair[1].cut(settings.max_length))
     chosen, rejected = pair
     return pair if chosen != rejected and chosen.trained and rejected.trained else None
 
 
-def _masked(item: Encoded, masked: Masked) -> Encoded:
+def _mask(item: Encoded, masked: Masked) -> Encoded:
     if masked == "last":
         return Encoded(item.tokens, [False] * (len(item.tokens) - 1) + [True])
     return Encoded(item.tokens, [False, *item.action_mask[1:]])
 
 
-def _scan(where: str | Path, keys: Mapping[str, str] | None) -> tuple[Rows, list[Problem]]:
-    rows, problems = scan_rows(where, keys, (*_TOLD, *_SIDES))
+def _scan(where: str | Path, keys: Mapping[str, str] | None) -> tuple[SourceRows, list[ConfigError]]:
+    rows, errors = scan_rows(where, keys, (*_CONTEXT, *_SIDES))
     numbered: list[tuple[int, dict[str, Any]]] = []
     for number, row in rows.numbered:
         try:
-            numbered.append((number, pair_row(row)))
+            numbered.append((number, normalize_pair(row)))
         except DataError as error:
-            problems += [Problem(f"{rows.where}:{number}", problem.what) for problem in error.problems]
-    return Rows(rows.where, numbered), in_line_order(problems)
+            errors += [ConfigError(f"{rows.where}:{number}", fault.what) for fault in error.errors]
+    return SourceRows(rows.where, numbered), sort_by_line(errors)
 
 
 def _faults(row: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a row's parts, each for itself."""
     if any(side not in row for side in _SIDES):
         return [f"needs 'chosen' and 'rejected'; it has {', '.join(row) or 'nothing'}"]
     if not isinstance(row.get("prompt", ""), str | list):
         return ["'prompt' must be text or a list of messages"]
-    lists = [key for key in _TOLD if key in row and not (key == "prompt" and isinstance(row[key], str))]
-    return [*(fault for key in lists for fault in message_faults(row[key], key)), *_side_faults(row)]
+    lists = [key for key in _CONTEXT if key in row and not (key == "prompt" and isinstance(row[key], str))]
+    return [*(fault for key in lists for fault in find_message_faults(row[key], key)), *_side_faults(row)]
 
 
 def _side_faults(row: Mapping[str, Any]) -> list[str]:
     texts = [side for side in _SIDES if isinstance(row[side], str)]
     if "messages" not in row and texts:
         if "prompt" not in row:
-            return [f"'{side}' is text, and there is no 'prompt' and no 'messages' that it answers" for side in texts]
+            return [f"'{side}' is text, but there is neither 'prompt' nor 'messages' before it" for side in texts]
         return [f"'{side}' must be text, as 'prompt' is" for side in _SIDES if side not in texts]
     faults: list[str] = []
     for side in (side for side in _SIDES if side not in texts):
-        found = message_faults(row[side], side)
-        faults += found
-        if not found and row[side][-1]["role"] != "assistant":
+        malformed = find_message_faults(row[side], side)
+        faults += malformed
+        if not malformed and row[side][-1]["role"] != "assistant":
             faults.append(f"'{side}' must end with the assistant's answer")
     return faults

@@ -1,19 +1,66 @@
-"""Rows from wherever they are: a JSON, JSON Lines, CSV, Parquet or Arrow file, a folder, or the hub."""
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a JSON, JSON Lines, CSV, Parquet or Arrow file, a folder, or the hub, and the rows held out for
+evaluation."""
 
 import csv
 import json
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, overload
 
-from dlrover.python.rl.common.errors import MissingExtra, Problem
+from dlrover.python.rl.common.errors import ConfigError, DataError, MissingExtra
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.nearest import hint
-from dlrover.python.rl.data.jsonl import NumberedRow, scan_json, scan_jsonl, unreadable
-from dlrover.python.rl.data.messages import plain_row
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.data.jsonl import NumberedRow, describe_unreadable, normalize_row, scan_json, scan_jsonl
+
+HELD_OUT_SHARE = 0.03
+"""Default share of rows held out."""
+
+
+def hold_out(prompts: Sequence[Any], size: int | float = HELD_OUT_SHARE, seed: int = 0) -> tuple[list[int], list[int]]:
+    """Choose rows to evaluate on, by a hash of seed and prompt: equal prompts always fall on the same side.
+
+    Args:
+        prompts: of each row: text, or messages.
+        size: a count (``int``) or a fraction (``float``, below 1, at least one row). Only copies of the last chosen
+            prompt can exceed it.
+        seed: determines the choice.
+
+    Returns:
+        Indices of the rows to train on and of those held out, both rising.
+
+    Raises:
+        ValueError: ``size`` leaves a side without a row.
+        DataError: all rows are copies of the chosen prompts.
+    """
+    if isinstance(size, float):
+        if not 0 < size < 1:
+            raise ValueError(f"a held-out fraction must be between 0 and 1, not {size:g}")
+        size = max(1, round(size * len(prompts)))
+    if not 0 < size < len(prompts):
+        raise ValueError(f"{size} of {len(prompts)} rows cannot be held out: both sides need a row")
+    copies: dict[bytes, list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        copies[_digest(prompt, seed)].append(index)
+    held_out: list[int] = []
+    for digest in sorted(copies):
+        if len(held_out) >= size:
+            break
+        held_out += copies[digest]
+    if len(held_out) == len(prompts):
+        raise DataError("the rows repeat too few prompts to hold any out: nothing would be left to train on")
+    chosen = set(held_out)
+    return [index for index in range(len(prompts)) if index not in chosen], sorted(held_out)
+
+
+def _digest(prompt: Any, seed: int) -> bytes:
+    return blake2b(json.dumps([seed, prompt], sort_keys=True).encode(), digest_size=16).digest()
+
 
 _LOG = get_logger(__name__)
 
@@ -25,13 +72,8 @@ _SPLIT = re.compile(r"([\w.-]+)(?:\[(-?[0-9]+%?)?:(-?[0-9]+%?)?\])?")
 
 
 @dataclass(frozen=True)
-class Rows(Sequence[dict[str, Any]]):
-    """Rows and where each stands.
-
-    Attributes:
-        where: the source as it was named.
-        numbered: each row with its line, or its number from 1 where the source has no lines.
-    """
+class SourceRows(Sequence[dict[str, Any]]):
+    """Rows with their line, or number from 1, in the source ``where``."""
 
     where: str
     numbered: Sequence[NumberedRow]
@@ -43,27 +85,26 @@ class Rows(Sequence[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
     @overload
-    def __getitem__(self, index: slice) -> "Rows": ...
+    def __getitem__(self, index: slice) -> "SourceRows": ...
 
-    def __getitem__(self, index: int | slice) -> "dict[str, Any] | Rows":
+    def __getitem__(self, index: int | slice) -> "dict[str, Any] | SourceRows":
         if isinstance(index, slice):
-            return Rows(self.where, self.numbered[index])
+            return SourceRows(self.where, self.numbered[index])
         return self.numbered[index][1]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (row for _, row in self.numbered)
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """What a problem with a row calls it: ``data.jsonl:7``."""
         return f"{self.where}:{self.numbered[index][0]}"
 
-    def take(self, indices: Sequence[int]) -> "Rows":
-        """The rows at ``indices``, in that order."""
-        return Rows(self.where, [self.numbered[index] for index in indices])
+    def take(self, indices: Sequence[int]) -> "SourceRows":
+        return SourceRows(self.where, [self.numbered[index] for index in indices])
 
 
 @dataclass(frozen=True)
-class _Named:
+class _Address:
     """``split[start:stop]@place`` taken apart."""
 
     place: str
@@ -72,7 +113,7 @@ class _Named:
     stop: str | None = None
 
     @classmethod
-    def parse(cls, where: str) -> "_Named":
+    def parse(cls, where: str) -> "_Address":
         before, at, place = where.partition("@")
         match = _SPLIT.fullmatch(before)
         return cls(place, *match.groups()) if at and match else cls(where)
@@ -90,98 +131,103 @@ def _bound(text: str | None, rows: int) -> int | None:
 
 
 def scan_rows(
-    where: str | Path, keys: Mapping[str, str] | None = None, known: Collection[str] = ()
-) -> tuple[Rows, list[Problem]]:
-    """The good rows of a source, and a problem for each bad one; see :func:`plain_row` for how rows are made alike.
+    where: str | Path, keys: Mapping[str, str] | None = None, columns: Collection[str] = ()
+) -> tuple[SourceRows, list[ConfigError]]:
+    """Return the good rows of a source, normalised (:func:`normalize_row`), and an error for each bad one.
 
     Args:
-        where: a file (``.json``, ``.jsonl``, ``.csv``; ``.parquet`` and ``.arrow`` need the extra ``data``, as all that
-            follows does), a folder of such files or one that ``datasets`` has saved, or a name on the hub
-            (``org/name`` or ``org/name:configuration``). ``split@`` before it picks a split, ``train`` by default;
-            ``split[:100]@`` and ``split[10%:]@`` pick a part of one. A single file is the split ``train``.
-        keys: the source's own name of a column, by the name that loaders know it by: ``{"prompt": "question"}``.
-        known: the columns that are used; others that a table brings are left out, and logged. Of JSON every key is
-            kept, for there a row may hold a misspelt one.
+        where: a file (``.json``, ``.jsonl``, ``.csv``; the extra ``data`` adds ``.parquet``, ``.arrow`` and the
+            others), a folder of files or saved by ``datasets``, or a hub name (``org/name``,
+            ``org/name:configuration``). A prefix ``split@`` selects a split (``train``), ``split[:100]@`` or
+            ``split[10%:]@`` a part. A file is ``train``.
+        keys: the source's column names: ``{"prompt": "question"}``.
+        columns: those in use. A table's others are dropped and logged; JSON keeps all keys, to report misspelt ones.
     """
-    named = _Named.parse(str(where))
-    numbered, problems, is_table = _read(named)
-    numbered = numbered[named.slice(len(numbered))]
+    address = _Address.parse(str(where))
+    numbered, errors, is_table = _read(address)
+    numbered = numbered[address.slice(len(numbered))]
     if keys:
-        numbered, missing = _renamed(numbered, keys, str(where))
-        problems += missing
-    rows = [(number, plain_row(row)) for number, row in numbered]
-    if is_table and known and rows:
-        rows = _only(rows, known, str(where))
-    if not rows and not problems:
-        problems = [Problem(str(where), "holds no rows")]
-    return Rows(str(where), rows), [Problem(_named_as(where, named, item.where), item.what) for item in problems]
+        numbered, missing = _rename_columns(numbered, keys, str(where))
+        errors += missing
+    rows = [(number, normalize_row(row)) for number, row in numbered]
+    if is_table and columns and rows:
+        rows = _select_columns(rows, columns, str(where))
+    if not rows and not errors:
+        errors = [ConfigError(str(where), "holds no rows")]
+    return SourceRows(str(where), rows), [
+        ConfigError(_restore_name(where, address, item.where), item.what) for item in errors
+    ]
 
 
-def _named_as(where: str | Path, named: _Named, place: str) -> str:
-    return place.replace(named.place, str(where), 1) if place.startswith(named.place) else place
+def _restore_name(where: str | Path, address: _Address, place: str) -> str:
+    return place.replace(address.place, str(where), 1) if place.startswith(address.place) else place
 
 
-def _renamed(
+def _rename_columns(
     rows: Sequence[NumberedRow], keys: Mapping[str, str], where: str
-) -> tuple[list[NumberedRow], list[Problem]]:
-    theirs = {column: name for name, column in keys.items()}
-    there = {key for _, row in rows for key in row}
-    missing = [column for column in theirs if column not in there] if rows else []
-    problems = [Problem(where, f"has no column '{column}'{hint(column, there)}") for column in missing]
+) -> tuple[list[NumberedRow], list[ConfigError]]:
+    names = {column: name for name, column in keys.items()}
+    present = {key for _, row in rows for key in row}
+    missing = [column for column in names if column not in present] if rows else []
+    errors = [ConfigError(where, f"has no column '{column}'{hint(column, present)}") for column in missing]
     renamed = [
-        (number, {theirs.get(key, key): value for key, value in row.items() if key in theirs or key not in keys})
+        (number, {names.get(key, key): value for key, value in row.items() if key in names or key not in keys})
         for number, row in rows
     ]
-    return renamed, problems
+    return renamed, errors
 
 
-def _only(rows: Sequence[NumberedRow], known: Collection[str], where: str) -> list[NumberedRow]:
-    unused = sorted({key for _, row in rows for key in row if key not in known})
+def _select_columns(rows: Sequence[NumberedRow], columns: Collection[str], where: str) -> list[NumberedRow]:
+    unused = sorted({key for _, row in rows for key in row if key not in columns})
     if unused:
-        _LOG.info("%s: columns that are not used: %s", where, ", ".join(unused))
-    return [(number, {key: value for key, value in row.items() if key in known}) for number, row in rows]
+        _LOG.info("%s: unused columns: %s", where, ", ".join(unused))
+    return [(number, {key: value for key, value in row.items() if key in columns}) for number, row in rows]
 
 
-def _read(named: _Named) -> tuple[list[NumberedRow], list[Problem], bool]:
-    """The rows, what is wrong, and whether they come from a table, whose columns are the same in every row."""
-    path = Path(named.place).expanduser()
+def _read(address: _Address) -> tuple[list[NumberedRow], list[ConfigError], bool]:
+    """Return rows, errors, and True for a table, whose rows all have the same columns."""
+    path = Path(address.place).expanduser()
     if path.is_dir():
-        return *_load(named, str(path)), True
+        return *_load(address, str(path)), True
     readers = {".jsonl": scan_jsonl, ".json": scan_json, ".csv": _scan_csv, ".parquet": _scan_arrow}
     read = {**readers, ".arrow": _scan_arrow}.get(path.suffix.lower())
     if read is not None:
-        if named.split != DEFAULT_SPLIT:
-            return [], [Problem(named.place, f"a file is the split '{DEFAULT_SPLIT}'; it has no '{named.split}'")], True
-        rows, problems = read(path)
-        return rows, problems, path.suffix.lower() not in (".json", ".jsonl")
+        if address.split != DEFAULT_SPLIT:
+            return (
+                [],
+                [ConfigError(address.place, f"a file is the split '{DEFAULT_SPLIT}'; it has no '{address.split}'")],
+                True,
+            )
+        rows, errors = read(path)
+        return rows, errors, path.suffix.lower() not in (".json", ".jsonl")
     if path.is_file():
         kinds = ", ".join([*readers, ".arrow"])
-        return [], [Problem(named.place, f"a file of kind '{path.suffix}' cannot be read; known: {kinds}")], True
-    if named.place.startswith((".", "/", "~")) or named.place.count("/") > 1:
-        return [], [Problem(named.place, unreadable(path, FileNotFoundError()))], True
-    return *_load(named, named.place), True
+        return [], [ConfigError(address.place, f"a file of kind '{path.suffix}' cannot be read; known: {kinds}")], True
+    if address.place.startswith((".", "/", "~")) or address.place.count("/") > 1:
+        return [], [ConfigError(address.place, describe_unreadable(path, FileNotFoundError()))], True
+    return *_load(address, address.place), True
 
 
-def _scan_csv(path: Path) -> tuple[list[NumberedRow], list[Problem]]:
-    """Cells are texts, whatever they look like; ``messages`` and ``extra_info`` are JSON, and empty when absent."""
+def _scan_csv(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
+    """Cells are texts; ``messages`` and ``extra_info`` are JSON, and empty if absent."""
     rows: list[NumberedRow] = []
-    problems: list[Problem] = []
+    errors: list[ConfigError] = []
     limit = csv.field_size_limit(sys.maxsize)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             for line, cells in _records(file):
-                problems += _add_cells(rows, line, cells, path)
+                errors += _add_cells(rows, line, cells, path)
     except OSError as error:
-        return [], [Problem(str(path), unreadable(path, error))]
+        return [], [ConfigError(str(path), describe_unreadable(path, error))]
     except (UnicodeDecodeError, csv.Error) as error:
-        problems.append(Problem(str(path), f"not CSV in UTF-8: {error}"))
+        errors.append(ConfigError(str(path), f"not CSV in UTF-8: {error}"))
     finally:
         csv.field_size_limit(limit)
-    return rows, problems
+    return rows, errors
 
 
 def _records(file: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each record and the line it begins on."""
+    """Yield each record and its first line."""
     reader = csv.DictReader(file, strict=True, restkey="")
     line = 1 + (reader.line_num if reader.fieldnames else 0)
     for cells in reader:
@@ -189,11 +235,11 @@ def _records(file: Any) -> Iterator[tuple[int, dict[str, Any]]]:
         line = reader.line_num + 1
 
 
-def _add_cells(rows: list[NumberedRow], line: int, cells: Mapping[str, Any], path: Path) -> list[Problem]:
+def _add_cells(rows: list[NumberedRow], line: int, cells: Mapping[str, Any], path: Path) -> list[ConfigError]:
     try:
         rows.append((line, _cells(cells)))
     except ValueError as error:
-        return [Problem(f"{path}:{line}", str(error))]
+        return [ConfigError(f"{path}:{line}", str(error))]
     return []
 
 
@@ -218,16 +264,16 @@ def _cell(name: str, text: str) -> Any:
     return text
 
 
-def _scan_arrow(path: Path) -> tuple[list[NumberedRow], list[Problem]]:
-    """A Parquet or Arrow file by the library that ``datasets`` reads them with, without its copy in a cache."""
+def _scan_arrow(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
+    """Reads with pyarrow instead of ``datasets``, whose cache would hold a copy."""
     if not path.is_file():
-        return [], [Problem(str(path), unreadable(path, FileNotFoundError()))]
+        return [], [ConfigError(str(path), describe_unreadable(path, FileNotFoundError()))]
     try:
         import pyarrow as pa
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
-        return [], [Problem(str(path), str(MissingExtra("datasets", "data")))]
+        return [], [ConfigError(str(path), str(MissingExtra("datasets", "data")))]
     try:
         if path.suffix.lower() == ".parquet":
             table = pyarrow.parquet.read_table(path)
@@ -236,34 +282,35 @@ def _scan_arrow(path: Path) -> tuple[list[NumberedRow], list[Problem]]:
                 table = _arrow_table(pa, source)
         return list(enumerate(table.to_pylist(), start=1)), []
     except (pa.ArrowException, OSError) as error:
-        return [], [Problem(str(path), f"cannot be read: {error}")]
+        return [], [ConfigError(str(path), f"cannot be read: {error}")]
 
 
 def _arrow_table(pa: Any, source: Any) -> Any:
     try:
         return pa.ipc.open_file(source).read_all()
-    except pa.ArrowInvalid:  # The stream form has no footer, and is what ``datasets`` writes.
+    except pa.ArrowInvalid:  # The stream format, which ``datasets`` writes, has no footer.
         source.seek(0)
         return pa.ipc.open_stream(source).read_all()
 
 
-def _load(named: _Named, place: str) -> tuple[list[NumberedRow], list[Problem]]:
-    """A folder or a hub name, by ``datasets``."""
+def _load(address: _Address, place: str) -> tuple[list[NumberedRow], list[ConfigError]]:
     try:
         import datasets
     except ImportError:
-        return [], [Problem(named.place, str(MissingExtra("datasets", "data")))]
+        return [], [ConfigError(address.place, str(MissingExtra("datasets", "data")))]
     folder = Path(place)
     try:
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-            found: Any = datasets.load_from_disk(place)
+            splits: Any = datasets.load_from_disk(place)
         else:
             name, _, configuration = (place, "", "") if folder.is_dir() else place.partition(":")
-            found = datasets.load_dataset(name, configuration or None)
-        if not isinstance(found, datasets.DatasetDict):
-            found = {DEFAULT_SPLIT: found}
-        if named.split not in found:
-            return [], [Problem(named.place, f"has no split '{named.split}'{hint(named.split, list(found))}")]
-        return list(enumerate(found[named.split], start=1)), []
-    except Exception as error:  # noqa: BLE001 - loading raises what file systems, the hub and parsers raise
-        return [], [Problem(named.place, f"cannot be loaded: {type(error).__name__}: {error}")]
+            splits = datasets.load_dataset(name, configuration or None)
+        if not isinstance(splits, datasets.DatasetDict):
+            splits = {DEFAULT_SPLIT: splits}
+        if address.split not in splits:
+            return [], [
+                ConfigError(address.place, f"has no split '{address.split}'{hint(address.split, list(splits))}")
+            ]
+        return list(enumerate(splits[address.split], start=1)), []
+    except Exception as error:  # noqa: BLE001 - file systems, the hub and parsers raise any error
+        return [], [ConfigError(address.place, f"cannot be loaded: {type(error).__name__}: {error}")]

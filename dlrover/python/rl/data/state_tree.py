@@ -1,11 +1,12 @@
-"""A tree of plain values as a JSON skeleton and flat buffers, and back: the same values, the same types, never pickled.
+# SPDX-License-Identifier: Apache-2.0
+"""A tree of plain values as a JSON skeleton and flat buffers, and back: the same values and types, without pickle.
 
 A tree is made of dict and OrderedDict (keys: str, int, bool, None and tuples of these), list, tuple, str, int, float,
-bool, None, bytes, numpy arrays and scalars, and torch tensors. Numbers and texts go into the skeleton; the content of
-arrays, tensors and bytes goes into buffers, which are views of the originals where those are contiguous.
+bool, None, bytes, numpy arrays and scalars, and torch tensors. Numbers and texts go into the skeleton; arrays, tensors
+and bytes go into buffers, which are views of contiguous originals.
 
-What is not kept: strides (arrays come back C-contiguous), aliasing (two views of one storage come back as two), a
-tensor's device and ``requires_grad`` (tensors come back on the CPU), and attributes set on an OrderedDict.
+Not kept: strides (arrays come back C-contiguous), aliasing, a tensor's device and ``requires_grad`` (tensors come back
+on the CPU), and attributes of an OrderedDict.
 """
 
 import json
@@ -20,63 +21,54 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dlrover.python.rl.common.errors import DataError, Problem
+from dlrover.python.rl.common.errors import ConfigError, DataError
 
 MAX_DEPTH = 100
 """Levels of nesting. A tree that contains itself has more."""
 
 _PLAIN_KINDS = "biufcSUmM"
 _JSON_INT = 2**63
-_MOST_PROBLEMS = 20
+_MAX_ERRORS = 20
 
 
 class StateTree(NamedTuple):
-    """A tree taken apart.
+    """``skeleton`` is UTF-8 JSON; ``buffers`` are contiguous bytes, one per array, tensor and bytes object, in its
+    order.
 
-    Attributes:
-        skeleton: UTF-8 JSON.
-        buffers: contiguous bytes, one per array, tensor and bytes object, in the skeleton's order. They may be views
-            of the tree's own memory: change nothing there while they are in use.
-    """
+    Buffers may be views of the tree's own memory: do not change it while they are in use."""
 
     skeleton: bytes
     buffers: list[memoryview]
 
 
 def dump(tree: Any) -> StateTree:
-    """Take ``tree`` apart.
-
-    Raises:
-        DataError: it holds something else than listed above; names the place of each (``state['optimizer'][3]``).
-    """
+    """Raise DataError if the tree holds anything not listed above, with each location (``state['optimizer'][3]``)."""
     dumper = _Dumper()
     node = dumper.node(tree, "state", 0)
-    if dumper.problems:
-        raise DataError(dumper.problems)
+    if dumper.errors:
+        raise DataError(dumper.errors)
     text = json.dumps(node, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return StateTree(text.encode("utf-8", "surrogatepass"), dumper.buffers)
 
 
 def load(skeleton: bytes, buffers: Sequence[memoryview]) -> Any:
-    """Put a tree together again.
-
-    Arrays and tensors are views of the buffers that can be written to, and copies of the others.
+    """Rebuild a tree. Arrays and tensors are views of writable buffers and copies of others.
 
     Raises:
-        DataError: the skeleton is none, or does not fit the buffers.
+        DataError: the skeleton is invalid or does not fit the buffers.
     """
     try:
         return _Loader(buffers).value(json.loads(skeleton.decode("utf-8", "surrogatepass")))
     except (ValueError, TypeError, LookupError, AttributeError, struct.error) as error:
-        raise DataError(f"this is no saved state: {error}") from error
+        raise DataError(f"not a saved state: {error}") from error
 
 
-# -- taking apart -----------------------------------------------------------------------------------------------------
+# -- dump ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _At:
-    """The place of a node, written out only when it is needed."""
+    """The location of a node, formatted only on demand."""
 
     parent: "_At | str"
     key: Any
@@ -90,8 +82,8 @@ class _Dumper:
 
     def __init__(self) -> None:
         self.buffers: list[memoryview] = []
-        self.problems: list[Problem] = []
-        self._torch = sys.modules.get("torch")  # where torch was never imported, no value is a tensor
+        self.errors: list[ConfigError] = []
+        self._torch = sys.modules.get("torch")  # without torch imported, no value is a tensor
         self._containers: dict[type, Callable[[Any, _At | str, int], Any]] = {
             list: self._items,
             tuple: lambda value, at, depth: {"tuple": self._items(value, at, depth)},
@@ -100,7 +92,6 @@ class _Dumper:
         }
 
     def node(self, value: Any, at: _At | str, depth: int) -> Any:
-        """The JSON node of ``value``, which stands at ``at``."""
         kind = type(value)
         if kind is str or kind is bool or value is None:
             return value
@@ -157,8 +148,8 @@ class _Dumper:
         return len(self.buffers) - 1
 
     def _refuse(self, at: _At | str, what: str) -> None:
-        if len(self.problems) < _MOST_PROBLEMS:
-            self.problems.append(Problem(str(at), what))
+        if len(self.errors) < _MAX_ERRORS:
+            self.errors.append(ConfigError(str(at), what))
 
 
 _ALLOWED = "dict, list, tuple, str, int, float, bool, None, bytes, numpy arrays and torch tensors"
@@ -188,7 +179,7 @@ def _array_bytes(array: npt.NDArray[Any]) -> memoryview:
     return flat.view(np.uint8).data
 
 
-# -- putting together -------------------------------------------------------------------------------------------------
+# -- load ------------------------------------------------------------------------------------------------------------
 
 
 class _Loader:
@@ -209,7 +200,6 @@ class _Loader:
         }
 
     def value(self, node: Any) -> Any:
-        """What the JSON node stands for."""
         if isinstance(node, list):
             return [self.value(item) for item in node]
         if isinstance(node, dict):

@@ -1,1 +1,0 @@
-"""Environments, verifiers and built-in tasks."""

@@ -1,1 +1,0 @@
-"""The master: its loop, the command line, progress, submitting."""

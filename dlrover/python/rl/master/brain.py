@@ -1,4 +1,5 @@
-"""The pure machine with its journal: an event is saved before its commands are handed out."""
+# SPDX-License-Identifier: Apache-2.0
+"""The pure machine with its journal: an event is saved before its commands are returned."""
 
 import os
 from pathlib import Path
@@ -8,25 +9,21 @@ from dlrover.python.rl.common.errors import JobConflict
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.commands import Command
-from dlrover.python.rl.control.events import Event, RoleTerms, Submitted
+from dlrover.python.rl.control.events import Event, RoleSettings, Submitted
 from dlrover.python.rl.control.journal import decode, encode
 from dlrover.python.rl.control.machine import outstanding, replay, step
 from dlrover.python.rl.control.state import JobState
-from dlrover.python.rl.runtime.inspection import Inspection
-from dlrover.python.rl.runtime.state_store import FileStateStore, StateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore
+from dlrover.python.rl.runtime.process.inspection import Inspection
 
 JOURNAL = "journal.jsonl"
 
 
 class Brain:
-    """Takes events in, keeps the journal and the state, hands commands out.
-
-    Args:
-        store: where the journal is; what it holds already is replayed.
-        clock: the time that events are noted with.
+    """Replays the journal of ``store``, then journals events and returns their commands.
 
     Raises:
-        JournalCorrupt: the journal cannot be trusted.
+        JournalCorrupt: the journal is damaged.
     """
 
     def __init__(self, store: StateStore, clock: Clock | None = None) -> None:
@@ -34,11 +31,7 @@ class Brain:
         self.state: JobState = replay(decode(store.read()))
 
     def handle(self, event: Event) -> tuple[Command, ...]:
-        """Save ``event``, step, and return what shall be done. An event that changes nothing is not saved.
-
-        Raises:
-            OSError: it could not be saved; nothing has changed.
-        """
+        """Save ``event``, unless it changes nothing, and return its commands; after an OSError nothing has changed."""
         at_s = self._clock.wall_s()
         state, commands = step(self.state, event, at_s)
         if state is self.state:
@@ -48,16 +41,14 @@ class Brain:
         return commands
 
     def outstanding(self) -> tuple[Command, ...]:
-        """What a master that has just come back must have under way."""
         return outstanding(self.state)
 
     def close(self) -> None:
-        """Give the journal back."""
         self._store.close()
 
 
 def new_run() -> str:
-    """What tells a run apart from every other run of its name."""
+    """An id that tells a run from all others of the same job name."""
     return os.urandom(4).hex()
 
 
@@ -67,15 +58,15 @@ def submission(job: JobSpec, run: str, inspection: Inspection, brain: Brain) -> 
     Raises:
         JobConflict: the journal already holds a job.
     """
-    if brain.state.terms is not None:
-        raise JobConflict(f"the journal already holds a run of '{brain.state.terms.job}'")
+    if brain.state.settings is not None:
+        raise JobConflict(f"the journal already holds a run of '{brain.state.settings.job}'")
     limits = job.restart
-    most = {role.upper(): limit for role, limit in limits.workload_max_restart.items()}
+    max_restarts = {role.upper(): limit for role, limit in limits.workload_max_restart.items()}
     return Submitted(
         job=job.name,
         run=run,
         roles={
-            str(role): RoleTerms(spec.num, inspection.scope_of(role), spec.standby, most.get(role))
+            str(role): RoleSettings(spec.num, inspection.scope_of(role), spec.standby, max_restarts.get(role))
             for role, spec in job.workloads.items()
         },
         job_max_restart=limits.job_max_restart,
@@ -87,7 +78,7 @@ def submission(job: JobSpec, run: str, inspection: Inspection, brain: Brain) -> 
 
 
 def fresh_journal(job: JobSpec) -> Path:
-    """Where this run's journal goes, on the machine that keeps it. An earlier run's is kept beside it, numbered."""
+    """Prepare the job's directory and return the journal's path; an earlier run's journal is renamed."""
     job.job_dir.mkdir(parents=True, exist_ok=True)
     description = job.job_dir / "job.yaml"
     description.write_text(job_to_yaml(job, hide_secrets=True), encoding="utf-8")
@@ -100,16 +91,16 @@ def fresh_journal(job: JobSpec) -> Path:
 
 
 def earlier_journal(job: JobSpec, run: str) -> Brain | None:
-    """The brain that an earlier process of this run's master has left in its journal, None when it had not begun.
+    """The brain of an earlier process of this run's master, from its journal; None when that had not begun.
 
     Raises:
-        JournalCorrupt: there is a journal that cannot be trusted: nobody can say what it was.
+        JournalCorrupt: the journal is damaged.
     """
     journal = job.job_dir / JOURNAL
     if not journal.exists():
         return None
     brain = Brain(FileStateStore(journal, must_exist=True))
-    if brain.state.terms is not None and brain.state.terms.run == run:
+    if brain.state.settings is not None and brain.state.settings.run == run:
         return brain
     brain.close()
     return None

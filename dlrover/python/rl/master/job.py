@@ -1,14 +1,18 @@
-"""Planning, running and submitting jobs from Python; the command line is a thin layer over this module."""
+# SPDX-License-Identifier: Apache-2.0
+"""Checks, runs and submits jobs from Python; the command line is a thin layer over this module."""
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
-from dlrover.python.rl.common.errors import CallError, InvalidJob, JobConflict, JobFailed, MasterLost, Problem
+from dlrover.python.rl.common.errors import CallError, ConfigError, InvalidJob, JobConflict, JobFailed, MasterLost
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import master_name
 from dlrover.python.rl.config.builder import JobBuilder
@@ -17,16 +21,38 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.placement import Placement, plan
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.brain import fresh_journal, new_run
-from dlrover.python.rl.master.interrupts import Interrupts
 from dlrover.python.rl.master.local import run_local
 from dlrover.python.rl.master.rl_master import RLMaster
 from dlrover.python.rl.master.status import JobStatus, Position, Update
-from dlrover.python.rl.runtime.durability import forget_commits
-from dlrover.python.rl.runtime.inspection import Inspection, inspect_in_child, inspect_job
-from dlrover.python.rl.runtime.ray.actors import ask, end, find, launch, sweep, wait_gone
-from dlrover.python.rl.runtime.ray.cluster import ray_cluster
-from dlrover.python.rl.runtime.state_store import FileStateStore
+from dlrover.python.rl.runtime.checkpoint.commits import forget_commits
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
+from dlrover.python.rl.runtime.process.inspection import Inspection, inspect_in_child, inspect_job
+from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
+from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, launch, sweep, wait_gone
 from dlrover.python.rl.trainer.trainer import Reporter, StepReport
+
+
+class Interrupts:
+    """Counts Ctrl-C while it is entered, so that it interrupts no line. Outside the main thread it counts nothing."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: Any = None
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
 
 _LOG = get_logger(__name__)
 
@@ -37,7 +63,7 @@ _ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """A job that may start: its plan, and what inspecting its classes found."""
+    """A job without errors, its placement, and the inspection of its classes."""
 
     job: JobSpec
     placement: Placement
@@ -45,64 +71,56 @@ class CheckedJob:
 
 
 def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
-    """Find everything that speaks against starting ``job``. Nothing is started.
+    """Find all errors of ``job`` without starting anything.
 
-    Args:
-        job: what to check.
-        local: the job shall run in this process, so its classes are imported here; otherwise a child imports them.
+    ``local`` jobs run in this process, so their classes are imported here; otherwise a child process imports them.
 
     Raises:
-        InvalidJob: with every problem.
+        InvalidJob: with all errors.
     """
     job = replace(job, work_dir=job.work_dir or str(Path.cwd()), search_path=job.search_path or search_folders())
-    placement, problems = plan(job)
-    problems += _job_dir_problems(job.job_dir)
+    placement, errors = plan(job)
+    errors += _validate_job_dir(job.job_dir)
     inspection = inspect_job(job) if local else inspect_in_child(job)
-    problems += inspection.problems
+    errors += inspection.errors
     if local:
-        problems += inspection.single_process_refusals
-    if problems or placement is None:
-        raise InvalidJob(problems)
+        errors += inspection.single_process_refusals
+    if errors or placement is None:
+        raise InvalidJob(errors)
     return CheckedJob(job, placement, inspection)
 
 
 def check_described(describe: Callable[[], JobSpec], local: bool = False) -> CheckedJob:
-    """Like :func:`check_job` for a job that is still to be read: the problems of reading it come together with those of
-    what could be read.
-
-    Raises:
-        InvalidJob: with every problem.
-    """
+    """Like :func:`check_job` for a job that ``describe`` reads: the errors of reading it and of the rest together."""
     try:
         job = describe()
     except InvalidJob as error:
-        raise InvalidJob([*error.problems, *_further_problems(error, local)]) from None
+        raise InvalidJob([*error.errors, *_validate_further(error, local)]) from None
     return check_job(job, local)
 
 
-def _further_problems(error: InvalidJob, local: bool) -> list[Problem]:
+def _validate_further(error: InvalidJob, local: bool) -> list[ConfigError]:
     if error.salvaged is None:
         return []
     try:
         check_job(error.salvaged, local)
     except InvalidJob as more:
-        said = {problem.where for problem in error.problems}
-        return [problem for problem in more.problems if problem.where not in said]
+        places = {fault.where for fault in error.errors}
+        return [fault for fault in more.errors if fault.where not in places]
     return []
 
 
-def _job_dir_problems(folder: Path) -> list[Problem]:
-    """The job's directory has to be one that can be made and written to."""
+def _validate_job_dir(folder: Path) -> list[ConfigError]:
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():
-        return [Problem("job_dir", f"{existing} is a file, not a folder")]
+        return [ConfigError("job_dir", f"{existing} is a file, not a folder")]
     if not os.access(existing, os.W_OK | os.X_OK):
-        return [Problem("job_dir", f"{existing} cannot be written to")]
+        return [ConfigError("job_dir", f"{existing} cannot be written to")]
     return []
 
 
 def _quiet(report: StepReport) -> None:
-    """Show nothing."""
+    """Drop the report."""
 
 
 def run_here(checked: CheckedJob, report: Reporter = _quiet) -> JobStatus:
@@ -116,19 +134,19 @@ def run_on_ray(
 ) -> JobStatus:
     """Run a checked job under an :class:`RLMaster` and follow it to its end.
 
-    The first Ctrl-C stops the job in good order, at whatever point it is. A second one stops waiting for that: a
-    cluster that was started here ends at once, on a shared one the master goes on stopping.
+    The first Ctrl-C stops the job in good order. A second one stops waiting for that: a cluster that was started here
+    ends at once; on a shared one the master continues to stop the job.
 
     Args:
         checked: what to run.
-        report: where step reports go.
-        address: of a running cluster; None starts one for the job alone.
-        connected: this process is connected to Ray already; ``address`` is not used.
+        report: receives step reports.
+        address: of a running cluster; None starts one for this job.
+        connected: this process is connected to Ray already; ``address`` is ignored.
 
     Raises:
         JobConflict: a job of this name is running on the cluster.
         ClusterUnavailable: no Ray.
-        MasterLost: the master died, and what it left behind was ended; or it does not answer, and nothing was touched.
+        MasterLost: the master died, and its processes were ended; or it does not answer, and nothing was touched.
     """
     name, total = checked.job.name, dict(checked.placement.total)
     total["cpu"] = total.get("cpu", 0.0) + checked.job.master.cpu
@@ -139,7 +157,7 @@ def run_on_ray(
             master = start_master(checked)
             status = follow(master, report, interrupts)
         except MasterLost:
-            # One that is there but does not answer still owns its job, which may be somebody else's.
+            # A master that exists but does not answer still owns its job, which may not be this one.
             if find(master_name(name)) is None:
                 sweep(name)
             raise
@@ -149,7 +167,7 @@ def run_on_ray(
 
 
 def start_master(checked: CheckedJob) -> Any:
-    """Launch the master of a checked job on the connected cluster, start it, and return its handle.
+    """Launch and start the master of a checked job on the connected cluster.
 
     Raises:
         JobConflict: a job of this name is running.
@@ -166,31 +184,26 @@ def start_master(checked: CheckedJob) -> Any:
 
 
 def _clear_the_name(name: str) -> None:
-    """Remove what an earlier job of this name has left; one that has not ended keeps the name."""
+    """Remove the remains of an earlier job of this name; a job that has not ended keeps the name."""
     earlier = find(master_name(name))
     if earlier is not None and not ask(earlier.status.remote, _ANSWER_S).phase.terminal:
         raise JobConflict(f"a job named '{name}' is running on this cluster: stop it first or choose another name")
-    for left in sweep(name):
-        if left != master_name(name):
-            _LOG.warning("ended %s, which a job of this name had left behind", left)
+    for actor in sweep(name):
+        if actor != master_name(name):
+            _LOG.warning("ended %s, which a job of this name had left behind", actor)
     wait_gone(master_name(name), _ANSWER_S)
 
 
 def stop_master(master: Any, reason: str) -> None:
-    """Ask a job to end."""
     ask(lambda: master.stop.remote(reason), _ANSWER_S)
 
 
 def follow(
     master: Any, report: Reporter = _quiet, interrupts: Interrupts | None = None, deadline_s: float | None = None
 ) -> JobStatus:
-    """Pass reports on until the job has ended, and return how.
+    """Pass step reports to ``report`` until the job has ended, and return its status.
 
-    Args:
-        master: the master's handle.
-        report: where step reports go.
-        interrupts: the first stops the job, the second ends the waiting.
-        deadline_s: seconds to wait at most; None waits as long as the job runs.
+    The first of ``interrupts`` stops the job, the second ends the waiting, as does ``deadline_s``.
     """
     position, stopping, began_s = Position(), False, time.monotonic()
     while True:
@@ -220,10 +233,9 @@ class RLJob:
         self._builder = builder
 
     def spec(self, job_name: str) -> JobSpec:
-        """The job under a name."""
         return self._builder.spec(job_name)
 
-    def submit(  # noqa: PLR0913 -- the original signature, and where to run
+    def submit(  # noqa: PLR0913 -- upstream DLRover's signature, and where to run
         self,
         job_name: str,
         blocking: bool = True,
@@ -237,24 +249,24 @@ class RLJob:
 
         Args:
             job_name: a DNS label, unique on the cluster.
-            blocking: wait for its end. False returns once it has begun; this needs ``address``, since a cluster that
-                is started here ends with this process.
-            master_cpu: logical CPUs reserved for the master.
-            master_memory: memory reserved for the master, in MB.
-            job_max_restart: restarts of the whole job. This and the two above default to what the job says.
-            address: of a running Ray cluster; None starts one for the job alone.
+            blocking: False returns once the job has begun; it needs ``address``, since a cluster that is started here
+                ends with this process.
+            master_cpu: logical CPUs reserved for the master; by default those of the job.
+            master_memory: memory reserved for the master, in MB; by default that of the job.
+            job_max_restart: restarts of the whole job; by default those of the job.
+            address: of a running Ray cluster; None starts one for this job.
             local: run in this process, without Ray.
 
         Raises:
-            InvalidJob: the job has problems; all are listed, nothing was started.
+            InvalidJob: with all errors; nothing was started.
             CallError: not blocking, and no ``address``.
             JobFailed: it ended in failure; carries the first cause and its traceback.
         """
         if not blocking and address is None:
             raise CallError("submit(blocking=False) needs address=: a cluster started here would end with this process")
         spec = self._builder.spec(job_name)
-        asked = {"cpu": master_cpu, "memory": master_memory}
-        master: dict[str, Any] = {name: float(amount) for name, amount in asked.items() if amount is not None}
+        amounts = {"cpu": master_cpu, "memory": master_memory}
+        master: dict[str, Any] = {name: float(amount) for name, amount in amounts.items() if amount is not None}
         spec = replace(
             spec,
             master=replace(spec.master, **master),
@@ -263,8 +275,8 @@ class RLJob:
         checked = check_job(spec, local)
         if not blocking:
             with ray_cluster(address, checked.placement.total):
-                begun: JobStatus = ask(start_master(checked).status.remote, _ANSWER_S)
-                return begun
+                initial: JobStatus = ask(start_master(checked).status.remote, _ANSWER_S)
+                return initial
         status = run_here(checked) if local else run_on_ray(checked, address=address)
         raise_if_failed(status)
         return status
@@ -292,12 +304,12 @@ class RLJobBuilder(JobBuilder):
         """Check the description.
 
         Raises:
-            InvalidJob: with every problem that can be seen without importing the classes.
+            InvalidJob: with all errors that can be found without importing the classes.
         """
         spec = self.spec("unnamed")
-        _, problems = plan(spec)
-        if problems:
-            raise InvalidJob(problems)
+        _, errors = plan(spec)
+        if errors:
+            raise InvalidJob(errors)
         return RLJob(self)
 
 

@@ -1,4 +1,5 @@
-"""Running a whole job in this process, by the same brain that runs it on a cluster."""
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a whole job in this process, with the same brain as on a cluster."""
 
 from collections import deque
 
@@ -8,9 +9,9 @@ from dlrover.python.rl.control.events import Event, StopRequested
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.master.brain import Brain, new_run, submission
 from dlrover.python.rl.master.status import JobStatus, status_of
-from dlrover.python.rl.runtime.inspection import Inspection
-from dlrover.python.rl.runtime.local.executor import LocalExecutor
-from dlrover.python.rl.runtime.state_store import MemoryStateStore, StateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import MemoryStateStore, StateStore
+from dlrover.python.rl.runtime.local_executor import LocalExecutor
+from dlrover.python.rl.runtime.process.inspection import Inspection
 from dlrover.python.rl.trainer.trainer import Reporter, StepReport
 
 
@@ -21,14 +22,9 @@ def run_local(
     store: StateStore | None = None,
     enforce_deadlines: bool = False,
 ) -> JobStatus:
-    """Run ``job`` to its end without Ray and return how it ended. Ctrl-C stops it in good order.
+    """Run ``job`` to its end without Ray; Ctrl-C stops it in good order. The journal is in memory by default.
 
-    Args:
-        job: what to run.
-        placement: the plan.
-        report: where step reports go.
-        store: where the journal goes; memory by default.
-        enforce_deadlines: let calls with a timeout fail when they take longer.
+    ``enforce_deadlines`` lets calls with a timeout fail when they take longer.
     """
     brain = Brain(store or MemoryStateStore())
     last: list[StepReport] = []
@@ -44,7 +40,7 @@ def run_local(
     def emit(event: Event) -> None:
         for command in brain.handle(event):
             if isinstance(command, Release):
-                commands.clear()  # what was still to begin shall not
+                commands.clear()  # starts that are still pending
             commands.append(command)
 
     try:

@@ -1,7 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: ``dlrover-rl run|check|submit|status|stop``.
 
-Exit codes: 0 the job finished; 1 it failed; 2 the request was wrong and nothing was started; 3 it was stopped by
-somebody else; 4 Ray could not be reached; 5 the job's master was lost; 130 it was interrupted here (Ctrl-C).
+Exit codes: 0 the job finished; 1 it failed; 2 the request was wrong and nothing was started; 3 it was stopped from
+elsewhere; 4 Ray could not be reached; 5 the job's master was lost; 130 it was interrupted here (Ctrl-C).
 """
 
 import ast
@@ -18,15 +19,14 @@ from rich.table import Table
 
 from dlrover.python.rl.common.errors import (
     ClusterUnavailable,
+    ConfigError,
     DLRoverRLError,
     InvalidJob,
     JobConflict,
     MasterLost,
-    Problem,
 )
 from dlrover.python.rl.common.log import configure_logging
-from dlrover.python.rl.common.names import check_job_name, master_name
-from dlrover.python.rl.common.nearest import hint
+from dlrover.python.rl.common.names import check_job_name, hint, master_name, package_version
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job, load_job_text
 from dlrover.python.rl.config.spec import JobSpec
@@ -41,9 +41,9 @@ from dlrover.python.rl.master.job import (
     stop_master,
 )
 from dlrover.python.rl.master.status import JobStatus
-from dlrover.python.rl.runtime.progress import ProgressView
-from dlrover.python.rl.runtime.ray.actors import ask, end, find, sweep, wait_gone
-from dlrover.python.rl.runtime.ray.cluster import ray_cluster
+from dlrover.python.rl.runtime.process.progress import ProgressView
+from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
+from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, sweep, wait_gone
 
 EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_MASTER_LOST, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
 
@@ -53,6 +53,7 @@ _FOLLOWER_S = 3.0
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_version(), prog_name="dlrover-rl")
 def cli() -> None:
     """Run RL post-training jobs."""
     configure_logging()
@@ -73,13 +74,13 @@ def run(job_file: str, overrides: tuple[str, ...], address: str | None, local: b
 @click.argument("overrides", nargs=-1)
 @click.option("--local", is_flag=True, help="Check for a run in one process.")
 def check(job_file: str, overrides: tuple[str, ...], local: bool) -> None:
-    """Print the resolved plan of JOB_FILE, or all of its problems."""
+    """Print the resolved plan of JOB_FILE, or all of its errors."""
     checked = check_described(lambda: load_job(job_file, overrides), local)
     click.echo(f"{job_to_yaml(checked.job, hide_secrets=True)}\n{describe(checked)}")
 
 
 def _literal(_: click.Context, option: click.Parameter, text: str) -> Any:
-    """A Python literal, as the original's options take them."""
+    """Parse a Python literal, as upstream DLRover's options do."""
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError) as error:
@@ -91,7 +92,7 @@ def _literal(_: click.Context, option: click.Parameter, text: str) -> Any:
 
 
 def _without_effect(_: click.Context, option: click.Parameter, value: Any) -> None:
-    """Options of the original that mean nothing here are taken, and said to mean nothing."""
+    """Accept an option of upstream DLRover that means nothing here, with a note."""
     if value is not None:
         why = "the master keeps its journal in the job's directory"
         click.echo(f"--{option.name} has no effect: {why}", err=True)
@@ -120,7 +121,7 @@ def _without_effect(_: click.Context, option: click.Parameter, value: Any) -> No
 @click.option("--address", help="A running Ray cluster; by default one is started for the job.")
 @click.option("--local", is_flag=True, help="Run everything in this process, without Ray.")
 def submit(job_name: str, rl_config: str, address: str | None, local: bool, **options: Any) -> None:
-    """Run a job given by the original's options, and wait for its end. An option wins over the job's own field."""
+    """Run a job given by upstream DLRover's options and wait for its end. An option overrides the job's field."""
     text = Path(rl_config).read_text(encoding="utf-8") if _is_file(rl_config) else rl_config
     _run(check_described(lambda: _with_options(load_job_text(text, job_name), options), local), address, local)
 
@@ -132,7 +133,7 @@ def _is_file(text: str) -> bool:
 def _with_options(job: JobSpec, options: dict[str, Any]) -> JobSpec:
     limits = {str(role).upper(): limit for role, limit in options["workload_max_restart"].items()}
     unknown = [
-        Problem("--workload_max_restart", f"the job has no role '{role}'{hint(role, job.workloads)}")
+        ConfigError("--workload_max_restart", f"the job has no role '{role}'{hint(role, job.workloads)}")
         for role in limits
         if role not in job.workloads
     ]
@@ -142,18 +143,18 @@ def _with_options(job: JobSpec, options: dict[str, Any]) -> JobSpec:
     restart = replace(
         job.restart,
         workload_max_restart={**own, **limits},
-        **_given(job_max_restart=options["job_max_restart"], trainer_max_restart=options["trainer_max_restart"]),
+        **_set_only(job_max_restart=options["job_max_restart"], trainer_max_restart=options["trainer_max_restart"]),
     )
     master = replace(
         job.master,
-        **_given(cpu=options["master_cpu"], memory=options["master_mem"], max_restart=options["master_max_restart"]),
+        **_set_only(cpu=options["master_cpu"], memory=options["master_mem"], max_restart=options["master_max_restart"]),
     )
     return replace(
-        job, restart=restart, master=master, **_given(scheduling_strategy=options["scheduling_strategy_type"])
+        job, restart=restart, master=master, **_set_only(scheduling_strategy=options["scheduling_strategy_type"])
     )
 
 
-def _given(**values: Any) -> dict[str, Any]:
+def _set_only(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -161,7 +162,7 @@ def _given(**values: Any) -> dict[str, Any]:
 @click.argument("job_name")
 @click.option("--address", default="auto", show_default=True)
 def status(job_name: str, address: str) -> None:
-    """Say how a running job is."""
+    """Show the status of a job."""
     _with_master(job_name, address, lambda master: _print_status(ask(master.status.remote, _ANSWER_S)))
 
 
@@ -169,14 +170,14 @@ def status(job_name: str, address: str) -> None:
 @click.argument("job_name")
 @click.option("--address", default="auto", show_default=True)
 def stop(job_name: str, address: str) -> None:
-    """End a running job in good order."""
+    """Stop a running job in good order."""
 
     def act(master: Any) -> None:
         stop_master(master, "stopped from the command line")
         try:
             ended = follow(master, deadline_s=_STOP_S)
             if ended.phase.terminal:
-                # Whoever runs the job follows it too, and removes the master when it has read the end.
+                # The process that runs the job follows it too, and removes the master when it has read the end.
                 wait_gone(master_name(job_name), _FOLLOWER_S)
         except MasterLost:
             click.echo(f"{job_name}: ended")
@@ -193,23 +194,25 @@ def _with_master(job_name: str, address: str, act: Callable[[Any], None]) -> Non
     try:
         check_job_name(job_name)
     except ValueError as error:
-        raise InvalidJob([Problem("job_name", str(error))]) from error
+        raise InvalidJob([ConfigError("job_name", str(error))]) from error
     with ray_cluster(address, {}):
         master = find(master_name(job_name))
         if master is None:
-            left = sweep(job_name)
-            what = f"no job named '{job_name}' on this cluster"
-            raise InvalidJob([Problem("job_name", f"{what}; ended what it had left: {left}" if left else what)])
+            leftovers = sweep(job_name)
+            text = f"no job named '{job_name}' on this cluster"
+            raise InvalidJob(
+                [ConfigError("job_name", f"{text}; ended its leftovers: {leftovers}" if leftovers else text)]
+            )
         act(master)
 
 
 def _print_status(answer: JobStatus) -> None:
     of = f"/{answer.total_steps}" if answer.total_steps else ""
     click.echo(f"{answer.name}: {answer.phase.value}, step {answer.step}{of}, restarts {answer.restarts}")
-    for what, times in answer.recoveries.items():
-        click.echo(f"  {what} recovered {times} time{'s' if times != 1 else ''}")
-    for who, node, pid in answer.members:
-        click.echo(f"  {who:<16} {node} pid {pid}")
+    for subject, times in answer.recoveries.items():
+        click.echo(f"  {subject} recovered {times} time{'s' if times != 1 else ''}")
+    for process, node, pid in answer.members:
+        click.echo(f"  {process:<16} {node} pid {pid}")
     if answer.reason:
         click.echo(f"  {answer.reason}")
 
@@ -250,11 +253,11 @@ def _run(checked: CheckedJob, address: str | None, local: bool) -> None:
 
 
 def _print_summary(job: JobSpec) -> None:
-    """The closing figures, when the trainer wrote a ``summary.json`` that can be seen from here."""
+    """The closing metrics, when the trainer wrote a ``summary.json`` that can be seen from here."""
     file = job.job_dir / "summary.json"
     if not file.is_file():
         return
-    table = Table("figure", "value", title=job.name)
+    table = Table("metric", "value", title=job.name)
     for name, value in json.loads(file.read_text(encoding="utf-8")).items():
         table.add_row(str(name), str(value))
     Console(width=100).print(table)

@@ -1,15 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
 """``RLMaster``: the actor that runs one job.
 
-Its loop takes one event at a time from a queue that the executor's tasks fill; it never waits for anything else, and
-everything it is asked is answered on the same event loop, so an answer takes milliseconds whatever the job does.
+Its loop takes one event at a time from a queue that the executor's tasks fill, and waits for nothing else. Requests are
+answered on the same event loop, within milliseconds.
 
 ::
 
     executor's tasks --Event--> queue -> brain (journal, then state) --Command--> executor
     trainer: opened, progressed, renew      members and trainer: beat      people: status, follow, stop
 
-No call of the trainer passes through here: while the master is away the job goes on. Ray starts it again, it replays
-its journal, finds the processes by name, and has under way again what was under way.
+The trainer's calls do not pass through here, so the job goes on while the master is away. When Ray has restarted it, it
+replays its journal, finds the processes by name, and continues all outstanding commands.
 """
 
 import asyncio
@@ -20,9 +21,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from dlrover.python.rl.common.clock import SystemClock
 from dlrover.python.rl.common.errors import JobFailed, JournalCorrupt, StaleEpoch
 from dlrover.python.rl.common.log import configure_logging, get_logger
-from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.commands import Command, Release
 from dlrover.python.rl.control.events import (
@@ -40,15 +42,16 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState, MemberPhase, Phase
 from dlrover.python.rl.master.brain import Brain, earlier_journal, fresh_journal, submission
-from dlrover.python.rl.master.pulse import Pulse
+from dlrover.python.rl.master.hang_detector import HangDetector
 from dlrover.python.rl.master.status import JobStatus, Position, Update, recoveries, status_of
-from dlrover.python.rl.runtime.beats import Beat, leave
-from dlrover.python.rl.runtime.inspection import Inspection
-from dlrover.python.rl.runtime.ray.actors import current_actor, was_restarted
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore
+from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, leave
+from dlrover.python.rl.runtime.process.inspection import Inspection
+from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
-from dlrover.python.rl.runtime.ray.fleet import kill_process
-from dlrover.python.rl.runtime.ray.recovery import Replaced
-from dlrover.python.rl.runtime.state_store import FileStateStore, MemoryStateStore
+from dlrover.python.rl.runtime.ray.processes.actors import current_actor, was_restarted
+from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
+from dlrover.python.rl.runtime.ray.reservations import RunPlan
 from dlrover.python.rl.trainer.trainer import StepReport
 
 _LOG = get_logger(__name__)
@@ -61,24 +64,20 @@ _JOURNAL_PAUSE_S = 0.5
 
 
 class RLMaster:
-    """Runs one run of one job and answers for it.
-
-    Args:
-        job: what to run.
-        run: which run of it.
-        placement: where its members go.
-        inspection: what is known of its classes.
-    """
+    """Runs one run of one job."""
 
     def __init__(self, job: JobSpec, run: str, placement: Placement, inspection: Inspection) -> None:
         configure_logging("master")
         self._job, self._run_id, self._inspection = job, run, inspection
         self._brain = Brain(MemoryStateStore())
         self._fallen: JobState | None = None
-        self._executor = RayExecutor(job, run, placement, inspection.methods, current_actor())
+        plan = RunPlan(job, run, placement, inspection.methods)
+        self._executor = RayExecutor(plan, current_actor(), RayClusterApi())
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._news = asyncio.Condition()
-        self._pulse = Pulse(job, self._executor.beats, self._executor.process_of)
+        self._hang_detector = HangDetector(
+            job, self._executor.beats, self._executor.process_of, SystemClock(), self._executor.read_stacks
+        )
         self._condemned: dict[Event, Process | None] = {}
         self._reports: list[StepReport] = []
         self._dropped = 0
@@ -104,7 +103,7 @@ class RLMaster:
         self._live()
 
     async def resume(self) -> bool:
-        """Go on where an earlier process of this master ended; False when that had not begun."""
+        """Continue an earlier process of this master; False when that had not begun."""
         if self._tasks:
             return True
         try:
@@ -120,8 +119,8 @@ class RLMaster:
         return True
 
     async def _awake(self) -> bool:
-        """Whether the job has begun. A master that was started again comes back with the first word it hears, should
-        the word to itself be lost."""
+        """Return True if the job has begun. A restarted master resumes at the first request, in case its request to
+        itself was lost."""
         return bool(self._tasks) or (self._restarted and await self.resume())
 
     async def _come_back(self) -> None:
@@ -129,8 +128,8 @@ class RLMaster:
             await self._journalled(MasterStarted(pid=os.getpid()))
             state = self._state
             _LOG.warning("the master of %s is back: the job is %s", self._job.name, state.phase.value)
-            found = await self._executor.adopt(state, self._events.put_nowait)
-            _LOG.warning("%s: %d processes found alive", self._job.name, found)
+            alive = await self._executor.adopt(state, self._events.put_nowait)
+            _LOG.warning("%s: %d processes found alive", self._job.name, alive)
             for command in self._brain.outstanding():
                 self._executor.execute(command, self._events.put_nowait)
         except StaleEpoch as error:
@@ -142,14 +141,14 @@ class RLMaster:
 
     def _live(self) -> None:
         self._spawn(self._run())
-        self._spawn(self._watch_pulse())
+        self._spawn(self._watch_hangs())
         self._spawn(self._executor.watch_nodes(self._events.put_nowait))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:
             try:
                 await work
-            except Exception as error:  # noqa: BLE001 -- a watcher that ends in silence would be missed by nobody
+            except Exception as error:  # noqa: BLE001 -- nothing else would notice that a watcher has ended
                 _LOG.exception("%s: a task of the master failed", self._job.name)
                 await self._fall(error)
 
@@ -160,12 +159,12 @@ class RLMaster:
     async def _run(self) -> None:
         try:
             while not self._state.phase.terminal:
-                event = await self._events.get()  # waits: for news, which is what a job is
+                event = await self._events.get()  # waits: for the next event, as long as the job runs
                 await self._take(event)
                 await self._tell()
         except StaleEpoch as error:
-            leave(f"another process of this master has taken over: {error}")  # what is left to do is the other's
-        except Exception as error:  # noqa: BLE001 -- whatever breaks the loop must not leave a job that looks alive
+            leave(f"another process of this master has taken over: {error}")  # the rest is the other's task
+        except Exception as error:  # noqa: BLE001 -- a broken loop must not leave a job that looks alive
             _LOG.exception("the master's own loop failed")
             await self._fall(error)
         self._brain.close()
@@ -181,11 +180,11 @@ class RLMaster:
             _LOG.warning("%s: %s", self._job.name, line)
         condemned = self._condemned.pop(event, None)
         if condemned is not None and after is not before:
-            # Only now: what the journal has not taken in, a master that has been replaced must not do.
-            self._spawn(kill_process(condemned))
+            # Only after the event is journalled: a master that has been replaced must not act.
+            self._spawn(self._executor.kill_process(condemned))
 
     async def _journalled(self, event: Event) -> tuple[Command, ...]:
-        """What the brain answers. While the journal cannot be written nothing is decided: the disk may be emptied."""
+        """The brain's commands. While the journal cannot be written, for example on a full disk, nothing is decided."""
         for attempt in range(_JOURNAL_TRIES):
             try:
                 return self._brain.handle(event)
@@ -196,11 +195,11 @@ class RLMaster:
         return self._brain.handle(event)
 
     async def _fall(self, error: Exception) -> None:
-        """End the job when the loop itself cannot go on: release what it has, then say that it failed."""
+        """End the job when the loop cannot go on: release it, then report the failure."""
         state = self._brain.state
         released = asyncio.Event()
         self._executor.execute(Release(state.incarnation, final=True), lambda event: released.set())
-        with suppress(TimeoutError):  # what is left is logged by the executor; the failure is told all the same
+        with suppress(TimeoutError):  # the executor logs the rest; the failure is reported anyway
             await asyncio.wait_for(released.wait(), _RELEASE_S)
         cause = Cause(CauseKind.INTERNAL, "master", f"{type(error).__name__}: {error}", traceback.format_exc())
         self._fallen = replace(
@@ -213,11 +212,10 @@ class RLMaster:
         )
         await self._tell()
 
-    async def _watch_pulse(self) -> None:
-        """Look for processes that make no progress; kill each, with its stacks told."""
+    async def _watch_hangs(self) -> None:
         while not self._state.phase.terminal:
             await asyncio.sleep(self._job.liveness.beat_s)
-            for condemned in await self._pulse.hangs(self._state):
+            for condemned in await self._hang_detector.hangs(self._state):
                 self._condemned[condemned.event] = condemned.process
                 self._events.put_nowait(condemned.event)
 
@@ -225,47 +223,37 @@ class RLMaster:
     def _state(self) -> JobState:
         return self._fallen or self._brain.state
 
-    # -- what the job's processes say ---------------------------------------------------------------------------------
+    # -- requests of the job's processes -------------------------------------------------------------------------------
 
-    async def beat(self, beat: Beat) -> bool:
-        """Take a sign of life in. False: another process has taken the place of the one that beats."""
+    async def beat(self, beat: Heartbeat) -> bool:
+        """Record a heartbeat. False: another process has replaced the sender."""
         if not await self._awake():
-            return True  # nothing is known of anybody yet
-        if beat.who == "trainer":
+            return True  # the state is unknown yet
+        if beat.process_id == TRAINER_ID:
             self._executor.open_step = beat.step
-        return self._pulse.take(beat, self._state)
+        return self._hang_detector.take(beat, self._state)
 
     async def opened(self, epoch: int) -> None:
-        """The trainer has entered ``steps()``. Returns once that is in the journal: from then on the trainer relies on
-        it."""
+        """The trainer has entered ``steps()``. Returns once that is journalled, since the trainer relies on it."""
         self._events.put_nowait(StepsOpened(epoch))
         async with self._news:
-            taken = self._news.wait_for(lambda: self._state.opened or not self._state.phase.live)
-            await asyncio.wait_for(taken, _TAKEN_S)
+            recorded = self._news.wait_for(lambda: self._state.opened or not self._state.phase.live)
+            await asyncio.wait_for(recorded, _TAKEN_S)
 
     async def progressed(self, epoch: int, step: int) -> None:
-        """The trainer has committed ``step``."""
         self._events.put_nowait(Progressed(epoch, step))
 
     async def renew(  # noqa: PLR0913 -- what the trainer knows, one by one
         self, epoch: int, role: str, rank: int, incarnation: int, cause: Cause, wait_s: float
     ) -> Replaced | None:
-        """Who takes the place of a member that the trainer found dead; None: not yet, ask again.
-
-        Args:
-            epoch: of the trainer.
-            role: the member's role.
-            rank: its rank.
-            incarnation: the one that is dead.
-            cause: what the trainer saw.
-            wait_s: how long to wait for the replacement.
+        """The replacement of a member whose ``incarnation`` the trainer of ``epoch`` found dead; None: ask again.
 
         Raises:
             JobFailed: there will be none, or the trainer itself has been replaced.
         """
         if epoch < self._state.epoch:
             raise JobFailed(f"the trainer of epoch {epoch} has been replaced")
-        member = self._state.members.get(f"{role}[{rank}]")
+        member = self._state.members.get(ProcessId(role, rank))
         if member is not None and member.incarnation == incarnation and member.phase is MemberPhase.UP:
             node = member.process.node if member.process else ""
             self._events.put_nowait(MemberLost(role, rank, incarnation, cause, node))
@@ -278,9 +266,10 @@ class RLMaster:
     def _replaced(self, role: str, rank: int, incarnation: int) -> Replaced | None:
         state = self._state
         if state.phase is not Phase.RUNNING:
-            raise JobFailed(f"{role}[{rank}] is not replaced: the job is {state.phase.value}. {state.reason}".strip())
+            lost = ProcessId(role, rank)
+            raise JobFailed(f"{lost} is not replaced: the job is {state.phase.value}. {state.reason}".strip())
         num = self._job.workloads[RLRoleType(role)].num
-        group = {at: state.members.get(f"{role}[{at}]") for at in range(num)}
+        group = {at: state.members.get(ProcessId(role, at)) for at in range(num)}
         member = group.get(rank)
         if member is None or member.incarnation <= incarnation or member.phase is not MemberPhase.UP:
             return None
@@ -296,30 +285,28 @@ class RLMaster:
         )
 
     async def report(self, report: StepReport) -> None:
-        """Take a step report of the trainer in."""
         self._reports.append(report)
         if len(self._reports) > _KEPT_REPORTS:
             del self._reports[0]
             self._dropped += 1
         await self._tell()
 
-    # -- what people ask ----------------------------------------------------------------------------------------------
+    # -- requests of users ---------------------------------------------------------------------------------------------
 
     async def stop(self, reason: str) -> None:
         """Ask the job to end; returns at once."""
         self._events.put_nowait(StopRequested(reason))
 
     async def status(self) -> JobStatus:
-        """How the job is."""
         return status_of(self._job.name, self._state, self._reports[-1] if self._reports else None)
 
     async def follow(self, position: Position, timeout_s: float) -> Update:
-        """Wait for news after ``position`` (the first time: from the beginning), at most ``timeout_s`` seconds."""
+        """Wait up to ``timeout_s`` seconds for news after ``position``."""
         await self._awake()
-        seen, since = self._state, position.since(self._boot)
+        state, since = self._state, position.since(self._boot)
 
         def news() -> bool:
-            return self._state is not seen or self._end() > since or self._state.phase.terminal
+            return self._state is not state or self._end() > since or self._state.phase.terminal
 
         async with self._news:
             with suppress(TimeoutError):  # no news is an answer too

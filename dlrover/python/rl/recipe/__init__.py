@@ -1,1 +1,0 @@
-"""Ready jobs: trainers and the workloads of each role."""

@@ -1,26 +1,32 @@
-"""On-policy distillation: the policy's own samples, each token judged by a teacher, or by several."""
+# SPDX-License-Identifier: Apache-2.0
+"""On-policy distillation: one or several teachers compute the log-probs of each token of the policy's own samples."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from dlrover.python.rl.common.errors import InvalidJob, Problem
-from dlrover.python.rl.common.nearest import hint
-from dlrover.python.rl.common.roles import RLRoleType
-from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.engine.abilities import tells_likely_ids
-from dlrover.python.rl.recipe.config import PolicyConfig, Positive, RewardConfig, RolloutConfig, model_problems
-from dlrover.python.rl.recipe.drawing import over
-from dlrover.python.rl.recipe.policy_trainer import Opinion, PolicyTrainer
-from dlrover.python.rl.recipe.step_samples import Drawn
-from dlrover.python.rl.recipe.teacher import TeacherConfig
-from dlrover.python.rl.trainer.port import Pending
+from dlrover.python.rl.common.errors import ConfigError
+from dlrover.python.rl.common.names import RLRoleType, hint
+from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info
+from dlrover.python.rl.recipe.base.config import (
+    PolicyConfig,
+    Positive,
+    RewardConfig,
+    RolloutConfig,
+    TeacherConfig,
+    validate_model,
+)
+from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
+from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
+
+_TEACHER_COLUMNS = {"teacher_logprobs": "float32", "candidates": "int64"}
 
 
 @dataclass(frozen=True)
 class DistillationConfig(PolicyConfig):
-    """On-policy distillation. Rewards are logged, and nothing is learned from them."""
+    """On-policy distillation. Rewards are only logged."""
 
     prompts_per_step: Positive = 64
     """Prompts of one step; each is sampled ``rollout.samples_per_prompt`` times."""
@@ -29,82 +35,74 @@ class DistillationConfig(PolicyConfig):
     reward: RewardConfig = RewardConfig(function="dlrover.python.rl.environment.verifiers:unjudged")
 
     teachers: Mapping[str, TeacherConfig] = field(default_factory=dict)
-    """The teachers, each by the name of its role: ``{teacher: {model: ...}}``. Further ones are further roles of the
+    """The teachers by the names of their roles: ``{teacher: {model: ...}}``. Further ones are further roles of the
     job, of the class ``TeacherWorkload``."""
 
     top: Positive = 64
-    """How many ids each teacher tells of at each token, for ``vocabulary_distillation``."""
+    """Number of most likely ids that each teacher reports at each token, for ``vocabulary_distillation``."""
 
 
 class DistillationTrainer(PolicyTrainer):
-    """Roles ACTOR, ROLLOUT and REWARD, one for each teacher, and REFERENCE where the algorithm has a KL penalty.
+    """Roles ACTOR, ROLLOUT and REWARD, one for each teacher, and REFERENCE if the algorithm has a KL penalty.
 
     ::
 
         ACTOR weights -> ROLLOUT -> REWARD -> annotate -> ACTOR.update
-        problems ----------^  '-> TEACHER.judge -------------^
+        prompts -----------^  '-> TEACHER.teacher_logprobs ----^
     """
 
     config_class = DistillationConfig
     algorithm_name = "distillation"
-    given = PolicyTrainer.given | {"teacher_logprobs", "candidates"}
     cfg: DistillationConfig
 
+    @classmethod
+    def aux_outputs(cls, cfg: Any) -> list[AuxOutput]:
+        top = cfg.top if "candidates" in cls.needs_of(cfg) else 0
+        args = cfg.rollout.temperature, top
+        teachers = [
+            AuxOutput(role, "teacher_logprobs", _TEACHER_COLUMNS, args, init=(teacher.model, cfg.engine))
+            for role, teacher in cfg.teachers.items()
+        ]
+        return [*super().aux_outputs(cfg), *teachers]
+
     def init(self) -> None:
-        """The teachers have to understand the policy's tokens."""
         super().init()
         self.check_vocabularies(self.cfg.teachers)
 
-    def loading(self) -> list[Pending]:
-        """The teachers' models too."""
-        loading = super().loading()
-        for role, teacher in self.cfg.teachers.items():
-            init_model = self.group(role).init_model.options(blocking=False)
-            loading.append(init_model(teacher.model, self.cfg.engine))
-        return loading
-
-    def judged(self, step: int, drawn: Drawn) -> Batch:
-        """All rows, whatever became of their rewards; and what each of several teachers counts."""
-        rows = drawn.scored.with_columns(reward=np.nan_to_num(drawn.scored.dense("reward")))
+    def score(self, step: int, batch: StepBatch) -> StepBatch:
+        """Use all rows, with or without a reward; several teachers have weights."""
+        rows = batch.scored.with_columns(reward=np.nan_to_num(batch.scored.dense("reward")))
         weights = np.array([teacher.weight for teacher in self.cfg.teachers.values()], dtype=np.float32)
-        if len(weights) == 1:
-            return rows
-        return rows.with_columns(teacher_weights=np.tile(weights / weights.sum(), (len(rows), 1)))
-
-    def opinions(self, drawn: Drawn) -> Sequence[Opinion]:
-        """What the teachers say too."""
-        top = self.cfg.top if self.uses("candidates") else 0
-        columns, temperature = ("teacher_logprobs", "candidates"), self.cfg.rollout.temperature
-        judging = [over(self.group(role), "judge", len(drawn.scored)) for role in self.cfg.teachers]
-        told = [Opinion(columns, judge(drawn.samples, temperature, top)) for judge in judging]
-        return [*super().opinions(drawn), *told]
+        if len(weights) > 1:
+            rows = rows.with_columns(teacher_weights=np.tile(weights / weights.sum(), (len(rows), 1)))
+        return batch.with_train_rows(rows)
 
     @classmethod
-    def own_problems(cls, cfg: DistillationConfig, roles: Mapping[RLRoleType, int]) -> list[Problem]:
-        """What is wrong about the teachers."""
-        problems = [] if cfg.teachers else [Problem("config.teachers", "names no teacher: {teacher: {model: ...}}")]
-        drawn = cfg.prompts_per_step * cfg.rollout.samples_per_prompt
+    def validate_own(cls, cfg: DistillationConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        errors = [] if cfg.teachers else [ConfigError("config.teachers", "names no teacher: {teacher: {model: ...}}")]
+        samples = cfg.prompts_per_step * cfg.rollout.samples_per_prompt
         for name, teacher in cfg.teachers.items():
-            problems += model_problems(teacher.model, f"config.teachers.{name}.model")
+            errors += validate_model(teacher.model, f"config.teachers.{name}.model")
             if name.upper() not in roles:
-                what = f"the job has no role '{name}'{hint(name, [role.lower() for role in roles])}"
-                problems.append(Problem(f"config.teachers.{name}", what))
-            elif roles[RLRoleType(name)] > drawn:
-                what = f"{roles[RLRoleType(name)]} members cannot share {drawn} samples"
-                problems.append(Problem(f"workload.{name}.num", what))
-        try:
-            needs = cls.algorithm_of(cfg).needs.all
-        except InvalidJob:
-            return problems  # said already
+                message = f"the job has no role '{name}'{hint(name, [role.lower() for role in roles])}"
+                errors.append(ConfigError(f"config.teachers.{name}", message))
+            elif roles[RLRoleType(name)] > samples:
+                message = f"{roles[RLRoleType(name)]} members cannot share {samples} samples"
+                errors.append(ConfigError(f"workload.{name}.num", message))
+        needs = cls.needs_of(cfg)
+        if not needs:
+            return errors  # the algorithm's own error is reported already
         if "teacher_logprobs" not in needs:
-            problems.append(Problem("config.algorithm.name", "it does not look at teachers: use distillation"))
+            errors.append(ConfigError("config.algorithm.name", "it does not use teachers: use distillation"))
         if cfg.rollout.dynamic_filtering != "off":
-            what = "goes by rewards, from which nothing is learned here"
-            problems.append(Problem("config.rollout.dynamic_filtering", what))
-        if "candidates" in needs and not tells_likely_ids(cfg.engine.train):
-            what = f"{cfg.engine.train} does not tell the likely ids that {cfg.algorithm.get('name')} needs: use fsdp2"
-            problems.append(Problem("config.engine.train", what))
-        return problems
+            message = "depends on rewards, which are not trained on here"
+            errors.append(ConfigError("config.rollout.dynamic_filtering", message))
+        if "candidates" in needs and not engine_info(TRAIN_ENGINES, cfg.engine.train).top_token_ids:
+            message = (
+                f"{cfg.engine.train} does not report the likely ids that {cfg.algorithm.get('name')} needs: use fsdp2"
+            )
+            errors.append(ConfigError("config.engine.train", message))
+        return errors
 
 
 if __name__ == "__main__":

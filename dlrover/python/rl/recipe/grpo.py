@@ -1,14 +1,15 @@
-"""GRPO and its kin: sample groups of completions, judge them, push the policy towards the better ones of each group."""
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO-family algorithms: sample groups of completions, score them, and reinforce the better ones of each group."""
 
-from dlrover.python.rl.recipe.config import GRPOConfig
-from dlrover.python.rl.recipe.policy_trainer import PolicyTrainer
+from dlrover.python.rl.recipe.base.config import GRPOConfig
+from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
 
 
 class GRPOTrainer(PolicyTrainer):
-    """Roles ACTOR, ROLLOUT and REWARD, and REFERENCE where the algorithm has a KL penalty.
+    """Roles ACTOR, ROLLOUT and REWARD, and REFERENCE if the algorithm has a KL penalty.
 
-    For every algorithm that makes its baseline of the samples themselves: ``grpo``, ``dr_grpo``, ``dapo``, ``rloo``,
-    ``reinforce_pp``, ``reinforce_pp_baseline``, ``gspo``, ``cispo`` and one's own.
+    For every algorithm whose baseline comes from the samples: ``grpo``, ``dr_grpo``, ``dapo``, ``rloo``,
+    ``reinforce_pp``, ``reinforce_pp_baseline``, ``gspo``, ``cispo`` and your own.
     """
 
     config_class = GRPOConfig

@@ -1,7 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m dlrover.python.rl.recipe.<recipe> [--config job.yaml] key=value ...``, alone, under ``torchrun`` or under
 ``accelerate launch``: the recipe without Ray, with a member of each role in every process.
 
-``python -m dlrover.python.rl.recipe.launch --config job.yaml`` runs a trainer of one's own in the same way.
+``python -m dlrover.python.rl.recipe.launch --config job.yaml`` runs your own trainer in the same way.
 
 Exit codes: 0 the job finished; 1 it failed; 2 the request was wrong and nothing was started; 130 it was interrupted.
 """
@@ -19,17 +20,17 @@ from pathlib import Path
 import click
 import torch.distributed as dist
 
-from dlrover.python.rl.common.errors import DLRoverRLError, InvalidJob, JobFailed, Problem
+from dlrover.python.rl.common.errors import ConfigError, DLRoverRLError, InvalidJob, JobFailed
 from dlrover.python.rl.common.log import configure_logging, get_logger
-from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.load import load_job, search_folders
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.engine.abilities import shares_process
-from dlrover.python.rl.recipe.config import EngineConfig
-from dlrover.python.rl.runtime.inspection import inspect_job
-from dlrover.python.rl.runtime.progress import ProgressView
-from dlrover.python.rl.runtime.torchrun.links import MEETING_S, Board, Place, call_in, join, refuse
-from dlrover.python.rl.runtime.torchrun.run import Lead, follow
+from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info
+from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.runtime.process.inspection import inspect_job
+from dlrover.python.rl.runtime.process.progress import ProgressView
+from dlrover.python.rl.runtime.torchrun.links import MEETING_S, KeyValueStore, LaunchEnv, accept_all, join, refuse_all
+from dlrover.python.rl.runtime.torchrun.run import Leader, run_follower
 from dlrover.python.rl.trainer.trainer import Reporter
 
 _LOG = get_logger(__name__)
@@ -72,16 +73,16 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
         JobConflict: another start of the job is running.
         ClusterUnavailable: the processes did not meet.
     """
-    place = Place.from_env(os.environ)
-    configure_logging(f"rank {place.rank}" if place.world_size > 1 else "")
+    launch = LaunchEnv.from_env(os.environ)
+    configure_logging(f"rank {launch.rank}" if launch.world_size > 1 else "")
     jobs: list[JobSpec] = []
 
     def describe() -> JobSpec:
-        jobs.append(described(recipe, job_file, overrides, place))
+        jobs.append(describe_job(recipe, job_file, overrides, launch))
         return jobs[0]
 
-    with ProgressView(recipe or "job", live=not place.rank) as view:
-        error = run_together(describe, place, view)
+    with ProgressView(recipe or "job", live=not launch.rank) as view:
+        error = run_together(describe, launch, view)
     if error is not None:
         return EXIT_INVALID if isinstance(error, InvalidJob) else EXIT_FAILED
     for job in jobs:
@@ -89,119 +90,125 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
     return 0
 
 
-def run_together(describe: Callable[[], JobSpec], place: Place, report: Reporter) -> BaseException | None:
+def run_together(describe: Callable[[], JobSpec], launch: LaunchEnv, report: Reporter) -> BaseException | None:
     """Run a job in the processes of a launch, of which this is one. May be called again by all of them.
 
     Args:
-        describe: at rank 0, gives the checked job; not called elsewhere.
-        place: which process this is.
+        describe: returns the checked job; called at rank 0 only.
+        launch: which process this is.
         report: at rank 0, where step reports go.
 
     Returns:
-        What the job has failed of, None when it is done. Elsewhere than at rank 0 that is an :class:`InvalidJob` where
-        rank 0 has started nothing, and else a :class:`JobFailed`.
+        The job's failure, or None. At other ranks than 0 it is an :class:`InvalidJob` where rank 0 has started nothing,
+        else a :class:`JobFailed`.
 
     Raises:
-        InvalidJob: what ``describe`` raises; nothing was started.
+        InvalidJob: raised by ``describe``; nothing was started.
         JobConflict: another start of the job is running.
         ClusterUnavailable: the processes did not meet.
     """
-    place = replace(place, meeting=next(_MEETINGS))
-    board = _store() if place.world_size > 1 else None
-    if place.rank:
-        assert board is not None, "there are others"
-        link = join(place, board)
+    launch = replace(launch, meeting=next(_MEETINGS))
+    store = _store() if launch.world_size > 1 else None
+    if launch.rank:
+        assert store is not None, "set where world_size > 1"
+        link = join(launch, store)
         if link is None:
-            return InvalidJob([Problem("rank 0", "has started nothing; it says why")])
-        return None if follow(place, link) else JobFailed(f"rank {place.rank}: the job has failed; rank 0 says why")
+            return InvalidJob([ConfigError("rank 0", "has started nothing; it says why")])
+        return (
+            None
+            if run_follower(launch, link)
+            else JobFailed(f"rank {launch.rank}: the job has failed; rank 0 says why")
+        )
     try:
         job = describe()
     except BaseException:
-        if board is not None:
-            refuse(place, board)
+        if store is not None:
+            refuse_all(launch, store)
         raise
-    return Lead(job, place, call_in(place, board) if board is not None else {}, report).run()
+    return Leader(job, launch, accept_all(launch, store) if store is not None else {}, report).run()
 
 
-def described(recipe: str, job_file: str | None, overrides: Sequence[str], place: Place) -> JobSpec:
-    """The checked job: as many members of each role as processes, going on where an earlier start has come to.
+def describe_job(recipe: str, job_file: str | None, overrides: Sequence[str], launch: LaunchEnv) -> JobSpec:
+    """The checked job, with one member of each role in each process; it resumes from the latest commit.
 
     Args:
-        recipe: whose settings to take without a job file, ``""`` for none; any key may be given then.
+        recipe: whose settings to use without a job file; ``""``: a job file is required.
         job_file: a path.
-        overrides: ``key=value``.
-        place: says how many processes there are.
+        overrides: ``key=value``; without a job file any key may be given.
+        launch: the number of processes.
 
     Raises:
-        InvalidJob: with every problem.
+        InvalidJob: with every config error.
     """
     if not job_file and not recipe:
-        raise InvalidJob([Problem("--config", "is required: a job file")])
+        raise InvalidJob([ConfigError("--config", "is required: a job file")])
     file = job_file or Path(__file__).with_name(f"{recipe}.yaml")
-    given = [item if job_file or item.startswith("+") else f"+{item}" for item in overrides]
-    return checked(lambda: load_job(file, ["checkpoint.resume=latest", *given]), place)
+    items = [item if job_file or item.startswith("+") else f"+{item}" for item in overrides]
+    return check_job(lambda: load_job(file, ["checkpoint.resume=latest", *items]), launch)
 
 
-def checked(read: Callable[[], JobSpec], place: Place) -> JobSpec:
-    """A job with as many members of each role as there are processes, and nothing that speaks against it.
+def check_job(read: Callable[[], JobSpec], launch: LaunchEnv) -> JobSpec:
+    """Read a job, put one member of each role in each process, and check it.
 
     Args:
-        read: gives the job, or raises an :class:`InvalidJob` with what of it could be read.
-        place: says how many processes there are.
+        read: returns the job, or raises an :class:`InvalidJob` with its readable part.
+        launch: the number of processes.
 
     Raises:
-        InvalidJob: with every problem.
+        InvalidJob: with every config error.
     """
-    problems: list[Problem] = []
+    errors: list[ConfigError] = []
     job: JobSpec | None
     try:
         job = read()
     except InvalidJob as error:
-        job, problems = error.salvaged, list(error.problems)
+        job, errors = error.salvaged, list(error.errors)
     if job is not None:
-        job = _over_processes(job, place)
-        said = {problem.where for problem in problems}
-        found = [*inspect_job(job).problems, *_sharing_problems(job, place)]
-        problems += [problem for problem in found if problem.where not in said]
-    if problems or job is None:
-        raise InvalidJob(problems)
+        job = _spread_over_processes(job, launch)
+        places = {error.where for error in errors}
+        further = [*inspect_job(job).errors, *_validate_sharing(job, launch)]
+        errors += [error for error in further if error.where not in places]
+    if errors or job is None:
+        raise InvalidJob(errors)
     return job
 
 
-def _over_processes(job: JobSpec, place: Place) -> JobSpec:
-    world = place.world_size
+def _spread_over_processes(job: JobSpec, launch: LaunchEnv) -> JobSpec:
+    world = launch.world_size
     for role, spec in job.workloads.items():
         if spec.num not in (1, world):
             _LOG.info("%s has %d members, one in each process, not %d as in the job file", role, world, spec.num)
     workloads = {role: replace(spec, num=world, per_node=None, standby=0) for role, spec in job.workloads.items()}
-    trainer = replace(job.trainer, node_number=place.nodes)
+    trainer = replace(job.trainer, node_number=launch.nodes)
     return replace(
         job, workloads=workloads, trainer=trainer, groups=(), work_dir=str(Path.cwd()), search_path=search_folders()
     )
 
 
-def _sharing_problems(job: JobSpec, place: Place) -> list[Problem]:
+def _validate_sharing(job: JobSpec, launch: LaunchEnv) -> list[ConfigError]:
     """Some engines cannot run in a process where another one is, of several ranks."""
     engine = getattr(getattr(job.config, "engine", None), "train", None) or EngineConfig.train
     teachers = [RLRoleType(name) for name in getattr(job.config, "teachers", None) or ()]
-    judges = [RLRoleType.REWARD] if getattr(getattr(job.config, "reward", None), "model", None) else []
-    models = (RLRoleType.REFERENCE, RLRoleType.CRITIC, *judges, *teachers)
+    reward_models = [RLRoleType.REWARD] if getattr(getattr(job.config, "reward", None), "model", None) else []
+    models = (RLRoleType.REFERENCE, RLRoleType.CRITIC, *reward_models, *teachers)
     others = [role.lower() for role in models if role in job.workloads]
-    if place.world_size == 1 or not others or shares_process(engine):
+    if launch.world_size == 1 or not others or engine_info(TRAIN_ENGINES, engine).shares_process:
         return []
     what = f"{engine} cannot run the models of {', '.join(others)} in the processes of the actor's ranks: use fsdp2"
-    return [Problem("config.engine.train", f"{what}, or Ray")]
+    return [ConfigError("config.engine.train", f"{what}, or Ray")]
 
 
 @cache
-def _store() -> Board:
-    """The store of whoever has launched this, or one at rank 0; the same one for all meetings of the processes."""
-    place = Place.from_env(os.environ)
-    store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timedelta(seconds=MEETING_S)))
-    # Engines meet at stores of their own, at rank 0; torch would look for all of them at the launcher's.
+def _store() -> KeyValueStore:
+    """The launcher's store, or one at rank 0; the same one for all jobs of these processes."""
+    launch = LaunchEnv.from_env(os.environ)
+    torch_store, _, _ = next(
+        dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=MEETING_S))
+    )
+    # Engines use separate stores, at rank 0; torch would look for all of them at the launcher's.
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    board: Board = store
-    return board
+    store: KeyValueStore = torch_store
+    return store
 
 
 def _print_summary(job: JobSpec) -> None:

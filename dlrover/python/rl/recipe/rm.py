@@ -1,11 +1,12 @@
-"""A reward model: learn from pairs which of two answers is the better one."""
+# SPDX-License-Identifier: Apache-2.0
+"""A reward model, trained on pairs of a better and a worse answer."""
 
 from typing import Any
 
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.reward_model import RewardModel
-from dlrover.python.rl.recipe.example_config import RMConfig
-from dlrover.python.rl.recipe.example_trainer import ExampleTrainer
+from dlrover.python.rl.recipe.offline.config import RMConfig
+from dlrover.python.rl.recipe.offline.example_trainer import ExampleTrainer
 
 METRICS = {
     "accuracy": "accuracy",
@@ -13,13 +14,11 @@ METRICS = {
     "chosen": "rewards/chosen",
     "rejected": "rewards/rejected",
 }
-"""What the metrics of losses on pairs are called in the log: as in other libraries."""
+"""The names in the log of the metrics of losses on pairs, as in other libraries."""
 
 
 class RMTrainer(ExampleTrainer):
-    """A reward model; role ACTOR is a
-    :class:`~dlrover.python.rl.recipe.scorer.ScorerWorkload`. See
-    :class:`~dlrover.python.rl.recipe.example_trainer.ExampleTrainer`."""
+    """A reward model; role ACTOR is a ``ScorerWorkload``. See ``ExampleTrainer``."""
 
     config_class = RMConfig
     metric_names = METRICS
@@ -27,7 +26,6 @@ class RMTrainer(ExampleTrainer):
 
     @classmethod
     def algorithm_of(cls, cfg: Any) -> Algorithm:
-        """As in the base class."""
         return RewardModel()
 
 

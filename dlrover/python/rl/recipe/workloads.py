@@ -1,16 +1,11 @@
-"""The workloads of the ready recipes: one class for each role, each a thin hand on an engine.
+# SPDX-License-Identifier: Apache-2.0
+"""The workloads of the recipes, one class for each role. They read no configuration: ``init_model`` has arguments."""
 
-They read no configuration: the trainer hands them what they need in ``init_model``.
-"""
-
-from dlrover.python.rl.recipe.actor import ActorWorkload
-from dlrover.python.rl.recipe.critic import CriticWorkload
-from dlrover.python.rl.recipe.model_reward import ModelRewardWorkload
-from dlrover.python.rl.recipe.reference import ReferenceWorkload
-from dlrover.python.rl.recipe.reward import RewardWorkload
-from dlrover.python.rl.recipe.rollout import RolloutWorkload
-from dlrover.python.rl.recipe.scorer import ScorerWorkload
-from dlrover.python.rl.recipe.teacher import TeacherWorkload
+from dlrover.python.rl.recipe.roles.actor import ActorWorkload, ScorerWorkload
+from dlrover.python.rl.recipe.roles.critic import CriticWorkload
+from dlrover.python.rl.recipe.roles.reference import ReferenceWorkload, TeacherWorkload
+from dlrover.python.rl.recipe.roles.reward import ModelRewardWorkload, RewardWorkload
+from dlrover.python.rl.recipe.roles.rollout import RolloutWorkload
 
 __all__ = [
     "ActorWorkload",

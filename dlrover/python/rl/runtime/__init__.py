@@ -1,1 +1,0 @@
-"""Where things run: one process, those of a launcher, or Ray. The only room that imports Ray."""

@@ -1,119 +1,102 @@
-"""What both kinds of engines driven by hand have: processes on slots, calls to them, and a place for their tensors."""
+# SPDX-License-Identifier: Apache-2.0
+"""What both kinds of engines driven by hand share: a role group on slots, calls to it, and where its tensors are."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dlrover.python.rl.common.errors import InvocationError, InvocationTimeout, SessionError, WorkloadDied
-from dlrover.python.rl.engine.offload import Part
-from dlrover.python.rl.session.session import Crew, Session, current, slots_of
-from dlrover.python.rl.session.slots import Wish
-from dlrover.python.rl.trainer.port import RAW_CALL, Call, Ref
+from dlrover.python.rl.engine.api.weights import Part
+from dlrover.python.rl.session.session import Members, Session, SlotRequest, current
+from dlrover.python.rl.trainer.port import Pending, Ref
+from dlrover.python.rl.trainer.role_group import Invocation
+from dlrover.python.rl.trainer.workload import DEFAULT_OPTIONS
 
 _SETTLE_S = 5.0
-"""How long a call waits for ranks that are still in one that has failed on another rank."""
+"""How long a call waits for ranks that are still in a call that has failed on another rank."""
+
+_SUBMIT = DEFAULT_OPTIONS.replace(blocking=False, auto_shard=False)
 
 
 class HandEngine:
-    """An engine of a script. It is described when it is made, and runs from ``build`` to :meth:`release`.
-
-    Attributes:
-        name: what messages call it.
-    """
+    """An engine of a script: described when it is made, running from ``build`` to :meth:`release`."""
 
     _kind = "ENGINE"
     _session: Session
 
     def __init__(self, name: str | None) -> None:
         self.name = (name or self._kind).upper()
-        self._wished_name = name
-        self._crew: Crew | None = None
+        self._requested_name = name
+        self._members: Members | None = None
         self._failed: list[Ref] = []
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     @property
     def built(self) -> bool:
-        """Whether it runs."""
-        return self._crew is not None
+        return self._members is not None
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The slots it runs on, in rank order.
-
-        Raises:
-            SessionError: it is not built.
-        """
-        return tuple(slot for seat in self._running("slots").seats for slot in seat)
+        return tuple(slot for slots in self._running("slots").slots for slot in slots)
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The slots of each of its groups.
-
-        Raises:
-            SessionError: it is not built.
-        """
         return self._running("groups").groups
 
-    def _may_build(self, ignore: bool) -> bool:
-        """Whether to go on and build.
-
-        Raises:
-            SessionError: it is built already, and that is not to be ignored.
-        """
-        if self._crew is not None and not ignore:
+    def _should_build(self, ignore_rebuild_error: bool) -> bool:
+        if self._members is not None and not ignore_rebuild_error:
             raise SessionError(f"{self.name} is built already, on slots {list(self.slots)}: release() it first")
-        return self._crew is None
+        return self._members is None
 
-    def _seat(self, wish: Wish, where: str, whole_groups: bool) -> Crew:
+    def _start(self, request: SlotRequest, workload: type, replicas: int | None = None) -> str:
+        """Start the members; returns the kind of their devices."""
         session = current()
-        name = session.enter(self, self._wished_name, self._kind, wish)
-        crew = session.start(name, where, whole_groups)
-        self.name, self._crew, self._session = name, crew, session
-        return crew
+        members = session.start(self, self._requested_name, self._kind, request, workload, replicas)
+        self.name, self._members, self._session = members.name, members, session
+        return session.slots[members.slots[0][0]].kind
 
     def release(self) -> None:
-        """End the processes and give the slots back; ``build`` starts anew. Safe to repeat."""
-        crew, self._crew, self._failed = self._crew, None, []
-        if crew is not None:
-            self._session.unseat(crew)
+        """End the processes and give the slots back; ``build`` starts them again. Safe to repeat."""
+        members, self._members, self._failed = self._members, None, []
+        if members is not None:
+            self._session.end(members)
 
-    def _running(self, what: str) -> Crew:
-        if self._crew is None:
-            raise SessionError(f"{self.name} is not built: call build() before {what}")
-        return self._crew
+    def _running(self, use: str) -> Members:
+        if self._members is None:
+            raise SessionError(f"{self.name} is not built: call build() before {use}")
+        return self._members
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
-    def _submit(self, rank: int, method: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Ref:
-        self._running(method)
-        self._failed = unfinished(self._failed, _SETTLE_S)
-        if self._failed:  # What they send each other would meet what this call sends.
+    def _submit(self, method: str, *args: Any, **kwargs: Any) -> list[Ref]:
+        """Send a call to every rank; ``Shard`` divides an argument, everything else goes to each whole."""
+        group = self._running(method).role_group
+        self._failed = wait_for_ranks(self._failed, _SETTLE_S)
+        if self._failed:  # What these ranks send each other would meet what this call sends.
             ranks, before = ", ".join(str(ref.rank) for ref in self._failed), self._failed[0].method
             raise SessionError(
                 f"{self.name} cannot go on with {method}: {before} has failed, and is not over on ranks {ranks}; wait"
                 " until they give up, or release() the engine and build() it again"
             )
-        call = Call(RAW_CALL, method, tuple(args), dict(kwargs or {}))
-        return self._session.hosting.port.submit(self.name, rank, call)
+        pending: Pending = Invocation(group, method, _SUBMIT)(*args, **kwargs)
+        return pending.refs
 
     def _gather(self, refs: Sequence[Ref], timeout_s: float | None = None) -> list[Any]:
-        """The results of one call to all ranks; see :meth:`Session.gather`. After a failure the next call waits for the
-        other ranks, and is refused while they go on."""
+        """The results of one call to all ranks. After a failure the next call waits for the other ranks, and is refused
+        while they go on."""
         try:
             return self._session.gather(refs, timeout_s)
         except (InvocationTimeout, WorkloadDied):
-            raise  # All are in the same call still; or none will ever go on.
+            raise  # All ranks are in the same call still; or the lost one will never go on.
         except InvocationError:
             self._failed = list(refs)
             raise
 
     def _ask(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Call a method of every rank's object; the results in rank order."""
-        ranks = range(len(self._running(method).seats))
-        return self._gather([self._submit(rank, method, args) for rank in ranks], timeout_s)
+        return self._gather(self._submit(method, *args), timeout_s)
 
-    # -- places -------------------------------------------------------------------------------------------------------
+    # -- where the tensors are ----------------------------------------------------------------------------------------
 
     def cpu(self) -> None:
         """Move everything to host memory and free the devices; a key-value cache is dropped."""
@@ -131,39 +114,25 @@ class HandEngine:
     def device(self) -> str | list[str]:
         """Where the weights are: ``"cpu"``, ``"meta"``, or ``"cuda"`` for the device, also where the host stands in for
         one; of each rank where they differ."""
-        places = [str(place) for place in self._ask("engine.place")]
-        return places[0] if len(set(places)) == 1 else places
+        devices = [str(device) for device in self._ask("engine.place")]
+        return devices[0] if len(set(devices)) == 1 else devices
 
     def footprint(self) -> list[dict[str, int]]:
         """Bytes on the device by kind, for each rank."""
         return self._ask("engine.footprint")
 
     def release_memory_cache(self) -> None:
-        """Give what the allocators keep for later back to the devices; nothing on a CPU."""
+        """Return the memory that the allocators cache to the devices; no effect on a CPU."""
         self._ask("engine.release_cache")
 
 
-def wish_of(
-    group: int, groups: int | None, one_node: bool, colocate_with: Any, not_colocate_with: Any, nodes: Any
-) -> Wish:
-    """The slots that the arguments of ``build`` ask for."""
-    return Wish(
-        group,
-        groups,
-        one_node,
-        colocate_with=None if colocate_with is None else slots_of(colocate_with),
-        apart_from=frozenset() if not_colocate_with is None else frozenset(slots_of(not_colocate_with)),
-        nodes=None if nodes is None else tuple(nodes),
-    )
-
-
-def unfinished(refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
-    """Those of one call that have neither result nor error after ``timeout_s``."""
-    left, deadline_s = list(refs), time.monotonic() + timeout_s
-    while left:
-        outcomes = left[0].port.wait(left, max(0.0, deadline_s - time.monotonic()))
-        late = [ref for ref, outcome in zip(left, outcomes, strict=True) if outcome.late]
-        if len(late) == len(left):
+def wait_for_ranks(refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
+    """Wait at most ``timeout_s`` for the calls of one invocation; returns those that have neither result nor error."""
+    pending, deadline_s = list(refs), time.monotonic() + timeout_s
+    while pending:
+        outcomes = pending[0].port.wait(pending, max(0.0, deadline_s - time.monotonic()))
+        late = [ref for ref, outcome in zip(pending, outcomes, strict=True) if outcome.late]
+        if len(late) == len(pending):
             break
-        left = late  # One that has failed ends the wait for the others.
-    return left
+        pending = late  # A failed one ends the wait for the others.
+    return pending

@@ -1,18 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
 """The inference engine of a script."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import even_cuts
-from dlrover.python.rl.engine.base import RolloutSettings, SamplingParams
-from dlrover.python.rl.engine.registry import ROLLOUT, engine_place, engine_problems
-from dlrover.python.rl.session.engine import HandEngine, wish_of
-from dlrover.python.rl.session.outputs import RequestOutput, outputs_of
-from dlrover.python.rl.session.prompts import as_prompts, as_sampling
-from dlrover.python.rl.session.terms import INFERENCE_PROCESS, InferenceTerms
+from dlrover.python.rl.engine.api.base import RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_place, validate_engine
+from dlrover.python.rl.session.engine import HandEngine
+from dlrover.python.rl.session.members import InferenceMember, RequestOutput, as_outputs, as_prompts, as_sampling
+from dlrover.python.rl.session.session import SlotRequest
+from dlrover.python.rl.trainer.shard import Shard
 
 ALIASES = {"hf": "torch"}
 """Other names of executors: Hugging Face models run on the engine in plain PyTorch."""
@@ -23,9 +26,9 @@ class InferenceEngine(HandEngine):
 
     Args:
         model: folder or hub name of a causal language model.
-        executor: ``"torch"`` (or ``"hf"``), ``"vllm"``, ``"sglang"``, a name that was registered with
-            :func:`dlrover.python.rl.engine.registry.register`, or a class with the methods of
-            :class:`~dlrover.python.rl.engine.base.RolloutEngine`.
+        executor: ``"torch"`` (or ``"hf"``), ``"vllm"``, ``"sglang"``, an entry point of the group
+            ``dlrover_rl.rollout_engines``, ``"module:Class"``, or a class with the methods of
+            :class:`~dlrover.python.rl.engine.api.base.BaseRolloutEngine`.
         name: what messages call it; ``INFERENCE_1`` and so on by default.
 
     Raises:
@@ -39,9 +42,9 @@ class InferenceEngine(HandEngine):
         super().__init__(name)
         self.model = model
         self._executor: Any = executor
-        self._known = ALIASES.get(executor, executor) if isinstance(executor, str) else None
-        if self._known is not None:
-            self._executor = engine_place(ROLLOUT, self._known)
+        self._registered = ALIASES.get(executor, executor) if isinstance(executor, str) else None
+        if self._registered is not None:
+            self._executor = engine_place(ROLLOUT_ENGINES, self._registered)
         self._calls = 0
 
     def build(  # noqa: PLR0913 - the options of a placement, all of them optional
@@ -64,8 +67,8 @@ class InferenceEngine(HandEngine):
             not_colocate_with: engines whose slots not to use.
             nodes: addresses or ids of the nodes to use.
             ignore_rebuild_error: do nothing when it is built already.
-            settings: fields of :class:`~dlrover.python.rl.engine.base.RolloutSettings` (``max_batch=64``); all others
-                go to the backend, which refuses those it does not know. On CUDA the precision is ``"bf16"`` by default.
+            settings: fields of ``RolloutSettings`` (``max_batch=64``); the backend takes or refuses all others. On
+                CUDA the precision is ``"bf16"`` by default.
 
         Returns:
             The engine.
@@ -75,21 +78,17 @@ class InferenceEngine(HandEngine):
             SessionError: it is built already, or the slots are not there; nothing was started.
             InvocationError: a process could not load the model; none is left.
         """
-        if not self._may_build(ignore_rebuild_error):
+        if not self._should_build(ignore_rebuild_error):
             return self
-        _, options = divided_settings(settings)
-        if self._known and (problems := engine_problems(ROLLOUT, self._known, options, "backend")):
-            raise EngineError("; ".join(map(str, problems)))
-        wish = wish_of(tensor_parallel_size, data_parallel_size, True, colocate_with, not_colocate_with, nodes)
-        crew = self._seat(wish, INFERENCE_PROCESS, whole_groups=True)
+        _, options = divide_settings(settings)
+        if self._registered and (errors := validate_engine(ROLLOUT_ENGINES, self._registered, options, "backend")):
+            raise EngineError("; ".join(map(str, errors)))
+        request = SlotRequest.near(colocate_with, not_colocate_with, nodes)
+        kind = self._start(
+            replace(request, group=tensor_parallel_size, groups=data_parallel_size, one_node=True), InferenceMember
+        )
         try:
-            kind = self._session.slots[crew.seats[0][0]].kind
-            chosen = rollout_settings(kind, tensor_parallel_size, settings)
-            terms = [
-                InferenceTerms(f"{self.name}[{rank}]", self._executor, self.model, chosen)
-                for rank in range(len(crew.seats))
-            ]
-            self._session.gather([self._submit(rank, "engine.open", (term,)) for rank, term in enumerate(terms)])
+            self._ask("engine.open", self._executor, self.model, rollout_settings(kind, tensor_parallel_size, settings))
         except BaseException:
             self.release()
             raise
@@ -109,10 +108,10 @@ class InferenceEngine(HandEngine):
             prompts: texts, lists of token ids, or dicts with ``prompt`` or ``prompt_token_ids`` (what else is in them
                 reaches the engine as it is, if the engine takes it). A single one is a list of one.
             sampling_params: how to draw; a dict has the fields of
-                :class:`~dlrover.python.rl.engine.base.SamplingParams`.
+                :class:`~dlrover.python.rl.engine.api.base.SamplingParams`.
             seed: the same seed gives the same completions of the same prompts, however many groups there are. By
-                default each call draws anew.
-            timeout_s: for all of it; None waits, and logs who is waited for.
+                default each call draws others.
+            timeout_s: for all of it; None waits, and logs the late ranks.
 
         Returns:
             One for each prompt, in their order.
@@ -121,34 +120,31 @@ class InferenceEngine(HandEngine):
             EngineError: a prompt or parameter is wrong; nothing was generated.
             InvocationError: a group failed or is late.
         """
-        groups = len(self._running("generate").seats)
-        asked, sampling = as_prompts(prompts), as_sampling(sampling_params)
+        groups = len(self._running("generate").slots)
+        rows, sampling = as_prompts(prompts), as_sampling(sampling_params)
         self._calls += 1
-        numbers = (0, self._calls) if seed is None else (1, seed)
-        cuts = even_cuts(len(asked), groups)
-        shares = [(rank, cuts[rank], cuts[rank + 1]) for rank in range(groups) if cuts[rank] < cuts[rank + 1]]
-        refs = [
-            self._submit(rank, "engine.generate", (asked[start:stop], start, sampling, numbers))
-            for rank, start, stop in shares
-        ]
-        drawn = self._session.gather(refs, timeout_s)
+        seeds = (0, self._calls) if seed is None else (1, seed)
+        cuts = even_cuts(len(rows), groups)
+        parts = [(start, rows[start:stop]) for start, stop in pairwise(cuts)]
+        refs = self._submit("engine.generate", Shard(parts), sampling, seeds)
+        batches = self._session.gather(refs, timeout_s)
         return [
             output
-            for (_, start, stop), batch in zip(shares, drawn, strict=True)
-            for output in outputs_of(asked[start:stop], start, batch)
+            for (start, part), batch in zip(parts, batches, strict=True)
+            if part
+            for output in as_outputs(part, start, batch)
         ]
 
 
-def rollout_settings(kind: str, tensor_parallel_size: int, given: Mapping[str, Any]) -> RolloutSettings:
-    """The settings of a rollout engine on devices of a kind; what they do not know goes to the backend."""
-    own, backend = divided_settings(given)
+def rollout_settings(kind: str, tensor_parallel_size: int, values: Mapping[str, Any]) -> RolloutSettings:
+    """The settings of a rollout engine on devices of a kind; unknown names go to the backend."""
+    own, backend = divide_settings(values)
     own = {"precision": "bf16" if kind == "cuda" else "fp32"} | own
     return RolloutSettings(device=kind, tensor_parallel_size=tensor_parallel_size, backend=backend, **own)
 
 
-def divided_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those that every rollout engine has, and the options of the backend."""
+def divide_settings(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     fields = {field.name for field in dataclasses.fields(RolloutSettings)} - {"device", "tensor_parallel_size"}
-    own = {name: value for name, value in given.items() if name in fields}
-    rest = {name: value for name, value in given.items() if name not in fields}
+    own = {name: value for name, value in values.items() if name in fields}
+    rest = {name: value for name, value in values.items() if name not in fields}
     return own, {**own.pop("backend", {}), **rest}

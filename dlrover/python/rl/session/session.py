@@ -1,9 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
 """The session of a script or notebook: its cluster, its slots, its engines.
 
 ::
 
-    init() --> Session: a slot for each device --build()--> engine: a process for each of its ranks
-    shutdown(), the end of the process, Ctrl-C --> all processes end, the cluster that was started here with them
+    init() --> Session: a slot for each device --build()--> engine: a role group of member actors, one for each rank
+    shutdown(), the end of the process, Ctrl-C --> all processes end, and the cluster if it was started here
+
+A *slot* is a device of the session, known by its number; the slots of a node are numbered consecutively. An engine has
+*groups* of slots; the ranks of a group together hold the model once.
 """
 
 import atexit
@@ -11,163 +15,228 @@ import itertools
 import socket
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
 
 from dlrover.python.rl.common.errors import SessionError, WorkloadDied
-from dlrover.python.rl.common.roles import is_role_name
+from dlrover.python.rl.common.names import RLRoleType, hint, is_role_name
 from dlrover.python.rl.control.events import Process
-from dlrover.python.rl.runtime.hosting import Device, Hosting
-from dlrover.python.rl.runtime.local.hosting import LocalHosting
-from dlrover.python.rl.runtime.node_memory import forget_memory
-from dlrover.python.rl.session.slots import Group, SlotTable, Wish
+from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
+from dlrover.python.rl.runtime.local_executor import LocalHosting
+from dlrover.python.rl.runtime.process.executor import Device, Hosting
 from dlrover.python.rl.trainer.port import Ref, gather
+from dlrover.python.rl.trainer.role_group import CallCounter, RoleGroup
 
-MEMORY = "session"
-"""What a node's memory knows the folders of sessions by."""
-
-
-class Releasable(Protocol):
-    """What the session knows of an engine."""
-
-    def release(self) -> None:
-        """End its processes and give its slots back."""
-        ...
+Slots = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Crew:
-    """The processes of a built engine.
+class SlotRequest:
+    group: int = 1  # slots of one group
+    groups: int | None = None  # None: as many as fit
+    one_node: bool = False  # the slots of a group have to be on one node
+    colocate_with: Slots | None = None  # slots to share, all of them and no others; None: free ones
+    apart_from: frozenset[int] = frozenset()  # slots not to share
+    nodes: tuple[str, ...] | None = None  # addresses or ids of the nodes to use; None: all
 
-    Attributes:
-        name: of the engine.
-        groups: the slots of each group.
-        seats: the slots of each rank.
-        processes: where each rank runs.
-    """
+    @classmethod
+    def near(cls, colocate_with: Any, not_colocate_with: Any, nodes: Collection[str] | None) -> "SlotRequest":
+        """A request for single slots near or apart from built engines, as ``build`` takes them."""
+        return cls(
+            colocate_with=None if colocate_with is None else slots_of(colocate_with),
+            apart_from=frozenset() if not_colocate_with is None else frozenset(slots_of(not_colocate_with)),
+            nodes=None if nodes is None else tuple(nodes),
+        )
+
+
+class SlotTable:
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self.devices = tuple(devices)
+        self._slots_of: dict[str, Slots] = {}
+
+    @property
+    def free(self) -> Slots:
+        occupied = {slot for slots in self._slots_of.values() for slot in slots}
+        return tuple(slot for slot in range(len(self.devices)) if slot not in occupied)
+
+    def candidates(self, request: SlotRequest) -> Slots:
+        """The slots that ``request`` may choose from. Raises SessionError if the request contradicts itself."""
+        allowed = self._on(request.nodes)
+        if request.colocate_with is None:
+            return tuple(slot for slot in self.free if slot in allowed and slot not in request.apart_from)
+        shared = set(request.colocate_with)
+        if both := sorted(shared & request.apart_from):
+            raise SessionError(f"slots {both} cannot be shared and not be shared: colocate_with and not_colocate_with")
+        if outside := sorted(shared - allowed):
+            nodes = ", ".join(request.nodes or ())
+            raise SessionError(f"slots {outside} of colocate_with are not on the nodes {nodes}")
+        return request.colocate_with
+
+    def take(self, owner: str, request: SlotRequest) -> tuple[Slots, ...]:
+        """Give ``owner`` the groups of its request. Raises SessionError, and gives none, if too few slots are free."""
+        if owner in self._slots_of:
+            raise SessionError(f"{owner} holds the slots {list(self._slots_of[owner])} already")
+        if request.group < 1 or (request.groups is not None and request.groups < 1):
+            raise SessionError(
+                f"{owner} asks for {request.groups} groups of {request.group} slots: both must be positive"
+            )
+        candidates = self.candidates(request)
+        groups = self._cut(candidates, request)
+        count = len(groups) if request.groups is None else request.groups
+        has_rest = request.colocate_with is not None and count * request.group != len(candidates)
+        if not count or len(groups) < count or has_rest:
+            raise SessionError(self._explain_shortage(owner, request, candidates))
+        self._slots_of[owner] = tuple(slot for group in groups[:count] for slot in group)
+        return tuple(groups[:count])
+
+    def give_back(self, owner: str) -> None:
+        """Engines that share the owner's slots keep them."""
+        self._slots_of.pop(owner, None)
+
+    def _on(self, nodes: Collection[str] | None) -> set[int]:
+        if nodes is None:
+            return set(range(len(self.devices)))
+        names = {name for device in self.devices for name in (device.address, device.node)}
+        for name in nodes:
+            if name not in names:
+                raise SessionError(f"no node '{name}'{hint(name, {device.address for device in self.devices})}")
+        return {slot for slot, device in enumerate(self.devices) if {device.address, device.node} & set(nodes)}
+
+    def _cut(self, slots: Slots, request: SlotRequest) -> list[Slots]:
+        runs = [slots]
+        if request.one_node:
+            runs = [tuple(run) for _, run in groupby(slots, key=lambda slot: self.devices[slot].node)]
+        size = request.group
+        return [run[start : start + size] for run in runs for start in range(0, len(run) - size + 1, size)]
+
+    def _explain_shortage(self, owner: str, request: SlotRequest, candidates: Slots) -> str:
+        size = f"groups of {request.group}"
+        if request.groups is not None:
+            size = f"{request.groups} x {request.group} = {request.groups * request.group}"
+        asks = f"{owner} asks for {size} slots"
+        where = " with each group on one node" if request.one_node and request.group > 1 else ""
+        if request.colocate_with is not None:
+            return f"{asks}{where}, but colocate_with has {len(candidates)}: {list(candidates)}"
+        held_by = (
+            "; ".join(f"{name} holds {list(slots)}" for name, slots in self._slots_of.items()) or "no engine holds any"
+        )
+        is_limited = request.nodes or request.apart_from
+        limits = " on the requested nodes and apart from not_colocate_with" if is_limited else ""
+        return f"{asks}{where}; free{limits} are {list(candidates)} of {len(self.devices)} ({held_by})"
+
+
+def slots_of(engines: Any) -> Slots:
+    return tuple(
+        slot for engine in (engines if isinstance(engines, list | tuple) else [engines]) for slot in engine.slots
+    )
+
+
+# -- sessions --------------------------------------------------------------------------------------------------------
+
+MEMORY = "session"
+"""The job name under which sessions keep files in a node's memory."""
+
+
+class Releasable(Protocol):
+    def release(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Members:
+    """A built engine: the slots of each group and of each rank, where each rank runs, and the role group that calls
+    them; the engine's name is their role."""
 
     name: str
-    groups: tuple[Group, ...]
-    seats: tuple[Group, ...]
+    groups: tuple[Slots, ...]
+    slots: tuple[Slots, ...]
     processes: tuple[Process, ...]
+    role_group: RoleGroup
 
 
 class Session:
-    """Made by :func:`init`. Leaving its ``with`` block ends it.
-
-    Args:
-        hosting: where engines run.
-
-    Attributes:
-        id: unlike any other session's.
-        table: who holds which slots.
-    """
+    """Made by :func:`init`. Leaving its ``with`` block ends it."""
 
     def __init__(self, hosting: Hosting) -> None:
         self.hosting = hosting
         self.id = uuid.uuid4().hex
         self.table = SlotTable(hosting.devices)
         self._engines: dict[str, Releasable] = {}
-        self._groups: dict[str, tuple[Group, ...]] = {}
-        self._crews: dict[str, Crew] = {}
+        self._members: dict[str, Members] = {}
         self._lock = threading.Lock()
 
     @property
     def slots(self) -> tuple[Device, ...]:
-        """The devices, by slot number."""
         return self.table.devices
 
     @property
     def free_slots(self) -> int:
-        """How many slots no engine holds."""
         return len(self.table.free)
 
-    def enter(self, engine: Releasable, wished: str | None, kind: str, wish: Wish) -> str:
-        """Give an engine a name unlike any other's, and its slots. Thread safe.
-
-        Args:
-            engine: whose they are.
-            wished: the name, or None for one made from ``kind``.
-            kind: of the engine.
-            wish: the slots.
-
-        Returns:
-            The name, in upper case.
-
-        Raises:
-            SessionError: the name is none, or taken; or the slots are not there. Nothing has changed.
-        """
+    def start(  # noqa: PLR0913 - what a role group is
+        self,
+        engine: Releasable,
+        name: str | None,
+        kind: str,
+        request: SlotRequest,
+        workload: type,
+        replicas: int | None = None,
+    ) -> Members:
+        """Start a member on each slot, ``replicas`` argument sets for consecutive ranks; with ``replicas`` None, one on
+        each group. Raises SessionError (name, slots) or WorkloadStartError, and leaves nothing. Thread safe."""
         with self._lock:
-            name = self._name(wished, kind)
-            self._groups[name] = tuple(self.table.take(name, wish))
+            name = self._choose_name(name, kind)
+            groups = self.table.take(name, request)
             self._engines[name] = engine
-            return name
-
-    def _name(self, wished: str | None, kind: str) -> str:
-        if wished is None:
-            return next(name for n in itertools.count(1) if (name := f"{kind}_{n}") not in self._engines)
-        if not is_role_name(wished):
-            raise SessionError(f"'{wished}' is no engine's name: letters, digits and '_', beginning with a letter")
-        if wished.upper() in self._engines:
-            raise SessionError(f"there is an engine '{wished.upper()}' already: release it, or choose another name")
-        return wished.upper()
-
-    def start(self, name: str, where: str, whole_groups: bool) -> Crew:
-        """Start the processes of an engine that has its slots.
-
-        Args:
-            name: the engine's.
-            where: class of the object in each process.
-            whole_groups: one process for each group, rather than for each slot.
-
-        Raises:
-            SessionError: there are no processes here for several ranks. The slots are given back.
-            WorkloadStartError: a process did not come up; none is left, and the slots are given back.
-        """
-        groups = self._groups[name]
-        seats = groups if whole_groups else tuple((slot,) for group in groups for slot in group)
+        slots = groups if replicas is None else tuple((slot,) for group in groups for slot in group)
         try:
-            if len(seats) > 1 and not whole_groups and not self.hosting.separate:
-                raise SessionError(f"{name} needs {len(seats)} processes: init(local=True) has one")
-            crew = Crew(name, groups, seats, tuple(self.hosting.start(name, seats, where)))
+            if len(slots) > 1 and replicas is not None and not self.hosting.separate:
+                raise SessionError(f"{name} needs {len(slots)} processes: init(local=True) has one")
+            processes = tuple(self.hosting.start(name, slots, f"{workload.__module__}:{workload.__qualname__}"))
         except BaseException:
-            self._leave(name)
+            self._forget(name)
             raise
-        self._crews[name] = crew
-        return crew
+        counts = len(slots), replicas or len(slots)
+        group = RoleGroup(RLRoleType(name), workload, *counts, self.hosting.port, CallCounter())
+        self._members[name] = Members(name, groups, slots, processes, group)
+        return self._members[name]
 
-    def _leave(self, name: str) -> None:
+    def _choose_name(self, name: str | None, kind: str) -> str:
+        if name is None:
+            return next(free for n in itertools.count(1) if (free := f"{kind}_{n}") not in self._engines)
+        if not is_role_name(name):
+            raise SessionError(f"'{name}' is no engine's name: letters, digits and '_', beginning with a letter")
+        if name.upper() in self._engines:
+            raise SessionError(f"there is an engine '{name.upper()}' already: release it, or choose another name")
+        return name.upper()
+
+    def _forget(self, name: str) -> None:
         with self._lock:
             self.table.give_back(name)
-            for known in (self._engines, self._groups, self._crews):
-                known.pop(name, None)
+            self._engines.pop(name, None)
+            self._members.pop(name, None)
 
-    def unseat(self, crew: Crew) -> None:
-        """End an engine's processes and take its slots back."""
+    def end(self, members: Members) -> None:
         try:
-            self.hosting.end(crew.name)
+            self.hosting.end(members.name)
         finally:
-            self._leave(crew.name)
+            self._forget(members.name)
 
     def gather(self, refs: Sequence[Ref], timeout_s: float | None = None) -> list[Any]:
-        """The results of calls that were submitted; without a deadline the ranks waited for are logged.
-
-        Raises:
-            InvocationError: one failed; names engine, rank, method, node and cause.
-        """
+        """The results of submitted calls; without a deadline the late ranks are logged. Raises InvocationError with
+        engine, rank, method, node and cause."""
         try:
             return gather(refs, timeout_s)
         except WorkloadDied as died:
-            crew = self._crews.get(died.role)
-            if crew is None or died.node:
+            members = self._members.get(died.role)
+            if members is None or died.node:
                 raise
-            raise _at_its_node(died, crew.processes[died.rank]) from died.__cause__
+            raise _with_node(died, members.processes[died.rank]) from died.__cause__
 
     def close(self) -> None:
-        """End everything; see :func:`shutdown`."""
         if self in _OPEN:
             _OPEN.remove(self)
             atexit.unregister(self.close)
@@ -187,15 +256,13 @@ class Session:
         self.close()
 
     def __repr__(self) -> str:
-        return (
-            f"Session({len(self.slots)} slots, {self.free_slots} free; engines: {', '.join(self._engines) or 'none'})"
-        )
+        engines = ", ".join(self._engines) or "none"
+        return f"Session({len(self.slots)} slots, {self.free_slots} free; engines: {engines})"
 
 
-def _at_its_node(died: WorkloadDied, process: Process) -> WorkloadDied:
-    """Only the session knows where a process was that can tell no more."""
-    said = str(died).removeprefix(f"{died.role}[{died.rank}].{died.method}: ")
-    text = f"its process {process.pid} is gone: {said}; release() the engine and build() it again"
+def _with_node(died: WorkloadDied, process: Process) -> WorkloadDied:
+    cause = str(died).removeprefix(f"{died.role}[{died.rank}].{died.method}: ")
+    text = f"its process {process.pid} is gone: {cause}; release() the engine and build() it again"
     node = process.host or socket.gethostname()
     return WorkloadDied(text, role=died.role, rank=died.rank, method=died.method, node=node)
 
@@ -211,14 +278,14 @@ def init(
     log_to_driver: bool = True,
     timeout_s: float = 300.0,
 ) -> Session:
-    """Begin a session: start Ray on this machine, or join it, and find the devices.
+    """Begin a session: start Ray on this machine, or join a cluster, and find the devices.
 
-    A slot is a GPU, or on a cluster without any a logical device: as many as there are cores, unless told otherwise.
+    A slot is a GPU, or on a cluster without GPUs a logical device, by default one for each core.
 
     Args:
         address: of a running Ray cluster (``"auto"``, ``"host:port"``); None starts one on loopback, which ends with
             the session. A process that is connected to Ray already stays connected as it is.
-        slots_per_node: take so many devices of each node.
+        slots_per_node: number of devices to take of each node.
         local: run the engines in this process, one rank each, without Ray: for a debugger.
         log_to_driver: print here what the engines' processes print.
         timeout_s: how long the cluster may take to give the devices, and an engine's processes to come up.
@@ -232,15 +299,17 @@ def init(
     """
     if _OPEN:
         raise SessionError(f"init() was called before: {_OPEN[0]!r}; shutdown() ends it")
-    forget_memory(MEMORY)  # what sessions that were killed have left
-    session = Session(_hosting(address, slots_per_node, local, log_to_driver, timeout_s))
+    forget_memory(MEMORY)  # files that killed sessions have left
+    session = Session(_make_hosting(address, slots_per_node, local, log_to_driver, timeout_s))
     _OPEN.append(session)
-    # Called before Ray's own, which would leave a cluster that was started here without its owner.
+    # Called before Ray's own handler, which would leave a cluster that was started here without its owner.
     atexit.register(session.close)
     return session
 
 
-def _hosting(address: str | None, per_node: int | None, local: bool, log_to_driver: bool, timeout_s: float) -> Hosting:
+def _make_hosting(
+    address: str | None, per_node: int | None, local: bool, log_to_driver: bool, timeout_s: float
+) -> Hosting:
     if local:
         return LocalHosting("cuda" if torch.cuda.is_available() else "cpu", per_node or 1)
     from dlrover.python.rl.runtime.ray.hosting import RayHosting  # Ray takes a second to import
@@ -255,21 +324,7 @@ def shutdown() -> None:
 
 
 def current() -> Session:
-    """The session.
-
-    Raises:
-        SessionError: there is none.
-    """
+    """Raises SessionError if no session is open."""
     if not _OPEN:
         raise SessionError("there is no session: call init() first")
     return _OPEN[0]
-
-
-def slots_of(engines: Any) -> tuple[int, ...]:
-    """The slots of one engine or several, as ``build`` takes them.
-
-    Raises:
-        SessionError: one is not built.
-    """
-    many: Sequence[Any] = engines if isinstance(engines, list | tuple) else [engines]
-    return tuple(slot for engine in many for slot in engine.slots)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the arguments and results of a call are divided over the ranks of a train engine.
 
 :class:`NeedParallel` splits lists, tuples, arrays, tensors, dicts of columns and batches by one rule: the parts are
@@ -9,25 +10,21 @@ contiguous, in order, and differ by at most one row, larger ones first. Everythi
     NeedParallel(x, type="seq")   rows over the model replicas, and each row's sequence over the replica's context ranks
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dlrover.python.rl.common.errors import ShardError
-from dlrover.python.rl.common.nearest import hint
+from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.module import WHOLE, Share
-from dlrover.python.rl.trainer.port import Port, Ref
-from dlrover.python.rl.trainer.shard import join, row_count, split
+from dlrover.python.rl.engine.model.train_module import WHOLE, CallShare
+from dlrover.python.rl.trainer.shard import Replicate, Shard, join, row_count, split
 
 Merge = Literal["list", "flat", "mean", "sum", "rank0"]
 MERGES = ("list", "flat", "mean", "sum", "rank0")
 TYPES = ("dp", "seq")
 
 _TOKEN_COLUMNS = ("tokens", "input_ids")
-_SCALARS = (type(None), bool, int, float, str)
-_INLINE_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -47,36 +44,21 @@ class NeedParallel:
     type: Literal["dp", "seq"] = "dp"
 
 
-@dataclass(frozen=True)
-class Arranged:
-    """The arguments of a call for one rank, and for those that split its matrices."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    share: Share
-
-
-def parts_of(value: NeedParallel, replicas: int, context: int, label: str) -> list[tuple[Any, Share]]:
-    """Split one wrapped argument over ``replicas``, and over the ``context`` ranks of each.
-
-    Raises:
-        ShardError: it has no rows; or fewer than ``replicas``, and is not to be padded; or its sequences cannot be
-            split.
-    """
+def parts_of(value: NeedParallel, replicas: int, context: int, label: str) -> list[tuple[Any, CallShare]]:
     if value.type not in TYPES:
         raise ShardError(f"{label}: NeedParallel has no type '{value.type}'{hint(value.type, TYPES)}")
-    found = []
+    parts: list[tuple[Any, CallShare]] = []
     for piece, share in _rows_of(value, replicas, label):
         if value.type == "dp" or context == 1:
-            found += [(piece, share)] * context
+            parts += [(piece, share)] * context
             continue
         for part in split_sequences(piece, context, label):
             tokens = count_tokens(part) if share.rows else 0
-            found.append((part, replace(share, tokens=tokens, sequences=True)))
-    return found
+            parts.append((part, replace(share, tokens=tokens, sequences=True)))
+    return parts
 
 
-def _rows_of(value: NeedParallel, replicas: int, label: str) -> list[tuple[Any, Share]]:
+def _rows_of(value: NeedParallel, replicas: int, label: str) -> list[tuple[Any, CallShare]]:
     rows = count_rows(value.value)
     if rows is not None and 0 < rows < replicas and not value.pad:
         raise ShardError(
@@ -86,16 +68,13 @@ def _rows_of(value: NeedParallel, replicas: int, label: str) -> list[tuple[Any, 
     real = replicas if rows is None else max(min(rows, replicas), 1)
     pieces = split(value.value, real, label)
     padding = split(value.value, rows, label)[-1] if real < replicas and rows else None
-    told = [(piece, Share(count_rows(piece) or 0, count_tokens(piece), rows or 0)) for piece in pieces]
-    return told + [(padding, Share(of=rows or 0))] * (replicas - real)
+    real_parts = [(piece, CallShare(count_rows(piece) or 0, count_tokens(piece), rows or 0)) for piece in pieces]
+    return real_parts + [(padding, CallShare(of=rows or 0))] * (replicas - real)
 
 
 def split_sequences(value: Any, ranks: int, label: str) -> list[Any]:
-    """Cut the second axis into equal parts: of a tensor, array, list of equally long rows, or dict of such columns.
-
-    Raises:
-        ShardError: it has none, or one that ``ranks`` cannot share equally.
-    """
+    """Cut the second axis of a tensor, array, list of equally long rows, or dict of such columns into equal parts.
+    Raises ShardError if it has none, or one that ``ranks`` cannot share equally."""
     if isinstance(value, Mapping):
         columns = {name: split_sequences(column, ranks, f"{label}['{name}']") for name, column in value.items()}
         return [{name: parts[rank] for name, parts in columns.items()} for rank in range(ranks)]
@@ -118,8 +97,7 @@ def split_sequences(value: Any, ranks: int, label: str) -> list[Any]:
 
 
 def _copied(part: Any) -> Any:
-    """A torch view is sent with its whole storage."""
-    return part.clone() if hasattr(part, "untyped_storage") else part
+    return part.clone() if hasattr(part, "untyped_storage") else part  # a torch view is sent with its whole storage
 
 
 def count_rows(value: Any) -> int | None:
@@ -144,76 +122,49 @@ def count_tokens(value: Any) -> int:
     return sum(len(row) if hasattr(row, "__len__") and not isinstance(row, str) else 1 for row in columns)
 
 
-def arrange(
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    sizes: tuple[int, int],
-    label: str,
-    store: Callable[[Any], Any],
-) -> list[Arranged]:
-    """A set of arguments for each context rank of each replica.
+class Splitter:
+    """Splits the arguments of one call: a set for each context rank of each replica."""
 
-    Args:
-        args: as the caller wrote them.
-        kwargs: likewise.
-        sizes: model replicas, and the ranks of each that share sequences.
-        label: the call's name in error messages.
-        store: puts away a value that every rank takes.
+    def __init__(self, replicas: int, context: int, label: str) -> None:
+        self._replicas, self._context, self._label = replicas, context, label
+        self.split: list[int | str] = []
+        """Positions and names of the arguments that were wrapped."""
+        self.shares: list[CallShare] = [WHOLE] * (replicas * context)
+        """What part of the rows each set has. Of several wrapped arguments those with split sequences count, and of
+        these the one with the most tokens."""
 
-    Raises:
-        ShardError: a wrapped argument cannot be split, or two have different numbers of rows.
-    """
-    replicas, context = sizes
-    shares: list[Share] = []
+    def arrange(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments as a role group takes them. Raises ShardError if two wrapped ones have different numbers of
+        rows."""
+        values = [self._divide(value, at, str(at)) for at, value in enumerate(args)]
+        return values, {name: self._divide(value, name, f"'{name}'") for name, value in kwargs.items()}
 
-    def divided(value: Any, name: str) -> list[Any]:
+    def _divide(self, value: Any, at: int | str, name: str) -> Any:
         if not isinstance(value, NeedParallel):
-            return [store(value)] * (replicas * context)
-        pieces = parts_of(value, replicas, context, f"{label}: argument {name}")
-        found = [share for _, share in pieces]
-        if shares and [share.rows for share in shares] != [share.rows for share in found]:
-            raise ShardError(f"{label}: argument {name} has {found[0].of} rows, another one {shares[0].of}")
-        # Of several wrapped arguments those with sequences weigh, and of these the one with most tokens.
-        if not shares or _weight_of(found) > _weight_of(shares):
-            shares[:] = found
-        return [piece for piece, _ in pieces]
-
-    positional = [divided(value, str(index)) for index, value in enumerate(args)]
-    named = {name: divided(value, f"'{name}'") for name, value in kwargs.items()}
-    return [
-        Arranged(
-            tuple(pieces[at] for pieces in positional),
-            {name: pieces[at] for name, pieces in named.items()},
-            shares[at] if shares else WHOLE,
-        )
-        for at in range(replicas * context)
-    ]
+            return Replicate(value)
+        pieces = parts_of(value, self._replicas, self._context, f"{self._label}: argument {name}")
+        shares = [share for _, share in pieces]
+        if self.split and [share.rows for share in self.shares] != [share.rows for share in shares]:
+            raise ShardError(f"{self._label}: argument {name} has {shares[0].of} rows, another one {self.shares[0].of}")
+        if not self.split or _weight_of(shares) > _weight_of(self.shares):
+            self.shares = shares
+        self.split.append(at)
+        return Shard([piece for piece, _ in pieces])
 
 
-def _weight_of(shares: Sequence[Share]) -> tuple[bool, int]:
+def _weight_of(shares: Sequence[CallShare]) -> tuple[bool, int]:
     return shares[0].sequences, sum(share.tokens for share in shares)
-
-
-def stored_by(port: Port) -> Callable[[Any], Any]:
-    """Puts a value away once for all ranks, unless it is small."""
-
-    def store(value: Any) -> Any:
-        if isinstance(value, Ref) or (isinstance(value, _SCALARS) and sys.getsizeof(value) <= _INLINE_BYTES):
-            return value
-        return port.put(value)
-
-    return store
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
-def merge(results: Sequence[Any], shares: Sequence[Share], how: Merge) -> Any:
+def merge(results: Sequence[Any], shares: Sequence[CallShare], how: Merge) -> Any:
     """Put results together; those of padding are left out.
 
     Args:
-        results: one for each replica; one for each rank that has a part of the sequences where these are divided.
-        shares: what each got.
+        results: one for each replica, or for each rank that has a part of the sequences.
+        shares: of the rows, one for each result.
         how: ``list``: as they are. ``flat``: lists, arrays, tensors or batches joined in order. ``mean``: numbers,
             tensors, or dicts of them, weighted by tokens: by the entry ``tokens`` of a dict (which is summed), else by
             those of the arguments. ``sum``: likewise, added. ``rank0``: the first. Of a method that returns nothing
@@ -236,14 +187,14 @@ def merge(results: Sequence[Any], shares: Sequence[Share], how: Merge) -> Any:
     return _each(values, lambda numbers: _mean(numbers, weights))
 
 
-def _weight(result: Any, share: Share) -> float:
+def _weight(result: Any, share: CallShare) -> float:
     if isinstance(result, Mapping) and "tokens" in result:
         return float(result["tokens"])
     return float(share.tokens) if share.of else 1.0
 
 
 def _each(values: Sequence[Any], combine: Callable[[Sequence[Any]], Any]) -> Any:
-    """``combine`` of the values, of dicts entry by entry; ``tokens`` are added in any case."""
+    """``tokens`` of dicts are always added."""
     first = values[0]
     if not isinstance(first, Mapping):
         return combine(values)

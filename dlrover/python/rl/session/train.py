@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The train engine of a script."""
 
 from collections.abc import Sequence
@@ -9,17 +10,16 @@ import cloudpickle
 import torch
 
 from dlrover.python.rl.common.errors import EngineError, SessionError, UnknownMethod
-from dlrover.python.rl.common.nearest import hint
-from dlrover.python.rl.engine.base import Rendezvous, TrainSettings
-from dlrover.python.rl.engine.layout import ParallelSizes
-from dlrover.python.rl.engine.module import check_empty
-from dlrover.python.rl.session.engine import HandEngine, wish_of
-from dlrover.python.rl.session.routes import Way
-from dlrover.python.rl.session.session import current
-from dlrover.python.rl.session.slots import train_sizes
-from dlrover.python.rl.session.split import MERGES, Merge, arrange, merge, stored_by
-from dlrover.python.rl.session.sync import SyncReport, sync
-from dlrover.python.rl.session.terms import TRAIN_PROCESS, TrainTerms
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.engine.api.base import TrainSettings
+from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.engine.model.train_module import check_empty
+from dlrover.python.rl.session.engine import HandEngine
+from dlrover.python.rl.session.members import TrainMember
+from dlrover.python.rl.session.session import SlotRequest, current
+from dlrover.python.rl.session.split import MERGES, Merge, Splitter, merge
+from dlrover.python.rl.session.weight_sync import SyncReport, Way, sync
+from dlrover.python.rl.trainer.shard import Shard
 
 EXECUTORS = ("fsdp2",)
 """What runs a module of the user's own."""
@@ -36,7 +36,7 @@ class TrainEngine(HandEngine):
     otherwise: :func:`~dlrover.python.rl.session.split.merge`.
 
     Args:
-        module: a :class:`~dlrover.python.rl.engine.module.TrainModule` without weights.
+        module: a :class:`~dlrover.python.rl.engine.model.train_module.TrainModule` without weights.
         executor: ``"fsdp2"``.
         merge: what results are merged to by default.
         name: what messages call it; ``TRAIN_1`` and so on by default.
@@ -60,7 +60,7 @@ class TrainEngine(HandEngine):
             raise EngineError(
                 f"{type(module).__name__} has methods that the engine has itself: rename {', '.join(sorted(hidden))}"
             )
-        self._class, self._merge = type(module), _checked(merge)
+        self._class, self._merge = type(module), _check_merge(merge)
         self._payload = cloudpickle.dumps(module)
         self._parallel = ParallelSizes()
 
@@ -104,32 +104,23 @@ class TrainEngine(HandEngine):
             SessionError: it is built already, or the slots are not there; nothing was started.
             InvocationError: a rank could not be made; none is left.
         """
-        if not self._may_build(ignore_rebuild_error):
+        if not self._should_build(ignore_rebuild_error):
             return self
-        open_wish = wish_of(1, None, False, colocate_with, not_colocate_with, nodes)
-        room = len(current().table.room(open_wish))
-        groups, size = train_sizes(room, tensor_parallel_size, context_parallel_size, data_parallel_size, shards)
+        request = SlotRequest.near(colocate_with, not_colocate_with, nodes)
+        free = len(current().table.candidates(request))
+        groups, size = train_sizes(free, tensor_parallel_size, context_parallel_size, data_parallel_size, shards)
         self._parallel = ParallelSizes(
             ddp_size=groups,
             tensor_parallel_size=tensor_parallel_size,
             context_parallel_size=context_parallel_size,
         )
-        crew = self._seat(replace(open_wish, group=size, groups=groups), TRAIN_PROCESS, whole_groups=False)
+        argument_sets = groups * size // tensor_parallel_size
+        kind = self._start(replace(request, group=size, groups=groups), TrainMember, argument_sets)
         try:
-            kind = self._session.slots[crew.seats[0][0]].kind
-            settings = TrainSettings(
-                device=kind,
-                precision=precision or ("bf16" if kind == "cuda" else "fp32"),
-                parallel=self._parallel,
+            precision = precision or ("bf16" if kind == "cuda" else "fp32")
+            self._ask(
+                "engine.open", TrainSettings(device=kind, precision=precision, parallel=self._parallel), self._payload
             )
-            first = crew.processes[0]
-            payload = self._session.hosting.port.put(self._payload)
-            terms = [
-                TrainTerms(self.name, settings, Rendezvous(rank, len(crew.seats), first.address, first.port))
-                for rank in range(len(crew.seats))
-            ]
-            refs = [self._submit(rank, "engine.open", (term, payload)) for rank, term in enumerate(terms)]
-            self._gather(refs)
         except BaseException:
             self.release()
             raise
@@ -137,12 +128,8 @@ class TrainEngine(HandEngine):
 
     @property
     def replicas(self) -> int:
-        """Model replicas, each with rows of its own: what ``NeedParallel`` divides by.
-
-        Raises:
-            SessionError: it is not built.
-        """
-        return len(self._running("replicas").seats) // self._parallel.replica_size
+        """Model replicas, each with rows of its own: the divisor of ``NeedParallel``."""
+        return len(self._running("replicas").slots) // self._parallel.replica_size
 
     # -- the module's methods -----------------------------------------------------------------------------------------
 
@@ -157,22 +144,18 @@ class TrainEngine(HandEngine):
         return sorted([*object.__dir__(self), *methods_of(self._class)])
 
     def _call(self, method: "ModuleMethod", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        context, alike = self._parallel.context_parallel_size, self._parallel.tensor_parallel_size
-        sizes, label = (self.replicas, context), f"{self.name}.{method.name}"
-        arranged = arrange(args, kwargs, sizes, label, stored_by(self._session.hosting.port))
-        refs = [
-            self._submit(rank, method.name, (given.share, *given.args), given.kwargs)
-            for rank, given in enumerate(given for given in arranged for _ in range(alike))
-        ]
-        results = self._gather(refs, method.timeout_s)[::alike]
-        shares = [given.share for given in arranged]
-        speaking = 1 if shares[0].sequences else context
-        return merge(results[::speaking], shares[::speaking], method.merge)
+        sizes = self._parallel
+        splitter = Splitter(self.replicas, sizes.context_parallel_size, f"{self.name}.{method.name}")
+        values, named = splitter.arrange(args, kwargs)
+        refs = self._submit(method.name, Shard(splitter.shares), splitter.split, *values, **named)
+        results = self._gather(refs, method.timeout_s)[:: sizes.tensor_parallel_size]
+        stride = 1 if splitter.shares[0].sequences else sizes.context_parallel_size
+        return merge(results[::stride], splitter.shares[::stride], method.merge)
 
     # -- the engine's own verbs ---------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> None:
-        """Put the module into training mode on every rank; that is how it begins."""
+        """Put the module into training mode on every rank, as it is after ``build``."""
         self._ask("engine.train", mode)
 
     def eval(self) -> None:
@@ -181,7 +164,6 @@ class TrainEngine(HandEngine):
 
     @property
     def training(self) -> bool:
-        """Whether the module is in training mode."""
         return bool(self._ask("engine.in_training")[0])
 
     def p2p_weight_sync(
@@ -192,13 +174,12 @@ class TrainEngine(HandEngine):
         way: Way | None = None,
         folder: str | Path | None = None,
     ) -> SyncReport:
-        """Give the weights to another engine, process to process; see :func:`~dlrover.python.rl.session.sync.sync`.
+        """Send the weights to another engine, process to process: :func:`~dlrover.python.rl.session.weight_sync.sync`.
 
         Args:
             other: an inference engine, or a train engine whose module has no optimizer (a reference).
             timeout_s: for all of it.
-            way: ``"device memory"``, ``"shared memory"``, ``"broadcast"``, ``"disk"``, ``"object store"``, or with
-                ``init(local=True)`` ``"process"``: how they go; None for the shortest.
+            way: ``"device memory"``, ``"shared memory"``, ``"broadcast"`` or ``"disk"``; None for the shortest.
             folder: for ``"disk"``: one that both engines' nodes see.
         """
         return sync(self, other, timeout_s, way, folder)
@@ -215,24 +196,42 @@ class TrainEngine(HandEngine):
 
 @dataclass(frozen=True)
 class ModuleMethod:
-    """A method of the module on all ranks, ready to be called."""
-
     engine: TrainEngine
     name: str
     merge: Merge
     timeout_s: float | None = None
 
     def options(self, *, merge: Merge | None = None, timeout_s: float | None = None) -> "ModuleMethod":
-        """The same method, called otherwise.
-
-        Args:
-            merge: of the results: ``"list"``, ``"flat"``, ``"mean"``, ``"sum"`` or ``"rank0"``.
-            timeout_s: for all ranks; None waits, and logs who is waited for.
-        """
-        return replace(self, merge=_checked(merge or self.merge), timeout_s=timeout_s or self.timeout_s)
+        """The same method with another ``merge`` or a time limit for all ranks (None waits, and logs late ranks)."""
+        return replace(self, merge=_check_merge(merge or self.merge), timeout_s=timeout_s or self.timeout_s)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.engine._call(self, args, kwargs)
+
+
+def train_sizes(free: int, tensor: int, context: int, replicas: int | None, shards: int | None) -> tuple[int, int]:
+    """Fill in the sizes of a train engine that were not given (``replicas``: as many as fit; ``shards``: all of them).
+    Returns the number of groups with a copy of the parameters each, and the slots of one group."""
+    sizes = {
+        "tensor_parallel_size": tensor,
+        "context_parallel_size": context,
+        "data_parallel_size": replicas,
+        "shards": shards,
+    }
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise SessionError(f"{name} is {size}: it must be positive")
+    replica = tensor * context
+    if replicas is None:
+        replicas = free // replica
+        replicas -= replicas % (shards or 1)
+    if not replicas:
+        requested = ", ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
+        raise SessionError(f"{free} free slots are too few for one group: {requested}")
+    shards = shards or replicas
+    if replicas % shards:
+        raise SessionError(f"data_parallel_size {replicas} is no multiple of shards {shards}")
+    return replicas // shards, shards * replica
 
 
 def methods_of(cls: type) -> list[str]:
@@ -242,7 +241,7 @@ def methods_of(cls: type) -> list[str]:
     return sorted(name for name in own if not name.startswith("_") and callable(getattr(cls, name, None)))
 
 
-def _checked(how: Merge) -> Merge:
+def _check_merge(how: Merge) -> Merge:
     if how not in MERGES:
         raise SessionError(f"results cannot be merged as '{how}'{hint(how, MERGES)}")
     return how

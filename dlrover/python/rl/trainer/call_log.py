@@ -1,189 +1,284 @@
-"""The calls that a trainer may have to issue again, each as it was meant."""
+# SPDX-License-Identifier: Apache-2.0
+"""The calls that a trainer may have to issue again: their states, their log, and how they are sent.
 
-from collections.abc import Iterable, Iterator
+::
+
+    ISSUED ---a value---> ANSWERED          an answer is lost with its member: ISSUED again
+       '---an error--> FAILED ---the trainer receives it--> RAISED
+
+A call that has ended is replayed on a new member for the sake of its state; the answer that the trainer has stays.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from typing import Any
 
 import numpy as np
 
-from dlrover.python.rl.common.errors import CallSkipped, InvocationError, ResultLost, WorkloadDied
+from dlrover.python.rl.common.errors import CallSkipped, InvocationError, ResultLost, StepAbandoned, WorkloadDied
+from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.trainer.port import Call, Port, Ref
-from dlrover.python.rl.trainer.recovery import MemberId
+from dlrover.python.rl.trainer.port import RAW_CALL, STRAGGLER_LOG_INTERVAL_S, Call, Outcome, Port, Ref
 from dlrover.python.rl.trainer.shard import Rows
 
 _INLINE_BYTES = 1 << 14
-_MOST_BEFORE_STEPS = 256
+_MAX_CALLS_BEFORE_STEPS = 256
+_MAX_RETRIES = 20
 
-LOSSES = (WorkloadDied, ResultLost, CallSkipped)
-"""Errors that are nobody's fault: the call has not run, or what came of it is gone."""
+LOST_CALL_ERRORS = (WorkloadDied, ResultLost, CallSkipped)
+"""Errors that are not the user's: the call has not run, or its answer is gone."""
+
+GRACE_S = 5.0
+"""How much longer to wait for the other calls when one has failed: ranks meet in collectives, so an error may be the
+echo of another rank's death, which is about to show."""
 
 
-@dataclass(eq=False)
-class Entry:
-    """A call that was submitted, or a value that was put away.
+class CallState(Enum):
+    ISSUED = auto()
+    ANSWERED = auto()
+    FAILED = auto()
+    RAISED = auto()
 
-    Attributes:
-        role: the role called, ``""`` for a value.
-        rank: the rank called.
-        call: as the trainer meant it: arguments are values, or refs of other entries. None when it will not be needed.
-        ref: the answer, in the port beneath.
-        ended: whether the answer is known to be there: a value, or an error of the user's.
-        failed: that error, None for none.
-        seen: whether the trainer has been given that error.
-        again: the latest repetition of a call that had ended, for the sake of the member's state; None for none.
-        tries: how often it was issued again since its member was last replaced.
-        previous: the call to the same member before this one.
-    """
 
-    role: str
-    rank: int
-    call: Call | None
-    ref: Any = None
-    ended: bool = False
-    failed: InvocationError | None = None
-    seen: bool = False
-    again: Ref | None = None
-    tries: int = 0
-    previous: "Entry | None" = None
+class LoggedCall:
+    """A call that was submitted, or a stored value (``role`` is ``""``). Only its methods change it.
+
+    Arguments of ``call`` are values, or refs of other logged calls; it is None once it cannot be needed again.
+    ``previous`` is the call to the same member before this one; ``replay`` the latest repetition of a call that had
+    ended."""
+
+    def __init__(self, role: str, rank: int, call: Call | None, previous: "LoggedCall | None" = None) -> None:
+        self.role, self.rank, self.call, self.previous = role, rank, call, previous
+        self.state = CallState.ISSUED
+        self.ref: Any = None
+        self.error: InvocationError | None = None
+        self.replay: Ref | None = None
+        self._retries = 0
+        self._was_raised = False
+
+    @classmethod
+    def stored(cls, ref: Ref) -> "LoggedCall":
+        value = cls("", 0, None)
+        value.ref, value.state = ref, CallState.ANSWERED
+        return value
 
     @property
-    def member(self) -> MemberId:
-        """Who was called."""
-        return self.role, self.rank
+    def member(self) -> ProcessId:
+        return ProcessId(self.role, self.rank)
 
     @property
-    def run(self) -> Ref:
-        """What is still to come of it, or came last."""
-        run: Ref = self.again or self.ref
+    def is_running(self) -> bool:
+        return self.state is CallState.ISSUED or self.replay is not None
+
+    @property
+    def latest_run(self) -> Ref:
+        run: Ref = self.replay or self.ref
         return run
 
-    def after(self) -> tuple[int, int] | None:
-        """The id of the call to this member that must have run before."""
+    @property
+    def can_retry(self) -> bool:
+        return self.call is not None and self._retries < _MAX_RETRIES
+
+    def is_current(self, run: Ref) -> bool:
+        """Return False if the call was issued again since ``run``."""
+        return run is self.ref or run is self.replay
+
+    def predecessor_id(self) -> tuple[int, int] | None:
         before = self.previous
-        while before is not None and before.failed is not None:
+        while before is not None and before.error is not None:
             before = before.previous  # it may have failed before it reached the member
         return None if before is None or before.call is None else before.call.call_id
+
+    # -- transitions --------------------------------------------------------------------------------------------------
+
+    def issue(self, run: Ref) -> None:
+        """The answer is that of ``run``, which is under way."""
+        self.ref, self.state, self.error = run, CallState.ISSUED, None
+
+    def end(self, run: Ref, error: InvocationError | None) -> bool:
+        """``run`` has ended. Returns False if it is a replay that fails although the first run succeeded."""
+        if run is not self.ref:
+            self.replay = None
+            return error is None or self.error is not None
+        self.error = error
+        if error is None:
+            self.state = CallState.ANSWERED
+        else:
+            self.state = CallState.RAISED if self._was_raised else CallState.FAILED
+        return True
+
+    def mark_raised(self) -> None:
+        self._was_raised = True
+        if self.state is CallState.FAILED:
+            self.state = CallState.RAISED
+
+    def repeat(self, run: Ref) -> None:
+        """``run`` is the call to the new member. An answer that the trainer has or can have stays."""
+        self._retries = 0
+        if self.state in (CallState.ANSWERED, CallState.RAISED):
+            self.replay = run
+        else:
+            self.issue(run)
+
+    def retry(self, lost: Ref, run: Ref) -> None:
+        """``run`` takes the place of ``lost``, the answer or the replay."""
+        self._retries += 1
+        if lost is self.replay:
+            self.replay = run
+        else:
+            self.issue(run)
+
+    def forget(self) -> None:
+        """The call will not be issued again; its answer stays."""
+        self.call = self.previous = None
 
 
 @dataclass
 class CallLog:
-    """What was called: in ``init`` and between it and the first step, for ever; in the open step, until its commit.
+    """The calls in ``init`` and up to the first step (``setup``), for the whole run, and those of the open ``step``.
 
-    A ``fit`` without steps would go on for ever: after 256 calls those outside ``init`` are let go.
+    A ``fit`` without steps would grow without bound: after 256 calls those outside ``init`` are dropped
+    (``overflowed``)."""
 
-    Attributes:
-        setup: the calls of ``init``, and those after it.
-        step: the calls of the open step.
-        gave_up: whether there were too many before the first step.
-    """
-
-    setup: list[Entry] = field(default_factory=list)
-    step: list[Entry] = field(default_factory=list)
-    gave_up: bool = False
-    _of_init: int | None = None
-    _open: list[Entry] | None = None
-    _last: dict[MemberId, Entry] = field(default_factory=dict)
+    setup: list[LoggedCall] = field(default_factory=list)
+    step: list[LoggedCall] = field(default_factory=list)
+    overflowed: bool = False
+    _init_count: int | None = None
+    _open: list[LoggedCall] | None = None
+    _last: dict[ProcessId, LoggedCall] = field(default_factory=dict)
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are written down now."""
         return self._open is not None
 
     def begin_setup(self) -> None:
-        """Calls from here on are those of ``init``."""
         self._begin(self.setup)
 
     def end_init(self) -> None:
         """Calls from here on are made between ``init`` and the first step."""
-        self._of_init = len(self.setup)
+        self._init_count = len(self.setup)
 
     def begin_step(self) -> None:
-        """Calls from here on are those of a step."""
         self._begin(self.step)
 
     def end(self) -> None:
-        """Calls from here on are written nowhere."""
         self._begin(None)
 
-    def _begin(self, entries: list[Entry] | None) -> None:
-        self._open = entries
+    def _begin(self, calls: list[LoggedCall] | None) -> None:
+        self._open = calls
         self._last = {}
 
-    def link(self, entry: Entry) -> None:
-        """Tell a call which one was before it."""
-        entry.previous = self._last.get(entry.member)
+    def link(self, role: str, rank: int, call: Call) -> LoggedCall:
+        """Construct the record of a call; :meth:`add` it once it is under way."""
+        return LoggedCall(role, rank, call, self._last.get(ProcessId(role, rank)))
 
-    def add(self, entry: Entry) -> None:
-        """Write a call down, once it is on its way."""
-        assert self._open is not None, "somebody has begun"
-        self._last[entry.member] = entry
-        self._open.append(entry)
-        if self._open is self.setup and self._of_init is not None:
-            self._let_go(self._of_init)
+    def add(self, call: LoggedCall) -> None:
+        assert self._open is not None, "the log is open"
+        self._last[call.member] = call
+        self._open.append(call)
+        if self._open is self.setup and self._init_count is not None:
+            self._limit_setup(self._init_count)
 
-    def _let_go(self, of_init: int) -> None:
-        if len(self.setup) > of_init + _MOST_BEFORE_STEPS:
-            del self.setup[of_init:]
-            self.gave_up = True
+    def _limit_setup(self, init_count: int) -> None:
+        if len(self.setup) > init_count + _MAX_CALLS_BEFORE_STEPS:
+            del self.setup[init_count:]
+            self.overflowed = True
             self.end()
 
     def close_step(self) -> None:
-        """The step's calls will not be issued again; their answers stay."""
-        for entry in self.step:
-            entry.call = entry.previous = None
+        for call in self.step:
+            call.forget()
         self.step.clear()
         self._last = {}
 
-    def entries(self) -> list[Entry]:
-        """All calls, in order."""
+    def all_calls(self) -> list[LoggedCall]:
         return [*self.setup, *self.step]
 
-    def running(self) -> list[Entry]:
-        """The calls of which something is still to come."""
-        return [entry for entry in self.entries() if not entry.ended or entry.again is not None]
+    def running(self) -> list[LoggedCall]:
+        return [call for call in self.all_calls() if call.is_running]
 
-    def in_order(self, some: Iterable[Entry]) -> list[Entry]:
-        """``some`` in the order in which they were called, those that are not in the log last."""
-        wanted = set(some)
-        logged = [entry for entry in self.entries() if entry in wanted]
-        return [*logged, *wanted.difference(logged)]
+    def sort(self, calls: Iterable[LoggedCall]) -> list[LoggedCall]:
+        """``calls`` in the order of the log; those that are not in the log are last."""
+        remaining = set(calls)
+        logged = [call for call in self.all_calls() if call in remaining]
+        return [*logged, *remaining.difference(logged)]
 
 
-def lasting(call: Call, port: Port) -> Call:
-    """``call`` with a result that is kept, and with arguments that stay what they are: arrays are the caller's, who may
-    change them before the call is issued again."""
+def preserve_arguments(call: Call, port: Port) -> Call:
+    """``call`` with its result kept by the member, and with arguments that cannot change: arrays are the caller's,
+    which may overwrite them before the call is issued again."""
 
-    def unchanging(value: Any) -> Any:
+    def preserve(value: Any) -> Any:
         if isinstance(value, np.ndarray) and value.nbytes <= _INLINE_BYTES:
             return value.copy()
         return port.put(value) if isinstance(value, np.ndarray | Batch | Ragged) else value
 
-    args = tuple(map(unchanging, call.args))
-    return replace(call, args=args, kwargs={name: unchanging(value) for name, value in call.kwargs.items()}, keep=True)
+    args = tuple(map(preserve, call.args))
+    return replace(call, args=args, kwargs={name: preserve(value) for name, value in call.kwargs.items()}, keep=True)
 
 
-def sources(call: Call | None) -> list[Entry]:
-    """The calls whose results ``call`` takes."""
+def sources_of(call: Call | None) -> list[LoggedCall]:
     return [] if call is None else [ref.token for value in (*call.args, *call.kwargs.values()) for ref in _refs(value)]
 
 
 def _refs(value: Any) -> Iterator[Ref]:
     items = value.parts if isinstance(value, Rows) else value if isinstance(value, list) else [value]
-    return (item for item in items if isinstance(item, Ref) and isinstance(item.token, Entry))
+    return (item for item in items if isinstance(item, Ref) and isinstance(item.token, LoggedCall))
 
 
-def beneath(value: Any) -> Any:
-    """An argument as the port beneath takes it: what its refs stand for now."""
+def resolve_refs(value: Any) -> Any:
     if isinstance(value, Ref):
-        return value.token.ref if isinstance(value.token, Entry) else value
+        return value.token.ref if isinstance(value.token, LoggedCall) else value
     if isinstance(value, Rows):
-        return replace(value, parts=tuple(map(beneath, value.parts)))
+        return replace(value, parts=tuple(map(resolve_refs, value.parts)))
     if isinstance(value, list) and any(isinstance(item, Ref) for item in value):
-        return [beneath(item) for item in value]
+        return [resolve_refs(item) for item in value]
     return value
 
 
-def probe(run: Ref) -> Ref:
-    """A ref that tells whether ``run`` succeeded without fetching its value, where there is one."""
-    return run if run.size is None else replace(run, token=run.size)
+@dataclass
+class CallSender:
+    """Sends calls through the inner port; ``closed`` refuses them once another trainer object has taken over."""
+
+    inner: Port
+    epoch: int
+    committed: int | None = None
+    closed: StepAbandoned | None = None
+
+    def send(self, logged: LoggedCall, sized: bool) -> Ref:
+        if self.closed is not None:
+            raise self.closed
+        call = logged.call
+        assert call is not None, "a call is forgotten only when nothing can need it"
+        resolved = replace(
+            call,
+            args=tuple(map(resolve_refs, call.args)),
+            kwargs={name: resolve_refs(value) for name, value in call.kwargs.items()},
+            sized=sized,
+            epoch=self.epoch,
+            committed=self.committed or 0,
+            after=logged.predecessor_id(),
+        )
+        return self.inner.submit(logged.role, logged.rank, resolved)
+
+    def ask(self, member: ProcessId, verb: str, request: Any) -> Ref:
+        """Send a request that is not a call of a step."""
+        args = () if request is None else (request,)
+        call = Call(RAW_CALL, verb, args, {}, epoch=self.epoch, committed=self.committed or 0)
+        return self.inner.submit(member.role, member.rank, call)
+
+    def finish(self, runs: Sequence[Ref], patient: bool = False) -> list[Outcome]:
+        """Wait until all runs have ended, or a member has died; unless ``patient``, until :data:`GRACE_S` pass without
+        news after the first error."""
+        outcomes = [Outcome(late=True)] * len(runs)
+        while late := [index for index, outcome in enumerate(outcomes) if outcome.late]:
+            failed = not patient and any(outcome.error is not None for outcome in outcomes)
+            news = self.inner.wait([runs[index] for index in late], GRACE_S if failed else STRAGGLER_LOG_INTERVAL_S)
+            for index, outcome in zip(late, news, strict=True):
+                outcomes[index] = outcome
+            if failed and all(outcome.late for outcome in news):
+                break
+            if any(isinstance(outcome.error, WorkloadDied) for outcome in news):
+                break
+        return outcomes

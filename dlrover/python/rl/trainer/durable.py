@@ -1,16 +1,17 @@
-"""The port of durable steps: what is called through it outlives the members that are called.
+# SPDX-License-Identifier: Apache-2.0
+"""The port of durable steps: its calls survive the death of the members that run them.
 
 ::
 
-    submit --> log: setup (init's calls, for ever), step (the open step's, until its commit)
-    wait -----> a member died, or a result is gone?
-                  renew: who takes its place (one member, or all of its role)
-                  rebuild each: setup again, the last commit, this step again, in order
-                  issue again what else failed because of it
-                  and wait on
+    submit --> log: setup (init's calls, for the whole run), step (the open step's, until its commit)
+    wait ----> a member died, or a result is lost?
+                 renew: replace the member, or all members of its role
+                 rebuild each: its setup calls again, the last commit, its calls of this step again, in order
+                 retry the other calls that failed because of it
+                 and wait again
 
-Calls have ids, and members answer a repeated id from what they kept: to issue a call again is always safe. A recovery
-that is struck by a further death goes round once more; there is no special case for it.
+Calls have ids, and members answer a repeated id from the results they keep: issuing a call again is always safe. A
+further death during a recovery starts another round; there is no special case for it.
 """
 
 import threading
@@ -27,42 +28,48 @@ from dlrover.python.rl.common.errors import (
     WorkloadDied,
 )
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.trainer.call_log import LOSSES, CallLog, Entry, lasting, probe, sources
-from dlrover.python.rl.trainer.outbox import GRACE_S, Outbox
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.trainer.call_log import (
+    GRACE_S,
+    LOST_CALL_ERRORS,
+    CallLog,
+    CallSender,
+    CallState,
+    LoggedCall,
+    preserve_arguments,
+    sources_of,
+)
 from dlrover.python.rl.trainer.port import (
     RAW_CALL,
     RESTORE,
     STRAGGLER_LOG_INTERVAL_S,
     WHERE,
     Call,
+    Checkpoints,
     Outcome,
     Port,
+    Recovery,
     Ref,
+    Renewed,
+    RoleTraits,
+    is_damage,
 )
-from dlrover.python.rl.trainer.recovery import Checkpoints, MemberId, Recovery, Renewed, RoleTraits, is_damage
 
 _LOG = get_logger(__name__)
 
-_MOST_TRIES = 20
+_MAX_ROUNDS = 20
 
-_Lost: TypeAlias = dict[Entry, tuple[Ref, InvocationError]]
+_LostRuns: TypeAlias = dict[LoggedCall, tuple[Ref, InvocationError]]
 
 
 @dataclass
 class DurablePort:
-    """A port that recovers what is called through it. Thread safe.
+    """A port that recovers lost calls. Thread safe.
 
     Args:
-        inner: the port beneath.
-        recovery: how lost members come back.
-        roles: role to its traits.
-        checkpoints: where commits are; None: stateful members cannot be rebuilt once a step is committed.
-        opened: whether losses are recovered; before that they are raised.
-        renewed: told of new members, for their raw handles.
-
-    Attributes:
-        step: the open step, 0 before the first.
-        recoveries: how often something was recovered.
+        checkpoints: None: stateful members cannot be rebuilt once a step is committed.
+        opened: False: failures are raised instead of recovered.
+        renewed: receives the raw handles of new members.
     """
 
     inner: Port
@@ -77,103 +84,91 @@ class DurablePort:
 
     def __post_init__(self) -> None:
         self._lock = threading.RLock()
-        self._known = dict(self.recovery.incarnations())
-        self._unbuilt: set[MemberId] = set()
-        self._outbox = Outbox(self.inner, self.recovery.epoch)
+        self._incarnations = dict(self.recovery.incarnations())
+        self._unbuilt: set[ProcessId] = set()
+        self._sender = CallSender(self.inner, self.recovery.epoch)
 
     @property
     def committed(self) -> int | None:
-        """The last committed step, None for none."""
-        return self._outbox.committed
+        return self._sender.committed
 
-    def go_on_from(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
         """``step`` is the last committed one: new members are brought there."""
-        self._outbox.committed = step
+        self._sender.committed = step
 
     def close(self, why: StepAbandoned) -> None:
-        """Another trainer object goes on: threads of this one that still call are told so."""
-        self._outbox.closed = why
+        """Another trainer object has taken over: raise ``why`` in threads of this one that still call."""
+        self._sender.closed = why
 
     # -- the port -----------------------------------------------------------------------------------------------------
 
     def put(self, value: Any) -> Ref:
-        return Ref(self, Entry("", 0, None, self.inner.put(value), ended=True))
+        return Ref(self, LoggedCall.stored(self.inner.put(value)))
 
     def submit(self, role: str, rank: int, call: Call) -> Ref:
         with self._lock:
-            logged = self.log.is_open and call.call_id != RAW_CALL
-            if logged:
-                call = lasting(call, self.inner)
-            entry = Entry(role, rank, call)
-            if logged:
-                self.log.link(entry)
-            entry.ref = self._outbox.issue(entry, call.sized)
-            if logged:
-                self.log.add(entry)
-        return Ref(self, entry, None, role, rank, call.method)
+            is_logged = self.log.is_open and call.call_id != RAW_CALL
+            if is_logged:
+                call = preserve_arguments(call, self.inner)
+            logged = self.log.link(role, rank, call) if is_logged else LoggedCall(role, rank, call)
+            logged.issue(self._sender.send(logged, call.sized))
+            if is_logged:
+                self.log.add(logged)
+        return Ref(self, logged, None, role, rank, call.method)
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
-        """As every port. The time that a recovery takes does not count: the deadline begins anew after it."""
-        entries: list[Entry] = [ref.token for ref in refs]
+        """The deadline starts again after each recovery."""
+        calls: list[LoggedCall] = [ref.token for ref in refs]
         while True:
-            runs = [entry.ref for entry in entries]
+            runs = [call.ref for call in calls]
             outcomes = self.inner.wait(runs, timeout_s)
-            death = self._death_behind(outcomes)
+            death = self._find_death_behind(outcomes)
             with self._lock:
                 if death is not None:
                     self._recover({}, [death])
-                elif self._note(entries, runs, outcomes):
-                    _see(entries, outcomes)
+                elif self._record(calls, runs, outcomes):
+                    _mark_raised(calls, outcomes)
                     return outcomes
 
-    # -- what a step needs --------------------------------------------------------------------------------------------
+    # -- steps --------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait until every call in the log has ended well, those included that nobody waited for.
-
-        Raises:
-            InvocationError: one of them failed, with an error of the user's that nobody has seen yet.
-            StepAbandoned: a repeated call did not do what it did before.
-        """
+        """Wait until every call in the log has succeeded, including those that the trainer did not wait for. Raises a
+        user's error that the trainer has not received yet, or StepAbandoned if a replay diverged."""
         while True:
             with self._lock:
                 running = self.log.running()
-                runs = [entry.run for entry in running]
+                runs = [call.latest_run for call in running]
             if not running:
                 break
-            outcomes = self.inner.wait([probe(run) for run in runs], STRAGGLER_LOG_INTERVAL_S)
-            death = self._death_behind(outcomes)
+            outcomes = self.inner.wait([run.probe() for run in runs], STRAGGLER_LOG_INTERVAL_S)
+            death = self._find_death_behind(outcomes)
             with self._lock:
                 if death is not None:
                     self._recover({}, [death])
-                elif self._note(running, runs, outcomes):
+                elif self._record(running, runs, outcomes):
                     _log_late(running, outcomes)
-        for entry in self.log.entries():
-            if entry.failed is not None and not entry.seen:
-                raise entry.failed
+        for call in self.log.all_calls():
+            if call.state is CallState.FAILED and call.error is not None:
+                raise call.error
 
-    def ask(self, members: Iterable[MemberId], verb: str, request: Any = None) -> dict[MemberId, Any]:
-        """Ask members something beside the step's calls, and wait. When one dies meanwhile, it is replaced and all are
-        asked again.
-
-        Raises:
-            InvocationError: an answer is an error.
-        """
-        asked = list(members)
+    def ask(self, members: Iterable[ProcessId], verb: str, request: Any = None) -> dict[ProcessId, Any]:
+        """Send members a request that is not a call of a step, and wait; all are asked again when one had to be
+        replaced."""
+        recipients = list(members)
         while True:
             with self._lock:
-                outcomes = self._outbox.finish([self._outbox.ask(member, verb, request) for member in asked])
-                lost = [outcome.error for outcome in outcomes if isinstance(outcome.error, LOSSES)]
+                outcomes = self._sender.finish([self._sender.ask(member, verb, request) for member in recipients])
+                lost = [outcome.error for outcome in outcomes if isinstance(outcome.error, LOST_CALL_ERRORS)]
                 if lost and self.opened:
                     self._recover({}, [error for error in lost if isinstance(error, WorkloadDied)])
                     continue
             for outcome in outcomes:
                 if outcome.error is not None:
                     raise outcome.error
-            return dict(zip(asked, (outcome.value for outcome in outcomes), strict=True))
+            return dict(zip(recipients, (outcome.value for outcome in outcomes), strict=True))
 
     def begin_step(self, step: int) -> None:
-        """Calls from here on are those of ``step``."""
         with self._lock:
             self.step = step
             self.log.begin_step()
@@ -182,216 +177,195 @@ class DurablePort:
         """``step`` is committed: its calls will not be needed again."""
         with self._lock:
             self.log.close_step()
-            self._outbox.committed = step
+            self._sender.committed = step
 
-    def members(self, stateful_only: bool = False) -> list[MemberId]:
-        """Every member, or those that have state."""
+    def members(self, stateful_only: bool = False) -> list[ProcessId]:
         return [
-            (role, rank)
+            ProcessId(role, rank)
             for role, traits in self.roles.items()
             for rank in range(traits.size)
             if traits.stateful or not stateful_only
         ]
 
-    # -- what came of calls -------------------------------------------------------------------------------------------
+    # -- the outcomes of calls ----------------------------------------------------------------------------------------
 
-    def _note(self, entries: Sequence[Entry], runs: Sequence[Ref], outcomes: Sequence[Outcome]) -> bool:
-        """Write down what came of ``runs``, and recover what was lost. Whether the outcomes stand."""
-        lost: _Lost = {}
-        stands = True
-        for entry, run, outcome in zip(entries, runs, outcomes, strict=True):
+    def _record(self, calls: Sequence[LoggedCall], runs: Sequence[Ref], outcomes: Sequence[Outcome]) -> bool:
+        """Record the outcomes of ``runs``, and recover lost ones. Returns False if some were issued again."""
+        lost: _LostRuns = {}
+        is_current = True
+        for call, run, outcome in zip(calls, runs, outcomes, strict=True):
             if outcome.late:
                 continue
-            if run is not entry.ref and run is not entry.again:
-                stands = False  # another thread's recovery has issued it anew
-            elif outcome.error is not None and self._is_lost(entry, outcome.error):
-                lost[entry] = run, outcome.error
+            if not call.is_current(run):
+                is_current = False  # another thread's recovery has issued it again
+            elif outcome.error is not None and self._is_lost(call, outcome.error):
+                lost[call] = run, outcome.error
             else:
-                self._end(entry, run, outcome.error)
+                self._end(call, run, outcome.error)
         if lost:
             self._recover(lost, [error for _, error in lost.values() if isinstance(error, WorkloadDied)])
-        return stands and not lost
+        return is_current and not lost
 
-    def _end(self, entry: Entry, run: Ref, error: InvocationError | None) -> None:
-        """A call has come to its end: with a value, or with an error that is the user's."""
+    def _end(self, call: LoggedCall, run: Ref, error: InvocationError | None) -> None:
         if self.opened and isinstance(error, ReplayDiverged):
             raise self._abandoned(error)
-        if run is entry.ref:
-            entry.ended, entry.failed = True, error
-            return
-        entry.again = None
-        if error is not None and entry.failed is None:
-            raise self._abandoned(error)
+        if not call.end(run, error):
+            raise self._abandoned(error or RuntimeError("a replay diverged"))
 
-    def _is_lost(self, entry: Entry, error: InvocationError) -> bool:
-        """Whether a call failed through no fault of its own, so that issuing it again helps."""
+    def _is_lost(self, call: LoggedCall, error: InvocationError) -> bool:
+        """Return True if the error is not the call's own, so that issuing it again helps."""
         if not self.opened:
             return False
-        if isinstance(error, LOSSES):
+        if isinstance(error, LOST_CALL_ERRORS):
             return True
-        made = sources(entry.call) if (error.role, error.rank) != entry.member else []
-        self._look(made)
-        # It is the error of a call whose result this one was to take: has that one been issued anew since?
-        return bool(made) and all(source.failed is None for source in made)
+        sources = sources_of(call.call) if ProcessId(error.role, error.rank) != call.member else []
+        self._poll(sources)
+        # It is the error of a call whose result this one takes: has that call been issued again since?
+        return bool(sources) and all(source.error is None for source in sources)
 
-    def _look(self, entries: Iterable[Entry]) -> _Lost:
-        """See which calls have ended by now; returns those that failed of a loss."""
-        asked = [(entry, entry.run) for entry in entries if not entry.ended or entry.again is not None]
-        outcomes = self.inner.wait([probe(run) for _, run in asked], 0.0) if asked else []
-        lost: _Lost = {}
-        for (entry, run), outcome in zip(asked, outcomes, strict=True):
-            if isinstance(outcome.error, LOSSES):
-                lost[entry] = run, outcome.error
+    def _poll(self, calls: Iterable[LoggedCall]) -> _LostRuns:
+        """Record the calls that have ended by now; returns the lost ones."""
+        running = [(call, call.latest_run) for call in calls if call.is_running]
+        outcomes = self.inner.wait([run.probe() for _, run in running], 0.0) if running else []
+        lost: _LostRuns = {}
+        for (call, run), outcome in zip(running, outcomes, strict=True):
+            if isinstance(outcome.error, LOST_CALL_ERRORS):
+                lost[call] = run, outcome.error
             elif not outcome.late:
-                self._end(entry, run, outcome.error)
+                self._end(call, run, outcome.error)
         return lost
 
-    def _death_behind(self, outcomes: Sequence[Outcome]) -> WorkloadDied | None:
-        """The death of another rank that an error of the user's is the echo of, or None."""
+    def _find_death_behind(self, outcomes: Sequence[Outcome]) -> WorkloadDied | None:
+        """The death of another rank of which a user's error is the echo."""
         for error in (outcome.error for outcome in outcomes if self.opened and outcome.error is not None):
             traits = self.roles.get(error.role)
-            if isinstance(error, LOSSES) or traits is None or not traits.together or traits.size == 1:
+            if isinstance(error, LOST_CALL_ERRORS) or traits is None or not traits.together or traits.size == 1:
                 continue
-            siblings = [(error.role, rank) for rank in range(traits.size) if rank != error.rank]
-            asked = [self._outbox.ask(member, WHERE, None) for member in siblings]
-            for outcome in self.inner.wait(asked, GRACE_S):
+            siblings = [ProcessId(error.role, rank) for rank in range(traits.size) if rank != error.rank]
+            questions = [self._sender.ask(member, WHERE, None) for member in siblings]
+            for outcome in self.inner.wait(questions, GRACE_S):
                 if isinstance(outcome.error, WorkloadDied):
                     return outcome.error
         return None
 
     # -- recovery: the lock is held -----------------------------------------------------------------------------------
 
-    def _recover(self, lost: _Lost, deaths: Sequence[WorkloadDied]) -> None:
-        """Bring every call of the log to where it has been issued to a living member, in order."""
+    def _recover(self, lost: _LostRuns, deaths: Sequence[WorkloadDied]) -> None:
+        """Issue every call of the log that needs it to a living member, in order."""
         self.recoveries += 1
-        self._look(self.log.entries())
+        self._poll(self.log.all_calls())
         for death in deaths:
             self._renew(death)
-        for _ in range(_MOST_TRIES):
-            loss = self._rebuild()
-            if loss is None:
+        for _ in range(_MAX_ROUNDS):
+            failure = self._rebuild()
+            if failure is None:
                 break
-            if isinstance(loss, WorkloadDied):
-                self._renew(loss)
+            if isinstance(failure, WorkloadDied):
+                self._renew(failure)
         else:
-            raise self._abandoned(loss or RuntimeError("a recovery came to no end"))
-        lost = {**lost, **self._look(self.log.entries())}
-        for entry in self.log.in_order(lost):
-            self._issue_again(entry, *lost[entry])
+            raise self._abandoned(failure or RuntimeError("a recovery did not end"))
+        lost = {**lost, **self._poll(self.log.all_calls())}
+        for call in self.log.sort(lost):
+            self._retry(call, *lost[call])
 
     def _renew(self, death: WorkloadDied) -> None:
-        if 0 < death.incarnation < self._known.get((death.role, death.rank), 0):
-            return  # known, and replaced
+        if 0 < death.incarnation < self._incarnations.get(ProcessId(death.role, death.rank), 0):
+            return  # already replaced
         first_line = str(death).partition("\n")[0]
         renewed = self.recovery.renew(death.role, death.rank, death.incarnation, first_line)
         fresh = {
-            (renewed.role, rank): incarnation
+            member: incarnation
             for rank, incarnation in renewed.incarnations.items()
-            if incarnation > self._known.get((renewed.role, rank), 0)
+            if incarnation > self._incarnations.get(member := ProcessId(renewed.role, rank), 0)
         }
         if fresh:
-            ranks = ", ".join(f"{rank}" for _, rank in fresh)
-            _LOG.warning("step %d: %s: rank %s is replaced (%s)", self.step, renewed.role, ranks, first_line)
-            self._known.update(fresh)
+            ranks = ", ".join(f"{member.rank}" for member in fresh)
+            _LOG.warning("step %d: %s: replaced rank %s (%s)", self.step, renewed.role, ranks, first_line)
+            self._incarnations.update(fresh)
             self._unbuilt.update(fresh)
             self.renewed(renewed)
 
     def _rebuild(self) -> InvocationError | None:
-        """Bring new members to where the log is. Returns what was lost meanwhile, None when all is done.
-
-        Raises:
-            StepAbandoned: the last commit cannot be restored.
-            InvocationError: a call of ``init`` raises now.
-        """
-        again = [entry for entry in self.log.setup if entry.member in self._unbuilt]
-        runs = [self._repeat(entry) for entry in again]
+        """Repeat the log on new members. Returns a further failure meanwhile."""
+        setup = [call for call in self.log.setup if call.member in self._unbuilt]
+        runs = [self._repeat(call) for call in setup]
         restores = [
-            self._outbox.ask(member, RESTORE, self._restore_request())
+            self._sender.ask(member, RESTORE, self._restore_request())
             for member in self._unbuilt
-            if self._has_state(member)
+            if self._has_committed_state(member)
         ]
-        outcomes = self._outbox.finish([*map(probe, runs), *restores], patient=True)
+        outcomes = self._sender.finish([*(run.probe() for run in runs), *restores], patient=True)
         deaths = [outcome.error for outcome in outcomes if isinstance(outcome.error, WorkloadDied)]
-        loss = deaths[0] if deaths else self._loss_of_setup(again, outcomes)
-        if loss is not None:
-            return loss
-        for outcome in outcomes[len(again) :]:
+        failure = deaths[0] if deaths else self._record_setup(setup, outcomes)
+        if failure is not None:
+            return failure
+        for outcome in outcomes[len(setup) :]:
             if outcome.error is not None:
-                self._discard(outcome.error)
-        for entry in self.log.step:
-            if entry.member in self._unbuilt:
-                self._repeat(entry)
+                self._discard_commit(outcome.error)
+        for call in self.log.step:
+            if call.member in self._unbuilt:
+                self._repeat(call)
         self._unbuilt.clear()
         return None
 
-    def _loss_of_setup(self, entries: Sequence[Entry], outcomes: Sequence[Outcome]) -> InvocationError | None:
-        """The first loss among repeated calls of ``init``."""
-        for entry, outcome in zip(entries, outcomes, strict=False):
+    def _record_setup(self, calls: Sequence[LoggedCall], outcomes: Sequence[Outcome]) -> InvocationError | None:
+        """Record repeated calls of ``init``; returns the first lost one's error."""
+        for call, outcome in zip(calls, outcomes, strict=False):
             if isinstance(outcome.error, ResultLost):
-                self._issue_sources(entry)
-            if isinstance(outcome.error, LOSSES):
+                self._issue_sources(call)
+            if isinstance(outcome.error, LOST_CALL_ERRORS):
                 return outcome.error
-            if outcome.error is not None and entry.failed is None:
+            if outcome.error is not None and call.error is None:
                 raise outcome.error
-            self._end(entry, entry.run, outcome.error)
+            self._end(call, call.latest_run, outcome.error)
         return None
 
-    def _has_state(self, member: MemberId) -> bool:
-        return self._outbox.committed is not None and self.roles[member[0]].stateful
+    def _has_committed_state(self, member: ProcessId) -> bool:
+        return self._sender.committed is not None and self.roles[member.role].stateful
 
     def _restore_request(self) -> Any:
-        if self.checkpoints is None or self._outbox.committed is None:
+        if self.checkpoints is None or self._sender.committed is None:
             raise self._abandoned(CheckpointMissing("no commits are kept"))
-        return self.checkpoints.restore_request(self._outbox.committed)
+        return self.checkpoints.restore_request(self._sender.committed)
 
-    def _discard(self, error: InvocationError) -> None:
-        """The last commit cannot be restored: it is none any more."""
-        if is_damage(error) and self.checkpoints is not None and self._outbox.committed is not None:
-            self.checkpoints.discard(self._outbox.committed, str(error.original))
+    def _discard_commit(self, error: InvocationError) -> None:
+        """A member cannot restore the last commit: if it is damaged, abandon the step without it."""
+        if is_damage(error) and self.checkpoints is not None and self._sender.committed is not None:
+            self.checkpoints.discard(self._sender.committed, str(error.original))
             raise self._abandoned(error)
         raise error
 
-    def _repeat(self, entry: Entry) -> Ref:
-        """Issue a call to a new member. An answer that is there stays what it was."""
-        entry.tries = 0
-        run = self._outbox.issue(entry, sized=True)
-        if entry.ended and (entry.failed is None or entry.seen):
-            entry.again = run
-        else:
-            entry.ref, entry.ended, entry.failed = run, False, None
+    def _repeat(self, call: LoggedCall) -> Ref:
+        run = self._sender.send(call, sized=True)
+        call.repeat(run)
         return run
 
-    def _issue_again(self, entry: Entry, run: Ref, error: InvocationError) -> None:
-        """``run`` of a call failed of ``error``, through no fault of its own."""
-        if run is not entry.ref and run is not entry.again:
+    def _retry(self, call: LoggedCall, lost: Ref, error: InvocationError) -> None:
+        if not call.is_current(lost):
             return  # its member is new, and the call was issued to it with all others
-        entry.tries += 1
-        if entry.call is None or entry.tries > _MOST_TRIES:
+        if not call.can_retry:
             raise self._abandoned(error)
         if isinstance(error, ResultLost):
-            self._issue_sources(entry)
-        issued = self._outbox.issue(entry, sized=True)
-        if run is entry.again:
-            entry.again = issued
-        else:
-            entry.ref, entry.ended, entry.failed = issued, False, None
+            self._issue_sources(call)
+        call.retry(lost, self._sender.send(call, sized=True))
 
-    def _issue_sources(self, entry: Entry) -> None:
-        for source in sources(entry.call):
+    def _issue_sources(self, call: LoggedCall) -> None:
+        for source in sources_of(call.call):
             if source.call is not None:
-                source.ref, source.ended, source.failed = self._outbox.issue(source, sized=True), False, None
+                source.issue(self._sender.send(source, sized=True))
 
     def _abandoned(self, cause: BaseException) -> StepAbandoned:
         return StepAbandoned(self.step, cause)
 
 
-def _see(entries: Sequence[Entry], outcomes: Sequence[Outcome]) -> None:
-    for entry, outcome in zip(entries, outcomes, strict=True):
-        entry.seen |= outcome.error is not None
+def _mark_raised(calls: Sequence[LoggedCall], outcomes: Sequence[Outcome]) -> None:
+    for call, outcome in zip(calls, outcomes, strict=True):
+        if outcome.error is not None:
+            call.mark_raised()
 
 
-def _log_late(entries: Sequence[Entry], outcomes: Sequence[Outcome]) -> None:
-    late = [entry for entry, outcome in zip(entries, outcomes, strict=True) if outcome.late]
-    names = ", ".join(f"{entry.role}[{entry.rank}].{entry.call.method}" for entry in late[:8] if entry.call is not None)
+def _log_late(calls: Sequence[LoggedCall], outcomes: Sequence[Outcome]) -> None:
+    late = [call for call, outcome in zip(calls, outcomes, strict=True) if outcome.late]
+    names = ", ".join(f"{call.member}.{call.call.method}" for call in late[:8] if call.call is not None)
     if late:
         _LOG.warning("the commit still waits for %d calls: %s", len(late), names)

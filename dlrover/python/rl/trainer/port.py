@@ -1,88 +1,68 @@
-"""What a role group needs from the place where its members run: three verbs.
+# SPDX-License-Identifier: Apache-2.0
+"""The protocols that ``runtime`` implements: the port to the processes of the members, and what durable steps need.
 
-``runtime`` supplies this port (Ray, the processes of a launcher, one process); one contract suite runs against every
-implementation.
+There are ports for Ray, for the processes of a launcher, and for one process; one contract suite runs against all of
+them. A trainer without :class:`Recovery` and :class:`Checkpoints` runs as well; a failure then ends it.
 """
 
 import asyncio
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from dlrover.python.rl.common.errors import CallError, InvocationError, InvocationTimeout
+from dlrover.python.rl.common.errors import (
+    CallError,
+    CheckpointCorrupt,
+    CheckpointMissing,
+    InvocationError,
+    InvocationTimeout,
+)
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import ProcessId
 
 _LOG = get_logger(__name__)
 
 STRAGGLER_LOG_INTERVAL_S = 15.0
-"""How often the ranks that a call without a deadline still waits for are logged."""
-
 
 RAW_CALL = (-1, -1)
 """The call id of a call through a raw handle, which belongs to no step."""
 
 COMMIT, RESTORE, PERSIST, FORGET, WHERE = "!commit", "!restore", "!persist", "!forget", "!where"
-"""What a member is asked beside its workload's methods, by names that no method can have; see ``runtime/host.py``."""
+"""Requests to a member beside its workload's methods; no method can have such a name. See ``MemberHost``."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Which commits a member's state agrees with: commit ``c`` and the kept calls of later steps give it for every
-    ``c`` from ``since`` to ``at``; none does when both are None.
-
-    Attributes:
-        touched: the latest step that the member has taken part in, 0 for none.
-    """
+    """The commits that a member's state agrees with: each from ``since`` to ``at``, together with the kept calls of
+    later steps; none if both are None. ``touched`` is the latest step that it has taken part in, 0 for none."""
 
     since: int | None = 0
     at: int | None = 0
     touched: int = 0
 
     def agrees_with(self, step: int) -> bool:
-        """Whether the member can go on from the commit of ``step`` as it is."""
         return self.since is not None and self.at is not None and self.since <= step <= self.at
 
 
 @dataclass(frozen=True)
 class Call:
-    """One method call on one member.
+    """One method call on one member."""
 
-    Attributes:
-        call_id: ``(step, n)``: the n-th role-group call of that step; the same for all members of the group.
-        method: the workload's method.
-        args: values, :class:`Ref`, lists of :class:`Ref`, or :class:`~dlrover.python.rl.trainer.shard.Rows`.
-        kwargs: likewise, by name.
-        sized: whether the row count of the result is wanted beside it.
-        epoch: of the trainer that calls; lower ones are refused from then on. 0: not a trainer's.
-        committed: the last committed step: the member forgets what it kept of the steps up to there.
-        keep: whether the member keeps the result, to give the same answer when the id comes again.
-        after: id of the call to this member that must have run before; None for any.
-    """
-
-    call_id: tuple[int, int]
+    call_id: tuple[int, int]  # (step, n): the n-th role-group call of that step; the same for all members of the group
     method: str
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # values, Refs, lists of Refs, or Rows
     kwargs: Mapping[str, Any]
-    sized: bool = False
-    epoch: int = 0
-    committed: int = 0
-    keep: bool = False
-    after: tuple[int, int] | None = None
+    sized: bool = False  # return the row count of the result beside it
+    epoch: int = 0  # of the calling trainer; the member refuses lower ones from then on. 0: not a trainer's call
+    committed: int = 0  # the last committed step, up to which the member forgets its results
+    keep: bool = False  # the member keeps the result, and answers a repeated id with it
+    after: tuple[int, int] | None = None  # id of the call to this member that must have run before; None for any
 
 
 @dataclass(frozen=True, eq=False)
 class Ref:
-    """A result that may not be there yet, or a value put away for several calls.
-
-    Attributes:
-        port: the port that made it.
-        token: what the port knows it by.
-        size: what the port knows its row count by, or None when it was not asked for.
-        role: the role called, ``""`` for a value put away.
-        rank: the rank called.
-        method: the method called.
-        incarnation: of the member called, 0 when unknown.
-    """
+    """A result that may be pending, or a stored value (``role`` is ``""``); ``token`` and ``size`` are the port's
+    handles of the value and of its row count, if that was asked for; ``incarnation`` 0 is unknown."""
 
     port: "Port"
     token: Any
@@ -93,8 +73,11 @@ class Ref:
     incarnation: int = 0
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for the value; see :func:`gather`."""
         return gather([self], timeout)[0]
+
+    def probe(self) -> "Ref":
+        """A ref that tells whether the call succeeded, without fetching its value if the row count was asked for."""
+        return self if self.size is None else replace(self, token=self.size)
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.to_thread(self.result).__await__()
@@ -108,7 +91,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where one ref stands: a value, an error, or neither yet."""
+    """The value or the error of a ref; ``late``: neither yet."""
 
     value: Any = None
     error: InvocationError | None = None
@@ -116,10 +99,8 @@ class Outcome:
 
 
 class Port(Protocol):
-    """Where the members of role groups run."""
-
     def put(self, value: Any) -> Ref:
-        """Store ``value`` once, for several calls to take."""
+        """Store ``value`` once, for several calls."""
         ...
 
     def submit(self, role: str, rank: int, call: Call) -> Ref:
@@ -127,20 +108,14 @@ class Port(Protocol):
         ...
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
-        """Wait until all refs are there, one has failed, or the time is up; say where each stands."""
+        """Wait until all refs have values, one has failed, or the time is up."""
         ...
 
 
 class Pending(list[Ref]):
-    """The refs of a call that was not waited for: one for each model replica, in rank order.
-
-    Args:
-        refs: the refs of all ranks.
-        replica: how many consecutive ranks form one model replica; its first rank's result stands for it, but every
-            rank has to succeed.
-        post_func: applied to the gathered results by :meth:`result`; a call that takes the refs as an argument gets the
-            members' results as they are.
-    """
+    """The refs of a call that was not waited for, one for each model replica of ``replica`` consecutive ranks: its
+    first rank's, though every rank must succeed. :meth:`result` applies ``post_func``, but an argument of a call is not
+    changed by it."""
 
     is_pending = True
 
@@ -150,13 +125,14 @@ class Pending(list[Ref]):
         super().__init__(refs[::replica])
         self._refs, self._replica, self.post_func = list(refs), replica, post_func
 
-    def result(self, timeout: float | None = None) -> Any:
-        """Wait for every member's result, at most ``timeout`` seconds; ``post_func`` is applied.
+    @property
+    def refs(self) -> list[Ref]:
+        """The refs of all ranks, in rank order."""
+        return list(self._refs)
 
-        Raises:
-            InvocationTimeout: names the late ranks and holds what arrived.
-            InvocationError: a member failed.
-        """
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for every member's result, at most ``timeout`` seconds; ``post_func`` is applied. Raises as
+        :func:`gather`."""
         values = gather(self._refs, timeout)[:: self._replica]
         return values if self.post_func is None else self.post_func(values)
 
@@ -165,15 +141,10 @@ class Pending(list[Ref]):
 
 
 def gather(refs: Sequence[Ref], timeout_s: float | None) -> list[Any]:
-    """Wait for all refs of one call.
+    """Wait for all refs of one call; without a deadline, late ranks are logged every ``STRAGGLER_LOG_INTERVAL_S``.
 
-    Without a deadline the wait goes on, and the ranks still waited for are logged every
-    :data:`STRAGGLER_LOG_INTERVAL_S`.
-
-    Raises:
-        InvocationTimeout: some ranks are late; it names them and holds what arrived.
-        InvocationError: a member failed; the first failed rank's error, at once.
-    """
+    Raises InvocationTimeout, which names the late ranks and holds the results that arrived, or the first failed rank's
+    InvocationError at once."""
     if not refs:
         return []
     port = refs[0].port
@@ -193,3 +164,119 @@ def gather(refs: Sequence[Ref], timeout_s: float | None) -> list[Any]:
             )
         waited_s += STRAGGLER_LOG_INTERVAL_S
         _LOG.warning("%s.%s: still waiting for ranks %s after %g s", refs[0].role, refs[0].method, late, waited_s)
+
+
+# -- recovery ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RestartInfo:
+    """Why this process was restarted."""
+
+    count: int = 0  # of the trainer or the job so far, including those inside its process
+    reason: str = ""  # of the last restart, one line; "" for none
+    step: int = 0  # the last committed step, 0 for none
+
+
+@dataclass(frozen=True)
+class Renewed:
+    """The members of a role after a replacement: all incarnations, and at least the new raw handles, by rank."""
+
+    role: str
+    incarnations: Mapping[int, int]
+    handles: Mapping[int, Any]
+
+
+@dataclass(frozen=True)
+class RoleTraits:
+    """The properties of a role that matter to recovery. ``together``: its ranks meet in collectives, so all restart
+    when one fails."""
+
+    size: int
+    stateful: bool = False
+    together: bool = False
+
+
+class Recovery(Protocol):
+    """Replaces lost members. ``fresh``: the members hold no state of an earlier epoch."""
+
+    epoch: int
+    fresh: bool
+    restart_info: RestartInfo
+
+    def incarnations(self) -> Mapping[ProcessId, int]: ...
+
+    def renew(self, role: str, rank: int, incarnation: int, why: str) -> Renewed:
+        """Block until the port calls a later incarnation of the member, and of all others that restart with it. Returns
+        at once if it does already. ``incarnation`` is the dead one (0: unknown). Thread safe. Raises JobFailed if there
+        will be no replacement."""
+        ...
+
+    def opened(self) -> None:
+        """The trainer has entered ``steps()``: failures are recovered from here on. Called once in each epoch."""
+        ...
+
+    def began(self, step: int) -> None:
+        """Must return at once."""
+        ...
+
+    def progressed(self, step: int) -> None:
+        """Must return at once."""
+        ...
+
+
+@dataclass(frozen=True)
+class LastCommit:
+    """The last commit, even if it is lost, and the latest incarnation of each stateful member whose state was
+    committed."""
+
+    step: int
+    incarnations: Mapping[ProcessId, int]
+
+
+class Checkpoints(Protocol):
+    """A store for commits. The trainer passes its requests on to the members unread."""
+
+    def newest(self) -> int | None:
+        """The step of the newest generation that is intact as far as can be seen from here, None before the first
+        commit. Damaged ones are set aside and logged. Raises CheckpointMissing if all generations are lost."""
+        ...
+
+    def last_known(self) -> LastCommit | None:
+        """The last commit, None for none: even if it is lost, it tells members that hold its state from those that
+        replaced them."""
+        ...
+
+    def load(self, step: int) -> Mapping[str, Any]:
+        """The trainer's state of the generation that :meth:`newest` returned; raises CheckpointCorrupt,
+        CheckpointMissing."""
+        ...
+
+    def discard(self, step: int, why: str) -> None:
+        """Set the generation of ``step`` aside: a member could not read its part."""
+        ...
+
+    def restore_request(self, step: int) -> Any:
+        """The argument of ``RESTORE``: go back to ``step``."""
+        ...
+
+    def commit_request(self, step: int, last: bool) -> Any:
+        """The argument of ``COMMIT``: write the state after ``step``. ``last``: no step follows."""
+        ...
+
+    def commit(self, step: int, answers: Mapping[ProcessId, Any], state: Mapping[str, Any]) -> None:
+        """Make ``step`` a generation of the members' answers and the trainer's state. Raises StaleEpoch."""
+        ...
+
+    def persist_request(self) -> Any:
+        """The argument of ``PERSIST``: finish the copy to the job's directory. None if there is nothing to copy."""
+        ...
+
+    def persisted(self, answers: Mapping[ProcessId, Any]) -> None:
+        """Publish the copy, of which every member has finished its part."""
+        ...
+
+
+def is_damage(error: BaseException) -> bool:
+    original = error.original if isinstance(error, InvocationError) else error
+    return isinstance(original, CheckpointCorrupt | CheckpointMissing)

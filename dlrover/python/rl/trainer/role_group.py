@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Role groups: all members of a role, called as one."""
 
 import sys
@@ -9,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from dlrover.python.rl.common.errors import CallError, UnknownMethod
-from dlrover.python.rl.common.nearest import hint
-from dlrover.python.rl.common.roles import RLRoleType
+from dlrover.python.rl.common.names import RLRoleType, hint
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.trainer.invocation import InvocationPolicy, policy_of
 from dlrover.python.rl.trainer.port import Call, Pending, Port, Ref, gather
 from dlrover.python.rl.trainer.shard import Rows, divide, unwrap
+from dlrover.python.rl.trainer.workload import InvocationOptions, get_invocation_options
 
 _SCALARS = (type(None), bool, int, float, str, bytes)
 _INLINE_BYTES = 1024
@@ -22,30 +22,27 @@ _INLINE_BYTES = 1024
 
 @dataclass
 class CallCounter:
-    """Numbers the role-group calls of a trainer: ``(step, n)``. Whoever takes a number holds the lock until the call is
-    on its way, so that calls from several threads are sent in the order of their numbers."""
+    """Numbers the calls of a trainer: ``(step, n)``. A caller holds the lock until its call is sent, so that calls from
+    several threads are sent in the order of their numbers."""
 
     step: int = 0
     _next: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def open(self, step: int) -> None:
-        """Begin ``step``: its first call is number 0."""
         self.step, self._next = step, 0
 
-    def take(self) -> tuple[int, int]:
-        """The id of the next call."""
+    def next_id(self) -> tuple[int, int]:
         number, self._next = self._next, self._next + 1
         return self.step, number
 
 
 @dataclass(frozen=True)
 class RoleGroup:
-    """The members of one role. ``group.method(...)`` calls ``method`` on them as its policy says.
+    """The members of one role. ``group.method(...)`` calls ``method`` on them, with the options of its
+    :func:`~dlrover.python.rl.trainer.workload.trainer_invocation` or the defaults.
 
-    The policy is the method's :func:`~dlrover.python.rl.trainer.invocation.trainer_invocation`, or its defaults for an
-    undecorated method. A name that the workload does not have fails at once, with the nearest one, before anything is
-    sent. ``len(group)`` is the number of members.
+    An unknown method fails before anything is sent, and names the nearest one. ``len(group)`` is the number of members.
 
     Attributes:
         role: the role's name.
@@ -78,7 +75,7 @@ class RoleGroup:
                 f"'{name}' is {kind} {self.workload_class.__name__}, the workload of {self.role}"
                 f"{hint(name, public_methods(self.workload_class))}"
             )
-        return Invocation(self, name, policy_of(method))
+        return Invocation(self, name, get_invocation_options(method))
 
     def __dir__(self) -> list[str]:
         return sorted([*object.__dir__(self), *public_methods(self.workload_class)])
@@ -86,42 +83,39 @@ class RoleGroup:
 
 @dataclass(frozen=True)
 class Invocation:
-    """One method of a role group, ready to be called."""
-
     group: RoleGroup
     method: str
-    policy: InvocationPolicy
+    settings: InvocationOptions
 
     def options(self, **options: Any) -> "Invocation":
         """The same method with some of its ``trainer_invocation`` options changed for this call."""
-        return Invocation(self.group, self.method, self.policy.replace(**options))
+        return Invocation(self.group, self.method, self.settings.replace(**options))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        policy = self.policy
-        if policy.pre_func is not None:
-            changed = policy.pre_func(*args, **kwargs)
+        settings = self.settings
+        if settings.pre_func is not None:
+            changed = settings.pre_func(*args, **kwargs)
             args, kwargs = (changed if isinstance(changed, tuple) else (changed,)), {}
         refs, replica = self._submit(args, kwargs)
-        if not policy.blocking:
-            return Pending(refs, replica, policy.post_func)
-        results = gather(refs, policy.timeout if policy.is_async else None)[::replica]
-        return results if policy.post_func is None else policy.post_func(results)
+        if not settings.blocking:
+            return Pending(refs, replica, settings.post_func)
+        results = gather(refs, settings.timeout if settings.is_async else None)[::replica]
+        return results if settings.post_func is None else settings.post_func(results)
 
     def _submit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Ref], int]:
-        """Send the call; return the refs of all ranks and how many ranks make one model replica."""
-        group, policy = self.group, self.policy
-        port, sized = group._port, not policy.blocking
-        if policy.target == "RANK0":
+        group, settings = self.group, self.settings
+        port, sized = group._port, not settings.blocking
+        if settings.target == "RANK0":
             world_size = shards = 1
         else:
             world_size, shards = group.world_size, group.data_parallel_size
         replica = world_size // shards
-        auto_shard = policy.auto_shard and policy.target == "ALL"
-        arranged = _Arguments(port, shards, replica, auto_shard, self._label).arrange(args, kwargs)
+        auto_shard = settings.auto_shard and settings.target == "ALL"
+        shard_args = _Arguments(port, shards, replica, auto_shard, self._label).arrange(args, kwargs)
         with group._counter.lock:
-            call_id = group._counter.take()
+            call_id = group._counter.next_id()
             refs = [
-                port.submit(group.role, rank, Call(call_id, self.method, *arranged[rank // replica], sized))
+                port.submit(group.role, rank, Call(call_id, self.method, *shard_args[rank // replica], sized))
                 for rank in range(world_size)
             ]
         return refs, replica
@@ -132,8 +126,6 @@ class Invocation:
 
 @dataclass(frozen=True)
 class _Arguments:
-    """Turns the caller's arguments into one set per shard."""
-
     port: Port
     shards: int
     replica: int
@@ -154,19 +146,17 @@ class _Arguments:
             raise CallError(f"{self.label(name)} is pending with a post_func, which runs here: pass its .result()")
         parts = divide(value, self.shards, self.auto_shard, self.label(name))
         if parts is None:
-            return [self._stored(unwrap(value), self.shards * self.replica, name)] * self.shards
-        return [self._stored(part, self.replica, name) for part in parts]
+            return [self._store(unwrap(value), self.shards * self.replica, name)] * self.shards
+        return [self._store(part, self.replica, name) for part in parts]
 
-    def _stored(self, value: Any, takers: int, name: str) -> Any:
-        """A value that several members take is stored once and handed out by reference.
-
-        So is one that may turn out to be unsendable: that has to show before any member has begun the call.
-        """
+    def _store(self, value: Any, readers: int, name: str) -> Any:
+        """Store a value that several members take once, and pass its ref; likewise one that may not be serializable,
+        which must show before any member begins the call."""
         if isinstance(value, Ref | Rows) or (isinstance(value, list) and any(isinstance(item, Ref) for item in value)):
             return value
         if isinstance(value, _SCALARS) and sys.getsizeof(value) <= _INLINE_BYTES:
             return value
-        if takers == 1 and _is_plain_data(value):
+        if readers == 1 and _is_plain_data(value):
             return value
         try:
             return self.port.put(value)
@@ -176,7 +166,6 @@ class _Arguments:
 
 
 def _is_plain_data(value: Any) -> bool:
-    """Whether a value certainly can be sent: numbers in arrays."""
     if isinstance(value, Batch):
         return all(_is_plain_data(column) for column in value.columns.values())
     if isinstance(value, Ragged):
@@ -185,7 +174,6 @@ def _is_plain_data(value: Any) -> bool:
 
 
 def public_methods(workload_class: type[Any]) -> list[str]:
-    """Names of the methods a role group can call: public and callable."""
     return sorted(
         name
         for name in dir(workload_class)
@@ -194,11 +182,7 @@ def public_methods(workload_class: type[Any]) -> list[str]:
 
 
 def replicas_of(workload_class: type[Any], config: Any, world_size: int) -> int:
-    """Ask the workload class for its data-parallel size and check that it divides the group.
-
-    Raises:
-        CallError: the answer is not a divisor of ``world_size``.
-    """
+    """The workload class's data-parallel size; raises CallError if it does not divide ``world_size``."""
     size = int(workload_class.data_parallel_size(config, world_size))
     if size < 1 or world_size % size:
         raise CallError(

@@ -1,7 +1,8 @@
-"""How an argument is divided over the members of a role group.
+# SPDX-License-Identifier: Apache-2.0
+"""The division of arguments over the members of a role group.
 
 ==========================================  ===========================================================================
-argument                                    what each of ``n`` shards gets
+argument                                    each of ``n`` shards gets
 ==========================================  ===========================================================================
 ``Shard(x)``                                an even part of ``x`` along its first axis
 ``Shard(x, rows=[4, 0, 2])``                an even part of these rows, in this order
@@ -29,13 +30,13 @@ from dlrover.python.rl.data.batch import Batch, even_cuts
 
 @dataclass(frozen=True)
 class Shard:
-    """Split ``value`` along its first axis over the shards, whatever its length and type allow.
+    """Split ``value`` along its first axis over the shards.
 
     Args:
-        value: a list, tuple, array, tensor, ``Batch``, dict of equally long columns, or pending results (the parts are
-            then taken as one sequence of rows, each shard fetching only the rows it needs).
+        value: a list, tuple, array, tensor, ``Batch``, dict of equally long columns, or pending results (one sequence
+            of rows; each shard fetches only the rows it needs).
         by: ``"rows"``, or ``"tokens"`` for a ``Batch``: parts with even token counts.
-        rows: which rows, from 0, as they are wanted: cut into even parts, or a list for each shard. None: all.
+        rows: indices of the rows to take, in order: cut into even parts, or one list per shard. None: all.
     """
 
     value: Any
@@ -52,8 +53,8 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Rows:
-    """One shard of pending results: part ``index`` of ``count`` over the rows of ``parts`` joined together; or of those
-    rows the ``chosen`` ones, in their order."""
+    """One shard of pending results: part ``index`` of ``count`` of the joined rows of ``parts``, or the ``chosen`` rows
+    in their order."""
 
     parts: Sequence[Any]
     index: int
@@ -62,17 +63,8 @@ class Rows:
 
 
 def divide(value: Any, shards: int, auto_shard: bool, label: str) -> list[Any] | None:
-    """Return one part per shard, or None when ``value`` goes to every member whole.
-
-    Args:
-        value: the argument as the caller wrote it.
-        shards: how many parts are needed.
-        auto_shard: whether unwrapped values are divided at all.
-        label: the argument's name in error messages.
-
-    Raises:
-        ShardError: the value has fewer rows than shards, or cannot be divided.
-    """
+    """Return one part per shard, or None when ``value`` goes to every member whole. Raises ShardError; ``label`` names
+    the argument."""
     if isinstance(value, Replicate):
         return None
     if isinstance(value, Shard):
@@ -87,23 +79,22 @@ def divide(value: Any, shards: int, auto_shard: bool, label: str) -> list[Any] |
 def _divide_rows(value: Shard, shards: int, label: str) -> list[Any]:
     pending = getattr(value.value, "is_pending", False)
     if value.by != "rows" and (pending or value.rows is not None):
-        what = "is pending results" if pending else "has its rows chosen"
-        raise ShardError(f"{label} {what}; only a whole Batch can be split by '{value.by}'")
+        reason = "is pending results" if pending else "has its rows chosen"
+        raise ShardError(f"{label} {reason}; only a whole Batch can be split by '{value.by}'")
     if value.rows is None:
         if pending:
             return [Rows(tuple(value.value), index, shards) for index in range(shards)]
         return split(value.value, shards, label, value.by)
-    chosen = _chosen(value.rows, shards, label)
+    chosen = _rows_per_shard(value.rows, shards, label)
     if pending:
         return [Rows(tuple(value.value), index, shards, rows) for index, rows in enumerate(chosen)]
     if not (is_sequence_of_rows(value.value) or isinstance(value.value, range)):
         raise ShardError(f"{label} is {type(value.value).__name__}, which has no rows to choose from")
     _check_rows(chosen, len(value.value), label)
-    return [_taken(value.value, rows) for rows in chosen]
+    return [_select(value.value, rows) for rows in chosen]
 
 
-def _chosen(rows: Sequence[int] | Sequence[Sequence[int]], shards: int, label: str) -> list[list[int]]:
-    """The rows of each shard."""
+def _rows_per_shard(rows: Sequence[int] | Sequence[Sequence[int]], shards: int, label: str) -> list[list[int]]:
     if len(rows) and isinstance(rows[0], Sequence | np.ndarray):
         if len(rows) != shards:
             raise ShardError(f"{label} has rows chosen for {len(rows)} shards, not for {shards}")
@@ -117,12 +108,10 @@ def _check_rows(chosen: Sequence[Sequence[int]], count: int, label: str) -> None
 
 
 def unwrap(value: Any) -> Any:
-    """The value inside ``Shard`` or ``Replicate``, or the value itself."""
     return value.value if isinstance(value, Shard | Replicate) else value
 
 
 def is_sequence_of_rows(value: Any) -> bool:
-    """Whether an unwrapped value is divided by default."""
     if isinstance(value, list | Batch):
         return True
     if isinstance(value, tuple):
@@ -136,7 +125,7 @@ def _is_array(value: Any) -> bool:
 
 
 def split(value: Any, shards: int, label: str, by: str = "rows") -> list[Any]:
-    """Cut ``value`` into even parts; see the table above."""
+    """Cut ``value`` into even parts; see the module's table."""
     if by != "rows" and not isinstance(value, Batch):
         raise ShardError(f"{label} is {type(value).__name__}; only a Batch can be split by '{by}'")
     if isinstance(value, dict):
@@ -176,28 +165,20 @@ def _split_columns(columns: Mapping[str, Any], shards: int, label: str) -> list[
 
 
 def take_rows(rows: Rows, sizes: Sequence[int | None], fetch: Callable[[Any], Any]) -> Any:
-    """Resolve one shard of pending results where it is needed.
-
-    Args:
-        rows: which shard.
-        sizes: the number of rows of each part, None for a value that has none.
-        fetch: gets the value of a part; called only for the parts this shard needs.
-
-    Raises:
-        ShardError: a part has no rows, there are fewer rows than shards, or a chosen one is not there.
-    """
-    known = [size for size in sizes if size is not None]
-    if len(known) != len(sizes):
+    """Resolve one shard of pending results: ``fetch`` gets the values of the parts that it needs, whose row counts are
+    ``sizes`` (None: no rows). Raises ShardError."""
+    row_counts = [size for size in sizes if size is not None]
+    if len(row_counts) != len(sizes):
         raise ShardError("Shard(...) of pending results needs results with rows (list, tuple, array or Batch)")
     if rows.chosen is not None:
-        return _fetch_chosen(rows, known, fetch)
-    total = sum(known)
+        return _fetch_chosen(rows, row_counts, fetch)
+    total = sum(row_counts)
     if total < rows.count:
         raise ShardError(f"pending results have {total} rows, too few to split over {rows.count} shards")
     cuts = even_cuts(total, rows.count)
     wanted_start, wanted_stop = cuts[rows.index], cuts[rows.index + 1]
     pieces, offset = [], 0
-    for part, size in zip(rows.parts, known, strict=True):
+    for part, size in zip(rows.parts, row_counts, strict=True):
         start, stop = max(wanted_start - offset, 0), min(wanted_stop - offset, size)
         if start < stop:
             value = fetch(part)
@@ -213,14 +194,14 @@ def _fetch_chosen(rows: Rows, sizes: Sequence[int], fetch: Callable[[Any], Any])
     part_of = np.searchsorted(starts, chosen, side="right") - 1
     needed = np.unique(part_of).tolist() or [0]
     if needed == [0] and not len(chosen):
-        return _taken(fetch(rows.parts[0]), [])
-    pieces = [_taken(fetch(rows.parts[part]), (chosen[part_of == part] - starts[part]).tolist()) for part in needed]
+        return _select(fetch(rows.parts[0]), [])
+    pieces = [_select(fetch(rows.parts[part]), (chosen[part_of == part] - starts[part]).tolist()) for part in needed]
     back = np.argsort(np.argsort(part_of, kind="stable"), kind="stable").tolist()
-    return _taken(join(pieces), back)
+    return _select(join(pieces), back)
 
 
-def _taken(value: Any, rows: list[int]) -> Any:
-    """These rows of ``value``, in this order; ``value`` itself where they are all of it."""
+def _select(value: Any, rows: list[int]) -> Any:
+    """These rows of ``value``, in this order; ``value`` itself if they are all of it."""
     if rows == list(range(len(value))):
         return value
     if isinstance(value, Batch):
@@ -236,11 +217,7 @@ def _slice(value: Any, start: int, stop: int) -> Any:
 
 
 def join(pieces: Sequence[Any]) -> Any:
-    """Put parts of one kind one after the other.
-
-    Raises:
-        ShardError: the kind of value cannot be joined.
-    """
+    """Concatenate parts of one kind; raises ShardError for other values."""
     first = pieces[0]
     if len(pieces) == 1:
         return first
@@ -268,5 +245,4 @@ def _join_tensors(pieces: Sequence[Any]) -> Any:
 
 
 def row_count(value: Any) -> int | None:
-    """The rows of a result for :func:`take_rows`, None when it has none."""
     return len(value) if is_sequence_of_rows(value) else None

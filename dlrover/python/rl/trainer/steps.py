@@ -1,4 +1,5 @@
-"""The steps of a trainer: where they begin, what is theirs, and the commit at the end of each."""
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of a trainer: where they begin, and the commit at the end of each."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,15 +15,21 @@ from dlrover.python.rl.common.errors import (
     StepAbandoned,
 )
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.trainer.durable import DurablePort
-from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RESTORE, WHERE, Port, Standing
-from dlrover.python.rl.trainer.recovery import (
+from dlrover.python.rl.trainer.port import (
+    COMMIT,
+    FORGET,
+    PERSIST,
+    RESTORE,
+    WHERE,
     Checkpoints,
-    MemberId,
+    Port,
     Recovery,
     Renewed,
     RestartInfo,
     RoleTraits,
+    Standing,
     is_damage,
 )
 from dlrover.python.rl.trainer.role_group import CallCounter
@@ -32,13 +39,8 @@ _LOG = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Attempt:
-    """Which trainer object of its process this is.
-
-    Attributes:
-        number: how many were before it.
-        opened: whether one of them had entered ``steps()``.
-        reason: why the last one was given up.
-    """
+    """One trainer object of a process: how many were before it, whether one of them had entered ``steps()``, and why
+    the last one was abandoned."""
 
     number: int = 0
     opened: bool = False
@@ -46,17 +48,15 @@ class Attempt:
 
 
 class NoRecovery:
-    """Lost members do not come back: a loss ends the trainer."""
-
     epoch = 1
     fresh = True
     restart_info = RestartInfo()
 
-    def incarnations(self) -> Mapping[MemberId, int]:
+    def incarnations(self) -> Mapping[ProcessId, int]:
         return {}
 
     def renew(self, role: str, rank: int, incarnation: int, why: str) -> Renewed:
-        raise JobFailed(f"{role}[{rank}] is lost, and nobody replaces it here: {why}")
+        raise JobFailed(f"{ProcessId(role, rank)} is lost, and nothing replaces it here: {why}")
 
     def opened(self) -> None:
         pass
@@ -69,22 +69,8 @@ class NoRecovery:
 
 
 class Steps:
-    """The steps of one trainer object.
-
-    Args:
-        port: how members are called.
-        recovery: how lost members come back; None: they do not.
-        checkpoints: where commits are kept; None: nowhere.
-        roles: role to what recovery must know of it.
-        attempt: which trainer object of its process this is.
-
-    Attributes:
-        port: what role groups call through.
-        counter: numbers the calls.
-        state: the trainer's own state.
-        restart_info: why this trainer runs again, and the step it goes on after.
-        commits: how many steps it has committed.
-    """
+    """The steps of one trainer object. Without ``recovery`` a lost member ends it; without ``checkpoints`` nothing is
+    committed."""
 
     def __init__(
         self,
@@ -96,7 +82,7 @@ class Steps:
     ) -> None:
         self._recovery: Recovery = recovery or NoRecovery()
         self._recovers, self._checkpoints, self._attempt = recovery is not None, checkpoints, attempt
-        # Who takes over from an earlier trainer, or trainer object, finds members that are replaced already.
+        # After an earlier trainer, or trainer object, members may have been replaced already.
         opened = attempt.opened or not self._recovery.fresh
         self.port = DurablePort(port, self._recovery, roles, checkpoints, opened)
         self.counter = CallCounter()
@@ -106,7 +92,7 @@ class Steps:
         self.commits = 0
         self._as_new = set(self.port.members()) if self._recovery.fresh and not attempt.number else set()
         self._loaded = False
-        self._begun = False
+        self._is_open = False
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -126,32 +112,30 @@ class Steps:
         self.begin(max(committed, total) + 1)
 
     def open(self) -> int:
-        """Bring everybody to the newest commit; returns its step. A second loop goes on where the first has ended."""
-        if self._begun:
+        """Bring trainer and members to the newest commit; returns its step. A second loop continues after the first."""
+        if self._is_open:
             return self.port.committed or 0
-        self._begun = True
+        self._is_open = True
         if self._recovers and not self._attempt.opened:
             self._recovery.opened()
         self.port.opened = self._recovers
         self.port.settle()
         self.port.log.end()
-        if self.port.log.gave_up:
+        if self.port.log.overflowed:
             _LOG.warning("too many calls between init() and steps(): a new member repeats only those of init()")
         committed = self._go_back() if self._checkpoints is not None else 0
         self.restart_info = replace(self.restart_info, step=committed)
         return committed
 
     def begin(self, step: int) -> None:
-        """Calls from here on belong to ``step``."""
         if step == self.port.step:
-            return  # what came after a loop goes on in the next one
+            return  # the calls after a loop belong to the first step of the next one
         self.counter.open(step)
         self.port.begin_step(step)
         self._recovery.began(step)
 
     def commit(self, step: int, last: bool = False) -> None:
-        """Every stateful member and the trainer write their state after ``step``: from now on that is where everything
-        goes on. Ends only when nothing had to be recovered meanwhile."""
+        """Save the state of the stateful members and of the trainer; repeated if a failure was recovered meanwhile."""
         while True:
             recoveries = self.port.recoveries
             self.port.settle()
@@ -169,8 +153,8 @@ class Steps:
             self._recovery.progressed(step)
 
     def finish(self) -> None:
-        """``fit`` has returned: wait for what it left running, and for the copy in the job's directory."""
-        if not self._begun:
+        """After ``fit``: wait for its running calls, and for the copy in the job's directory."""
+        if not self._is_open:
             return
         self.port.settle()
         request = self._checkpoints.persist_request() if self._checkpoints is not None else None
@@ -186,21 +170,18 @@ class Steps:
 
     @contextmanager
     def setup(self) -> Iterator[None]:
-        """Calls made inside are those of ``init``. They, and those up to the first step, are repeated for every member
-        that takes another's place."""
+        """Calls inside are those of ``init``. They and those up to the first step are repeated on each new member."""
         self.port.log.begin_setup()
         yield
         self.port.log.end_init()
 
     def forget(self) -> None:
-        """Let members forget the steps that an earlier trainer object has made."""
         standings = self.port.ask(self.port.members(), WHERE)
         self._as_new = {member for member, standing in standings.items() if standing == Standing()}
         self.port.ask([member for member in standings if member not in self._as_new], FORGET)
 
     def can_go_back(self) -> bool:
-        """Whether there is a commit that another trainer object could go on from."""
-        return self._begun and self._recovers and self.port.committed is not None and self._checkpoints is not None
+        return self._is_open and self._recovers and self.port.committed is not None and self._checkpoints is not None
 
     def _go_back(self) -> int:
         assert self._checkpoints is not None
@@ -220,7 +201,7 @@ class Steps:
         return 0
 
     def _newest(self, checkpoints: Checkpoints) -> int | None:
-        """The step to go back to; None: there is none, and everybody is as ``init`` has left them."""
+        """The step to go back to; None if the members are as ``init`` left them."""
         lost = ""
         try:
             step = checkpoints.newest()
@@ -232,73 +213,70 @@ class Steps:
 
     def _bring_members_to(self, step: int) -> None:
         assert self._checkpoints is not None
-        self.port.go_on_from(step)
+        self.port.resume_from(step)
         standings = self.port.ask(self.port.members(), WHERE)
         ahead = {member: standing.touched for member, standing in standings.items() if standing.touched > step + 1}
         if ahead:
-            _LOG.warning(
-                "the later commits are gone: from step %d everybody goes back to %d", max(ahead.values()), step
-            )
+            _LOG.warning("the later commits are lost: going back from step %d to step %d", max(ahead.values()), step)
         self.port.ask(ahead, FORGET)
         while behind := self._members_not_at(step):
             self._as_new.difference_update(behind)
             self.port.ask(behind, RESTORE, self._checkpoints.restore_request(step))
 
-    def _members_not_at(self, step: int) -> list[MemberId]:
-        """The stateful members that must go back to get to ``step``: where one rank of those that meet in collectives
-        must, all must, or the others would answer from what they kept while it waits for them."""
+    def _members_not_at(self, step: int) -> list[ProcessId]:
+        """The stateful members that must be restored to ``step``. Ranks that meet in collectives are restored together:
+        the others would otherwise answer from kept results while one waits for them."""
         members = self.port.members(stateful_only=True)
         standings = self.port.ask(members, WHERE)
         behind = {member for member, standing in standings.items() if not standing.agrees_with(step)}
-        roles = {role for role, _ in behind if self.port.roles[role].together}
-        return [member for member in members if member in behind or member[0] in roles]
+        roles = {member.role for member in behind if self.port.roles[member.role].together}
+        return [member for member in members if member in behind or member.role in roles]
 
     def _start_over(self, lost: str) -> None:
-        """There is nothing to go back to (``lost`` says what was, ``""``: nothing is known of): see to it that
-        everybody begins at step 1.
+        """Begin at step 1, because no commit is left; ``lost`` describes the lost ones, ``""`` if none is known.
 
         Raises:
-            CheckpointMissing: a member that nobody has replaced holds the state of a later step.
-            StepAbandoned: what was lost had been partly loaded already. Those who have it are replaced now, and another
-                trainer object begins at step 1.
+            CheckpointMissing: a member that was not replaced holds the state of a later step.
+            StepAbandoned: a lost commit was partly loaded: its holders are replaced, and another trainer object begins.
         """
         standings = self.port.ask(self.port.members(stateful_only=True), WHERE)
         moved = [member for member, standing in standings.items() if not self._is_new(member, standing)]
-        known = self._checkpoints.last_known() if self._checkpoints is not None else None
-        last = max([standing.touched for standing in standings.values()] + [known.step if known else 0])
-        what = f"{lost or 'no commit is left to go back to'}; the steps up to {last} are lost"
+        commit = self._checkpoints.last_known() if self._checkpoints is not None else None
+        last = max([standing.touched for standing in standings.values()] + [commit.step if commit else 0])
+        summary = f"{lost or 'no commit is left to go back to'}; the steps up to {last} are lost"
         current = self._recovery.incarnations()
-        wrote: Mapping[MemberId, int] = known.incarnations if known is not None else {}
-        survivors = [member for member in moved if member not in wrote or current.get(member, 0) <= wrote[member]]
+        writers: Mapping[ProcessId, int] = commit.incarnations if commit is not None else {}
+        survivors = [member for member in moved if member not in writers or current.get(member, 0) <= writers[member]]
         if survivors:
-            raise CheckpointMissing(f"{what}, and {_names(survivors)} cannot begin again: they hold a later state")
+            raise CheckpointMissing(f"{summary}, and {_names(survivors)} cannot begin again: they hold a later state")
         if moved or self._loaded:
-            for role, rank in moved:
-                self._recovery.renew(role, rank, current[role, rank], "it holds a part of a commit that is lost")
-            self.port.go_on_from(0)
-            raise StepAbandoned(1, CheckpointMissing(what))
+            for member in moved:
+                self._recovery.renew(
+                    member.role, member.rank, current[member], "it holds a part of a commit that is lost"
+                )
+            self.port.resume_from(0)
+            raise StepAbandoned(1, CheckpointMissing(summary))
         if lost or self.restart_info.count:
             _LOG.warning(
-                "%s; all stateful members are new: the job begins again at step 1", what if lost else "no commit"
+                "%s; all stateful members are new: the job begins again at step 1", summary if lost else "no commit"
             )
 
-    def _is_new(self, member: MemberId, standing: Standing) -> bool:
-        """Whether a member is as ``init`` has left it."""
+    def _is_new(self, member: ProcessId, standing: Standing) -> bool:
         return standing.touched == 0 and (standing.agrees_with(0) or member in self._as_new)
 
-    def _publish(self, checkpoints: Checkpoints, step: int, answers: Mapping[MemberId, Any]) -> None:
+    def _publish(self, checkpoints: Checkpoints, step: int, answers: Mapping[ProcessId, Any]) -> None:
         try:
             checkpoints.commit(step, answers, dump_state(self.state))
         except (CheckpointCorrupt, CheckpointMissing) as error:
             raise StepAbandoned(step, error) from error
 
 
-def _names(members: list[MemberId]) -> str:
-    return ", ".join(f"{role}[{rank}]" for role, rank in members)
+def _names(members: list[ProcessId]) -> str:
+    return ", ".join(map(str, members))
 
 
 def dump_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The trainer's state as a plain tree: objects give their ``state_dict()``."""
+    """The trainer's state as a plain tree, with the ``state_dict()`` of objects."""
     return {
         name: {"object": value.state_dict()} if hasattr(value, "load_state_dict") else {"value": value}
         for name, value in state.items()
@@ -306,11 +284,7 @@ def dump_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_state(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Load objects in place, and put plain values where they were.
-
-    Raises:
-        CallError: an object is not there.
-    """
+    """Load objects in place, and replace plain values. Raises CallError if an object is missing from ``state``."""
     for name, entry in saved.items():
         if "value" in entry:
             state[name] = entry["value"]

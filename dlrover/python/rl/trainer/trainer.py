@@ -1,4 +1,5 @@
-"""``BaseTrainer``: the user's loop over role groups."""
+# SPDX-License-Identifier: Apache-2.0
+"""``BaseTrainer``, the user's loop over role groups, and ``run_trainer``, which runs it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -6,21 +7,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dlrover.python.rl.common.errors import CallError, Problem, UnknownMethod
-from dlrover.python.rl.common.nearest import hint
-from dlrover.python.rl.common.roles import RLRoleType
-from dlrover.python.rl.trainer.port import Port
-from dlrover.python.rl.trainer.recovery import Checkpoints, Recovery, Renewed, RestartInfo, RoleTraits
+from dlrover.python.rl.common.errors import CallError, ConfigError, InvocationError, StepAbandoned, UnknownMethod
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import RLRoleType, hint
+from dlrover.python.rl.trainer.port import Checkpoints, Port, Recovery, Renewed, RestartInfo, RoleTraits
 from dlrover.python.rl.trainer.role_group import RoleGroup, replicas_of
 from dlrover.python.rl.trainer.steps import Attempt, Steps
 from dlrover.python.rl.trainer.workload import BaseWorkload, is_stateful, undecorated
 
 __all__ = ["BaseTrainer", "BaseWorkload", "StepReport", "TrainerLink"]
 
+_LOG = get_logger(__name__)
+_MAX_ATTEMPTS = 3
+
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a trainer says of a step: the step, of how many (0: unknown), and its figures."""
+    """The metrics of a step; ``total_steps`` 0: unknown."""
 
     step: int
     total_steps: int
@@ -28,22 +31,13 @@ class StepReport:
 
 
 Reporter: TypeAlias = Callable[[StepReport], None]
-"""Where step reports go; returns at once."""
+"""Receives step reports; must return at once."""
 
 
 @dataclass(frozen=True)
 class TrainerLink:
-    """What ties a trainer to the place it runs in; the runtime binds it after construction.
-
-    Attributes:
-        port: how members are called.
-        report: where step reports go; returns at once.
-        job: the job's name.
-        job_dir: the job's output directory.
-        resources: what one member of each role was given, ``{"cpu": 1.0}``.
-        recovery: how lost members come back; None: a loss ends the trainer.
-        checkpoints: where commits are kept; None: nowhere.
-    """
+    """Connects a trainer to its runtime, which binds it after construction. Without ``recovery`` a lost member ends the
+    trainer; without ``checkpoints`` nothing is committed."""
 
     port: Port
     report: Reporter
@@ -57,8 +51,8 @@ class TrainerLink:
 class BaseTrainer(ABC):
     """Base of every trainer: subclass it and write :meth:`init` and :meth:`fit`.
 
-    In ``__init__`` only define fields. Role groups (``RG_ACTOR``, ``RG_ROLLOUT``, ...) are bound once the trainer is
-    constructed, for the roles that the job has, the user's own included (``RG_JUDGE``); use them from ``init`` on.
+    In ``__init__`` only define fields. Role groups (``RG_ACTOR``, ``RG_ROLLOUT``, ...) are bound after construction,
+    one for each role of the job, including roles of your own (``RG_JUDGE``); use them from ``init`` on.
 
     Args:
         actor_handles: role to its members' handles, in rank order.
@@ -87,86 +81,77 @@ class BaseTrainer(ABC):
 
     @abstractmethod
     def fit(self) -> None:
-        """The training itself."""
+        """Train."""
 
     @classmethod
-    def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[Problem]:
-        """Problems that this trainer sees in the job's ``config`` and role sizes; asked before anything starts."""
+    def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
+        """Validate the job's ``config`` and role sizes for this trainer, before anything starts."""
         return ()
 
     # -- what the loop uses -------------------------------------------------------------------------------------------
 
     def steps(self, total_steps: int) -> Iterator[int]:
-        """Yield the steps up to ``total_steps``, beginning after the last committed one. The end of the body is the
-        commit: every workload that has state, and :attr:`state`, are saved.
+        """Yield the steps after the last committed one up to ``total_steps``. The end of the body is the commit: the
+        state of every stateful workload and :attr:`state` are saved.
 
-        What is called inside the body survives the death of any process: it is not done twice, and gives the same
-        results. What is called after the loop does so too. A second loop goes on where the first has ended.
+        Calls inside the body, and after the loop, survive the death of any process: they run once, and give the same
+        results. A second loop continues where the first has ended.
         """
         self._total_steps = total_steps
-        yield from self._durable().run(total_steps)
+        yield from self._bound_steps().run(total_steps)
 
     @property
     def state(self) -> dict[str, Any]:
         """The trainer's own state, saved at each commit: numbers, texts, arrays, lists and dicts of them, and objects
-        with ``state_dict`` and ``load_state_dict`` (a data cursor). Put them there in ``init``: when the trainer goes
-        on from a commit, :meth:`steps` loads the objects in place and replaces the plain values.
+        with ``state_dict`` and ``load_state_dict`` (a data cursor). Put them there in ``init``: when the trainer
+        continues from a commit, :meth:`steps` loads the objects in place and replaces the plain values.
 
-        Whatever else the trainer keeps from step to step is gone when it restarts.
+        Everything else that the trainer holds is lost when it restarts.
         """
-        return self._durable().state
+        return self._bound_steps().state
 
     @property
     def restart_info(self) -> RestartInfo:
-        """Why this trainer runs again: how often it did, the last reason, and from :meth:`steps` on the last committed
-        step."""
-        return self._durable().restart_info
+        """Why this trainer was restarted; its ``step`` is known from :meth:`steps` on."""
+        return self._bound_steps().restart_info
 
     def log(self, step: int, metrics: Mapping[str, float] | None = None, **more: float) -> None:
-        """Report the figures of a step to whoever watches the job. Returns at once."""
+        """Report the metrics of a step. Returns at once."""
         values = {name: float(value) for name, value in {**(metrics or {}), **more}.items()}
         self._bound().report(StepReport(step, self._total_steps, values))
 
     @property
     def job_dir(self) -> Path:
-        """The job's output directory; it exists."""
         return self._bound().job_dir
 
     # -- the guide's properties ---------------------------------------------------------------------------------------
 
     @property
     def config(self) -> Any:
-        """The job's ``config``."""
         return self._config
 
     @property
     def actor_handles(self) -> dict[RLRoleType, list[Any]]:
-        """Role to its members' handles, in rank order."""
         return self._actor_handles
 
     @property
     def actors(self) -> list[Any]:
-        """Handles of the ACTOR members."""
         return self._actor_handles.get(RLRoleType.ACTOR, [])
 
     @property
     def references(self) -> list[Any]:
-        """Handles of the REFERENCE members."""
         return self._actor_handles.get(RLRoleType.REFERENCE, [])
 
     @property
     def rollouts(self) -> list[Any]:
-        """Handles of the ROLLOUT members."""
         return self._actor_handles.get(RLRoleType.ROLLOUT, [])
 
     @property
     def rewards(self) -> list[Any]:
-        """Handles of the REWARD members."""
         return self._actor_handles.get(RLRoleType.REWARD, [])
 
     @property
     def critics(self) -> list[Any]:
-        """Handles of the CRITIC members."""
         return self._actor_handles.get(RLRoleType.CRITIC, [])
 
     def get_role_groups(self) -> list[str]:
@@ -174,11 +159,8 @@ class BaseTrainer(ABC):
         return [f"RG_{role}" for role in self._actor_handles]
 
     def get_workload_resource(self, role: str) -> dict[str, float]:
-        """What one member of ``role`` was given, e.g. ``{"cpu": 1.0, "gpu": 0.5}``.
-
-        Raises:
-            UnknownMethod: the job has no such role; the nearest one is named.
-        """
+        """The resources of one member of ``role``, e.g. ``{"cpu": 1.0, "gpu": 0.5}``. Raises UnknownMethod for an
+        unknown role."""
         name = RLRoleType(role)
         if name not in self._actor_handles:
             raise UnknownMethod(f"the job has no role '{name}'{hint(name, self._actor_handles)}")
@@ -187,12 +169,7 @@ class BaseTrainer(ABC):
     # -- binding ------------------------------------------------------------------------------------------------------
 
     def bind(self, link: TrainerLink, attempt: Attempt | None = None) -> Steps:
-        """Connect the trainer to where it runs and create the role groups; called by the runtime, once.
-
-        Args:
-            link: where it runs.
-            attempt: which trainer object of its process this is; None: the first.
-        """
+        """Connect the trainer to its runtime, which calls this once, and create the role groups."""
         self._link = link
         traits = {
             str(role): RoleTraits(len(handles), is_stateful(cls), bool(getattr(cls, "needs_own_process", False)))
@@ -200,18 +177,18 @@ class BaseTrainer(ABC):
             for cls in [self._actor_classes[role]]
         }
         self._steps = steps = Steps(link.port, link.recovery, link.checkpoints, traits, attempt or Attempt())
-        steps.port.renewed = self._take_handles
+        steps.port.renewed = self._replace_handles
         for role, handles in self._actor_handles.items():
             cls = self._actor_classes[role]
             size = replicas_of(cls, self._config, len(handles))
             setattr(self, f"RG_{role}", RoleGroup(role, cls, len(handles), size, steps.port, steps.counter))
         return steps
 
-    def _take_handles(self, renewed: Renewed) -> None:
+    def _replace_handles(self, renewed: Renewed) -> None:
         for rank, handle in renewed.handles.items():
             self._actor_handles[RLRoleType(renewed.role)][rank] = handle
 
-    def _durable(self) -> Steps:
+    def _bound_steps(self) -> Steps:
         self._bound()
         assert self._steps is not None, "bind sets both"
         return self._steps
@@ -227,5 +204,47 @@ class BaseTrainer(ABC):
             if self.__dict__.get("_link") is None:
                 raise UnknownMethod(f"{name} is bound after the trainer is constructed: use it from init() on")
             raise UnknownMethod(f"the job has no role group '{name}'{hint(name, self.get_role_groups())}")
-        # A property of a subclass that failed inside ends here as well: asked once more, it says so itself.
+        # A property of a subclass that raised AttributeError also ends here: evaluate it again to raise its own error.
         return object.__getattribute__(self, name)
+
+
+def run_trainer(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) -> None:
+    """Run ``init`` and ``fit``; raises their errors.
+
+    A step that cannot continue (a commit that cannot be restored, a replay that diverges, an error marked
+    ``retryable``) is repeated from the newest commit by a new trainer object, at most three times without a commit in
+    between."""
+    attempt, failures = Attempt(), 0
+    while True:
+        trainer = make_trainer()
+        steps = trainer.bind(link, attempt)
+        try:
+            _run_once(trainer, steps, attempt)
+            return
+        except StepAbandoned as abandoned:
+            step, cause = abandoned.step, abandoned.cause
+        except Exception as error:
+            if not _is_retryable(error):
+                raise
+            step, cause = steps.port.step, error
+        failures = 1 if steps.commits else failures + 1
+        if failures > _MAX_ATTEMPTS or not (steps.can_go_back() or attempt.number):
+            raise cause
+        reason = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+        _LOG.warning("repeating step %d from the last commit: %s", step, reason)
+        steps.port.close(StepAbandoned(step, cause))
+        attempt = Attempt(attempt.number + 1, True, reason)
+
+
+def _run_once(trainer: BaseTrainer, steps: Steps, attempt: Attempt) -> None:
+    if attempt.number:
+        steps.forget()
+    with steps.setup():
+        trainer.init()
+    trainer.fit()
+    steps.finish()
+
+
+def _is_retryable(error: BaseException) -> bool:
+    original = error.original if isinstance(error, InvocationError) else None
+    return any(getattr(item, "retryable", False) is True for item in (error, original))

@@ -1,37 +1,114 @@
-"""``BaseWorkload``: what runs in each process of a role."""
+# SPDX-License-Identifier: Apache-2.0
+"""``BaseWorkload``, which runs in each process of a role, and ``trainer_invocation``, which sets how its methods are
+called."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar
 
-from dlrover.python.rl.common.errors import Problem
-from dlrover.python.rl.common.roles import RLRoleType
-from dlrover.python.rl.trainer.invocation import trainer_invocation
-from dlrover.python.rl.trainer.recovery import RestartInfo
+from dlrover.python.rl.common.errors import ConfigError
+from dlrover.python.rl.common.names import RLRoleType, hint
+from dlrover.python.rl.trainer.port import RestartInfo
 
 __all__ = ["BaseWorkload", "MemberContext", "trainer_invocation"]
 
-_NO_PORT = -1
+_NO_TCP_PORT = -1
+_OPTIONS = "__trainer_invocation__"
+_TARGETS = ("ALL", "RANK0")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class InvocationOptions:
+    """The options of :func:`trainer_invocation`; raises TypeError or ValueError for invalid values."""
+
+    blocking: bool = True
+    is_async: bool = False
+    timeout: float = 10
+    target: str = "ALL"
+    auto_shard: bool = True
+    pre_func: Callable[..., Any] | None = None
+    post_func: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("blocking", "is_async", "auto_shard"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"trainer_invocation({name}=...) takes True or False, not {getattr(self, name)!r}")
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float):
+            raise TypeError(f"trainer_invocation(timeout=...) takes seconds, not {self.timeout!r}")
+        if not self.timeout > 0:
+            raise ValueError(f"trainer_invocation(timeout=...) must be greater than 0 seconds, not {self.timeout!r}")
+        if self.target not in _TARGETS:
+            raise ValueError(
+                f"trainer_invocation(target=...) takes 'ALL' or 'RANK0', not {self.target!r}"
+                f"{hint(str(self.target), _TARGETS)}"
+            )
+        for name in ("pre_func", "post_func"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise TypeError(f"trainer_invocation({name}=...) takes a function, not {function!r}")
+
+    def replace(self, **options: Any) -> "InvocationOptions":
+        names = [field.name for field in fields(self)]
+        for name in options:
+            if name not in names:
+                raise TypeError(f"trainer_invocation has no option '{name}'{hint(name, names)}")
+        return replace(self, **options)
+
+
+DEFAULT_OPTIONS = InvocationOptions()
+
+
+def trainer_invocation(**options: Any) -> Callable[[F], F]:
+    """Set how the trainer calls this method of a workload; the method itself, async or not, does not change.
+
+    Args:
+        blocking: True waits for the results; False returns at once with pending results, which can be awaited,
+            resolved with ``.result(timeout)``, or passed to another role group's call.
+        is_async: with ``blocking=True``, wait at most ``timeout`` seconds for **every** member; late ranks are named in
+            an :class:`~dlrover.python.rl.common.errors.InvocationTimeout`, which holds the results that arrived.
+        timeout: seconds greater than 0, default 10; used when ``blocking`` and ``is_async`` are both True.
+        target: ``"ALL"`` members, or ``"RANK0"`` alone (the result is a list of one).
+        auto_shard: divide the arguments over the members by the rules of
+            :mod:`~dlrover.python.rl.trainer.shard`; False copies them.
+        pre_func: ``pre_func(*args, **kwargs)`` runs in the trainer before sharding; what it returns becomes the
+            argument (a tuple: the arguments).
+        post_func: ``post_func(results)`` runs in the trainer on the gathered results; what it returns is the call's
+            value.
+
+    Raises:
+        TypeError: an unknown option (the nearest name is given) or one of the wrong type.
+        ValueError: a value outside the documented ones.
+    """
+    changed = DEFAULT_OPTIONS.replace(**options)
+
+    def decorate(method: F) -> F:
+        setattr(method, _OPTIONS, changed)
+        return method
+
+    return decorate
+
+
+def get_invocation_options(method: Any) -> InvocationOptions:
+    options = getattr(method, _OPTIONS, DEFAULT_OPTIONS)
+    return options if isinstance(options, InvocationOptions) else DEFAULT_OPTIONS
 
 
 @dataclass(frozen=True)
 class MemberContext:
-    """Who a workload is among its peers; the same facts stand in its process environment.
+    """The position of a workload among its peers; its process environment holds the same facts.
 
     Attributes:
         name: unique name of this member, ``""`` outside a job.
-        role: its role.
-        rank: position among the ``world_size`` members of the role.
         local_rank: position among the ``local_world_size`` members of the role on this node.
-        master_addr: address of rank 0 for a torch rendezvous of the role.
-        master_port: a port that was free there, -1 when unknown.
+        master_addr: address of rank 0 for a torch rendezvous of the role; ``master_port`` -1 is unknown.
         collocation: the roles that share this member's devices, ``"ACTOR,REFERENCE"``; ``""`` for none.
-        restart: why this process runs in another's place.
-        devices: the accelerators that were reserved for this member, by the numbers they have in its process; those
-            of members that share devices are the same. None where the job runs on CPUs or nobody reserves any.
+        devices: the accelerators reserved for this member, by their numbers in its process; members that share devices
+            have the same ones. Empty on CPUs, or where none are reserved.
     """
 
     name: str = ""
@@ -41,7 +118,7 @@ class MemberContext:
     local_rank: int = 0
     local_world_size: int = 1
     master_addr: str = ""
-    master_port: int = _NO_PORT
+    master_port: int = _NO_TCP_PORT
     collocation: str = ""
     restart: RestartInfo = RestartInfo()
     devices: tuple[int, ...] = ()
@@ -57,7 +134,7 @@ class MemberContext:
             local_rank=int(env.get("LOCAL_RANK", 0)),
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
             master_addr=env.get("MASTER_ADDR", ""),
-            master_port=int(env.get("MASTER_PORT", _NO_PORT)),
+            master_port=int(env.get("MASTER_PORT", _NO_TCP_PORT)),
             collocation=env.get("DEVICE_COLLOCATION_GROUP", ""),
             restart=RestartInfo(
                 int(env.get("RESTART_COUNT", 0)), env.get("RESTART_REASON", ""), int(env.get("RESTART_STEP", 0))
@@ -66,7 +143,6 @@ class MemberContext:
         )
 
     def to_env(self) -> dict[str, str]:
-        """The variables that torch and user code read."""
         return {
             "NAME": self.name,
             "ROLE": str(self.role),
@@ -87,9 +163,14 @@ class MemberContext:
 _current: ContextVar[MemberContext | None] = ContextVar("dlrover_member", default=None)
 
 
+def current_member() -> MemberContext:
+    """The member that is constructed here; read from the environment outside of a construction."""
+    return _current.get() or MemberContext.from_env(os.environ)
+
+
 @contextmanager
 def member_context(context: MemberContext) -> Iterator[None]:
-    """Let a workload constructed inside know who it is; used by the runtimes."""
+    """A workload that is constructed inside gets ``context``; used by the runtimes."""
     token = _current.set(context)
     try:
         yield
@@ -113,11 +194,11 @@ class BaseWorkload:
     def __init__(self, master_handle: Any, config: Any) -> None:
         self._master_handle = master_handle
         self._config = config
-        self._member = _current.get() or MemberContext.from_env(os.environ)
+        self._member = current_member()
 
     @classmethod
     def data_parallel_size(cls, config: Any, world_size: int) -> int:
-        """How many model replicas the role's ``world_size`` members form: all of them unless a subclass says so.
+        """The number of model replicas that the role's ``world_size`` members form; by default each is one.
 
         With tensor, pipeline or context parallelism return ``world_size`` divided by their product: consecutive ranks
         then form one replica, get the same shard of each argument, and give one result.
@@ -125,66 +206,60 @@ class BaseWorkload:
         return world_size
 
     @classmethod
-    def check_config(cls, config: Any) -> Iterable[Problem]:
-        """Problems that this workload sees in the job's ``config``; asked before anything starts."""
+    def check_config(cls, config: Any) -> Iterable[ConfigError]:
+        """Validate the job's ``config`` for this workload, before anything starts."""
         return ()
 
     @classmethod
     def warm_up(cls) -> None:
-        """Import what takes long to import. Called in a process that waits to take over from a member that dies."""
+        """Import slow modules. Called in a standby process."""
 
     def state_dict(self) -> Any:
-        """What this workload must have to go on in another process: override it together with :meth:`load_state_dict`
-        where calls change what later calls give. None: nothing.
+        """The state with which another process can continue; None for a stateless workload. Override it together with
+        :meth:`load_state_dict` if calls change the results of later calls.
 
-        A tree of dict, list, tuple, str, int, float, bool, None, bytes, numpy arrays and torch tensors. Asked for at
-        each commit; it is written before anything else is called.
+        A tree of dict, list, tuple, str, int, float, bool, None, bytes, numpy arrays and torch tensors. Called at each
+        commit; it is written before the next call.
         """
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from what :meth:`state_dict` gave: in a new process after the trainer's ``init`` has been repeated
-        there, or in this one to take back steps."""
+        """Continue from a :meth:`state_dict`: in a new process after the trainer's ``init`` was repeated there, or in
+        this one to go back some steps."""
         raise NotImplementedError(f"{type(self).__name__} has state_dict() without load_state_dict()")
 
     @property
     def restart_info(self) -> RestartInfo:
-        """Why this process runs in another's place: restarts before it, the last reason, and the last committed step
-        where it is known."""
+        """Why this process replaces another one: number of restarts, the last reason, and the last committed step if it
+        is known."""
         return self._member.restart
 
     def close(self) -> None:
-        """Give back what this workload holds (child processes, files). Called once before the member is ended, however
-        the job fares; a process that is killed, or busy for longer than a moment, does not get here."""
+        """Release child processes, files and the like. Called once before the member ends; not in a process that is
+        killed, or busy for longer than a moment."""
 
     @property
     def master_handle(self) -> Any:
-        """Handle of the job's master (None in one process)."""
         return self._master_handle
 
     @property
     def config(self) -> Any:
-        """The job's ``config``."""
         return self._config
 
     @property
     def name(self) -> str:
-        """The unique name of this workload."""
         return self._member.name
 
     @property
     def role(self) -> RLRoleType:
-        """The role of this workload."""
         return self._member.role
 
     @property
     def rank(self) -> int:
-        """Position among the members of the role, from 0."""
         return self._member.rank
 
     @property
     def world_size(self) -> int:
-        """Number of members of the role."""
         return self._member.world_size
 
     @property
@@ -194,47 +269,37 @@ class BaseWorkload:
 
     @property
     def local_rank(self) -> int:
-        """Position among the members of the role on this node, from 0."""
         return self._member.local_rank
 
     @property
     def local_world_size(self) -> int:
-        """Number of members of the role on this node."""
         return self._member.local_world_size
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Accelerators reserved for this member, by the numbers they have in this process: ``cuda:<number>``."""
         return self._member.devices
 
     @property
     def torch_master_addr(self) -> str:
-        """Address for the role's torch rendezvous, ``""`` when unknown."""
         return self._member.master_addr
 
     @property
     def torch_master_port(self) -> int:
-        """Port for the role's torch rendezvous, -1 when unknown."""
         return self._member.master_port
 
     def is_actor_role(self) -> bool:
-        """Whether this is an ACTOR."""
         return self.role == RLRoleType.ACTOR
 
     def is_reference_role(self) -> bool:
-        """Whether this is a REFERENCE."""
         return self.role == RLRoleType.REFERENCE
 
     def is_rollout_role(self) -> bool:
-        """Whether this is a ROLLOUT."""
         return self.role == RLRoleType.ROLLOUT
 
     def is_reward_role(self) -> bool:
-        """Whether this is a REWARD."""
         return self.role == RLRoleType.REWARD
 
     def is_critic_role(self) -> bool:
-        """Whether this is a CRITIC."""
         return self.role == RLRoleType.CRITIC
 
     def get_device_collocation(self) -> str | None:
@@ -243,13 +308,12 @@ class BaseWorkload:
 
 
 def undecorated(workload_class: Any) -> Any:
-    """The class the user wrote, with ``@ray.remote`` taken off."""
+    """The class that the user wrote, without ``@ray.remote``."""
     metadata = getattr(workload_class, "__ray_metadata__", None)
     modified = getattr(metadata, "modified_class", None)
     return getattr(modified, "__ray_actor_class__", modified) if modified is not None else workload_class
 
 
 def is_stateful(workload_class: type[Any]) -> bool:
-    """Whether a workload has state of its own to save at each commit."""
     own = getattr(workload_class, "state_dict", None)
     return own is not None and own is not BaseWorkload.state_dict

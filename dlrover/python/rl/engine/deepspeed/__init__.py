@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A train engine on DeepSpeed: ZeRO 1 to 3 over any Hugging Face model."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dlrover.python.rl.engine.api.registry import EngineInfo
+
+
+@dataclass(frozen=True)
+class DeepSpeedOptions:
+    zero_stage: Literal[1, 2, 3] = 3
+    """The ranks divide 1 the optimizer's state, 2 the gradients too, 3 the weights too."""
+
+
+INFO = EngineInfo(DeepSpeedOptions, "deepspeed", divides=(), adapters=False, shares_process=False, sgd=False)

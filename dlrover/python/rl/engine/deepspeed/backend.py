@@ -1,89 +1,163 @@
-"""A Hugging Face model with its optimizer under DeepSpeed's ZeRO."""
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face model with its optimizer under DeepSpeed's ZeRO, and its checkpoints.
+
+Each rank writes its own file, for the same layout.
+"""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
 from deepspeed.utils import safe_get_full_grad
 
+from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.engine.base import OptimizerConfig, TokenLoss, TrainSettings
-from dlrover.python.rl.engine.deepspeed.checkpoint import read_checkpoint, write_checkpoint
-from dlrover.python.rl.engine.deepspeed.loading import fill
-from dlrover.python.rl.engine.layout import Layout
-from dlrover.python.rl.engine.torch import attention
-from dlrover.python.rl.engine.torch.blueprint import Blueprint
-from dlrover.python.rl.engine.torch.loading import prepare
-from dlrover.python.rl.engine.torch.outputs import Reader
-from dlrover.python.rl.engine.torch.packing import MicroBatch
-from dlrover.python.rl.engine.torch.randomness import set_packed_random_state
-from dlrover.python.rl.engine.torch.ranks import Ranks
-from dlrover.python.rl.engine.torch.residence import Residence
-from dlrover.python.rl.engine.torch.state import restore
-from dlrover.python.rl.engine.torch.stepping import accumulate, first_bad, learning_rate
-from dlrover.python.rl.engine.weights import WeightSnapshot
+from dlrover.python.rl.engine.api.base import OptimizerConfig, TokenLoss, TrainSettings
+from dlrover.python.rl.engine.api.settings import Layout
+from dlrover.python.rl.engine.api.weights import WeightSnapshot
+from dlrover.python.rl.engine.memory.offload import ParkedTensors
+from dlrover.python.rl.engine.model import attention
+from dlrover.python.rl.engine.model.loading import prepare_training, sync_to_disk
+from dlrover.python.rl.engine.model.outputs import OutputReader
+from dlrover.python.rl.engine.model.packing import MicroBatch
+from dlrover.python.rl.engine.model.ranks import Ranks, all_gather_single, pack_random_state, unpack_random_state
+from dlrover.python.rl.engine.model.spec import ModelSpec
+from dlrover.python.rl.engine.training.backend import present, restore_state, write_folder
+from dlrover.python.rl.engine.training.stepping import accumulate_gradients, compute_learning_rate, find_nonfinite
+
+
+def fill_parameters(module: Any, spec: ModelSpec, device: str, loaded: bool, divide: Callable[[Any], None]) -> None:
+    """Replace a module's parameters, which are on the meta device, by float32 ones, read or zeros; ties are kept.
+
+    ``divide`` is called with each parameter as soon as it has its values.
+
+    Raises:
+        EngineError: the source lacks tensors, or has them in other shapes.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
+    names: dict[int, list[str]] = {}
+    for name, parameter in named.items():
+        names.setdefault(id(parameter), []).append(name)
+    saved = module.state_dict()
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    read = _reader(module, spec, list(names.values()), list(buffers)) if loaded else None
+    for first, *others in names.values():
+        old = named[first]
+        value = torch.zeros(old.shape) if read is None else read(first)
+        new = torch.nn.Parameter(value.to(device, torch.float32, copy=True), requires_grad=old.requires_grad)
+        for name in (first, *others):
+            owner, _, last = name.rpartition(".")
+            module.get_submodule(owner).register_parameter(last, new)
+        divide(new)
+    if read is not None:
+        for name, buffer in buffers.items():
+            buffer.copy_(read(name))
+    module.to(device)  # the buffers: the parameters are there
+
+
+def _reader(module: Any, spec: ModelSpec, names: list[list[str]], buffers: list[str]) -> Callable[[str], Any]:
+    wanted = {first: (first, *others) for first, *others in names} | {name: (name,) for name in buffers}
+    shapes = {first: tuple(module.get_parameter(first).shape) for first, *_ in names}
+    shapes |= {name: tuple(module.get_buffer(name).shape) for name in buffers}
+    return spec.reader(wanted, shapes, module.base_model_prefix)
+
+
+def write_checkpoint(path: Path, ranks: Ranks, state: Mapping[str, Any]) -> None:
+    """Write each rank's state and random state, atomically. Raises an ``EngineError`` if a rank could not write."""
+
+    def write(folder: Path) -> None:
+        file = _file(folder, ranks.rank)
+        torch.save({**state, "random": pack_random_state()}, file)
+        sync_to_disk(file)
+
+    write_folder(path, ranks, write)
+
+
+def read_checkpoint(path: Path, ranks: Ranks, layout: list[int]) -> dict[str, Any]:
+    """This rank's state, and as ``random`` its packed random state.
+
+    Raises:
+        EngineError: there is no checkpoint, or it is of another layout; on every rank.
+    """
+    state: dict[str, Any] = {}
+    own_error = ""
+    try:
+        state = _read(path, ranks.rank, layout)
+    except EngineError as error:
+        own_error = str(error)
+    ranks.raise_any(own_error)
+    return state
+
+
+def _read(path: Path, rank: int, layout: list[int]) -> dict[str, Any]:
+    folder = present(path)
+    if not _file(folder, 0).is_file():
+        raise EngineError(f"no checkpoint at '{path}'")
+    try:
+        written = torch.load(_file(folder, 0), map_location="cpu", weights_only=True, mmap=True)["layout"]
+        if written == layout:
+            return dict(torch.load(_file(folder, rank), map_location="cpu", weights_only=True))
+    except (OSError, RuntimeError, UnpicklingError, LookupError) as error:
+        raise EngineError(f"the checkpoint '{path}' cannot be read: {error}") from error
+    raise EngineError(
+        f"the checkpoint '{path}' is of layout {written} (the ranks' grid and the ZeRO stage), not {layout}:"
+        " save the model in Hugging Face format to continue in another one"
+    )
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.pt"
+
 
 _BUCKET = 1 << 27
-"""Most elements that are reduced at a time."""
+"""Maximum elements of one reduction."""
 
 
 class DeepSpeedBackend:
-    """Implements :class:`~dlrover.python.rl.engine.torch.backend.TrainBackend`.
-
-    Args:
-        blueprint: of the model.
-        config: how it is trained; None: it is frozen.
-        settings: how it runs.
-        stage: of ZeRO.
-        ranks: all of the engine.
-        residence: accounts for its tensors.
-        loaded: whether it gets the blueprint's weights; else zeros.
-    """
-
     def __init__(  # noqa: PLR0913 - what an engine is made of
         self,
-        blueprint: Blueprint,
+        spec: ModelSpec,
         config: OptimizerConfig | None,
         settings: TrainSettings,
         stage: int,
         ranks: Ranks,
-        residence: Residence,
+        parked: ParkedTensors,
         loaded: bool,
     ) -> None:
         self._config, self._settings, self._ranks, self._stage = config, settings, ranks, stage
-        self.residence, self._unspent = residence, False
-        module = blueprint.empty()
+        self.parked, self._has_gradients = parked, False
+        module = spec.empty()
         self.packs = attention.can_pack(module)
-        # Divided parameters are put together anew when activations are recomputed.
-        prepare(module, config is not None, settings.gradient_checkpointing, reentrant=stage == 3)
-        told = self._told(sum(parameter.numel() for parameter in module.parameters()))
-        self._fill(module, blueprint, told, loaded)
+        # Recomputing activations gathers divided parameters again.
+        prepare_training(module, config is not None, settings.gradient_checkpointing, reentrant=stage == 3)
+        ds_config = self._make_config(sum(parameter.numel() for parameter in module.parameters()))
+        self._fill(module, spec, ds_config, loaded)
         self.limits = (
             module.get_input_embeddings().num_embeddings,
             getattr(module.config.get_text_config(), "max_position_embeddings", None),
         )
         self._names = dict(module.named_parameters())
-        kept = module.state_dict()
-        self._buffers = {name: buffer for name, buffer in module.named_buffers() if name in kept}
+        saved = module.state_dict()
+        self._buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
         self._passes: Any = module
         self._zero: Any = None
         if config is not None or stage == 3:
             self._passes, self._zero, *_ = deepspeed.initialize(
-                model=module, optimizer=None if config is None else _adamw(module, config), config=told
+                model=module, optimizer=None if config is None else _adamw(module, config), config=ds_config
             )
-        self._reader = Reader(settings.head, settings.device, self.packs)
-        self._masters = self._begin_optimizer() if config is not None else []
-        self._reside()
+        self._reader = OutputReader(settings.head, settings.device, self.packs)
+        self._masters = self._init_optimizer() if config is not None else []
+        self._track_memory()
 
     # -- making -------------------------------------------------------------------------------------------------------
 
-    def _told(self, elements: int) -> dict[str, Any]:
+    def _make_config(self, elements: int) -> dict[str, Any]:
         """DeepSpeed's configuration. The loss carries the normaliser, so nothing is averaged over steps or ranks."""
         config = self._config
         return {
@@ -102,21 +176,21 @@ class DeepSpeedBackend:
                 "reduce_bucket_size": min(elements, _BUCKET),
                 "overlap_comm": torch.device(self._settings.device).type == "cuda",
                 "memory_efficient_linear": False,
-                "stage3_param_persistence_threshold": 0,  # whole small ones would be left behind by a move
+                "stage3_param_persistence_threshold": 0,  # small ones kept whole could not be offloaded
             },
         }
 
-    def _fill(self, module: Any, blueprint: Blueprint, told: dict[str, Any], loaded: bool) -> None:
+    def _fill(self, module: Any, spec: ModelSpec, ds_config: dict[str, Any], loaded: bool) -> None:
         if self._stage < 3:
-            fill(module, blueprint, self._settings.device, loaded, lambda parameter: None)
+            fill_parameters(module, spec, self._settings.device, loaded, lambda parameter: None)
             return
-        dividing = deepspeed.zero.Init(config_dict_or_path=told, mem_efficient_linear=False)
+        dividing = deepspeed.zero.Init(config_dict_or_path=ds_config, mem_efficient_linear=False)
         # Rank 0's values go to the others.
         divide = lambda parameter: dividing._convert_to_zero_parameters([parameter])  # noqa: E731
-        fill(module, blueprint, self._settings.device, loaded, divide)
+        fill_parameters(module, spec, self._settings.device, loaded, divide)
 
-    def _begin_optimizer(self) -> list[Any]:
-        """This rank's masters, each the parts of many parameters; their moments are there from the start: zeros."""
+    def _init_optimizer(self) -> list[Any]:
+        """This rank's masters, each the parts of many parameters; their moments start as zeros."""
         zero = self._zero
         masters = zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups
         for master in masters:
@@ -127,19 +201,18 @@ class DeepSpeedBackend:
             }
         return list(masters)
 
-    def _reside(self) -> None:
-        self.residence.hold("weights", [self._part(parameter) for parameter in self._names.values()])
-        self.residence.hold("weights", [buffer for buffer in self._passes.buffers()])
-        self.residence.hold("weights", self._masters)
+    def _track_memory(self) -> None:
+        self.parked.hold("weights", [self._part(parameter) for parameter in self._names.values()])
+        self.parked.hold("weights", [buffer for buffer in self._passes.buffers()])
+        self.parked.hold("weights", self._masters)
         for master in self._masters:
-            self.residence.hold("optimizer", self._zero.optimizer.state[master].values())
+            self.parked.hold("optimizer", self._zero.optimizer.state[master].values())
         if self._stage == 3 and self._masters:
-            self.residence.hold("gradients", [self._zero.grad_partitions_flat_buffer])
+            self.parked.hold("gradients", [self._zero.grad_partitions_flat_buffer])
             buckets = [bucket.buffer for bucket in self._zero.ipg_buckets.values()]
-            self.residence.hold("gradients", [buffer for buffer in buckets if buffer is not None])
+            self.parked.hold("gradients", [buffer for buffer in buckets if buffer is not None])
 
     def _part(self, parameter: Any) -> Any:
-        """What this rank has of a parameter: a flat part, or all of it."""
         return parameter.ds_tensor if self._stage == 3 else parameter
 
     # -- passes -------------------------------------------------------------------------------------------------------
@@ -147,13 +220,11 @@ class DeepSpeedBackend:
     def outputs(
         self, micros: Sequence[MicroBatch], temperature: float, entropy: bool
     ) -> Iterator[tuple[MicroBatch, tuple[Any, ...]]]:
-        """Each micro-batch with what :meth:`Reader.read` says of it, without gradient."""
         with self._precision():
             for micro in micros:
                 yield micro, self._reader.read(self._passes, micro, temperature, entropy)
 
     def _precision(self) -> AbstractContextManager[Any]:
-        """For a plain module; DeepSpeed's engine sees to it by itself."""
         if isinstance(self._passes, deepspeed.DeepSpeedEngine) or self._settings.precision == "fp32":
             return nullcontext()
         return torch.autocast(torch.device(self._settings.device).type, torch.bfloat16)
@@ -161,9 +232,8 @@ class DeepSpeedBackend:
     def add_gradients(
         self, micros: Sequence[MicroBatch], batch: Batch, loss: TokenLoss, temperature: float
     ) -> dict[str, float]:
-        """Gradients of the loss, summed over the ranks with the last micro-batch; and its sums for ``settle``."""
         engine, last = self._passes, micros[-1]
-        self._unspent = True
+        self._has_gradients = True
 
         def read(micro: MicroBatch, wants_entropy: bool) -> tuple[Any, ...]:
             engine.set_gradient_accumulation_boundary(micro is last)
@@ -172,38 +242,33 @@ class DeepSpeedBackend:
         def backward(value: Any) -> None:
             engine.backward(value * self._ranks.world_size)  # DeepSpeed takes the mean over the ranks
 
-        return accumulate(micros, batch, loss, read, backward, self._settings.device)
+        return accumulate_gradients(micros, batch, loss, read, backward, self._settings.device)
 
     def reduce_gradients(self) -> list[Any]:
-        """They are summed already; this rank's part of them."""
         groups = self._zero.averaged_gradients.values()
         return [gradient for group in groups for gradient in group or ()]
 
     def gradient_norm(self) -> float:
-        """Of the whole gradient: the same bits on every rank."""
         zero = self._zero
         norm = combine_grad_norm_groups(zero._get_norm_groups()) if self._stage == 3 else zero.scaled_global_norm()
         return math.nan if is_invalid_grad_norm(norm) else float(norm)
 
     def first_bad_gradient(self) -> str:
-        """The name of the first parameter whose gradient is not finite, the same on every rank."""
-        return first_bad({name: safe_get_full_grad(parameter) for name, parameter in self._names.items()})
+        return find_nonfinite({name: safe_get_full_grad(parameter) for name, parameter in self._names.items()})
 
     def update(self, version: int, norm: float) -> float:
-        """Let DeepSpeed clip the gradient and take the step after ``version``; return its rate."""
         assert self._config is not None
-        lr = learning_rate(self._config, version)
+        lr = compute_learning_rate(self._config, version)
         for group in self._zero.optimizer.param_groups:
             group["lr"] = lr
         self._passes.step()
-        self._unspent = False
+        self._has_gradients = False
         return lr
 
     def drop_gradients(self) -> None:
-        """Forget those that no step was taken with."""
-        if not self._unspent:
+        if not self._has_gradients:
             return
-        # DeepSpeed forgets gradients by a step that it leaves out because their norm is no number.
+        # DeepSpeed drops gradients in a step that it skips because their norm is NaN.
         name, answer = ("_get_norm_groups", [math.nan]) if self._stage == 3 else ("scaled_global_norm", math.nan)
         setattr(self._zero, name, lambda *_: answer)
         try:
@@ -211,25 +276,23 @@ class DeepSpeedBackend:
             self._passes.step()
         finally:
             delattr(self._zero, name)
-        self._unspent = False
+        self._has_gradients = False
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
-        """Name and whole tensor of everything, one after the other. A collective with stage 3."""
         for name, parameter in self._names.items():
-            local = self.residence.there(self._part(parameter))
+            local = self.parked.locate(self._part(parameter))
             yield name, self._whole(parameter, local) if self._stage == 3 else local
-        yield from ((name, self.residence.there(buffer)) for name, buffer in self._buffers.items())
+        yield from ((name, self.parked.locate(buffer)) for name, buffer in self._buffers.items())
 
     def _whole(self, parameter: Any, local: Any) -> Any:
         mine = local.to(self._settings.device)
         flat = mine.new_empty(mine.numel() * self._ranks.world_size)
-        dist.all_gather_into_tensor(flat, mine.contiguous())
+        all_gather_single(flat, mine.contiguous())
         return flat[: parameter.ds_numel].view(parameter.ds_shape)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name to shape of what :meth:`named_weights` gives."""
         divided = self._stage == 3
         shapes = {name: part.ds_shape if divided else part.shape for name, part in self._names.items()}
         shapes |= {name: buffer.shape for name, buffer in self._buffers.items()}
@@ -237,65 +300,49 @@ class DeepSpeedBackend:
 
     @torch.no_grad()
     def write_weights(self, weights: WeightSnapshot) -> None:
-        """Take over a verified snapshot."""
         for name, parameter in self._names.items():
-            local, whole = self.residence.there(self._part(parameter)), weights.tensor(name)
+            local, whole = self.parked.locate(self._part(parameter)), weights.tensor(name)
             if self._stage == 3:
                 start = self._ranks.rank * local.numel()
                 whole = whole.reshape(-1)[start : start + local.numel()]
                 local = local[: whole.numel()]
             local.copy_(whole)
         for name, buffer in self._buffers.items():
-            self.residence.there(buffer).copy_(weights.tensor(name))
+            self.parked.locate(buffer).copy_(weights.tensor(name))
 
     # -- states -------------------------------------------------------------------------------------------------------
 
     @property
     def _layout(self) -> list[int]:
-        """The ranks' grid, and the stage: what divides a state into parts."""
         return [*Layout(shard=self._ranks.world_size).shape, self._stage]
 
     def local_state(self) -> dict[str, Any]:
-        """``layout``, ``model`` (weights by name, masters by number) and ``optimizer`` (None of a frozen one): the live
-        tensors."""
-        there, moments = self.residence.there, None
-        model = {name: there(self._part(parameter)) for name, parameter in self._names.items()}
-        model |= {name: there(buffer) for name, buffer in self._buffers.items()}
-        model |= {f"master {number}": there(master) for number, master in enumerate(self._masters)}
+        """Weights by name, masters by number."""
+        locate, moments = self.parked.locate, None
+        model = {name: locate(self._part(parameter)) for name, parameter in self._names.items()}
+        model |= {name: locate(buffer) for name, buffer in self._buffers.items()}
+        model |= {f"master {number}": locate(master) for number, master in enumerate(self._masters)}
         if self._config is not None:
             states = [self._zero.optimizer.state[master] for master in self._masters]
             moments = {
-                f"master {number}": {kind: there(tensor) for kind, tensor in state.items()}
+                f"master {number}": {kind: locate(tensor) for kind, tensor in state.items()}
                 for number, state in enumerate(states)
             }
         return {"layout": self._layout, "model": model, "optimizer": moments}
 
     def restore_local_state(self, state: Mapping[str, Any]) -> None:
-        """Copy in what :meth:`local_state` gave.
-
-        Raises:
-            WeightSyncError: it is of another model; nothing was changed.
-            EngineError: it is of another layout, or exactly one of the two is frozen; nothing was changed.
-        """
-        restore(self.local_state(), state)
+        restore_state(self.local_state(), state)
 
     def write_checkpoint(self, path: Path, version: int) -> None:
-        """Write model, optimizer, version and random state, each rank its part."""
         write_checkpoint(path, self._ranks, {"version": version, **self.local_state()})
 
     def read_checkpoint(self, path: Path) -> int:
-        """Go back to what :meth:`write_checkpoint` wrote in this layout, the random state too; return the version.
-
-        Raises:
-            EngineError: there is no checkpoint, or it is of another layout or model.
-        """
         state = read_checkpoint(path, self._ranks, self._layout)
-        restore(self.local_state(), state)
-        set_packed_random_state(state["random"])
+        restore_state(self.local_state(), state)
+        unpack_random_state(state["random"])
         return int(state["version"])
 
     def release(self) -> None:
-        """Take DeepSpeed's hooks out of the module."""
         if isinstance(self._passes, deepspeed.DeepSpeedEngine):
             self._passes.destroy()
 

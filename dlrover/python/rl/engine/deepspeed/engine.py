@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A train engine on DeepSpeed: ZeRO 1 to 3 over any Hugging Face model."""
 
 import logging
@@ -7,14 +8,12 @@ import warnings
 import torch
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
-from dlrover.python.rl.config.typed import require
-from dlrover.python.rl.engine.abilities import optimizer_faults, refuse, train_faults
-from dlrover.python.rl.engine.base import Rendezvous
-from dlrover.python.rl.engine.deepspeed.options import DeepSpeedOptions
-from dlrover.python.rl.engine.layout import Layout
-from dlrover.python.rl.engine.torch.ranks import Ranks
-from dlrover.python.rl.engine.torch.residence import Residence
-from dlrover.python.rl.engine.torch.shell import TrainShell
+from dlrover.python.rl.engine.api.base import Rendezvous
+from dlrover.python.rl.engine.api.settings import Layout
+from dlrover.python.rl.engine.deepspeed import INFO
+from dlrover.python.rl.engine.memory.offload import ParkedTensors
+from dlrover.python.rl.engine.model.ranks import Ranks
+from dlrover.python.rl.engine.training.train_engine_base import BackendTrainEngine
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed looks for an accelerator when it is imported.
@@ -29,27 +28,24 @@ from deepspeed.utils import groups
 
 from dlrover.python.rl.engine.deepspeed.backend import DeepSpeedBackend
 
-# DeepSpeed calls torch's collectives by the names that older versions of torch have, at every step.
+# DeepSpeed calls torch's collectives by deprecated names, at every step.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
-class DeepSpeedTrainEngine(TrainShell):
-    """Implements :class:`~dlrover.python.rl.engine.base.TrainEngine` on DeepSpeed.
+class DeepSpeedTrainEngine(BackendTrainEngine):
+    """All ranks have different rows, and divide what ``backend: {zero_stage: ...}`` says.
 
-    All ranks have rows of their own, and divide what ``backend: {zero_stage: ...}`` says
-    (:class:`~dlrover.python.rl.engine.deepspeed.options.DeepSpeedOptions`). With ``precision: bf16`` the parameters
-    are float32 and the passes run under autocast. A checkpoint is for the layout and stage that wrote it.
+    With ``precision: bf16`` the parameters are float32 and the passes run under autocast. A checkpoint can only be
+    read in the layout and stage that wrote it.
 
     Raises:
         MissingExtra: deepspeed is not installed (on import).
     """
 
+    name, info = "deepspeed", INFO
+
     def _connect(self, rendezvous: Rendezvous) -> Ranks:
         settings = self._settings
-        self._stage = require(DeepSpeedOptions, settings.backend, "backend").zero_stage
-        refuse(train_faults("deepspeed", settings.parallel, settings.lora is not None))
-        if self._config is not None:
-            refuse(optimizer_faults("deepspeed", self._config))
         device = torch.device(settings.device)
         if get_accelerator().device_name() != device.type:
             raise EngineError(
@@ -60,21 +56,20 @@ class DeepSpeedTrainEngine(TrainShell):
         os.environ["LOCAL_RANK"] = str(device.index or 0)  # DeepSpeed takes its device from there
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         if device.type == "cpu":
-            # Its sums by shared memory have to be compiled on the spot, and a build that is cut off blocks all others.
+            # Its shared-memory collectives are compiled on first use, and an interrupted build blocks all others.
             __compatible_ops__["deepspeed_shm_comm"] = False
         ranks = Ranks.connect(rendezvous, settings.device, always=True)
         deepspeed.init_distributed(dist_init_required=False)
-        ranks.bound(groups._get_data_parallel_group())
+        ranks.set_timeout(groups._get_data_parallel_group())
         return ranks
 
     def _make(self, loaded: bool) -> DeepSpeedBackend:
-        residence = Residence(self._owner, self._memory)
+        parked = ParkedTensors(self._owner, self._memory)
         return DeepSpeedBackend(
-            self._blueprint, self._config, self._settings, self._stage, self._ranks, residence, loaded
+            self._spec, self._config, self._settings, self._options.zero_stage, self._ranks, parked, loaded
         )
 
     def _leave(self) -> None:
-        """Leave the other ranks, with all that DeepSpeed has noted of them."""
         if self._ranks.owns_group:
             deepspeed.comm.destroy_process_group()
         super()._leave()

@@ -1,4 +1,5 @@
-"""From a module on the meta device and a source of weights to a module that this rank has its part of."""
+# SPDX-License-Identifier: Apache-2.0
+"""From a module on the meta device and a source of weights to a rank's part of the module."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -6,97 +7,79 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.fsdp2.grid import Grid
-from dlrover.python.rl.engine.fsdp2.shards import ParameterShard, Shards
-from dlrover.python.rl.engine.fsdp2.tensor_parallel import restore_ties, split_matrices, ties
-from dlrover.python.rl.engine.torch.outputs import VocabularyShard
-from dlrover.python.rl.engine.torch.sources import Source, place_names
+from dlrover.python.rl.engine.fsdp2.shards import Grid, ParameterShard, Shards
+from dlrover.python.rl.engine.model.loading import WeightReader, match_names
+from dlrover.python.rl.engine.model.outputs import VocabularyShard
 
 Absent: TypeAlias = Callable[[str, tuple[int, ...]], Any]
-"""``absent(name, shape)``: the whole tensor that a source does not have, or None where it must have it."""
+"""``absent(name, shape)``: the whole tensor that a source lacks, or None if it must have it."""
 
 
 @dataclass(frozen=True)
-class Making:
-    """How a module is made.
-
-    Attributes:
-        device: where its tensors go.
-        precision: torch dtype of the forward and backward pass. Trained parameters have float32 masters in any case.
-        prefix: what the module puts before the names of its base model.
-        rename: gives the source's name of one of the module's names.
-        absent: makes tensors that the source does not have.
-    """
-
+class MaterializeOptions:
     device: str = "cpu"
-    precision: torch.dtype = torch.float32
-    prefix: str = ""
-    rename: Callable[[str], str] | None = None
-    absent: Absent = lambda name, shape: None
+    precision: torch.dtype = torch.float32  # of the passes; trained parameters have float32 masters
+    prefix: str = ""  # of the base model's names in the module
+    rename: Callable[[str], str] | None = None  # from the module's names to the source's
+    absent: Absent = lambda name, shape: None  # makes tensors that the source lacks
 
 
 @dataclass(frozen=True, eq=False)
-class Materialized:
-    """A module that computes, with this rank's part of its parameters.
-
-    Attributes:
-        module: call it as any module; every rank of its grid has to.
-        shards: its parameters.
-        buffers: its saved buffers, by name, whole on every rank.
-        vocabulary: this rank's part of the logits, where ranks divide them.
-    """
+class MaterializedModule:
+    """A module that computes, with this rank's part of its parameters. Every rank of the grid has to call it."""
 
     module: Any
     shards: Shards
-    buffers: Mapping[str, Any]
-    vocabulary: VocabularyShard | None
+    buffers: Mapping[str, Any]  # the saved ones, by name, whole on every rank
+    vocabulary: VocabularyShard | None  # this rank's part of the logits, if ranks divide them
 
 
-def materialize(module: Any, source: Source | None, grid: Grid, making: Making) -> Materialized:
-    """Divide a module between the ranks, give its parameters memory, and read their values.
-
-    Each rank reads no more than its part. Buffers that are not on the meta device keep their values.
+def materialize(
+    module: Any, source: WeightReader | None, grid: Grid, options: MaterializeOptions
+) -> MaterializedModule:
+    """Divide a module between the ranks, allocate its parameters, and read their values; each rank reads its part only.
 
     Args:
-        module: its parameters are on the meta device; it is changed in place.
-        source: what to read; None leaves zeros.
+        module: its parameters are on the meta device; changed in place. Other buffers keep their values.
+        source: of the weights; None leaves zeros.
         grid: the ranks.
-        making: how.
+        options: of the module.
 
     Raises:
-        EngineError: the module cannot be divided as asked; the source lacks tensors, or has them in other shapes; or a
-            buffer on the meta device has no value in it.
+        EngineError: the module cannot be divided; the source lacks tensors, or has them in other shapes; or a buffer is
+            on the meta device.
     """
     vocabulary: VocabularyShard | None = None
     summed: list[str] = []
-    _set_precision(module, making.precision, whole=grid.shards is None)
+    _set_precision(module, options.precision, whole=grid.shards is None)
     if grid.tensors is not None:
         vocabulary, summed = split_matrices(module, grid.tensors)
     if grid.shards is not None:
-        _shard(module, grid, making)
-    _allocate(module, making.device)
+        _shard(module, grid, options)
+    _allocate(module, options.device)
     shards = Shards.of(module, grid, summed)
     saved = module.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
     if source is not None:
-        _fill(shards, buffers, source, making)
-    return Materialized(module, shards, buffers, vocabulary)
+        _fill(shards, buffers, source, options)
+    return MaterializedModule(module, shards, buffers, vocabulary)
 
 
 def _set_precision(module: Any, precision: torch.dtype, whole: bool) -> None:
-    """Parameters to the precision they are kept in: sharded ones that are trained stay float32."""
     for parameter in module.parameters():
         if whole or not parameter.requires_grad:
             parameter.data = parameter.data.to(precision)
 
 
-def _shard(module: Any, grid: Grid, making: Making) -> None:
+def _shard(module: Any, grid: Grid, options: MaterializeOptions) -> None:
     policy = MixedPrecisionPolicy()
-    if making.precision != torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=making.precision, reduce_dtype=torch.float32)
-    names = _units(module)
+    if options.precision != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=options.precision, reduce_dtype=torch.float32)
+    names = _list_unit_names(module)
     for part in [part for part in module.modules() if type(part).__name__ in names and part is not module]:
         fully_shard(part, mesh=grid.shards, mp_policy=policy)
     fully_shard(module, mesh=grid.shards, mp_policy=policy)
@@ -106,48 +89,144 @@ def _shard(module: Any, grid: Grid, making: Making) -> None:
             part.set_force_sum_reduction_for_comms(True)
 
 
-def _units(module: Any) -> set[str]:
-    """Names of the classes of modules whose parameters are gathered together: the module says which."""
-    given: Iterable[Any] = (
+def _list_unit_names(module: Any) -> set[str]:
+    units: Iterable[Any] = (
         getattr(module, "non_split_modules", None) or getattr(module, "_no_split_modules", None) or ()
     )
-    return {unit if isinstance(unit, str) else unit.__name__ for unit in given}
+    return {unit if isinstance(unit, str) else unit.__name__ for unit in units}
 
 
 def _allocate(module: Any, device: str) -> None:
-    """Zeros in place of meta tensors. What is not on the meta device moves to ``device`` with its values."""
-    if lost := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
-        raise EngineError(
-            f"buffers without values: {', '.join(lost)}; build the module where only parameters are without memory"
-        )
-    bound = ties(module)
+    if empty := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
+        raise EngineError(f"buffers without values: {', '.join(empty)}; build the module with empty_weights()")
+    tied = find_ties(module)
     module._apply(lambda tensor: torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
-    restore_ties(module, bound)
+    restore_ties(module, tied)
 
 
-def _fill(shards: Shards, buffers: Mapping[str, Any], source: Source, making: Making) -> None:
+def _fill(shards: Shards, buffers: Mapping[str, Any], source: WeightReader, options: MaterializeOptions) -> None:
     shapes = source.shapes()
     wanted = {shard.name: shard.names for shard in shards} | {name: (name,) for name in buffers}
-    found = place_names(wanted, shapes, making.prefix, making.rename)
-    made = {shard.name: making.absent(shard.name, shard.shape) for shard in shards if shard.name not in found}
-    lacking = [name for name, tensor in made.items() if tensor is None]
+    matches = match_names(wanted, shapes, options.prefix, options.rename)
+    initial = {shard.name: options.absent(shard.name, shard.shape) for shard in shards if shard.name not in matches}
+    lacking = [name for name, tensor in initial.items() if tensor is None]
     lacking += [
-        f"{shard.name} of shape {shard.shape} (it has {shapes[found[shard.name]]})"
+        f"{shard.name} of shape {shard.shape} (it has {shapes[matches[shard.name]]})"
         for shard in shards
-        if shard.name in found and tuple(shapes[found[shard.name]]) != shard.shape
+        if shard.name in matches and tuple(shapes[matches[shard.name]]) != shard.shape
     ]
     if lacking:
         raise EngineError(f"the checkpoint lacks {', '.join(sorted(lacking))}")
     with torch.no_grad():
         for shard in shards:
             if shard.master.numel():
-                shard.master.copy_(_part(shard, shards.grid, found, made, source))
+                shard.master.copy_(_part(shard, shards.grid, matches, initial, source))
             shard.refresh()
         for name, buffer in buffers.items():
-            if name in found:
-                buffer.copy_(source.read(found[name], (slice(None),) * buffer.ndim))
+            if name in matches:
+                buffer.copy_(source.read(matches[name], (slice(None),) * buffer.ndim))
 
 
-def _part(shard: ParameterShard, grid: Grid, found: Mapping[str, str], made: Mapping[str, Any], source: Source) -> Any:
+def _part(
+    shard: ParameterShard, grid: Grid, matches: Mapping[str, str], initial: Mapping[str, Any], source: WeightReader
+) -> Any:
     ranges = shard.ranges(grid)
-    return source.read(found[shard.name], ranges) if shard.name in found else made[shard.name][ranges]
+    return source.read(matches[shard.name], ranges) if shard.name in matches else initial[shard.name][ranges]
+
+
+OWN_PLAN = {
+    "self_attn.q_proj": "colwise",
+    "self_attn.k_proj": "colwise",
+    "self_attn.v_proj": "colwise",
+    "self_attn.o_proj": "rowwise",
+    "mlp.gate_proj": "colwise",
+    "mlp.up_proj": "colwise",
+    "mlp.down_proj": "rowwise",
+}
+"""For Llama-like models without a plan: the linear layers of each decoder layer."""
+
+_STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+_SUMMED = "replicated_with_grad_allreduce"
+_VOCABULARY = ("embed_tokens", "lm_head")
+
+
+def split_matrices(module: Any, mesh: Any) -> tuple[VocabularyShard | None, list[str]]:
+    """Split a model whose parameters are on the meta device over a mesh, in place.
+
+    Returns:
+        This rank's part of the vocabulary (None if its size cannot be divided), and the names of parameters that every
+        rank has but uses for its own heads only, so their gradients add up.
+
+    Raises:
+        EngineError: heads or widths cannot be divided (gives the numbers), or the plan has an unknown style.
+    """
+    config, ranks = module.config.get_text_config(), mesh.size()
+    check_divisible(config, ranks)
+    plan = _plan(module)
+    summed = [name for name, style in plan.items() if style == _SUMMED]
+    styles = {name: _STYLES[style]() for name, style in plan.items() if style in _STYLES}
+    if unknown := {style for style in plan.values() if style not in {*_STYLES, _SUMMED}}:
+        raise EngineError(
+            f"{type(module).__name__} splits by {', '.join(sorted(unknown))}, which fsdp2 does not support"
+        )
+    tied = find_ties(module)
+    parallelize_module(module, mesh, styles)
+    shard = _split_vocabulary(module, mesh) if config.vocab_size % ranks == 0 else None
+    restore_ties(module, tied)
+    patterns = [name.split(".") for name in summed]
+    return shard, [name for name, _ in module.named_parameters() if any(_fits(name, one) for one in patterns)]
+
+
+def check_divisible(config: Any, ranks: int) -> None:
+    names = {
+        "num_attention_heads": "attention heads",
+        "num_key_value_heads": "key-value heads",
+        "intermediate_size": "feed-forward columns",
+    }
+    sizes = {label: getattr(config, name, None) for name, label in names.items()}
+    odd = [f"{size} {label}" for label, size in sizes.items() if size is not None and size % ranks]
+    if odd:
+        raise EngineError(f"{ranks} tensor-parallel ranks cannot share {' or '.join(odd)}")
+
+
+def _plan(module: Any) -> dict[str, str]:
+    plan: Mapping[str, str] = getattr(module, "_tp_plan", None) or {}
+    plan = {name: style for name, style in plan.items() if name.rsplit(".", 1)[-1] not in _VOCABULARY}
+    if plan:
+        return dict(plan)
+    names = [name for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)]
+    plan = {name: style for name in names for end, style in OWN_PLAN.items() if name.endswith(f".{end}")}
+    if not plan:
+        raise EngineError(f"{type(module).__name__} has no plan for tensor parallelism, and is not Llama-like")
+    return plan
+
+
+def _fits(name: str, pattern: list[str]) -> bool:
+    parts = name.split(".")[:-1]
+    return len(parts) == len(pattern) and all(want in ("*", part) for part, want in zip(parts, pattern, strict=True))
+
+
+def _split_vocabulary(module: Any, mesh: Any) -> VocabularyShard | None:
+    inputs, outputs = module.get_input_embeddings(), module.get_output_embeddings()
+    if isinstance(inputs, torch.nn.Embedding):
+        parallelize_module(inputs, mesh, RowwiseParallel(input_layouts=Replicate()))
+    if not isinstance(outputs, torch.nn.Linear):
+        return None
+    parallelize_module(outputs, mesh, ColwiseParallel())
+    return VocabularyShard(mesh.get_local_rank() * (outputs.out_features // mesh.size()), mesh.get_group())
+
+
+def find_ties(module: Any) -> list[list[tuple[Any, str]]]:
+    """Parameters with several places: each as modules and names, the first one first."""
+    places: dict[int, list[tuple[Any, str]]] = {}
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((part, name))
+    return [tied for tied in places.values() if len(tied) > 1]
+
+
+def restore_ties(module: Any, ties: list[list[tuple[Any, str]]]) -> None:
+    """Put the parameter of each first place into the others."""
+    for (first, first_name), *others in ties:
+        for part, name in others:
+            part.register_parameter(name, getattr(first, first_name))

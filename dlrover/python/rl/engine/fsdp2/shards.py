@@ -1,4 +1,5 @@
-"""A model's parameters as this rank has them: parts of float32 masters, their gradients, and whole tensors again."""
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks as process groups, and a model's parameters on this rank: shards, gradients, and whole tensors again."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -7,51 +8,105 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dlrover.python.rl.engine.fsdp2.grid import Grid, gather_rows
-from dlrover.python.rl.engine.torch.ranks import Ranks, sum_tensors
-from dlrover.python.rl.engine.torch.sources import Ranges
-from dlrover.python.rl.engine.torch.stepping import first_bad
+from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
+from dlrover.python.rl.engine.model.loading import Ranges
+from dlrover.python.rl.engine.model.ranks import Ranks, all_gather_single, sum_tensors
+from dlrover.python.rl.engine.training.stepping import find_nonfinite
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """This rank among the others. Made by :meth:`of`, which every rank calls.
+
+    Ranks that share a sequence shard the parameters too: ``shard * context`` ranks divide them.
+    """
+
+    layout: Layout  # sizes of the dimensions
+    place: Layout  # this rank's coordinates
+    shards: Any = None  # mesh of the ranks that divide the parameters (ZeRO-3)
+    tensors: Any = None  # mesh of the ranks that split each matrix
+    copies: Any = None  # process group of the ranks with the same part of each copy
+    context: Any = None  # process group of the ranks that share a sequence
+
+    @classmethod
+    def of(cls, ranks: Ranks, sizes: ParallelSizes, device: str = "cpu") -> "Grid":
+        """Divide the ranks. Raises an ``EngineError`` if the sizes do not divide them."""
+        layout = Layout.of(ranks.world_size, sizes)
+        place = layout.coordinates(ranks.rank)
+        if ranks.world_size == 1:
+            return cls(layout, place)
+        kind = torch.device(device).type
+        shape = (layout.ddp, layout.shard * layout.context, layout.tensor)
+        mesh = init_device_mesh(kind, shape, mesh_dim_names=("copy", "shard", "tensor"))
+        context = None
+        if layout.context > 1:
+            rows = (layout.ddp * layout.shard, layout.context, layout.tensor)
+            context = init_device_mesh(kind, rows, mesh_dim_names=("replica", "context", "part")).get_group("context")
+            ranks.set_timeout(context)
+        ranks.set_timeout(*mesh.get_all_groups())
+        return cls(
+            layout,
+            place,
+            mesh["shard"] if shape[1] > 1 else None,
+            mesh["tensor"] if shape[2] > 1 else None,
+            mesh.get_group("copy") if shape[0] > 1 else None,
+            context,
+        )
+
+    @property
+    def reports(self) -> bool:
+        """This rank reports for its model replica, whose ranks all compute the same loss."""
+        return self.place.context == 0 and self.place.tensor == 0
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that divide the parameters."""
+        return self.layout.shard * self.layout.context
+
+    @property
+    def shard_rank(self) -> int:
+        return self.place.shard * self.layout.context + self.place.context
+
+
+def gather_rows(local: Any, rows: int, group: Any) -> Any:
+    """Join a tensor whose first dimension the ranks of ``group`` divide as ``torch.chunk`` does."""
+    size = -(-rows // dist.get_world_size(group))
+    padded = local.new_zeros((size, *local.shape[1:]))
+    padded[: len(local)] = local
+    whole = local.new_empty((size * dist.get_world_size(group), *local.shape[1:]))
+    all_gather_single(whole, padded, group=group)
+    return whole[:rows]
 
 
 @dataclass(eq=False)
 class ParameterShard:
-    """This rank's part of one parameter.
+    """This rank's part of one parameter."""
 
-    Attributes:
-        name: its name in the module, the first one where it is tied.
-        names: all its names.
-        parameter: the module's: plain, or a DTensor.
-        master: plain tensor of this rank's part, which is loaded, trained and saved. It shares the parameter's memory,
-            unless a trained parameter is computed with in lower precision.
-        shape: of the whole parameter.
-        sharded: whether the ranks of :attr:`Grid.shards` divide its first dimension (after ``tensor_dim``).
-        tensor_dim: the dimension that the ranks of :attr:`Grid.tensors` divide, or None.
-        summed: whether its gradients on the ranks of :attr:`Grid.tensors` add up.
-    """
-
-    name: str
+    name: str  # in the module, the first one if it is tied
     names: tuple[str, ...]
-    parameter: Any
+    parameter: Any  # the module's: plain, or a DTensor
     master: Any
-    shape: tuple[int, ...]
-    sharded: bool = False
-    tensor_dim: int | None = None
-    summed: bool = False
+    """Plain tensor of this rank's part, which is loaded, trained and saved. It shares the parameter's memory, unless a
+    trained parameter is computed with in lower precision."""
+
+    shape: tuple[int, ...]  # of the whole parameter
+    sharded: bool = False  # the ranks of `Grid.shards` divide its first dimension (after `tensor_dim`)
+    tensor_dim: int | None = None  # the dimension that the ranks of `Grid.tensors` divide
+    summed: bool = False  # its gradients on the ranks of `Grid.tensors` add up
 
     @property
     def trained(self) -> bool:
-        """Whether steps change it."""
         return bool(self.parameter.requires_grad)
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: not to vectors."""
         return len(self.shape) >= 2
 
     def ranges(self, grid: Grid) -> Ranges:
-        """Which part of the whole parameter this rank has."""
+        """This rank's part of the whole parameter."""
         bounds = [(0, size) for size in self.shape]
         if self.tensor_dim is not None:
             bounds[self.tensor_dim] = _chunk(bounds[self.tensor_dim], grid.layout.tensor, grid.place.tensor)
@@ -71,7 +126,7 @@ class ParameterShard:
         return local
 
     def as_dtensor(self, local: Any) -> Any:
-        """``local``, a part like the master, as what a distributed checkpoint knows how to divide."""
+        """``local``, a part like the master, in the form that a distributed checkpoint divides."""
         if not isinstance(self.parameter, DTensor):
             return local
         mesh, placements = self.parameter.device_mesh, self.parameter.placements
@@ -79,7 +134,7 @@ class ParameterShard:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(self.shape), stride=stride)
 
     def take_gradient(self) -> None:
-        """Move the parameter's gradient to its master's, in float32, adding to what is there."""
+        """Move the parameter's gradient to its master's, in float32, adding to it."""
         gradient, parameter = self.parameter.grad, self.parameter
         if gradient is None or self.master is parameter:
             return
@@ -92,9 +147,8 @@ class ParameterShard:
             self.master.grad += gradient
 
     def refresh(self) -> None:
-        """Let the module compute with what the master holds now."""
         if self.master.dtype != self.parameter.dtype:
-            plain(self.parameter).copy_(self.master)
+            to_local_tensor(self.parameter).copy_(self.master)
 
 
 def _chunk(bound: tuple[int, int], parts: int, part: int) -> tuple[int, int]:
@@ -104,7 +158,7 @@ def _chunk(bound: tuple[int, int], parts: int, part: int) -> tuple[int, int]:
     return min(start + part * size, stop), min(start + (part + 1) * size, stop)
 
 
-def plain(parameter: Any) -> Any:
+def to_local_tensor(parameter: Any) -> Any:
     """A parameter's memory on this rank as a plain tensor."""
     tensor = parameter.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -119,25 +173,24 @@ class Shards:
 
     @classmethod
     def of(cls, module: Any, grid: Grid, summed: Iterable[str] = ()) -> "Shards":
-        """Those of a module whose parameters are divided already, and allocated."""
+        """Those of a module whose parameters are divided and allocated."""
         summed = set(summed)
         names: dict[int, list[str]] = {}
         parameters = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
             parameters[id(parameter)] = parameter
-        return cls(grid, tuple(_shard(tuple(found), parameters[key], summed) for key, found in names.items()))
+        return cls(grid, tuple(_make_shard(tuple(aliases), parameters[key], summed) for key, aliases in names.items()))
 
     def __iter__(self) -> Iterator[ParameterShard]:
         return iter(self.items)
 
     @property
     def trained(self) -> list[ParameterShard]:
-        """Those that steps change."""
         return [shard for shard in self.items if shard.trained]
 
     def take_gradients(self) -> list[Any]:
-        """The masters' gradients, summed over copies of the model; zeros where a parameter took no part."""
+        """The masters' gradients, summed over copies of the model; zeros for unused parameters."""
         for shard in self.trained:
             shard.take_gradient()
             if shard.master.grad is None:
@@ -150,28 +203,26 @@ class Shards:
         return gradients
 
     def gradient_norm(self, ranks: Ranks) -> float:
-        """Of the gradient of the whole model, to the same bit on every rank: the sums are taken in the ranks' order."""
+        """Of the whole model's gradient, to the same bit on every rank: summed in the ranks' order."""
         norms = torch.stack([torch.linalg.vector_norm(shard.master.grad) for shard in self.trained]).double()
-        # What ranks have in common counts once.
+        # Parameters that tensor-parallel ranks share count once.
         tensor = self.grid.layout.tensor
-        alike = [tensor if shard.tensor_dim is None else 1 for shard in self.trained]
-        squares = sum(norm * norm / same for norm, same in zip(norms.tolist(), alike, strict=True))
+        copies = [tensor if shard.tensor_dim is None else 1 for shard in self.trained]
+        squares = sum(norm * norm / count for norm, count in zip(norms.tolist(), copies, strict=True))
         return math.sqrt(sum(ranks.gather(squares if self.grid.place.ddp == 0 else 0.0)))
 
     def first_bad_gradient(self, ranks: Ranks) -> str:
-        """The name of the first parameter whose gradient is not finite on some rank."""
         names = {shard.name: index for index, shard in enumerate(self.trained)}
-        told = ranks.gather(first_bad({shard.name: shard.master.grad for shard in self.trained}))
-        return str(min(told, key=lambda name: names.get(name, len(names))))
+        reports = ranks.gather(find_nonfinite({shard.name: shard.master.grad for shard in self.trained}))
+        return str(min(reports, key=lambda name: names.get(name, len(names))))
 
     def drop_gradients(self) -> None:
-        """Forget all gradients."""
         for shard in self.items:
             shard.parameter.grad = shard.master.grad = None
 
 
-def _shard(names: tuple[str, ...], parameter: Any, summed: set[str]) -> ParameterShard:
-    master = parameter if type(parameter) is torch.nn.Parameter else plain(parameter)
+def _make_shard(names: tuple[str, ...], parameter: Any, summed: set[str]) -> ParameterShard:
+    master = parameter if type(parameter) is torch.nn.Parameter else to_local_tensor(parameter)
     sharded, tensor_dim = False, None
     if isinstance(parameter, DTensor):
         for dimension, placement in zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True):
@@ -179,10 +230,10 @@ def _shard(names: tuple[str, ...], parameter: Any, summed: set[str]) -> Paramete
                 sharded = True
             elif isinstance(placement, Shard):
                 tensor_dim = placement.dim
-        # A plain view would be another tensor at each call, and gradients are hung on it.
-        master = plain(parameter)
+        # Keep one view: each call makes another tensor, and this one holds the gradient.
+        master = to_local_tensor(parameter)
     if parameter.requires_grad and parameter.dtype != torch.float32:
-        master = torch.empty_like(plain(parameter), dtype=torch.float32)
+        master = torch.empty_like(to_local_tensor(parameter), dtype=torch.float32)
     shard = ParameterShard(
         names[0], names, parameter, master, tuple(parameter.shape), sharded, tensor_dim, names[0] in summed
     )

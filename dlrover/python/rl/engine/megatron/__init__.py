@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A train engine on megatron-core: tensor and pipeline parallel, for models built like Llama."""
+
+from dataclasses import dataclass
+
+from dlrover.python.rl.engine.api.registry import EngineInfo
+
+
+@dataclass(frozen=True)
+class MegatronOptions:
+    cpu_shim: bool = False
+    """Run on a machine without CUDA, for tests: calls of megatron-core that name CUDA go to the host."""
+
+
+INFO = EngineInfo(
+    MegatronOptions,
+    "megatron",
+    "megatron-core",
+    divides=("tensor_parallel_size", "pipeline_parallel_size"),
+    adapters=False,
+    shares_process=False,
+    top_token_ids=False,
+    sgd=False,
+    bare_head=False,
+)

@@ -1,23 +1,105 @@
-"""Weights from Hugging Face's names to Megatron's and back: which tensors a parameter holds, in which order, and which
-part of them a tensor-parallel rank has.
-
-Everything here is arithmetic on tensors; nothing needs Megatron.
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face models that Megatron's GPT can compute, and their weights under both names: the tensors of a parameter,
+their order, and the part of a tensor-parallel rank. Arithmetic on tensors; nothing needs Megatron.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 
-from dlrover.python.rl.engine.megatron.shape import TransformerShape
+from dlrover.python.rl.common.errors import EngineError
+
+TYPES = ("llama", "mistral", "qwen2", "qwen3")
+"""``model_type`` of supported transformers: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int  # each shared by `heads / kv_heads` query heads
+    head_dim: int
+    vocab: int
+    max_positions: int
+    norm_eps: float
+    rope_theta: float
+    rope_factor: float | None  # Llama 3's scaling of the rotary frequencies
+    tied: bool  # the language-model head is the input embedding
+    qkv_bias: bool
+    qk_norm: bool  # queries and keys are normalised by head (Qwen3)
+    head: Literal["causal", "token"]  # a vocabulary projection, or one score for each token
+
+    @classmethod
+    def of(cls, config: Any, head: Literal["causal", "token"]) -> "TransformerShape":
+        """Read a Hugging Face configuration; an ``EngineError`` lists everything that Megatron's GPT cannot compute."""
+        if faults := list(_find_faults(config)):
+            raise EngineError(f"megatron cannot run this model: {'; '.join(faults)}")
+        kind, heads = config.model_type, config.num_attention_heads
+        return cls(
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            heads=heads,
+            kv_heads=config.num_key_value_heads or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab=config.vocab_size,
+            max_positions=config.max_position_embeddings,
+            norm_eps=config.rms_norm_eps,
+            rope_theta=float(config.rope_parameters["rope_theta"]),
+            rope_factor=_rope_factor(config),
+            tied=bool(config.tie_word_embeddings) and head == "causal",
+            qkv_bias=kind == "qwen2",
+            qk_norm=kind == "qwen3",
+            head=head,
+        )
+
+    def check_split(self, tensor: int, pipeline: int) -> None:
+        """Raise an ``EngineError`` if these sizes do not divide the model."""
+        for label, number in (("key-value heads", self.kv_heads), ("MLP columns", self.intermediate)):
+            if number % tensor:
+                raise EngineError(f"{number} {label} cannot be divided by tensor_parallel_size {tensor}")
+        if self.layers % pipeline:
+            raise EngineError(f"{self.layers} layers cannot be divided by pipeline_parallel_size {pipeline}")
+
+
+def _find_faults(config: Any) -> Iterator[str]:
+    if config.model_type not in TYPES:
+        yield f"its type is '{config.model_type}', and the supported ones are {', '.join(TYPES)}"
+        return
+    if config.hidden_act != "silu":
+        yield f"its activation is '{config.hidden_act}', not 'silu'"
+    for name in ("attention_bias", "mlp_bias"):
+        if getattr(config, name, False):
+            yield f"it has {name}"
+    windowed = getattr(config, "use_sliding_window", config.model_type == "mistral")
+    if windowed and getattr(config, "sliding_window", None) is not None:
+        yield f"its attention slides over a window of {config.sliding_window} tokens"
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") not in ("default", "llama3"):
+        yield f"its rotary positions are of type '{rope['rope_type']}'"
+    elif rope.get("rope_type") == "llama3" and _llama3_numbers(rope) != (1.0, 4.0, 8192):
+        yield "its llama3 rotary positions have other bounds than Llama 3's (1, 4, 8192)"
+
+
+def _llama3_numbers(rope: Any) -> tuple[float, float, int]:
+    return rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+
+
+def _rope_factor(config: Any) -> float | None:
+    rope = config.rope_parameters
+    return float(rope["factor"]) if rope.get("rope_type") == "llama3" else None
+
 
 Form: TypeAlias = Literal["whole", "vocab", "columns", "qkv", "gate_up"]
-"""How a parameter is made of its tensors, and split over tensor-parallel ranks:
+"""How a parameter consists of its tensors, and how tensor-parallel ranks split it:
 
 * ``whole``: the tensor itself, the same on every rank;
-* ``vocab``: rows, filled up with zeros until the ranks divide them;
+* ``vocab``: rows, padded with zeros until the ranks divide them;
 * ``columns``: columns of a matrix;
 * ``qkv``: for each key-value head its query heads, its key and its value, one below the other; ranks have whole groups;
 * ``gate_up``: a rank's rows of the gate above its rows of the up projection."""
@@ -25,57 +107,48 @@ Form: TypeAlias = Literal["whole", "vocab", "columns", "qkv", "gate_up"]
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of Megatron's GPT.
+    """One parameter of Megatron's GPT."""
 
-    Attributes:
-        name: Megatron's, ``{layer}`` standing for the layer's number on its pipeline stage.
-        layer: the layer's number in the whole model; None outside the layers.
-        sources: names of the Hugging Face tensors it holds.
-        shapes: theirs.
-        form: how it holds them.
-        last: it is on the last pipeline stage, not on the first (outside the layers).
-    """
-
-    name: str
-    layer: int | None
-    sources: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    name: str  # Megatron's; `{layer}` is the layer's number on its pipeline stage
+    layer: int | None  # the layer's number in the whole model; None outside the layers
+    sources: tuple[str, ...]  # names of the Hugging Face tensors it holds
+    shapes: tuple[tuple[int, ...], ...]  # theirs
     form: Form
-    last: bool = False
+    last: bool = False  # outside the layers: it is on the last pipeline stage, not on the first
 
     def stage(self, shape: TransformerShape, stages: int) -> int:
-        """The pipeline stage that has it; of a tied embedding the first of two."""
+        """The pipeline stage that has it; the first one of a tied embedding's two."""
         if self.layer is None:
             return stages - 1 if self.last else 0
         return self.layer * stages // shape.layers
 
     def local_name(self, shape: TransformerShape, stages: int) -> str:
-        """Its name there."""
+        """Its name on its stage."""
         per_stage = shape.layers // stages
         return self.name if self.layer is None else self.name.format(layer=self.layer % per_stage)
 
 
-def parameters(shape: TransformerShape) -> list[Parameter]:
+def list_parameters(shape: TransformerShape) -> list[Parameter]:
     """All of a model's, in the order of Hugging Face's names."""
     hidden, vocab = shape.hidden, shape.vocab
     embedding = ("embedding.word_embeddings.weight", "model.embed_tokens.weight")
-    found = [_single(*embedding, (vocab, hidden), "vocab")]
+    table = [_single(*embedding, (vocab, hidden), "vocab")]
     for layer in range(shape.layers):
-        found += _layer(shape, layer)
-    found.append(_single("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), "whole", last=True))
+        table += _list_layer(shape, layer)
+    table.append(_single("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), "whole", last=True))
     if shape.head == "token":
-        found.append(_single("output_layer.weight", "score.weight", (1, hidden), "whole", last=True))
-        found.append(_single("output_layer.bias", "score.bias", (1,), "whole", last=True))
+        table.append(_single("output_layer.weight", "score.weight", (1, hidden), "whole", last=True))
+        table.append(_single("output_layer.bias", "score.bias", (1,), "whole", last=True))
     elif not shape.tied:
-        found.append(_single("output_layer.weight", "lm_head.weight", (vocab, hidden), "vocab", last=True))
-    return found
+        table.append(_single("output_layer.weight", "lm_head.weight", (vocab, hidden), "vocab", last=True))
+    return table
 
 
 def _single(name: str, source: str, shape: tuple[int, ...], form: Form, last: bool = False) -> Parameter:
     return Parameter(name, None, (source,), (shape,), form, last)
 
 
-def _layer(shape: TransformerShape, layer: int) -> list[Parameter]:
+def _list_layer(shape: TransformerShape, layer: int) -> list[Parameter]:
     hidden, middle, width = shape.hidden, shape.intermediate, shape.head_dim
     queries, keys = shape.heads * width, shape.kv_heads * width
 
@@ -86,18 +159,18 @@ def _layer(shape: TransformerShape, layer: int) -> list[Parameter]:
     projections = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden)}
     weights = {f"self_attn__{letter}_proj__weight": size for letter, size in projections.items()}
     biases = {f"self_attn__{letter}_proj__bias": size[:1] for letter, size in projections.items()}
-    found = [
+    table = [
         of("input_layernorm.weight", "whole", input_layernorm__weight=(hidden,)),
         of("self_attention.linear_qkv.weight", "qkv", **weights),
     ]
     if shape.qkv_bias:
-        found.append(of("self_attention.linear_qkv.bias", "qkv", **biases))
+        table.append(of("self_attention.linear_qkv.bias", "qkv", **biases))
     if shape.qk_norm:
-        found.append(of("self_attention.q_layernorm.weight", "whole", self_attn__q_norm__weight=(width,)))
-        found.append(of("self_attention.k_layernorm.weight", "whole", self_attn__k_norm__weight=(width,)))
+        table.append(of("self_attention.q_layernorm.weight", "whole", self_attn__q_norm__weight=(width,)))
+        table.append(of("self_attention.k_layernorm.weight", "whole", self_attn__k_norm__weight=(width,)))
     up = {"mlp__gate_proj__weight": (middle, hidden), "mlp__up_proj__weight": (middle, hidden)}
     return [
-        *found,
+        *table,
         of("self_attention.linear_proj.weight", "columns", self_attn__o_proj__weight=(hidden, queries)),
         of("pre_mlp_layernorm.weight", "whole", post_attention_layernorm__weight=(hidden,)),
         of("mlp.linear_fc1.weight", "gate_up", **up),
@@ -106,15 +179,7 @@ def _layer(shape: TransformerShape, layer: int) -> list[Parameter]:
 
 
 def split(parameter: Parameter, tensors: Sequence[Any], shape: TransformerShape, rank: int, ranks: int) -> Any:
-    """The part of a parameter that tensor-parallel rank ``rank`` of ``ranks`` has.
-
-    Args:
-        parameter: which.
-        tensors: its Hugging Face tensors, whole, in the order of ``parameter.sources``.
-        shape: of the model.
-        rank: 0 to ``ranks - 1``.
-        ranks: tensor-parallel size.
-    """
+    """The part of a parameter on a tensor-parallel rank, from its whole Hugging Face tensors (``sources``)."""
     return _SPLITS[parameter.form](tensors, shape, rank, ranks)
 
 
@@ -123,14 +188,14 @@ def join(parameter: Parameter, parts: Sequence[Any], shape: TransformerShape) ->
     return _JOINS[parameter.form](parts, shape)
 
 
-def padded_vocab(vocab: int, ranks: int) -> int:
-    """Rows of the embedding once tensor-parallel ranks divide it."""
+def pad_vocab(vocab: int, ranks: int) -> int:
+    """Rows of the embedding that tensor-parallel ranks divide."""
     return math.ceil(vocab / ranks) * ranks
 
 
 def _split_vocab(tensors: Sequence[Any], shape: TransformerShape, rank: int, ranks: int) -> Any:
     (rows,) = tensors
-    padding = rows.new_zeros(padded_vocab(len(rows), ranks) - len(rows), *rows.shape[1:])
+    padding = rows.new_zeros(pad_vocab(len(rows), ranks) - len(rows), *rows.shape[1:])
     return torch.cat([rows, padding]).chunk(ranks)[rank]
 
 

@@ -1,8 +1,8 @@
-"""Lets megatron-core compute on a machine without CUDA, which it cannot by itself: for tests, and slow.
+# SPDX-License-Identifier: Apache-2.0
+"""Lets megatron-core compute on a machine without CUDA: for tests, and slow.
 
-Inside a ``with`` block what is asked for on a CUDA device is made on the host, and the few functions of ``torch.cuda``
-that megatron-core calls do nothing or answer for the host. Outside of it nothing is changed. The random state of "the
-device" is the host's, so dropout has to be 0.
+Inside a ``with`` block CUDA devices are replaced by the host, and the functions of ``torch.cuda`` that megatron-core
+calls do nothing or answer for the host. "The device's" random state is the host's, so dropout has to be 0.
 """
 
 from collections.abc import Callable
@@ -20,29 +20,25 @@ _HOST = torch.device("cpu")
 
 
 def load_shim() -> "CpuShim":
-    """The shim, announced in the log.
-
-    Raises:
-        EngineError: this machine has CUDA.
-    """
+    """The shim, announced in the log. Raises an ``EngineError`` on a machine with CUDA."""
     if torch.cuda.is_available():
-        raise EngineError("cpu_shim is for machines without CUDA, and this one has it: leave the option out")
+        raise EngineError("cpu_shim is for machines without CUDA: remove the option")
     _LOG.warning("cpu_shim is on: megatron-core computes on the host, for tests only")
     return CpuShim()
 
 
 class CpuShim(TorchFunctionMode):
-    """A ``with`` block in which CUDA is the host; it can be entered again, also inside itself."""
+    """A reentrant ``with`` block in which CUDA is the host."""
 
     def __init__(self) -> None:
         super().__init__()
         self._depth = 0
-        self._kept: list[tuple[Any, str, Any]] = []
+        self._originals: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> "CpuShim":
         self._depth += 1
         if self._depth == 1:
-            self._kept = [(module, name, getattr(module, name)) for module, name, _ in _ANSWERS]
+            self._originals = [(module, name, getattr(module, name)) for module, name, _ in _ANSWERS]
             for module, name, answer in _ANSWERS:
                 setattr(module, name, answer)
             super().__enter__()
@@ -52,8 +48,8 @@ class CpuShim(TorchFunctionMode):
         self._depth -= 1
         if not self._depth:
             super().__exit__(*error)
-            for module, name, plain in self._kept:
-                setattr(module, name, plain)
+            for module, name, original in self._originals:
+                setattr(module, name, original)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -74,23 +70,22 @@ def _names_cuda(device: Any) -> bool:
     return isinstance(device, str) and device.startswith("cuda")
 
 
-def _nothing(*args: Any, **options: Any) -> None:
-    """In place of what a host does not need."""
+def _do_nothing(*args: Any, **options: Any) -> None: ...
 
 
-def _random_state(*which: Any, **options: Any) -> Any:
+def _random_state(*devices: Any, **options: Any) -> Any:
     return torch.get_rng_state()
 
 
-def _set_random_state(state: Any, *which: Any, **options: Any) -> None:
+def _set_random_state(state: Any, *devices: Any, **options: Any) -> None:
     torch.set_rng_state(state)
 
 
 _ANSWERS: list[tuple[Any, str, Callable[..., Any]]] = [
     (torch.cuda, "current_device", lambda: _HOST),
     (torch.cuda, "manual_seed", torch.manual_seed),
-    (torch.cuda, "synchronize", _nothing),
-    (torch.cuda, "empty_cache", _nothing),
+    (torch.cuda, "synchronize", _do_nothing),
+    (torch.cuda, "empty_cache", _do_nothing),
     (torch.cuda, "get_rng_state", _random_state),
     (torch.cuda, "set_rng_state", _set_random_state),
     (megatron_random, "_get_cuda_rng_state", _random_state),

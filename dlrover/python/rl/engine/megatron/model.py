@@ -1,32 +1,62 @@
-"""Megatron's GPT for the numbers of a model: this rank's part of it."""
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's GPT for the numbers of a model, with attention over packed documents that needs no Transformer Engine."""
 
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 
-from dlrover.python.rl.engine.layout import Layout
-from dlrover.python.rl.engine.megatron.attention import PackedAttention
-from dlrover.python.rl.engine.megatron.conversion import padded_vocab
-from dlrover.python.rl.engine.megatron.shape import TransformerShape
+from dlrover.python.rl.engine.api.settings import Layout
+from dlrover.python.rl.engine.megatron.conversion import TransformerShape, pad_vocab
+from dlrover.python.rl.engine.model.attention import Documents, attend
 
 
-def build(
+def make_packed_params(documents: Documents) -> PackedSeqParams:
+    longest = max(documents.lengths)
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=documents.bounds,
+        cu_seqlens_kv=documents.bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    params.documents = documents
+    return params
+
+
+class PackedAttention(MegatronModule):
+    """Replaces ``core_attention`` in a layer's specification."""
+
+    def __init__(self, config: Any, **unused: Any) -> None:
+        super().__init__(config=config)
+
+    def forward(  # noqa: PLR0913 - Megatron's signature
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any,
+        attn_mask_type: Any = None,
+        attention_bias: Any = None,
+        packed_seq_params: Any = None,
+    ) -> Any:
+        """Causal attention within each document: ``query`` ``[tokens, heads, dim]`` of this rank's heads, ``key`` and
+        ``value`` ``[tokens, key-value heads, dim]``; returns ``[tokens, heads * dim]``.
+        """
+        queries, keys, values = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        return attend(queries, keys, values, packed_seq_params.documents)[0].flatten(1)
+
+
+def build_gpt(
     shape: TransformerShape, layout: Layout, place: Layout, precision: torch.dtype, checkpointing: bool, device: str
 ) -> Any:
     """A module in which this rank's weights have memory and no values yet.
 
     Its forward pass takes ``packed_seq_params`` and gives logits ``[1, tokens, vocab / tensor]`` on the last stage.
-
-    Args:
-        shape: of the model.
-        layout: sizes of the dimensions of parallelism.
-        place: this rank's.
-        precision: of weights and computation.
-        checkpointing: recompute each layer's activations in the backward pass.
-        device: a torch device.
     """
     config = _config(shape, layout, precision, checkpointing, on_host=torch.device(device).type == "cpu")
     spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
@@ -34,7 +64,7 @@ def build(
     module = GPTModel(
         config,
         spec,
-        vocab_size=padded_vocab(shape.vocab, layout.tensor),
+        vocab_size=pad_vocab(shape.vocab, layout.tensor),
         max_sequence_length=shape.max_positions,
         pre_process=place.pipeline == 0,
         post_process=place.pipeline == layout.pipeline - 1,
@@ -73,7 +103,7 @@ def _config(
         pipeline_model_parallel_size=layout.pipeline,
         pipeline_dtype=precision,
         variable_seq_lengths=True,  # packed micro-batches differ in length
-        moe_token_dispatcher_type="alltoall",  # asked for beside it, of dense models too
+        moe_token_dispatcher_type="alltoall",  # required by it, of dense models too
         params_dtype=precision,
         bf16=precision == torch.bfloat16,
         calculate_per_token_loss=True,  # the loss carries its normaliser: nothing is divided

@@ -1,44 +1,52 @@
-"""The parameters of Megatron's GPT as this rank has them: loaded, put together again, their gradients' norm."""
+# SPDX-License-Identifier: Apache-2.0
+"""The parameters of Megatron's GPT on this rank: loaded, joined, their gradients' norm, and as a checkpoint has them.
 
+A checkpoint has them under Hugging Face's names, each rank its part, so any layout, and any engine with these names,
+can read it.
+"""
+
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from dlrover.python.rl.engine.layout import Layout
-from dlrover.python.rl.engine.megatron.conversion import Parameter, join, parameters, split
-from dlrover.python.rl.engine.megatron.shape import TransformerShape
-from dlrover.python.rl.engine.torch.ranks import Ranks
-from dlrover.python.rl.engine.torch.stepping import first_bad
+from dlrover.python.rl.engine.api.settings import Layout
+from dlrover.python.rl.engine.megatron.conversion import (
+    Form,
+    Parameter,
+    TransformerShape,
+    join,
+    list_parameters,
+    pad_vocab,
+    split,
+)
+from dlrover.python.rl.engine.model.ranks import Ranks
+from dlrover.python.rl.engine.training.backend import model_tensor, optimizer_tensor
+from dlrover.python.rl.engine.training.stepping import MasterOptimizer, find_nonfinite
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """This rank among those of its model replica.
+    """This rank in its model replica."""
 
-    Attributes:
-        layout: sizes of the dimensions.
-        place: this rank's coordinates.
-        tensors: process group of the ranks that split each matrix.
-        pipeline: process group of the ranks that divide the layers.
-    """
-
-    layout: Layout
-    place: Layout
-    tensors: Any
-    pipeline: Any
+    layout: Layout  # sizes of the dimensions
+    place: Layout  # this rank's coordinates
+    tensors: Any  # process group of the ranks that split each matrix
+    pipeline: Any  # process group of the ranks that divide the layers
 
     @property
     def is_last(self) -> bool:
-        """Whether outputs come from here."""
         return self.place.pipeline == self.layout.pipeline - 1
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank speaks for its model replica, whose last ranks all compute the same loss."""
+    def reports(self) -> bool:
+        """This rank reports for its model replica, whose last ranks all compute the same loss."""
         return self.is_last and self.place.tensor == 0
 
     def from_stage(self, tensor: Any, stage: int) -> Any:
@@ -50,61 +58,44 @@ class Stage:
 
 @dataclass(eq=False)
 class MegatronShard:
-    """This rank's part of one parameter.
+    """This rank's part of one parameter."""
 
-    Attributes:
-        name: Megatron's, on this stage.
-        parameter: what it holds.
-        tensor: the module's.
-        master: float32; shares the tensor's memory, unless a trained one is computed with in lower precision.
-        counts: whether its gradient counts in the norm: another rank may have the same.
-    """
-
-    name: str
+    name: str  # Megatron's, on this stage
     parameter: Parameter
-    tensor: Any
-    master: Any
-    counts: bool
+    tensor: Any  # the module's
+    master: Any  # float32; shares the tensor's memory unless a trained one is computed with in lower precision
+    counts: bool  # in the gradient norm; False if another rank has the same
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: not to vectors."""
         return bool(self.tensor.ndim >= 2)
 
     def refresh(self) -> None:
-        """Let the module compute with what the master holds now."""
         if self.master is not self.tensor:
             self.tensor.copy_(self.master)
 
 
 class MegatronShards:
-    """All parameters of a module on this rank.
-
-    Args:
-        module: Megatron's GPT, not wrapped.
-        shape: of the model.
-        stage: this rank.
-        trained: whether they get masters.
-    """
+    """All parameters of a module on this rank."""
 
     def __init__(self, module: Any, shape: TransformerShape, stage: Stage, trained: bool) -> None:
         self._shape, self._stage = shape, stage
-        self._table = parameters(shape)
+        self._table = list_parameters(shape)
         named = dict(module.named_parameters())
         self._own: dict[int, MegatronShard] = {}
         for index, parameter in enumerate(self._table):
             if parameter.stage(shape, stage.layout.pipeline) == stage.place.pipeline:
                 name = parameter.local_name(shape, stage.layout.pipeline)
-                self._own[index] = self._shard(name, parameter, named.pop(name), trained, counts=True)
+                self._own[index] = self._make_shard(name, parameter, named.pop(name), trained, counts=True)
         # Of a tied embedding the last stage has a copy, under the head's name.
-        self._copies = [self._shard(name, self._table[0], named[name], trained, counts=False) for name in named]
+        self._copies = [self._make_shard(name, self._table[0], named[name], trained, counts=False) for name in named]
 
-    def _shard(self, name: str, parameter: Parameter, tensor: Any, trained: bool, counts: bool) -> MegatronShard:
+    def _make_shard(self, name: str, parameter: Parameter, tensor: Any, trained: bool, counts: bool) -> MegatronShard:
         master = tensor
         if trained and tensor.dtype != torch.float32:
             master = torch.nn.Parameter(torch.empty_like(tensor, dtype=torch.float32))
-        alone = parameter.form != "whole" or self._stage.place.tensor == 0
-        return MegatronShard(name, parameter, tensor, master, counts and alone)
+        is_first = parameter.form != "whole" or self._stage.place.tensor == 0
+        return MegatronShard(name, parameter, tensor, master, counts and is_first)
 
     def __iter__(self) -> Iterator[MegatronShard]:
         yield from self._own.values()
@@ -112,7 +103,6 @@ class MegatronShards:
 
     @property
     def trained(self) -> list[MegatronShard]:
-        """Those that steps change: all."""
         return list(self)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -127,27 +117,22 @@ class MegatronShards:
 
     @torch.no_grad()
     def named_weights(self, local: Any, device: str) -> Iterator[tuple[str, Any]]:
-        """Hugging Face's name and tensor of everything, whole on every rank. A collective where ranks divide it.
-
-        Args:
-            local: gives the values of a shard's master, on whatever device.
-            device: where they go.
-        """
+        """Hugging Face's name and whole tensor of everything, of the parts that ``local`` gives. A collective."""
         layout, dtype = self._stage.layout, next(iter(self)).master.dtype
         for index, item in enumerate(self._table):
-            at = item.stage(self._shape, layout.pipeline)
-            if at == self._stage.place.pipeline:
-                tensors = join(item, self._gathered(item, local(self._own[index]).to(device)), self._shape)
+            stage = item.stage(self._shape, layout.pipeline)
+            if stage == self._stage.place.pipeline:
+                tensors = join(item, self._gather(item, local(self._own[index]).to(device)), self._shape)
             else:
                 tensors = [torch.empty(size, dtype=dtype, device=device) for size in item.shapes]
             for name, tensor in zip(item.sources, tensors, strict=True):
-                yield name, self._stage.from_stage(tensor.contiguous(), at)
+                yield name, self._stage.from_stage(tensor.contiguous(), stage)
 
-    def _gathered(self, item: Parameter, mine: Any) -> list[Any]:
+    def _gather(self, item: Parameter, part: Any) -> list[Any]:
         if item.form == "whole" or self._stage.layout.tensor == 1:
-            return [mine]
-        parts = [torch.empty_like(mine) for _ in range(self._stage.layout.tensor)]
-        dist.all_gather(parts, mine.contiguous(), group=self._stage.tensors)
+            return [part]
+        parts = [torch.empty_like(part) for _ in range(self._stage.layout.tensor)]
+        dist.all_gather(parts, part.contiguous(), group=self._stage.tensors)
         return parts
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -159,19 +144,95 @@ class MegatronShards:
         return [shard.master.grad for shard in self]
 
     def drop_gradients(self) -> None:
-        """Forget all gradients."""
         for shard in self:
             shard.master.grad = shard.tensor.grad = None
 
     def gradient_norm(self, ranks: Ranks) -> float:
-        """Of the gradient of the whole model, to the same bit on every rank: the sums are taken in the ranks' order."""
+        """Of the whole model's gradient, to the same bit on every rank: summed in the ranks' order."""
         norms = [torch.linalg.vector_norm(shard.master.grad).double() for shard in self if shard.counts]
         squares = sum(float(norm * norm) for norm in norms)
         first = self._stage.place.ddp == 0 and self._stage.place.shard == 0
         return math.sqrt(sum(ranks.gather(squares if first else 0.0)))
 
     def first_bad_gradient(self, ranks: Ranks) -> str:
-        """Hugging Face's name of the first parameter whose gradient is not finite on some rank."""
         order = {item.sources[0]: index for index, item in enumerate(self._table)}
-        told = ranks.gather(first_bad({shard.parameter.sources[0]: shard.master.grad for shard in self}))
-        return str(min(told, key=lambda name: order.get(name, len(order))))
+        reports = ranks.gather(find_nonfinite({shard.parameter.sources[0]: shard.master.grad for shard in self}))
+        return str(min(reports, key=lambda name: order.get(name, len(order))))
+
+
+_DIVIDED: Mapping[Form, int] = {"vocab": 0, "columns": 1, "qkv": 0, "gate_up": 0}
+"""The dimension of each of the tensors that the tensor-parallel ranks divide."""
+
+
+class CheckpointTensors:
+    """Copies of a rank's masters and moments in host memory, split into Hugging Face's tensors."""
+
+    def __init__(
+        self, shape: TransformerShape, stage: Stage, shards: MegatronShards, optimizer: MasterOptimizer[Any] | None
+    ) -> None:
+        self._shape, self._stage, self._local = shape, stage, _local_shape(shape, stage)
+        self._shards, self._optimizer = shards, optimizer
+        self._mesh = None
+        if stage.layout.tensor > 1:
+            self._mesh = DeviceMesh.from_group(stage.tensors, "cpu")
+        self.tensors: dict[str, Any] = {}
+        for shard in shards:
+            self._copy_parts(shard, shard.master.detach(), model_tensor)
+        for shard, state in optimizer.state() if optimizer is not None else ():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                self._copy_parts(shard, state[kind], lambda name, kind=kind: optimizer_tensor(name, kind))
+            for source in shard.parameter.sources:
+                self.tensors[optimizer_tensor(source, "step")] = state["step"].to("cpu", copy=True)
+
+    def _copy_parts(self, shard: MegatronShard, tensor: Any, rename: Any) -> None:
+        item = shard.parameter
+        for source, whole, part in zip(item.sources, item.shapes, join(item, [tensor], self._local), strict=True):
+            self.tensors[rename(source)] = self._divided(part.to("cpu", copy=True).contiguous(), whole, item.form)
+
+    def _divided(self, part: Any, whole: tuple[int, ...], form: Form) -> Any:
+        if self._mesh is None or form == "whole":
+            return part
+        return DTensor.from_local(
+            part,
+            self._mesh,
+            [Shard(_DIVIDED[form])],
+            run_check=False,
+            shape=torch.Size(whole),
+            stride=torch.empty(whole, device="meta").stride(),
+        )
+
+    def all_names(self) -> list[str]:
+        """Names of the whole model's tensors, other stages' too."""
+        kinds = () if self._optimizer is None else ("step", "exp_avg", "exp_avg_sq")
+        sources = list(self._shards.shapes())
+        return [model_tensor(name) for name in sources] + [optimizer_tensor(name, k) for name in sources for k in kinds]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Copy the tensors into the masters and moments that they were copied from."""
+        for shard in self._shards:
+            shard.master.copy_(self._join_parts(shard, model_tensor))
+            shard.refresh()
+        for shard, state in self._optimizer.state() if self._optimizer is not None else ():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                state[kind].copy_(self._join_parts(shard, lambda name, kind=kind: optimizer_tensor(name, kind)))
+            state["step"].copy_(self.tensors[optimizer_tensor(shard.parameter.sources[0], "step")])
+
+    def _join_parts(self, shard: MegatronShard, rename: Any) -> Any:
+        tensors = [self.tensors[rename(source)] for source in shard.parameter.sources]
+        parts = [part.to_local() if isinstance(part, DTensor) else part for part in tensors]
+        joined = split(shard.parameter, parts, self._local, 0, 1)
+        missing = len(shard.master) - len(joined)  # rows that fill up the vocabulary
+        return torch.cat([joined, joined.new_zeros(missing, *joined.shape[1:])]) if missing else joined
+
+
+def _local_shape(shape: TransformerShape, stage: Stage) -> TransformerShape:
+    ranks = stage.layout.tensor
+    rows = pad_vocab(shape.vocab, ranks) // ranks
+    return dataclasses.replace(
+        shape,
+        heads=shape.heads // ranks,
+        kv_heads=shape.kv_heads // ranks,
+        intermediate=shape.intermediate // ranks,
+        vocab=min(rows, shape.vocab - rows * stage.place.tensor),
+    )

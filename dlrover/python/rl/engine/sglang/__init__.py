@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout engine over SGLang's HTTP server."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from annotated_types import Gt
+
+from dlrover.python.rl.engine.api.base import RolloutSettings
+from dlrover.python.rl.engine.api.registry import EngineInfo
+
+
+@dataclass(frozen=True)
+class SglangOptions:
+    """``backend`` options of the rollout engine ``sglang``."""
+
+    url: str | None = None
+    """A running server, started with the flags of :func:`launch_arguments`; None starts one."""
+
+    chunk_tokens: Annotated[int, Gt(0)] = 64
+    """Most tokens that one ``advance`` generates for each request."""
+
+    start_timeout_s: Annotated[float, Gt(0.0)] = 600.0
+    """Limit on the start of a server."""
+
+    timeout_s: Annotated[float, Gt(0.0)] = 3600.0
+    """Limit on a call, which may generate whole completions."""
+
+    exchange: str | None = None
+    """Parent of the folders through which weights reach the server, visible to both; None: the system's temporary
+    folder."""
+
+    server_args: Mapping[str, Any] = field(default_factory=dict)
+    """Further flags of a started server: ``{"attention-backend": "triton"}``; True is a flag without a value."""
+
+
+def launch_arguments(folder: str, settings: RolloutSettings, options: SglangOptions) -> list[str]:
+    """Flags for effective seeds, matching log-probs, and memory that can be released."""
+    flags: dict[str, Any] = {
+        "model-path": folder,
+        "dtype": {"fp32": "float32", "bf16": "bfloat16"}[settings.precision],
+        "device": settings.device.partition(":")[0],
+        "tp-size": settings.tensor_parallel_size,
+        "max-running-requests": settings.max_batch,
+        "mem-fraction-static": settings.gpu_memory_utilization,
+        "sampling-backend": "pytorch",  # the other one has no seeds
+        "enable-deterministic-inference": True,
+        "enable-memory-saver": True,
+        **options.server_args,
+    }
+    return [part for name, value in flags.items() for part in _flag(name, value)]
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    if value is True:
+        return [f"--{name}"]
+    return [] if value is False or value is None else [f"--{name}", str(value)]
+
+
+INFO = EngineInfo(SglangOptions, "sglang")

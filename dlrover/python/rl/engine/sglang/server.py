@@ -1,52 +1,51 @@
-"""An SGLang server: started as a process of its own or found at a URL, and spoken to in its HTTP protocol."""
+# SPDX-License-Identifier: Apache-2.0
+"""An SGLang server, started as a child process or found at a URL, and its HTTP interface.
+
+``python -m dlrover.python.rl.engine.sglang.server FOLDER COMMAND...`` runs a command for as long as the process that
+started it lives, in its own session with a pipe as standard input. When the pipe closes, as it does when the owner is
+killed, it removes the owner's FOLDER and kills its group.
+"""
 
 import importlib.util
-import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 
-_KEEPER = "dlrover.python.rl.engine.sglang.keeper"
+_KEEPER = "dlrover.python.rl.engine.sglang.server"
 
-_HEALTH_S = 10.0
+_HEALTH_TIMEOUT_S = 10.0
 
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""No proxy stands between an engine and its server, whatever the environment says."""
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+"""A connection per call: a server may close an idle connection just when a call begins."""
 
 
 class SglangServer:
-    """A server at ``url``; each call opens its own connection, so threads may share it.
-
-    Args:
-        url: where it listens.
-        process: the server's process if it is ours to end.
-        timeout_s: how long a call may take.
-    """
+    """A server at ``url``, which threads may share. ``process`` is ended by :meth:`close`."""
 
     def __init__(self, url: str, process: "subprocess.Popen[bytes] | None" = None, timeout_s: float = 600.0) -> None:
         self.url = url.rstrip("/")
         self._process, self._timeout_s = process, timeout_s
+        # trust_env: calls never go through a proxy that the environment names.
+        self._client = httpx.Client(base_url=self.url, limits=_LIMITS, trust_env=False)
 
     @classmethod
     def start(cls, arguments: Sequence[str], folder: Path, start_timeout_s: float, timeout_s: float) -> "SglangServer":
-        """Start ``python -m sglang.launch_server`` on a free port of this machine and wait until it answers.
+        """Start ``python -m sglang.launch_server`` on a free TCP port of this machine and wait until it answers.
 
-        Args:
-            arguments: of the server.
-            folder: is removed, as the server is ended, when this process is killed.
-            start_timeout_s: how long to wait.
-            timeout_s: how long each call may take.
+        If this process is killed, the server is ended and ``folder`` removed.
 
         Raises:
             MissingExtra: SGLang is not installed.
@@ -56,11 +55,12 @@ class SglangServer:
             raise MissingExtra("sglang", "sglang")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        launch = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port), *arguments]
+            tcp_port = free.getsockname()[1]
+        listen = ["--host", "127.0.0.1", "--port", str(tcp_port)]
+        launch = [sys.executable, "-m", "sglang.launch_server", *listen, *arguments]
         keeper = [sys.executable, "-m", _KEEPER, str(folder), *launch]
         process = subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True)
-        server = cls(f"http://127.0.0.1:{port}", process, timeout_s)
+        server = cls(f"http://127.0.0.1:{tcp_port}", process, timeout_s)
         try:
             server.wait_until_up(start_timeout_s)
         except BaseException:
@@ -69,15 +69,10 @@ class SglangServer:
         return server
 
     def wait_until_up(self, timeout_s: float) -> None:
-        """Wait until the server answers.
-
-        Raises:
-            EngineError: its process ended, or ``timeout_s`` passed.
-        """
         deadline = time.monotonic() + timeout_s
         while True:
             try:
-                self.call("GET", "/health", timeout_s=min(self._timeout_s, _HEALTH_S))
+                self.call("GET", "/health", timeout_s=min(self._timeout_s, _HEALTH_TIMEOUT_S))
                 return
             except EngineError as error:
                 if self._process is not None and self._process.poll() is not None:
@@ -87,36 +82,27 @@ class SglangServer:
                 time.sleep(0.5)
 
     def call(self, verb: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        """Send ``body`` as JSON and return the answer's JSON, or None where it is empty.
-
-        Args:
-            verb: of HTTP.
-            path: on the server.
-            body: what it is sent, if anything.
-            timeout_s: how long to wait; the server's own by default.
+        """Send ``body`` as JSON; returns the answer's JSON, or None if it is empty or plain text.
 
         Raises:
-            EngineError: no answer, or one that is an error, with the server's own words.
+            EngineError: no answer in time, or an error status, with the server's message.
         """
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data, {"Content-Type": "application/json"} if data else {}, method=verb
-        )
+        content = {} if body is None else {"json": body}
         try:
-            with _DIRECT.open(request, timeout=timeout_s or self._timeout_s) as answer:
-                text = answer.read()
-        except urllib.error.HTTPError as error:
-            words = error.read().decode(errors="replace")[:500]
-            raise EngineError(f"SGLang refused {path} with status {error.code}: {words}") from error
-        except OSError as error:
+            answer = self._client.request(verb, path, timeout=timeout_s or self._timeout_s, **content)
+        except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the client is closed
             raise EngineError(f"the SGLang server at {self.url} does not answer {path}: {error}") from error
+        if answer.is_error:
+            message = answer.text[:500]
+            raise EngineError(f"SGLang refused {path} with status {answer.status_code}: {message}")
         try:
-            return json.loads(text)
+            return answer.json()
         except ValueError:
-            return None  # such as /health, which says nothing, and the words of /flush_cache
+            return None
 
     def close(self) -> None:
-        """End the server and every process that it started, if it is ours."""
+        """End the server with all its children, if it was started here."""
+        self._client.close()
         process, self._process = self._process, None
         if process is None:
             return
@@ -125,3 +111,19 @@ class SglangServer:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(10.0)
+
+
+def main(folder: str, command: list[str]) -> int:
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    threading.Thread(target=_end_with_owner, args=(folder,), daemon=True).start()
+    return child.wait()  # waits: as long as the server serves; its owner ends both
+
+
+def _end_with_owner(folder: str) -> None:
+    sys.stdin.buffer.read()
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -1,10 +1,11 @@
-"""vLLM's engine inside this process: started, stepped, given weights, ended."""
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's engine inside this process: its start, steps, weights and end, and how it frees its device."""
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from vllm import SamplingParams as VllmSamplingParams
@@ -16,133 +17,127 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from dlrover.python.rl.common.errors import EngineError, WeightSyncError
-from dlrover.python.rl.engine.torch.randomness import random_state_kept
-from dlrover.python.rl.engine.torch.sample import Sample
-from dlrover.python.rl.engine.vllm.drawing import EXTRA, Drawing
-from dlrover.python.rl.engine.vllm.handing import handed
-from dlrover.python.rl.engine.weights import WeightSnapshot
+from dlrover.python.rl.engine.api.weights import WeightSnapshot, take_snapshot
+from dlrover.python.rl.engine.memory.device_memory import Kind
+from dlrover.python.rl.engine.model.ranks import preserve_random_state
+from dlrover.python.rl.engine.rollout.requests import RunningRequest
+from dlrover.python.rl.engine.vllm.worker import EXTRA, SamplingPlan, share_weights
 
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives and dies with this process
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one knows no logits processors
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives and ends with this process
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the other one has no logits processors
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would pin this process's own threads
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""What vLLM reads when it starts; what the user has set wins."""
+"""Variables that vLLM reads when it starts; values set by the user win."""
 
-_PATIENCE_S = 600.0
-"""How long a worker in a process of its own may take over weights; vLLM has a deadline of its own for each step."""
+_LOAD_TIMEOUT_S = 600.0
+"""Limit on loading weights in a worker process; vLLM has its own deadline for each step."""
 
-_END_S = 10.0
+_JOIN_TIMEOUT_S = 10.0
 
 _FAILURES = (RuntimeError, ValueError, TypeError, OSError)
-"""What vLLM raises, ``TimeoutError`` and CUDA's own among them."""
+"""What vLLM raises, ``TimeoutError`` and CUDA's own errors among them."""
 
 
 class Runner:
-    """One engine of vLLM, from its start to its end.
+    """One vLLM engine, from its start to its end.
 
-    What it has of the whole process (the group of its ranks, which is one rank) is shared by all that are alive, and
-    ends with the last.
+    All engines of one rank share this process's group of ranks, which ends with the last of them.
 
     Args:
         arguments: of vLLM's ``EngineArgs``.
 
     Raises:
-        EngineError: it does not start; with vLLM's own words.
+        EngineError: vLLM does not start; with its message.
     """
 
     _alive: ClassVar[set[int]] = set()
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._ranks = int(arguments["tensor_parallel_size"])
-        self._met = torch.distributed.is_initialized() and not Runner._alive
-        if self._ranks == 1:  # more have processes of their own
+        self._has_foreign_group = torch.distributed.is_initialized() and not Runner._alive
+        if self._ranks == 1:  # several ranks are processes of their own
             Runner._alive.add(id(self))
         try:
-            with _process_kept():
+            with _preserved_process_state():
                 self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except BaseException as error:
-            self._leave()
+            self._leave_process_group()
             if isinstance(error, _FAILURES):
                 raise EngineError(f"vLLM does not start: {error}") from error
             raise
 
-    def submit(self, name: str, sample: Sample, eos_ids: Sequence[int]) -> None:
-        """Have the rest of a sample drawn, under a name that was not used before."""
-        sampling, drawn = sample.sampling, len(sample.tokens)
+    def submit(self, name: str, running: RunningRequest, eos_ids: Sequence[int]) -> None:
+        """Have the remaining tokens generated, under a name that was not used before."""
+        sampling, count = running.sampling, len(running.tokens)
         params = VllmSamplingParams(
-            max_tokens=sampling.max_new_tokens - drawn,
+            max_tokens=sampling.max_new_tokens - count,
             temperature=0.0,
             logprobs=0,
             detokenize=False,
             ignore_eos=True,
             stop_token_ids=[] if sampling.ignore_eos else list(eos_ids),
             output_kind=RequestOutputKind.DELTA,
-            extra_args={EXTRA: Drawing(sampling, sample.uniform[drawn:])},
+            extra_args={EXTRA: SamplingPlan(sampling, running.uniform[count:])},
         )
-        self.llm.add_request(name, tokens_input(sample.past.tolist()), params)
+        self.llm.add_request(name, tokens_input(running.sequence.tolist()), params)
 
     def step(self) -> list[tuple[str, int, float]]:
-        """One step of vLLM: the name, token and log-prob of everything drawn in it.
-
-        Raises:
-            EngineError: it broke off: a worker is gone, or an operation failed; with vLLM's own words.
-        """
+        """One step of vLLM: the request's name, token and log-prob of each new token."""
         try:
             outputs = self.llm.step()
         except _FAILURES as error:
             raise EngineError(f"vLLM broke off: {error}") from error
-        drawn = []
+        new_tokens = []
         for output in outputs:
             (new,) = output.outputs
-            for token, told in zip(new.token_ids, new.logprobs or (), strict=True):
-                drawn.append((output.request_id, int(token), float(told[token].logprob)))
-        return drawn
+            for token, logprobs in zip(new.token_ids, new.logprobs or (), strict=True):
+                new_tokens.append((output.request_id, int(token), float(logprobs[token].logprob)))
+        return new_tokens
 
     def abort(self, names: Sequence[str]) -> None:
-        """Forget requests."""
         self.llm.abort_request(list(names))
 
-    def take(self, weights: WeightSnapshot) -> None:
-        """Load weights in place, and read them back. No request may be under way.
+    def load(self, weights: WeightSnapshot) -> None:
+        """Load weights in place and read them back; no request may run.
 
         Raises:
-            WeightSyncError: a worker then has others, which are named; or broke off.
+            WeightSyncError: a worker broke off, or has other weights, which are named.
         """
         try:
-            with nullcontext(weights) if self._ranks == 1 else handed(weights) as given:
-                self.llm.collective_rpc("take_weights", _PATIENCE_S, (given,))
-                faults = self.llm.collective_rpc("read_back", _PATIENCE_S, (given,))
+            with nullcontext(weights) if self._ranks == 1 else share_weights(weights) as shared:
+                self.llm.collective_rpc("take_weights", _LOAD_TIMEOUT_S, (shared,))
+                worker_faults = self.llm.collective_rpc("read_back", _LOAD_TIMEOUT_S, (shared,))
         except _FAILURES as error:
             raise WeightSyncError(f"vLLM broke off taking the weights of version {weights.version}: {error}") from error
         self.llm.reset_prefix_cache()
-        if wrong := sorted({fault for worker in faults for fault in worker}):
-            raise WeightSyncError(f"vLLM did not take the weights of version {weights.version}: {'; '.join(wrong)}")
+        if faults := sorted({fault for faults in worker_faults for fault in faults}):
+            raise WeightSyncError(f"vLLM did not take the weights of version {weights.version}: {'; '.join(faults)}")
 
     def cache_bytes(self) -> int:
-        """Bytes of the key-value cache, on the worker that has most."""
+        """Bytes of the key-value cache, on the worker with the largest."""
         return int(max(self.llm.collective_rpc("cache_bytes")))
 
     def sleep_again(self) -> None:
-        """Free what is awake, and keep the weights, while some sleep; vLLM's own call would take that for sleep enough.
+        """Free what is awake and keep the weights, where a part sleeps already: vLLM's own call would return at once.
 
-        Each of its blocks of memory knows by itself whether it sleeps.
+        Each of its memory blocks knows whether it sleeps.
         """
-        self.llm.collective_rpc("sleep", _PATIENCE_S, (1,))
+        self.llm.collective_rpc("sleep", _LOAD_TIMEOUT_S, (1,))
         self.llm.engine_core.engine_core.model_executor.sleeping_tags |= {"weights", "kv_cache"}
 
-    def forget_copies(self) -> None:
-        """Free what sleeping weights have in host memory: they come anew."""
-        self.llm.collective_rpc("forget_copies", _PATIENCE_S)
+    def drop_host_copies(self) -> None:
+        """Free the host copies of sleeping weights, which will be replaced."""
+        self.llm.collective_rpc("drop_host_copies", _LOAD_TIMEOUT_S)
 
     def close(self) -> None:
-        """End the engine and its workers, and free what they had.
+        """End the engine and its workers, and free their memory.
 
-        Not by vLLM's own way, which would end every process group that there is, those of a train engine among them.
+        vLLM's own shutdown would end all process groups, including those of a train engine.
         """
         if self._ranks == 1:
-            self.llm.collective_rpc("forget_layers")
+            self.llm.collective_rpc("drop_layer_records")
         self.llm.engine_core._finalizer.detach()
         core = self.llm.engine_core.engine_core
         workers = [] if self._ranks == 1 else core.model_executor.workers
@@ -150,46 +145,41 @@ class Runner:
         core.model_executor.shutdown()
         core.scheduler.shutdown()
         for worker in workers:
-            worker.proc.join(_END_S)  # has ended or been killed; somebody has to take note of it
+            worker.proc.join(_JOIN_TIMEOUT_S)  # has ended or been killed; leaves no zombie
         del core, self.llm
-        self._leave()
+        self._leave_process_group()
 
-    def _leave(self) -> None:
-        """Give up what this engine had of the process."""
-        gc.unfreeze()  # vLLM freezes all that there is when it starts
-        last = Runner._alive == {id(self)}
+    def _leave_process_group(self) -> None:
+        gc.unfreeze()  # vLLM freezes all objects when it starts
+        is_last = Runner._alive == {id(self)}
         Runner._alive.discard(id(self))
-        if last and self._met:
+        if is_last and self._has_foreign_group:
             destroy_model_parallel()
-        elif last:
+        elif is_last:
             cleanup_dist_env_and_memory()
         gc.collect()
 
 
 def check_head_width(width: int) -> None:
-    """Refuse what would only fail when the first token is drawn.
-
-    Raises:
-        EngineError: vLLM's attention for CPUs takes no heads of this width.
-    """
-    widths = CPUAttentionBackend.get_supported_head_sizes()
-    if width not in widths:
-        told = ", ".join(map(str, widths))
-        raise EngineError(f"vLLM's attention on a CPU takes heads of width {told}, and this model's have {width}")
+    """Refuse a head width that vLLM's attention for CPUs does not support, which fails at the first token only."""
+    supported = CPUAttentionBackend.get_supported_head_sizes()
+    if width not in supported:
+        widths = ", ".join(map(str, supported))
+        raise EngineError(f"vLLM's attention on a CPU takes heads of width {widths}, and this model's have {width}")
 
 
 @contextmanager
-def _process_kept() -> Iterator[None]:
-    """What vLLM changes of the process when it starts is as it was, and its environment is set for the start only.
+def _preserved_process_state() -> Iterator[None]:
+    """Set the environment for vLLM's start, and restore afterwards what the start changes.
 
-    It writes to the environment itself, ``LD_PRELOAD`` among it, seeds all random states, and on a CPU replaces
-    ``torch.set_num_threads`` by a refusal.
+    vLLM writes to the environment, ``LD_PRELOAD`` among it, seeds all random states, and on a CPU makes
+    ``torch.set_num_threads`` fail.
     """
     before = dict(os.environ)
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in before})
     try:
-        with random_state_kept():
+        with preserve_random_state():
             yield
     finally:
         torch.set_num_threads = set_threads
@@ -198,3 +188,140 @@ def _process_kept() -> Iterator[None]:
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update(before)
+
+
+class OffloadableRunner(Protocol):
+    """A runner, awake or asleep."""
+
+    has_weights: bool
+    """There are weights to wake."""
+
+    @property
+    def runner(self) -> Runner:
+        """Only while weights and cache are on the device."""
+        ...
+
+    def wake(self, kind: Kind) -> None:
+        """Bring the last weights, or an empty cache, to the device. If that fails, all is asleep."""
+        ...
+
+    def sleep(self, keep_weights: bool) -> None:
+        """Free the device."""
+        ...
+
+    def load(self, weights: WeightSnapshot) -> None:
+        """Load weights in place, or keep them until :meth:`wake`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SleepingRunner:
+    """vLLM's sleep mode, for GPUs only: level 1 keeps the weights on the host, level 2 does not."""
+
+    def __init__(self, start: Callable[[], Runner]) -> None:
+        self.runner = start()
+        self.has_weights = True
+        self._asleep: set[Kind] = set()
+        self._pending: WeightSnapshot | None = None
+
+    def wake(self, kind: Kind) -> None:
+        try:
+            self.runner.llm.wake_up(tags=[kind])
+        except BaseException:
+            self.runner.sleep_again()
+            self._asleep = {"weights", "kv_cache"}
+            raise
+        self._asleep.discard(kind)
+        if kind == "weights" and self._pending is not None:
+            try:
+                self.runner.load(self._pending)
+            except BaseException:
+                self.sleep(keep_weights=False)  # they are a mixture
+                raise
+            self._pending = None
+
+    def sleep(self, keep_weights: bool) -> None:
+        # Sleeping weights are not woken for this: another engine may use their memory.
+        if "weights" not in self._asleep:
+            self.runner.llm.sleep(level=1 if keep_weights else 2)
+        else:
+            if "kv_cache" not in self._asleep:
+                self.runner.sleep_again()
+            if not keep_weights:
+                self.runner.drop_host_copies()
+        self._asleep = {"weights", "kv_cache"}
+        self._pending = self._pending if keep_weights else None
+        self.has_weights = self.has_weights and keep_weights
+
+    def load(self, weights: WeightSnapshot) -> None:
+        if "weights" in self._asleep:
+            self._pending = _copy(weights)
+        else:
+            self.runner.load(weights)
+        self.has_weights = True
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+class RestartingRunner:
+    """For CPUs, where vLLM cannot sleep: it is ended, and started again once weights and cache are both needed.
+
+    A copy of the last snapshot is kept for that; before the first, the weights are those of the model's folder.
+    """
+
+    def __init__(self, start: Callable[[], Runner]) -> None:
+        self._start = start
+        self._runner: Runner | None = start()
+        self._awake: set[Kind] = {"weights", "kv_cache"}
+        self.has_weights = True
+        self._weights: WeightSnapshot | None = None
+
+    @property
+    def runner(self) -> Runner:
+        assert self._runner is not None, "used while asleep"
+        return self._runner
+
+    def wake(self, kind: Kind) -> None:
+        self._awake.add(kind)
+        if self.has_weights and len(self._awake) == 2:
+            try:
+                self._restart(self._weights)
+            except BaseException:
+                self._awake = set()
+                raise
+
+    def sleep(self, keep_weights: bool) -> None:
+        self._awake = set()
+        if not keep_weights:
+            self._weights, self.has_weights = None, False
+        self.close()
+
+    def load(self, weights: WeightSnapshot) -> None:
+        copy = _copy(weights)
+        if self._runner is not None:
+            self._runner.load(copy)
+        elif len(self._awake) == 2:
+            self._restart(copy)
+        self._weights, self.has_weights = copy, True
+
+    def close(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
+
+    def _restart(self, weights: WeightSnapshot | None) -> None:
+        runner = self._start()
+        try:
+            if weights is not None:
+                runner.load(weights)
+        except BaseException:
+            runner.close()
+            raise
+        self._runner = runner
+
+
+def _copy(weights: WeightSnapshot) -> WeightSnapshot:
+    """A snapshot with its own bytes: the received ones may be another process's shared memory."""
+    return take_snapshot(((name, weights.tensor(name)) for name in weights.buffers), weights.version)

@@ -1,26 +1,107 @@
-"""What is asked of each of vLLM's workers beside its own calls; vLLM mixes this class into its worker's."""
+# SPDX-License-Identifier: Apache-2.0
+"""Token sampling and weights inside vLLM's workers.
 
+vLLM's own seeds depend on a request's history: after an interruption it would generate other tokens. So this logits
+processor samples each token with the random number of its position, and masks all others, with the log-prob in place
+of the logit. vLLM, set to greedy sampling and processed logits, then takes the token and reports the log-prob.
+"""
+
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm import SamplingParams as VllmSamplingParams
 from vllm.device_allocator import get_mem_allocator_instance
 from vllm.model_executor.layers import utils as layers
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.platforms import current_platform
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from dlrover.python.rl.engine.vllm.handing import HandedWeights
-from dlrover.python.rl.engine.weights import WeightSnapshot
+from dlrover.python.rl.engine.api.base import SamplingParams
+from dlrover.python.rl.engine.api.weights import WeightSnapshot
+from dlrover.python.rl.engine.rollout.requests import choose
+
+EXTRA = "dlrover_drawing"
+"""Key of the :class:`SamplingPlan` in a request's ``extra_args``."""
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingPlan:
+    sampling: SamplingParams
+    uniform: list[float]
+    """The random numbers of the remaining tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    plan: SamplingPlan
+    output: list[int]
+    """vLLM's own list of the generated tokens, which grows."""
+
+
+class PositionSampler(LogitsProcessor):
+    """vLLM creates one in each worker."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._device = device
+        self._rows: dict[int, _Row] = {}
+        self._groups: list[tuple[SamplingParams, list[int]]] = []
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        """Follow changes of vLLM's batch: a ``BatchUpdate``, or None."""
+        if process_dict_updates(self._rows, batch_update, _row):
+            self._groups = _group_by_sampling(self._rows.items())
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Sample a token for each row of ``logits`` ``[rows, vocab]``, and leave only its log-prob there."""
+        for sampling, rows in self._groups:
+            index = torch.tensor(rows, device=self._device)
+            numbers = [self._uniform(row) for row in rows]
+            uniform = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+            tokens, logprobs = choose(logits[index], sampling, uniform)
+            logits[index] = -torch.inf
+            logits[index, tokens] = logprobs.to(logits.dtype)
+        return logits
+
+    def _uniform(self, row: int) -> float:
+        """The random number of the row's next token; vLLM discards tokens past the last."""
+        uniform, count = self._rows[row].plan.uniform, len(self._rows[row].output)
+        return uniform[min(count, len(uniform) - 1)]
+
+
+def _row(params: VllmSamplingParams, prompt: list[int] | None, output: list[int]) -> _Row | None:
+    plan = (params.extra_args or {}).get(EXTRA)
+    return None if plan is None else _Row(plan, output)
+
+
+def _group_by_sampling(rows: Iterable[tuple[int, _Row]]) -> list[tuple[SamplingParams, list[int]]]:
+    groups: dict[tuple[Any, ...], tuple[SamplingParams, list[int]]] = {}
+    for number, row in rows:
+        sampling = row.plan.sampling
+        key = sampling.temperature, sampling.top_k, sampling.top_p, sampling.logprobs
+        groups.setdefault(key, (sampling, []))[1].append(number)
+    return list(groups.values())
+
+
+_ALIGN = 64
 
 _dispatch = layers.dispatch_cpu_unquantized_gemm
 
 
 def _dispatch_unpacked(layer: Any, remove_weight: bool) -> None:
-    """Let a linear layer of a CPU compute with its own weight.
+    """Let a linear layer on a CPU compute with its own weight.
 
-    vLLM would pack a copy and drop the weight. The copy of a head that is tied to the embeddings is then not renewed
-    with them when weights are loaded again, and no copy can be read back.
+    vLLM would replace the weight by a packed copy. The copy of a tied head is not updated when weights are loaded
+    again, and no copy can be read back.
     """
     if layer.weight.ndim == 2:
         layer.cpu_linear = torch.nn.functional.linear
@@ -32,55 +113,81 @@ if current_platform.is_cpu():
     layers.dispatch_cpu_unquantized_gemm = _dispatch_unpacked
 
 
-class WeightTaker:
-    """Takes weights in, reads them back, and tells how much memory the cache has."""
+@dataclass(frozen=True)
+class SharedWeights:
+    """Where another process of this machine finds the bytes of a snapshot, by name, and the snapshot without them."""
+
+    path: str
+    starts: Mapping[str, int]
+    outline: WeightSnapshot
+
+    def open(self) -> WeightSnapshot:
+        """The snapshot, whose bytes are mapped from the file."""
+        file, outline = np.memmap(self.path, dtype=np.uint8, mode="c"), self.outline
+        buffers = {name: file[start : start + _nbytes(outline, name)] for name, start in self.starts.items()}
+        return WeightSnapshot(outline.version, buffers, outline.shapes, outline.dtypes, outline.fingerprints)
+
+
+@contextmanager
+def share_weights(weights: WeightSnapshot) -> Iterator[SharedWeights]:
+    """Copy the bytes to a file in memory, which exists inside the block only and ends with this process."""
+    starts = {}
+    with os.fdopen(os.memfd_create("weights"), "wb") as file:
+        for name in weights.buffers:
+            starts[name] = file.seek(-(-file.tell() // _ALIGN) * _ALIGN)
+            file.write(weights.tensor(name).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        outline = WeightSnapshot(weights.version, {}, weights.shapes, weights.dtypes, weights.fingerprints)
+        yield SharedWeights(f"/proc/{os.getpid()}/fd/{file.fileno()}", starts, outline)
+
+
+def _nbytes(outline: WeightSnapshot, name: str) -> int:
+    return int(np.prod(outline.shapes[name], dtype=np.int64)) * int(getattr(torch, outline.dtypes[name]).itemsize)
+
+
+class WeightLoader:
+    """vLLM adds this class to the bases of its worker, whose calls it extends."""
 
     model_runner: Any
     _sleep_saved_buffers: dict[str, Any]
 
-    def take_weights(self, weights: WeightSnapshot | HandedWeights) -> None:
-        """Load weights in place.
+    def take_weights(self, weights: WeightSnapshot | SharedWeights) -> None:
+        self.model_runner.reload_weights(weights_iterator=_iterate(weights), is_checkpoint_format=True)
 
-        Args:
-            weights: themselves, or where they are.
-        """
-        self.model_runner.reload_weights(weights_iterator=_named(weights), is_checkpoint_format=True)
+    def read_back(self, weights: WeightSnapshot | SharedWeights) -> list[str]:
+        """The differences between the model's tensors and ``weights``, bit for bit.
 
-    def read_back(self, weights: WeightSnapshot | HandedWeights) -> list[str]:
-        """How the model's tensors differ from ``weights``, bit for bit; empty when it has exactly these.
-
-        vLLM's own loader says which part of which tensor belongs where; it runs once more, and each of its copies is
+        vLLM's own loader decides which part of which tensor belongs where; it runs again, and each of its copies is
         compared instead of made.
         """
-        comparing = _Comparing(dict(self.model_runner.model.named_parameters()))
-        with comparing:
-            self.model_runner.model.load_weights(comparing.watched(_named(weights)))
-        return comparing.faults()
+        comparison = _CopyComparison(dict(self.model_runner.model.named_parameters()))
+        with comparison:
+            self.model_runner.model.load_weights(comparison.watch(_iterate(weights)))
+        return comparison.faults()
 
-    def forget_layers(self) -> None:
-        """Drop what vLLM notes to load a layer again, which keeps the layer alive for ever: before the engine ends."""
+    def drop_layer_records(self) -> None:
+        """Drop vLLM's records for loading a layer again, which would keep the layer alive after the engine ends."""
         for layer in self.model_runner.model.modules():
             LAYERWISE_INFO.pop(layer, None)
 
-    def forget_copies(self) -> None:
-        """Drop the host's copies of weights that sleep. The buffers among them stay: no loader brings them back."""
+    def drop_host_copies(self) -> None:
+        """Drop the host copies of sleeping weights, but not those of buffers, which no loader restores."""
         blocks = {
             start: block for start, block in get_mem_allocator_instance().pointer_to_data.items() if _is_copied(block)
         }
         buffers = dict(self.model_runner.model.named_buffers())
         copies = {start: block.cpu_backup_tensor for start, block in blocks.items()}
-        self._sleep_saved_buffers |= read_copies(buffers, copies)  # vLLM writes these back when it wakes the weights
+        self._sleep_saved_buffers |= read_copies(buffers, copies)  # written back when the weights wake
         for block in blocks.values():
             block.cpu_backup_tensor = None
 
     def cache_bytes(self) -> int:
-        """Bytes of the key-value cache."""
         storages = {storage.data_ptr(): storage.nbytes() for storage in map(_storage, self.model_runner.kv_caches)}
         return sum(storages.values())
 
 
-class _Comparing(TorchDispatchMode):
-    """While it is on, a copy into one of ``parameters`` compares and leaves the parameter as it is."""
+class _CopyComparison(TorchDispatchMode):
+    """While active, a copy into one of ``parameters`` compares instead, and the parameter stays as it is."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         super().__init__()
@@ -90,15 +197,14 @@ class _Comparing(TorchDispatchMode):
         self._unread: set[str] = set()
         self._different: set[str] = set()
 
-    def watched(self, named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """``named``, while it is noted which of them are read."""
+    def watch(self, named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """Yield ``named``, and record which of them are read."""
         for name, tensor in named:
             self._name = name
             self._unread.add(name)
             yield name, tensor
 
     def faults(self) -> list[str]:
-        """What was found."""
         return [
             *(f"'{name}' has other values" for name in sorted(self._different)),
             *(f"'{name}' is read by nothing" for name in sorted(self._unread)),
@@ -107,33 +213,25 @@ class _Comparing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and (owner := _owner_of(self._owners, args[0])) is not None:
-            held = args[0]
-            if not torch.equal(_bits(held), _bits(args[1].to(held.device, held.dtype).expand_as(held))):
+            target = args[0]
+            if not torch.equal(_bits(target), _bits(args[1].to(target.device, target.dtype).expand_as(target))):
                 self._different.add(self._name)
             self._unread.discard(self._name)
             self._untouched.discard(owner)
-            return held
+            return target
         return func(*args, **(kwargs or {}))
 
 
 def read_copies(tensors: Mapping[str, Any], copies: Mapping[int, Any]) -> dict[str, Any]:
-    """The values of tensors whose memory is gone, from copies of it.
-
-    Args:
-        tensors: contiguous ones; only their addresses are looked at.
-        copies: bytes that were copied, by the address that they began at.
-
-    Returns:
-        On the host, those whose memory was copied.
-    """
-    found = {}
+    """The values of contiguous tensors whose memory is freed, from copies of it by start address; by name."""
+    restored = {}
     for name, tensor in tensors.items():
         for start, copy in copies.items():
             offset = tensor.data_ptr() - start
             if 0 <= offset < copy.numel():
                 values = copy[offset : offset + tensor.nbytes].clone().view(tensor.dtype)
-                found[name] = values.view(tensor.shape)
-    return found
+                restored[name] = values.view(tensor.shape)
+    return restored
 
 
 def _is_copied(block: Any) -> bool:
@@ -152,6 +250,6 @@ def _owner_of(owners: Mapping[int, str], tensor: Any) -> str | None:
     return owners.get(_storage(tensor).data_ptr())
 
 
-def _named(weights: WeightSnapshot | HandedWeights) -> Iterator[tuple[str, Any]]:
-    here = weights.open() if isinstance(weights, HandedWeights) else weights
-    yield from ((name, here.tensor(name)) for name in here.buffers)
+def _iterate(weights: WeightSnapshot | SharedWeights) -> Iterator[tuple[str, Any]]:
+    snapshot = weights.open() if isinstance(weights, SharedWeights) else weights
+    yield from ((name, snapshot.tensor(name)) for name in snapshot.buffers)

@@ -1,1 +1,0 @@
-"""Processes on a Ray cluster."""

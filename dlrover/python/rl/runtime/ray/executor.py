@@ -1,21 +1,22 @@
-"""Carrying out the brain's commands on Ray. Lives in the master's process, on its event loop.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the brain's commands on Ray, on the event loop of the master's process.
 
-Each command becomes a task that ends in an event; a task that fails ends in the event of that failure. Whatever the
-executor remembers can be found again by name (:meth:`RayExecutor.adopt`), so a master may die at any moment.
+Each command becomes a task that ends in an event; a task that fails emits the event of that failure. The executor finds
+everything that it needs by name (:meth:`RayExecutor.adopt`), so a master may die at any moment.
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import ray
+from ray.exceptions import RayActorError
 
 from dlrover.python.rl.common.errors import PlacementTimeout
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.roles import RLRoleType
-from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.control.commands import (
     Command,
     KillMember,
@@ -43,65 +44,55 @@ from dlrover.python.rl.control.events import (
     TrainerStarted,
     WaitOver,
 )
-from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState
-from dlrover.python.rl.runtime.beats import BeatTerms
-from dlrover.python.rl.runtime.executor import Emit
-from dlrover.python.rl.runtime.ray.actors import find
-from dlrover.python.rl.runtime.ray.detached import Detached
-from dlrover.python.rl.runtime.ray.fleet import Fleet, kill_process
-from dlrover.python.rl.runtime.ray.grounds import Grounds
-from dlrover.python.rl.runtime.ray.member import MemberStart
-from dlrover.python.rl.runtime.ray.nodes import NodeWatch
-from dlrover.python.rl.runtime.ray.recovery import Seat
-from dlrover.python.rl.runtime.ray.trainer import TrainerStart
-from dlrover.python.rl.runtime.ray.units import TRAINER, Unit, Units, units_of
-from dlrover.python.rl.runtime.ray.units import Place as Seating
-from dlrover.python.rl.runtime.ray.watching import answer_of, cause_with_log, until_gone
-from dlrover.python.rl.trainer.recovery import RestartInfo
+from dlrover.python.rl.runtime.process.executor import Emit
+from dlrover.python.rl.runtime.process.heartbeat import HeartbeatSettings
+from dlrover.python.rl.runtime.ray.cluster.api import ClusterApi, kill_process, read_stacks
+from dlrover.python.rl.runtime.ray.cluster.nodes import NodeWatch
+from dlrover.python.rl.runtime.ray.processes.actors import Detached, answer_of, cause_with_log, until_gone
+from dlrover.python.rl.runtime.ray.processes.member import MemberStart
+from dlrover.python.rl.runtime.ray.processes.process_table import ActorPool, ProcessEntry, ProcessTable, entries_of
+from dlrover.python.rl.runtime.ray.processes.trainer import MemberHandle, TrainerStart
+from dlrover.python.rl.runtime.ray.reservations import Reservations, RunPlan
+from dlrover.python.rl.trainer.port import RestartInfo
 
 _LOG = get_logger(__name__)
 
-_BEATS_A_SECOND = 1000.0
-"""What one master takes in: with more processes each beats less often."""
-
+_BEATS_PER_SECOND = 1000.0
+"""Heartbeats that one master can handle: with more processes each sends fewer."""
 
 _STANDBY_BEATS = 20
-"""How long, in beats, a standby that was ready may take to answer when it is needed."""
+"""Time limit, in heartbeat intervals, for a ready standby to answer when it is needed."""
 
 
 class RayExecutor:
     """Runs one run of a job as detached, named actors.
 
     Args:
-        job: what to run.
-        run: which run of it.
-        placement: where its members go.
-        methods: role to the public methods of its workload.
+        plan: what to run.
         master: the master's own handle, given to workloads and trainer.
+        cluster: where to run it.
 
     Attributes:
-        beats: how its processes show that they live.
-        open_step: the step that the trainer was last heard to be in, 0 for none; told to members that start again.
+        open_step: the step of the trainer's last heartbeat, 0 for none; given to members that restart.
     """
 
-    def __init__(
-        self, job: JobSpec, run: str, placement: Placement, methods: Mapping[str, tuple[str, ...]], master: Any
-    ) -> None:
-        self._job, self._run, self._placement, self._master = job, run, placement, master
-        self._grounds = Grounds(job, run, placement)
-        self._units = Units(job)
-        processes = sum(spec.num + spec.standby for spec in job.workloads.values()) + 1
-        self.beats = BeatTerms(max(job.liveness.beat_s, processes / _BEATS_A_SECOND), job.liveness.lease_s)
-        self._fleet = Fleet(job, run, methods, master, self.beats)
+    def __init__(self, plan: RunPlan, master: Any, cluster: ClusterApi) -> None:
+        self._job, self._plan, self._cluster = plan.job, plan, cluster
+        self._reservations = Reservations(plan, cluster)
+        self._table = ProcessTable(self._job)
+        processes = sum(spec.num + spec.standby for spec in self._job.workloads.values()) + 1
+        liveness = self._job.liveness
+        self.beats = HeartbeatSettings(max(liveness.beat_s, processes / _BEATS_PER_SECOND), liveness.lease_s)
+        self._pool = ActorPool(self._job, plan.run, plan.methods, master, self.beats, cluster)
         self._incarnation = 0
-        self._losses: dict[Seating, str] = {}
+        self._last_causes: dict[ProcessId, str] = {}
         self.open_step = 0
-        self._under_way: set[asyncio.Task[None]] = set()
-        self._detached = Detached(job.name)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._detached = Detached(self._job.name)
 
     def execute(self, command: Command, emit: Emit) -> None:
-        """Begin a command. One that was begun before, by this master or an earlier one, finds what that has left."""
+        """Start a command. One that this master or an earlier one has started before finds the result of that."""
         if isinstance(command, Place):
             work = self._place(command, emit)
         elif isinstance(command, StartMembers):
@@ -111,275 +102,287 @@ class RayExecutor:
         elif isinstance(command, StartTrainer):
             work = self._start_trainer(command, emit)
         elif isinstance(command, KillMember):
-            self._kill(Seating(command.role, command.rank), command.incarnation)
+            self._kill(ProcessId(command.role, command.rank), command.incarnation)
             return
         elif isinstance(command, KillStandby):
-            self._dismiss(Seating(command.role, command.number, standby=True))
+            self._discard(ProcessId.standby(command.role, command.number))
             return
         elif isinstance(command, KillTrainer):
-            self._kill(Seating(TRAINER), command.epoch)
+            self._kill(TRAINER_ID, command.epoch)
             return
         elif isinstance(command, Release):
-            self._stop_starting()
-            work = self._release(command, emit)
+            work = self._release(command, self._stop_starting(), emit)
         else:
             work = _wait(command, emit)
-        self._begin(work, emit)
+        self._start_task(work, emit)
 
     # -- tasks --------------------------------------------------------------------------------------------------------
 
-    def _begin(self, work: Coroutine[Any, Any, None], emit: Emit, unit: Unit | None = None) -> None:
-        """Run ``work``. What it raises is the loss of ``unit``, or without one the failure of the job."""
+    def _start_task(self, work: Coroutine[Any, Any, None], emit: Emit, entry: ProcessEntry | None = None) -> None:
+        """Run ``work``. Its error is the loss of ``entry``, or without one the failure of the job."""
 
         async def guarded() -> None:
             try:
                 await work
-            except Exception as error:  # noqa: BLE001 -- the end of the line: it becomes an event
-                emit(self._event_of(error, unit))
+            except Exception as error:  # noqa: BLE001 -- it becomes an event
+                emit(self._event_of(error, entry))
 
         task = asyncio.get_running_loop().create_task(guarded())
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        if unit is not None:
-            unit.tasks.append(task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if entry is not None:
+            entry.tasks.append(task)
 
-    def _event_of(self, error: Exception, unit: Unit | None) -> Event:
+    def _event_of(self, error: Exception, entry: ProcessEntry | None) -> Event:
         if isinstance(error, PlacementTimeout):
             return Failed(self._incarnation, Cause(CauseKind.NO_RESOURCES, "job", str(error)))
-        if unit is None:
+        if entry is None:
             _LOG.error("%s: the executor failed", self._job.name, exc_info=error)
             return Failed(self._incarnation, Cause(CauseKind.INTERNAL, "job", f"{type(error).__name__}: {error}"))
         if isinstance(error, TimeoutError):
             limit_s = self._job.liveness.start_timeout_s
-            return self._loss(unit, Cause(CauseKind.HUNG, "job", f"not up within {limit_s:g} s"))
-        return self._loss(unit, cause_with_log(error, unit.process))
+            cause = Cause(CauseKind.HUNG, "job", f"not up within {limit_s:g} s")
+        else:
+            cause = cause_with_log(error, entry.process)
+        self._last_causes[entry.process_id] = f"{cause.kind.value}: {cause.message}"
+        return entry.loss(cause)
 
-    def _loss(self, unit: Unit, cause: Cause) -> Event:
-        self._losses[unit.place] = f"{cause.kind.value}: {cause.message}"
-        return unit.lost(cause)
-
-    def _stop_starting(self) -> None:
-        """What was still to begin shall not."""
-        for task in list(self._under_way):
+    def _stop_starting(self) -> list[Process]:
+        """Cancel all tasks; returns where the run's processes are."""
+        for task in list(self._tasks):
             task.cancel()
-        self._units.clear()
+        return self._table.clear()
 
-    def _watch(self, unit: Unit, emit: Emit) -> None:
+    def _watch(self, entry: ProcessEntry, emit: Emit) -> None:
         async def watch() -> None:
-            raise await until_gone(str(unit.place), unit.handle)
+            raise await until_gone(str(entry.process_id), entry.handle)
 
-        self._begin(watch(), emit, unit)
+        self._start_task(watch(), emit, entry)
 
     async def watch_nodes(self, emit: Emit) -> None:
-        """Tell of nodes that the run has used and that are lost, until cancelled."""
+        """Emit the loss of nodes that the run has used, until cancelled."""
 
-        def lost(node: str, why: str) -> None:
-            if self._grounds.is_used(node):
-                emit(NodeLost(node, Cause(CauseKind.NODE_LOST, "job", f"the node {node[:8]} is lost: {why}")))
+        def lose(node: str, reason: str) -> None:
+            if self._reservations.has_node(node):
+                emit(NodeLost(node, Cause(CauseKind.NODE_LOST, "job", f"the node {node[:8]} is lost: {reason}")))
 
-        await NodeWatch().watch(lost)
+        await NodeWatch(self._cluster.list_nodes).watch(lose)
 
-    def process_of(self, who: str) -> Process | None:
-        """Where ``"ROLLOUT[1]"`` or ``"trainer"`` is, as far as it is known."""
-        unit = self._units.find(Seating.parse(who))
-        return unit.process if unit else None
+    def process_of(self, process_id: ProcessId) -> Process | None:
+        """Where a process runs, None if that is not known."""
+        entry = self._table.find(process_id)
+        return entry.process if entry else None
 
     def name_of(self, role: str, rank: int, incarnation: int, standby: int) -> str:
         """The actor name of a member."""
-        return self._fleet.member_name(role, rank, incarnation, standby)
+        return self._pool.member_name(role, rank, incarnation, standby)
+
+    def find_handle(self, process_id: ProcessId) -> Any:
+        """The actor of a process, None if it has none."""
+        entry = self._table.find(process_id)
+        return entry.handle if entry else None
+
+    async def kill_process(self, process: Process) -> None:
+        await kill_process(self._cluster, process)
+
+    async def read_stacks(self, process: Process) -> str:
+        return await read_stacks(self._cluster, process)
 
     # -- placing ------------------------------------------------------------------------------------------------------
 
     async def _place(self, command: Place, emit: Emit) -> None:
         self._incarnation = command.incarnation
-        await self._grounds.reserve(command.incarnation, command.excluded)
+        await self._reservations.reserve(command.incarnation, command.excluded)
         emit(Placed(command.incarnation))
 
     # -- members ------------------------------------------------------------------------------------------------------
 
     async def _start_members(self, command: StartMembers, emit: Emit) -> None:
-        units = [self._seat(command, rank, number) for rank, number in command.members]
-        located = asyncio.Event()
-        for unit in units:
-            self._begin(self._start_member(unit, units, located, command.excluded, emit), emit, unit)
+        entries = [self._add_member(command, rank, number) for rank, number in command.members]
+        all_located = asyncio.Event()
+        for entry in entries:
+            self._start_task(self._start_member(entry, entries, all_located, command.excluded, emit), emit, entry)
 
-    def _seat(self, command: StartMembers, rank: int, incarnation: int) -> Unit:
-        """The process that shall be a member: a standby, or one that is still to be made."""
-        role, number = RLRoleType(command.role), command.standbys.get(rank, -1)
-        standby = self._units.take(Seating(role, number, standby=True)) if number >= 0 else None
-        unit = Unit(Seating(role, rank), incarnation, standby=number)
+    def _add_member(self, command: StartMembers, rank: int, incarnation: int) -> ProcessEntry:
+        """The entry of a new member, with the actor of a standby if one takes the member's place."""
+        number = command.standbys.get(rank, -1)
+        standby = self._table.pop(ProcessId.standby(command.role, number)) if number >= 0 else None
+        entry = ProcessEntry(ProcessId(command.role, rank), incarnation, standby=number)
         if standby is not None:
-            unit.slot, unit.handle = standby.slot, standby.handle
-        self._succeed(unit)
-        return unit
+            entry.slot, entry.handle = standby.slot, standby.handle
+        self._replace(entry)
+        return entry
 
-    def _succeed(self, unit: Unit) -> None:
-        """Give a place to ``unit``. Whoever had it may only be believed dead: it is ended."""
-        self._dismiss(unit.place)
-        self._units.put(unit)
+    def _replace(self, entry: ProcessEntry) -> None:
+        """Add an entry. Its predecessor is ended, since it may only be unreachable."""
+        self._discard(entry.process_id)
+        self._table.put(entry)
 
-    def _dismiss(self, place: Seating) -> None:
-        former = self._units.take(place)
+    def _discard(self, process_id: ProcessId) -> None:
+        former = self._table.pop(process_id)
         if former is not None and former.handle is not None:
             self._detached.run(self._end(former))
 
-    async def _make(self, unit: Unit, excluded: tuple[str, ...]) -> None:
-        """Start the process of a member or a standby."""
-        role = RLRoleType(unit.place.role)
-        preferred = self._job.workloads[role].num if unit.place.standby else unit.place.at
-        unit.slot = self._units.free_slot(role, preferred)
-        placed = await self._grounds.options(role, unit.slot, excluded)
+    async def _start_actor(self, entry: ProcessEntry, excluded: tuple[str, ...]) -> None:
+        preferred = self._job.workloads[entry.role].num if entry.is_standby else entry.process_id.rank
+        entry.slot = self._table.free_slot(entry.role, preferred)
+        placement = await self._reservations.place(entry.role, entry.slot, excluded)
         try:
-            unit.handle = await self._fleet.make_member(unit, placed)
+            entry.handle = await self._pool.start_member(entry, placement)
         except asyncio.CancelledError:
-            self._detached.run(self._fleet.end_once_made(self._fleet.name_of(unit)))
+            self._detached.run(self._pool.end_once_started(self._pool.name_of(entry)))
             raise
 
     async def _start_member(
-        self, unit: Unit, together: Sequence[Unit], located: asyncio.Event, excluded: tuple[str, ...], emit: Emit
+        self,
+        entry: ProcessEntry,
+        peers: Sequence[ProcessEntry],
+        all_located: asyncio.Event,
+        excluded: tuple[str, ...],
+        emit: Emit,
     ) -> None:
-        """Make it if need be, locate it, wait until all that start together are located, construct."""
-        role, rank, timeout_s = RLRoleType(unit.place.role), unit.place.at, self._job.liveness.start_timeout_s
-        if unit.handle is None:
-            await self._make(unit, excluded)
-        self._watch(unit, emit)
-        unit.process = await self._locate(unit)
-        if all(other.process is not None for other in together):
-            located.set()
-        await asyncio.wait_for(located.wait(), timeout_s)
-        reason = self._losses.get(unit.place, "others of its role had to restart") if unit.number > 1 else ""
-        restart = RestartInfo(unit.number - 1, reason, max(self.open_step - 1, 0))
-        context = self._units.context(role, rank, self._fleet.name_of(unit), restart)
-        started = unit.handle.dlrover_start.remote(MemberStart(self._job, context, unit.number))
-        await answer_of(str(unit.place), started, timeout_s)
-        unit.up = True
-        emit(MemberStarted(role, rank, unit.number, unit.process, unit.standby))
+        """Start the actor unless it was a standby, locate it, wait until all ``peers`` are located, construct."""
+        process_id, timeout_s = entry.process_id, self._job.liveness.start_timeout_s
+        if entry.handle is None:
+            await self._start_actor(entry, excluded)
+        self._watch(entry, emit)
+        entry.process = await self._locate(entry)
+        if all(peer.process is not None for peer in peers):
+            all_located.set()
+        await asyncio.wait_for(all_located.wait(), timeout_s)
+        reason = self._last_causes.get(process_id, "others of its role had to restart") if entry.number > 1 else ""
+        restart = RestartInfo(entry.number - 1, reason, max(self.open_step - 1, 0))
+        context = self._table.context(entry, self._pool.name_of(entry), restart)
+        ref = entry.handle.dlrover_start.remote(MemberStart(self._job, context, entry.number))
+        await answer_of(str(process_id), ref, timeout_s)
+        entry.up = True
+        emit(MemberStarted(process_id.role, process_id.rank, entry.number, entry.process, entry.standby))
 
-    async def _locate(self, unit: Unit) -> Process:
-        """Where a process is, and a port that is free there now."""
-        ref = unit.handle.dlrover_locate.remote(self._job.preferred_ports(RLRoleType(unit.place.role)))
-        reserved = self._grounds.reserved
-        timeout_s = self._job.liveness.start_timeout_s if reserved else self._job.placement_timeout_s
-        if unit.standby >= 0 and not unit.place.standby:
+    async def _locate(self, entry: ProcessEntry) -> Process:
+        """Where a process runs, and a TCP port that is free there."""
+        ref = entry.handle.dlrover_locate.remote(self._job.preferred_ports(entry.role))
+        uses_groups = self._reservations.uses_groups
+        timeout_s = self._job.liveness.start_timeout_s if uses_groups else self._job.placement_timeout_s
+        if entry.standby >= 0 and not entry.is_standby:
             timeout_s = min(timeout_s, _STANDBY_BEATS * self.beats.beat_s)  # it was ready
         try:
-            found = await answer_of(str(unit.place), ref, timeout_s)
+            process: Process = await answer_of(str(entry.process_id), ref, timeout_s)
         except TimeoutError:
-            if reserved or unit.standby >= 0:
+            if uses_groups or entry.standby >= 0:
                 raise
-            raise await self._grounds.lacking() from None  # without reserved groups there may never be a place for it
-        process: Process = replace(found, slot=unit.slot)
-        self._grounds.used(process.node)
-        return process
+            raise await self._reservations.timeout_error() from None  # without groups it may never be scheduled
+        self._reservations.add_node(process.node)
+        return replace(process, slot=entry.slot)
 
     # -- standbys -----------------------------------------------------------------------------------------------------
 
     async def _start_standby(self, command: StartStandby, emit: Emit) -> None:
-        unit = Unit(Seating(command.role, command.number, standby=True), standby=command.number)
-        self._succeed(unit)
-        self._begin(self._prepare(unit, command.excluded, emit), emit, unit)
+        entry = ProcessEntry(ProcessId.standby(command.role, command.number), standby=command.number)
+        self._replace(entry)
+        self._start_task(self._prepare(entry, command.excluded, emit), emit, entry)
 
-    async def _prepare(self, unit: Unit, excluded: tuple[str, ...], emit: Emit) -> None:
-        await self._make(unit, excluded)
-        self._watch(unit, emit)
-        unit.process = await self._locate(unit)
-        prepared = unit.handle.dlrover_prepare.remote(self._job)
-        await answer_of(str(unit.place), prepared, self._job.liveness.start_timeout_s)
-        emit(StandbyReady(unit.place.role, unit.place.at, unit.process))
+    async def _prepare(self, entry: ProcessEntry, excluded: tuple[str, ...], emit: Emit) -> None:
+        await self._start_actor(entry, excluded)
+        self._watch(entry, emit)
+        entry.process = await self._locate(entry)
+        ref = entry.handle.dlrover_prepare.remote(self._job)
+        await answer_of(str(entry.process_id), ref, self._job.liveness.start_timeout_s)
+        emit(StandbyReady(entry.process_id.role, entry.process_id.rank, entry.process))
 
     # -- trainer ------------------------------------------------------------------------------------------------------
 
     async def _start_trainer(self, command: StartTrainer, emit: Emit) -> None:
-        unit = Unit(Seating(TRAINER), command.epoch)
-        self._succeed(unit)
-        self._begin(self._run_trainer(unit, command, emit), emit, unit)
+        entry = ProcessEntry(TRAINER_ID, command.epoch)
+        self._replace(entry)
+        self._start_task(self._run_trainer(entry, command, emit), emit, entry)
 
-    async def _run_trainer(self, unit: Unit, command: StartTrainer, emit: Emit) -> None:
-        placed = await self._grounds.trainer_options(command.excluded)
-        unit.handle = await self._fleet.make_trainer(command.epoch, placed)
-        self._watch(unit, emit)
-        resources = {str(role): dict(slots[0].resources) for role, slots in self._placement.slots.items()}
-        start = TrainerStart(self._job, self._run, command, self._seats(), resources)
-        ref = unit.handle.start.remote(start)
-        unit.process = await answer_of(TRAINER, ref, self._job.liveness.start_timeout_s)
-        self._grounds.used(unit.process.node)
-        emit(TrainerStarted(command.epoch, unit.process))
-        await self._until_done(unit, emit)
+    async def _run_trainer(self, entry: ProcessEntry, command: StartTrainer, emit: Emit) -> None:
+        placement = await self._reservations.place_trainer(command.excluded)
+        entry.handle = await self._pool.start_trainer(entry, placement)
+        self._watch(entry, emit)
+        resources = {str(role): dict(slots[0].resources) for role, slots in self._plan.placement.slots.items()}
+        start = TrainerStart(self._job, self._plan.run, command, self._members(), resources)
+        ref = entry.handle.start.remote(start)
+        process: Process = await answer_of(str(TRAINER_ID), ref, self._job.liveness.start_timeout_s)
+        entry.process = process
+        self._reservations.add_node(process.node)
+        emit(TrainerStarted(command.epoch, process))
+        await self._wait_for_trainer(entry, emit)
 
-    async def _until_done(self, unit: Unit, emit: Emit) -> None:
-        """Let the trainer run, or where it runs already, wait for its end. Its death is the watch's to report."""
-        with suppress(ray.exceptions.RayActorError):
-            outcome: Cause | None = await unit.handle.run.remote()  # waits: the training itself; its death ends it
-            emit(TrainerFinished(unit.number) if outcome is None else unit.lost(outcome))
+    async def _wait_for_trainer(self, entry: ProcessEntry, emit: Emit) -> None:
+        """Run the trainer, or wait for the end of one that runs already. The watch reports its death."""
+        with suppress(RayActorError):
+            outcome: Cause | None = await entry.handle.run.remote()  # waits: the training itself; its death ends it
+            emit(TrainerFinished(entry.number) if outcome is None else entry.loss(outcome))
 
-    def _seats(self) -> tuple[Seat, ...]:
-        """Who can be called, in rank order; one that is being replaced is waited for by the trainer."""
-        found = {(role, rank): self._units.find(Seating(role, rank)) for role, rank in self._job.members()}
+    def _members(self) -> tuple[MemberHandle, ...]:
+        """The members in rank order; the trainer waits for one that is being replaced."""
+        ids = [ProcessId(role, rank) for role, rank in self._job.members()]
+        entries = {process_id: self._table.find(process_id) for process_id in ids}
         return tuple(
-            Seat(role, rank, unit.number, unit.handle) if unit is not None and unit.up else Seat(role, rank, 0, None)
-            for (role, rank), unit in found.items()
+            MemberHandle(process_id, entry.number, entry.handle)
+            if entry is not None and entry.up
+            else MemberHandle(process_id, 0, None)
+            for process_id, entry in entries.items()
         )
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _kill(self, place: Seating, number: int) -> None:
-        unit = self._units.find(place)
-        if unit is not None and unit.number == number:
-            unit.forget()
+    def _kill(self, process_id: ProcessId, number: int) -> None:
+        entry = self._table.find(process_id)
+        if entry is not None and entry.number == number:
+            entry.cancel_tasks()
         else:
-            unit = Unit(place, number)
+            entry = ProcessEntry(process_id, number)
+        self._detached.run(self._detached.retry(partial(self._find_and_end, entry)))
 
-        async def kill() -> None:
-            if unit.handle is None:
-                unit.handle = await asyncio.to_thread(find, self._fleet.name_of(unit))
-            await self._end(unit)
+    async def _find_and_end(self, entry: ProcessEntry) -> None:
+        if entry.handle is None:
+            entry.handle = await self._pool.find(self._pool.name_of(entry))
+        await self._end(entry)
 
-        self._detached.run(self._detached.insist(kill))
+    async def _end(self, entry: ProcessEntry) -> None:
+        if entry.handle is not None:
+            self._cluster.kill_actor(entry.handle)
+        if entry.process is not None:
+            await self.kill_process(entry.process)
 
-    async def _end(self, unit: Unit) -> None:
-        if unit.handle is not None:
-            ray.kill(unit.handle)
-        if unit.process is not None:
-            await kill_process(unit.process)
-
-    async def _release(self, command: Release, emit: Emit) -> None:
-        """End everything of the run. Whatever goes wrong is logged, and the rest goes on."""
-        for what in (self._fleet.end_all, self._grounds.release, *([self._grounds.forget_commits] * command.final)):
-            await self._detached.insist(what)
+    async def _release(self, command: Release, processes: Sequence[Process], emit: Emit) -> None:
+        """End everything of the run. Errors are logged, and the remaining actions run all the same."""
+        await self._detached.retry(self._pool.end_all)
+        await self._detached.retry(self._reservations.release)
+        if command.final:
+            await self._detached.retry(partial(self._reservations.forget_commits, processes))
         emit(Released(command.incarnation))
 
     # -- after the master's own restart -------------------------------------------------------------------------------
 
     async def adopt(self, state: JobState, emit: Emit) -> int:
-        """Find the processes that ``state`` says are up: watch those that are there, tell of those that are not. Every
-        other process of the run is ended: nobody would know of it.
-
-        Returns:
-            How many were found.
-        """
+        """Watch the processes that are up in ``state``, emit the loss of those that are gone, and end all others of
+        the run. Returns the number of processes that were found."""
         self._incarnation = state.incarnation
-        await self._grounds.find(state.incarnation, state.excluded)
-        units = {self._fleet.name_of(unit): unit for unit in units_of(state)}
-        there = await asyncio.to_thread(self._fleet.names)
-        await self._fleet.end_named([name for name in there if name not in units])
-        found = 0
-        for name, unit in units.items():
-            unit.handle = await asyncio.to_thread(find, name)
-            if unit.handle is None:
-                emit(unit.lost(Cause(CauseKind.PROCESS_DIED, "job", "it was gone when the master came back")))
+        await self._reservations.find(state.incarnation, state.excluded)
+        entries = {self._pool.name_of(entry): entry for entry in entries_of(state)}
+        names = await asyncio.to_thread(self._pool.list_names)
+        await self._pool.end_named([name for name in names if name not in entries])
+        count = 0
+        for name, entry in entries.items():
+            entry.handle = await self._pool.find(name)
+            if entry.handle is None:
+                emit(entry.loss(Cause(CauseKind.PROCESS_DIED, "job", "it was gone when the master came back")))
                 continue
-            found += 1
-            self._take_over(unit, emit)
-        return found
+            count += 1
+            self._adopt(entry, emit)
+        return count
 
-    def _take_over(self, unit: Unit, emit: Emit) -> None:
-        unit.up = True
-        self._units.put(unit)
-        if unit.process is not None:
-            self._grounds.used(unit.process.node)
-        self._watch(unit, emit)
-        if unit.place.role == TRAINER:
-            self._begin(self._until_done(unit, emit), emit, unit)
+    def _adopt(self, entry: ProcessEntry, emit: Emit) -> None:
+        entry.up = True
+        self._table.put(entry)
+        if entry.process is not None:
+            self._reservations.add_node(entry.process.node)
+        self._watch(entry, emit)
+        if entry.process_id == TRAINER_ID:
+            self._start_task(self._wait_for_trainer(entry, emit), emit, entry)
 
 
 async def _wait(command: Wait, emit: Emit) -> None:

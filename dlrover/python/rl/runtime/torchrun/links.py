@@ -1,8 +1,9 @@
-"""Connections between rank 0 and the others: whole messages, both ways, and news of the other's end.
+# SPDX-License-Identifier: Apache-2.0
+"""Authenticated connections between rank 0 and the other ranks of a launch.
 
-Nobody who sends waits for the other side, so two that send each other much at once do not wait for each other::
+A sender never waits for the receiver, so two processes that send each other large messages cannot deadlock::
 
-    send -> queue -> thread -> socket ... socket -> thread -> on_message, in the end on_end
+    send -> queue -> thread -> socket ... socket -> thread -> on_message, at the end on_end
 """
 
 import hmac
@@ -21,9 +22,9 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from dlrover.python.rl.common.errors import ClusterUnavailable, InvalidJob, Problem
-from dlrover.python.rl.common.listening import listening_socket
+from dlrover.python.rl.common.errors import ClusterUnavailable, ConfigError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.sockets import listening_socket
 
 _LOG = get_logger(__name__)
 
@@ -33,19 +34,19 @@ MEETING_S = 300.0
 _HELLO_S = 10.0
 _SECRET_BYTES = 32
 _HELLO_BYTES = _SECRET_BYTES + 16
-# A machine that vanishes without a word is noticed after a minute.
+# A machine that vanishes without closing its connections is noticed after a minute.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which of the launched processes this is.
+class LaunchEnv:
+    """This process's rank in a launch, as torchrun's environment variables give it.
 
     Attributes:
         address: of rank 0's machine.
-        nodes: machines in all.
-        attempt: of the launcher, which may start all processes again.
-        meeting: how often the same processes have met before.
+        nodes: number of machines.
+        attempt: number of times the launcher has restarted all processes.
+        meeting: number of jobs that the same processes have run before.
     """
 
     rank: int = 0
@@ -58,23 +59,23 @@ class Place:
     meeting: int = 0
 
     @property
-    def board_key(self) -> str:
-        """Where the others find rank 0: a launcher's board lasts longer than its processes."""
+    def store_key(self) -> str:
+        """Key of rank 0's address; unique per restart, because a launcher's store outlives its processes."""
         return f"dlrover-rl/rank-0/{self.attempt}.{self.meeting}"
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> "Place":
-        """Read what launchers write; without a launcher it is a world of one.
+    def from_env(cls, env: Mapping[str, str]) -> "LaunchEnv":
+        """Read the variables of a launcher; without a launcher the world size is 1.
 
         Raises:
-            InvalidJob: the variables say that there are others, and not where.
+            InvalidJob: the world size is greater than 1, but the rank or the address is missing.
         """
         world = int(env.get("WORLD_SIZE", 1))
         if world > 1 and ("RANK" not in env or "MASTER_ADDR" not in env or "MASTER_PORT" not in env):
-            what = (
+            message = (
                 f"WORLD_SIZE is {world}, but RANK, MASTER_ADDR and MASTER_PORT are not all there: start with torchrun"
             )
-            raise InvalidJob([Problem("environment", what)])
+            raise InvalidJob([ConfigError("environment", message)])
         local_world = int(env.get("LOCAL_WORLD_SIZE", world))
         return cls(
             int(env.get("RANK", 0)),
@@ -87,16 +88,12 @@ class Place:
         )
 
 
-class Board(Protocol):
-    """Where the processes find each other: a torch ``Store``."""
+class KeyValueStore(Protocol):
+    """Where the processes find each other: a torch ``Store``. ``get`` waits until the key is set."""
 
-    def set(self, key: str, value: bytes) -> None:
-        """Let all see ``value``."""
-        ...
+    def set(self, key: str, value: bytes) -> None: ...
 
-    def get(self, key: str) -> bytes:
-        """The value; waits until it is there, for as long as the store is patient."""
-        ...
+    def get(self, key: str) -> bytes: ...
 
 
 class Link:
@@ -111,16 +108,16 @@ class Link:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._connection: Connection[Any, Any] = Connection(connection.detach())
         self._outbox: SimpleQueue[list[Any] | None] = SimpleQueue()
-        self._lock, self._at_work = threading.Lock(), 2
+        self._lock, self._open_threads = threading.Lock(), 2
         self.ended = threading.Event()
 
-    def begin(self, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
-        """Pass on what comes, from now on and in a thread of its own; and that nothing comes any more."""
+    def start(self, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
+        """Start the two threads; ``on_message`` and ``on_end`` run in the reading one."""
         for target, arguments in ((self._write_all, ()), (self._read_all, (on_message, on_end))):
             threading.Thread(target=target, args=arguments, name="dlrover-link", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Send ``message``, as it is now; large buffers in it must not change. Returns at once.
+        """Queue ``message`` and return at once; large buffers in it must not change afterwards.
 
         Raises:
             Exception: it cannot be pickled.
@@ -129,40 +126,39 @@ class Link:
         data = cloudpickle.dumps(message, protocol=5, buffer_callback=buffers.append)
         self._outbox.put([len(buffers).to_bytes(4, "big") + data, *(buffer.raw() for buffer in buffers)])
 
-    def hear(self, timeout_s: float) -> bytes:
-        """What the other one says first, ``b""`` if it is not whole in time; before :meth:`begin`."""
-        deadline_s, heard = time.monotonic() + timeout_s, b""
+    def receive_hello(self, timeout_s: float) -> bytes:
+        """The first bytes of the other side, ``b""`` if they are incomplete after the timeout; before :meth:`start`."""
+        deadline_s, data = time.monotonic() + timeout_s, b""
         with suppress(OSError):
             while self._connection.poll(max(deadline_s - time.monotonic(), 0.0)):
-                part = os.read(self._connection.fileno(), _HELLO_BYTES - len(heard))
-                heard += part
-                if len(heard) == _HELLO_BYTES:
-                    return heard.rstrip()
+                part = os.read(self._connection.fileno(), _HELLO_BYTES - len(data))
+                data += part
+                if len(data) == _HELLO_BYTES:
+                    return data.rstrip()
                 if not part:
                     break
         return b""
 
-    def say(self, words: bytes) -> None:
-        """What :meth:`hear` gives on the other side."""
-        os.write(self._connection.fileno(), words.ljust(_HELLO_BYTES))
+    def send_hello(self, data: bytes) -> None:
+        os.write(self._connection.fileno(), data.ljust(_HELLO_BYTES))
 
     def close(self) -> None:
-        """Hear and say nothing more; before :meth:`begin`."""
+        """Close at once; before :meth:`start`."""
         self._connection.close()
 
     def end(self) -> None:
-        """Hang up once all is sent; after :meth:`begin`. The other one is told the end, and hangs up too."""
+        """Close once all queued messages are sent; after :meth:`start`. The other side then closes too."""
         self._outbox.put(None)
 
     def _write_all(self) -> None:
         try:
-            while (parts := self._outbox.get()) is not None:  # waits: for somebody to send something; a daemon thread
+            while (parts := self._outbox.get()) is not None:  # waits: for a message to send; a daemon thread
                 for part in parts:
                     self._connection.send_bytes(part)
             with socket.socket(fileno=os.dup(self._connection.fileno())) as handle:
                 handle.shutdown(socket.SHUT_WR)
         except OSError:
-            pass  # the other one is gone, which whoever reads here is told
+            pass  # the other process is gone, which the reading thread reports
         finally:
             self._leave()
 
@@ -173,7 +169,7 @@ class Link:
         except (EOFError, OSError):
             pass
         except Exception:  # noqa: BLE001 -- the boundary of a thread
-            _LOG.exception("a message of another process cannot be taken")
+            _LOG.exception("a message of another process cannot be read")
         finally:
             self.ended.set()
             self.end()
@@ -182,8 +178,8 @@ class Link:
 
     def _leave(self) -> None:
         with self._lock:
-            self._at_work -= 1
-            if not self._at_work:
+            self._open_threads -= 1
+            if not self._open_threads:
                 self._connection.close()
 
     def _read(self) -> Any:
@@ -193,51 +189,51 @@ class Link:
         return pickle.loads(memoryview(first)[4:], buffers=buffers)
 
 
-def call_in(place: Place, board: Board) -> dict[int, Link]:
-    """At rank 0: wait for the others. Their links, by rank.
+def accept_all(launch: LaunchEnv, store: KeyValueStore) -> dict[int, Link]:
+    """At rank 0: wait for the other ranks; returns their links by rank.
 
     Raises:
-        ClusterUnavailable: some did not come in time; names them.
+        ClusterUnavailable: some did not connect in time; names them.
     """
     links: dict[int, Link] = {}
     secret = secrets.token_bytes(_SECRET_BYTES)
     deadline_s = time.monotonic() + MEETING_S
-    with listening_socket(place.address, backlog=128) as server:
-        board.set(place.board_key, secret + str(server.getsockname()[1]).encode())
-        while len(links) < place.world_size - 1:
+    with listening_socket(launch.address, backlog=128) as server:
+        store.set(launch.store_key, secret + str(server.getsockname()[1]).encode())
+        while len(links) < launch.world_size - 1:
             server.settimeout(max(deadline_s - time.monotonic(), 0.001))
             try:
                 connection, _ = server.accept()  # waits: until the deadline set above
             except TimeoutError:
-                missing = ", ".join(str(rank) for rank in range(1, place.world_size) if rank not in links)
-                raise ClusterUnavailable(f"rank {missing} did not come within {MEETING_S:g} s") from None
+                missing = ", ".join(str(rank) for rank in range(1, launch.world_size) if rank not in links)
+                raise ClusterUnavailable(f"rank {missing} did not connect within {MEETING_S:g} s") from None
             link = Link(connection)
-            words = link.hear(_HELLO_S)
-            if hmac.compare_digest(words[:_SECRET_BYTES], secret):
-                links[int(words[_SECRET_BYTES:])] = link
+            hello = link.receive_hello(_HELLO_S)
+            if hmac.compare_digest(hello[:_SECRET_BYTES], secret):
+                links[int(hello[_SECRET_BYTES:])] = link
             else:
                 link.close()
     return links
 
 
-def refuse(place: Place, board: Board) -> None:
-    """At rank 0: tell the others that nothing will be started."""
-    board.set(place.board_key, b"")
+def refuse_all(launch: LaunchEnv, store: KeyValueStore) -> None:
+    """At rank 0: tell the others that no job will start."""
+    store.set(launch.store_key, b"")
 
 
-def join(place: Place, board: Board) -> Link | None:
-    """At another rank: the link with rank 0; None when it starts nothing.
+def join(launch: LaunchEnv, store: KeyValueStore) -> Link | None:
+    """At another rank: the link with rank 0; None if rank 0 starts no job.
 
     Raises:
-        ClusterUnavailable: it cannot be reached.
+        ClusterUnavailable: rank 0 cannot be reached.
     """
     try:
-        found = bytes(board.get(place.board_key))  # waits: as long as the store is patient
-        if not found:
+        entry = bytes(store.get(launch.store_key))  # waits: until the store's own timeout
+        if not entry:
             return None
-        secret, port = found[:_SECRET_BYTES], int(found[_SECRET_BYTES:])
-        link = Link(socket.create_connection((place.address, port), timeout=MEETING_S))
+        secret, tcp_port = entry[:_SECRET_BYTES], int(entry[_SECRET_BYTES:])
+        link = Link(socket.create_connection((launch.address, tcp_port), timeout=MEETING_S))
     except (OSError, RuntimeError) as error:  # torch's store raises RuntimeErrors
-        raise ClusterUnavailable(f"rank {place.rank} cannot reach rank 0 at {place.address}: {error}") from error
-    link.say(secret + str(place.rank).encode())
+        raise ClusterUnavailable(f"rank {launch.rank} cannot reach rank 0 at {launch.address}: {error}") from error
+    link.send_hello(secret + str(launch.rank).encode())
     return link

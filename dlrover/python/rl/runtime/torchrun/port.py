@@ -1,4 +1,5 @@
-"""Calling members of other processes from rank 0. Results stay where they were made until somebody asks for them."""
+# SPDX-License-Identifier: Apache-2.0
+"""Calling members of other processes from rank 0. Large results stay where they were made until they are fetched."""
 
 import weakref
 from collections import deque
@@ -13,11 +14,21 @@ from typing import Any
 
 from dlrover.python.rl.common.errors import InvocationError, WorkloadDied
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.runtime.host import CallHeader
-from dlrover.python.rl.runtime.stored import Stored
-from dlrover.python.rl.runtime.torchrun.links import Link, Place
-from dlrover.python.rl.runtime.torchrun.worker import End, Ended, Key, Run, Start, Task, Worker
-from dlrover.python.rl.runtime.wire import encode
+from dlrover.python.rl.runtime.process.arg_codec import Stored, encode
+from dlrover.python.rl.runtime.process.host import CallHeader
+from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, Link
+from dlrover.python.rl.runtime.torchrun.worker import (
+    Drop,
+    End,
+    Fetch,
+    Result,
+    ResultKey,
+    Run,
+    Start,
+    Task,
+    Worker,
+    send_when_done,
+)
 from dlrover.python.rl.trainer.port import Call, Outcome, Ref
 from dlrover.python.rl.trainer.shard import Rows
 from dlrover.python.rl.trainer.workload import MemberContext
@@ -26,80 +37,43 @@ _FIRST = 1
 """The incarnation of every member: none is replaced."""
 
 
-@dataclass(frozen=True)
-class Fetch:
-    """Send a result, or its row count."""
-
-    key: Key
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """What was asked for by a :class:`Fetch`, or why it is not there."""
-
-    key: Key
-    value: Stored | None
-    error: BaseException | None
-
-    @classmethod
-    def of(cls, key: Key, future: Future[Stored]) -> "Fetched":
-        """The answer, once ``future`` is done."""
-        error = future.exception(0)
-        return cls(key, None, error) if error is not None else cls(key, future.result(0), None)
-
-    def settle(self, future: Future[Stored]) -> None:
-        """Let ``future`` have it."""
-        if self.error is not None:
-            future.set_exception(self.error)
-        elif self.value is not None:
-            future.set_result(self.value)
-
-
-@dataclass(frozen=True)
-class Drop:
-    """These results are not needed any more."""
-
-    numbers: tuple[int, ...]
-
-
 @dataclass(eq=False)
-class Held:
-    """What is known at rank 0 of a result.
+class RemoteResult:
+    """Rank 0's record of a result.
 
     Attributes:
-        place: rank of the process that makes it.
-        kept: whether it stays there until it is asked for.
-        rows: its row count, as soon as it is there.
-        value: itself, once it is here.
+        owner: rank of the process that makes it.
+        retained: it stays there until it is fetched.
+        rows: its row count, as soon as the call has ended.
+        value: the result, once it is in this process.
     """
 
     number: int
-    place: int = 0
+    owner: int = 0
     role: str = ""
     method: str = ""
-    kept: bool = False
+    retained: bool = False
     rows: Future[Stored] = field(default_factory=Future)
     value: Future[Stored] = field(default_factory=Future)
-    asked: bool = False
+    requested: bool = False
 
     def __reduce__(self) -> Any:
-        return Key, (self.number,)
+        return ResultKey, (self.number,)
 
     def settle(self, error: BaseException | None, value: Stored | None = None, rows: int | None = None) -> None:
-        """It is there, or ``error`` says why it will never be; what was settled stays."""
-        counted = Stored.of(rows if value is None else value.rows)
-        for future, found in ((self.rows, counted), (self.value, value)):
+        """Set the futures that are known now; those that are set already stay."""
+        row_count = Stored.of(rows if value is None else value.rows)
+        for future, stored in ((self.rows, row_count), (self.value, value)):
             if future.done():
                 continue
             if error is not None:
                 future.set_exception(error)
-            elif found is not None:
-                future.set_result(found)
+            elif stored is not None:
+                future.set_result(stored)
 
     def death(self) -> WorkloadDied:
-        """That the process which has it is gone."""
-        what = f"the process of rank {self.place} is gone"
-        died = WorkloadDied(what, role=self.role, rank=self.place, method=self.method)
+        message = f"the process of rank {self.owner} is gone"
+        died = WorkloadDied(message, role=self.role, rank=self.owner, method=self.method)
         died.incarnation = _FIRST
         return died
 
@@ -108,53 +82,52 @@ class Held:
 class RowsOf:
     """The row count of a result."""
 
-    held: Held
+    result: RemoteResult
 
     def __reduce__(self) -> Any:
-        return Key, (self.held.number, True)
+        return ResultKey, (self.result.number, True)
 
 
 class TorchrunPort:
     """The port over the processes of a launch: rank ``r`` of every role is in process ``r``. Thread safe.
 
     Args:
-        place: this process, rank 0.
-        links: with the processes from rank 1 on; the port begins to listen to them.
+        launch: this process, rank 0.
+        links: with the other ranks; the port starts to read them.
 
     Attributes:
-        worker: of rank 0's own members; somebody has to let it run.
-        lost: the ranks of the processes that are gone, in the order in which they went.
+        worker: of rank 0's own members; the caller runs it.
+        lost: the ranks of lost processes, in order of their loss.
     """
 
-    def __init__(self, place: Place, links: Mapping[int, Link]) -> None:
-        self.worker = Worker(place, self._ended, self._obtain)
+    def __init__(self, launch: LaunchEnv, links: Mapping[int, Link]) -> None:
+        self.worker = Worker(launch, self._settle, self._fetch)
         self.lost: list[int] = []
         self._links = links
         self._lock = RLock()
-        self._news = Condition(self._lock)
+        self._loss = Condition(self._lock)
         self._numbers = count()
-        self._held: weakref.WeakValueDictionary[int, Held] = weakref.WeakValueDictionary()
-        self._under_way: dict[int, tuple[Held, Call | None]] = {}
+        self._results: weakref.WeakValueDictionary[int, RemoteResult] = weakref.WeakValueDictionary()
+        self._running: dict[int, tuple[RemoteResult, Call | None]] = {}
         self._unneeded: deque[tuple[int, int]] = deque()
         for rank, link in links.items():
-            link.begin(partial(self._take, rank), partial(self._lose, rank))
+            link.start(partial(self._handle, rank), partial(self._lose, rank))
 
     # -- the port -----------------------------------------------------------------------------------------------------
 
     def put(self, value: Any) -> Ref:
-        held = self._hold(0, "", "")
-        stored = Stored.of(value, own=True)
-        held.settle(None, stored)
-        return Ref(self, held, RowsOf(held))
+        result = self._add_result(0, "", "")
+        result.settle(None, Stored.of(value, own=True))
+        return Ref(self, result, RowsOf(result))
 
     def submit(self, role: str, rank: int, call: Call) -> Ref:
         values = Stored.of([encode(value) for value in (*call.args, *call.kwargs.values())], own=True)
-        kept = call.sized and rank > 0
+        retain = call.sized and rank > 0
         with self._lock:
-            self._tell_unneeded()
-            held = self._hold(rank, role, call.method, kept)
-            self._send(held, Run(held.number, role, CallHeader.of(call, _FIRST), values, kept), call)
-        return Ref(self, held, RowsOf(held), role, rank, call.method, _FIRST)
+            self._send_drops()
+            result = self._add_result(rank, role, call.method, retain)
+            self._send(result, Run(result.number, role, CallHeader.of(call, _FIRST), values, retain), call)
+        return Ref(self, result, RowsOf(result), role, rank, call.method, _FIRST)
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
         futures = [self._future(ref.token) for ref in refs]
@@ -164,103 +137,93 @@ class TorchrunPort:
     # -- beside it ----------------------------------------------------------------------------------------------------
 
     def start(self, job: JobSpec, run: str, context: MemberContext) -> Future[Stored]:
-        """Construct a member; the future ends when that has.
-
-        Raises:
-            WorkloadStartError: through the future: its constructor failed.
-            WorkloadDied: through the future: the process is gone.
-        """
+        """Construct a member. The future raises WorkloadStartError if its constructor failed, and WorkloadDied if its
+        process is gone."""
         with self._lock:
-            held = self._hold(context.rank, context.role, "__init__")
-            self._send(held, Start(held.number, job, run, context), None)
-        return held.rows
+            result = self._add_result(context.rank, context.role, "__init__")
+            self._send(result, Start(result.number, job, run, context), None)
+        return result.rows
 
     def end(self, clean: bool) -> None:
-        """Let all members close, and all processes end."""
+        """Close all members and end all processes."""
         for link in self._links.values():
             link.send(End(clean))
-        self.worker.assign(End(clean))
+        self.worker.handle(End(clean))
 
-    def loses(self, within_s: float) -> int | None:
-        """The first process that is lost, if one is within so many seconds."""
-        with self._news:
-            self._news.wait_for(lambda: bool(self.lost), within_s)
+    def wait_for_loss(self, timeout_s: float) -> int | None:
+        """The first process that was lost, None if there is none within the timeout."""
+        with self._loss:
+            self._loss.wait_for(lambda: bool(self.lost), timeout_s)
             return self.lost[0] if self.lost else None
 
-    # -- the processes ------------------------------------------------------------------------------------------------
+    # -- messages -----------------------------------------------------------------------------------------------------
 
-    def _hold(self, place: int, role: str, method: str, kept: bool = False) -> Held:
+    def _add_result(self, owner: int, role: str, method: str, retained: bool = False) -> RemoteResult:
         with self._lock:
-            held = Held(next(self._numbers), place, role, method, kept)
-            self._held[held.number] = held
-        if kept:
-            # Told with the next call: the collector may strike anywhere.
-            weakref.finalize(held, self._unneeded.append, (place, held.number)).atexit = False
-        return held
+            result = RemoteResult(next(self._numbers), owner, role, method, retained)
+            self._results[result.number] = result
+        if retained:
+            # Sent with the next call: the garbage collector may run this in any thread, under any lock.
+            weakref.finalize(result, self._unneeded.append, (owner, result.number)).atexit = False
+        return result
 
-    def _send(self, held: Held, task: Task, call: Call | None) -> None:
-        """Pass a task on. What its call takes is held until it has ended."""
-        if held.place in self.lost:
-            failed = (self._future(ref.token) for ref in _refs(call) if isinstance(ref.token, Held))
-            upstream = (future.exception(0) for future in failed if future.done())
-            held.settle(next((error for error in upstream if error is not None), held.death()))
+    def _send(self, result: RemoteResult, task: Task, call: Call | None) -> None:
+        """Send a task. The arguments of its call stay alive until it has ended."""
+        if result.owner in self.lost:
+            inputs = (self._future(ref.token) for ref in _refs(call) if isinstance(ref.token, RemoteResult))
+            errors = (future.exception(0) for future in inputs if future.done())
+            result.settle(next((error for error in errors if error is not None), result.death()))
             return
-        self._under_way[held.number] = held, call
-        if held.place == 0:
-            self.worker.assign(task)
+        self._running[result.number] = result, call
+        if result.owner == 0:
+            self.worker.handle(task)
         else:
-            self._links[held.place].send(task)
+            self._links[result.owner].send(task)
 
-    def _tell_unneeded(self) -> None:
-        gone: dict[int, list[int]] = {}
+    def _send_drops(self) -> None:
+        by_rank: dict[int, list[int]] = {}
         while self._unneeded:
-            place, number = self._unneeded.popleft()
-            gone.setdefault(place, []).append(number)
-        for place, numbers in gone.items():
-            self._links[place].send(Drop(tuple(numbers)))
+            rank, number = self._unneeded.popleft()
+            by_rank.setdefault(rank, []).append(number)
+        for rank, numbers in by_rank.items():
+            self._links[rank].send(Drop(tuple(numbers)))
 
     def _future(self, token: Any) -> Future[Stored]:
-        """Where a result, or its row count, arrives; it is sent for when it is elsewhere."""
+        """The future of a result, or of its row count; a result in another process is fetched."""
         if isinstance(token, RowsOf):
-            return token.held.rows
-        held: Held = token
+            return token.result.rows
+        result: RemoteResult = token
         with self._lock:
-            if held.kept and not held.asked and held.place not in self.lost:
-                held.asked = True
-                self._links[held.place].send(Fetch(Key(held.number)))
-        return held.value
+            if result.retained and not result.requested and result.owner not in self.lost:
+                result.requested = True
+                self._links[result.owner].send(Fetch(ResultKey(result.number)))
+        return result.value
 
-    def _obtain(self, key: Key) -> Future[Stored]:
-        held = self._held[key.number]  # there: whoever takes it is under way
-        return self._future(RowsOf(held) if key.rows else held)
+    def _fetch(self, key: ResultKey) -> Future[Stored]:
+        result = self._results[key.number]  # alive: the call that takes it is running
+        return self._future(RowsOf(result) if key.rows else result)
 
-    def _take(self, rank: int, message: Any) -> None:
-        """A message of another process."""
-        if isinstance(message, Ended):
-            self._ended(message)
-        elif isinstance(message, Fetched):
-            with self._lock:
-                held = self._held.get(message.key.number)
-                if held is not None:
-                    held.settle(message.error, message.value)
-        elif isinstance(message, Fetch):
-            link, key = self._links[rank], message.key
-            self._obtain(key).add_done_callback(lambda future: link.send(Fetched.of(key, future)))
+    def _handle(self, rank: int, message: Fetch | Result) -> None:
+        if isinstance(message, Fetch):
+            send_when_done(message.key, self._fetch(message.key), self._links[rank].send)
+        else:
+            self._settle(message)
 
-    def _ended(self, ended: Ended) -> None:
+    def _settle(self, message: Result) -> None:
         with self._lock:
-            held, _ = self._under_way.pop(ended.number, (None, None))
-            if held is not None:
-                held.settle(ended.error, ended.value, ended.rows)
+            result = self._results.get(message.key.number)
+            self._running.pop(message.key.number, None)
+            if result is not None:
+                result.settle(message.error, message.value, message.rows)
 
     def _lose(self, rank: int) -> None:
-        with self._news:
+        with self._loss:
             self.lost.append(rank)
-            self._news.notify_all()
-            there = [held for held in self._held.values() if held.place == rank]
-            self._under_way = {number: item for number, item in self._under_way.items() if item[0].place != rank}
-            for held in there:
-                held.settle(held.death())
+            self._loss.notify_all()
+            results = [result for result in self._results.values() if result.owner == rank]
+            self._running = {number: item for number, item in self._running.items() if item[0].owner != rank}
+            for result in results:
+                result.settle(result.death())
 
 
 def _refs(call: Call | None) -> Iterator[Ref]:

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared part of algorithms that learn from rewards: counted samples and the terms of the loss.
+
+Terms of a policy's loss on a token: clipped surrogate (PPO, arXiv:1707.06347, eq. 7), correction, KL penalty.
+
+Correction (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025): tokens come
+from pi_rollout, while the surrogate assumes pi_old, so losses are weighted with ``pi_old / pi_rollout``, both of them
+the policy *before* the update.
+
+KL(policy || reference) of sampled tokens (Schulman, "Approximating KL Divergence", 2020): with x = log pi(a) - log
+ref(a) k1 = x, k2 = x^2 / 2, k3 = x + exp(-x) - 1. k1 and k3 are unbiased; k2 and k3 are never negative.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from annotated_types import Ge, Gt, Lt
+
+from dlrover.python.rl.algorithm.losses.columns import (
+    Metrics,
+    Needs,
+    TokenColumns,
+    TokenLosses,
+    TokenUnits,
+    column,
+    weighted_sum,
+)
+from dlrover.python.rl.algorithm.losses.fields import changed_fields, check_fields
+from dlrover.python.rl.algorithm.losses.samples import Floats, Normalize, SampleView, check_group_size, group_advantages
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.data.batch import Batch, Column
+
+MAX_LOG_RATIO = 20.0
+"""Upper bound of log-ratios, whose exponentials would overflow."""
+
+
+def clipped_surrogate(
+    log_ratio: torch.Tensor,
+    columns: TokenColumns,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> TokenLosses:
+    """Unweighted losses ``-min(A r, A clip(r, 1 - clip_low, 1 + clip_high))`` and metrics; arguments are ``[tokens]``.
+
+    ``log_ratio`` is log r: log-probs less ``old_logprobs``, or an algorithm's substitute. A larger ``clip_high`` is
+    DAPO's "clip-higher". For A < 0 the loss is constant above the ratio ``dual_clip`` (Ye et al., arXiv:1912.09729,
+    eq. 5).
+
+    Metrics are weighted sums over the tokens: ``ratio``, ``clip_fraction`` (tokens whose gradient stopped),
+    ``approx_kl`` (k3 of KL(pi_old || pi)) and ``weight``, by which to divide the others: 1 unless averaging is a sum
+    or by a constant.
+    """
+    advantage, weight = column(columns, "advantage"), column(columns, "weight")
+    log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
+    ratio = log_ratio.exp()
+    unclipped = advantage * ratio
+    objective = torch.minimum(unclipped, advantage * ratio.clamp(1 - clip_low, 1 + clip_high))
+    if dual_clip is not None:
+        objective = torch.where(advantage < 0, torch.maximum(objective, advantage * dual_clip), objective)
+    metrics = {
+        "ratio": weighted_sum(weight, ratio),
+        "clip_fraction": weighted_sum(weight, (objective != unclipped).to(weight.dtype)),
+        "approx_kl": weighted_sum(weight, torch.expm1(log_ratio) - log_ratio),
+        "weight": weight.sum(),
+    }
+    return -objective, metrics
+
+
+Correction: TypeAlias = Literal["none", "truncate", "mask"]
+"""``truncate``: weights above a bound become the bound (TIS). ``mask``: weights outside of two bounds become 0 (MIS,
+IcePop)."""
+
+CorrectionLevel: TypeAlias = Literal["token", "sequence"]
+"""Weights of single tokens, or of whole sequences: the product of their tokens'."""
+
+
+IGNORED_OPTIONS: Mapping[Correction, tuple[str, ...]] = {
+    "none": ("correction_level", "correction_low", "correction_high"),
+    "truncate": ("correction_low",),
+    "mask": (),
+}
+"""Options that each correction ignores."""
+
+
+def correction_bounds(low: float | None, high: float | None) -> tuple[float, float]:
+    return 0.0 if low is None else low, 2.0 if high is None else high
+
+
+def check_bounds(low: float, high: float) -> None:
+    """Raise ValueError if ``mask`` would remove the weight 1, that of equal policies."""
+    if low >= high:
+        raise ValueError(f"correction_low {low} is not below correction_high {high}: every weight would become 0")
+    if not low <= 1 <= high:
+        raise ValueError(f"equal policies have weight 1, which correction_low {low} and correction_high {high} mask")
+
+
+def correction_weights(
+    columns: TokenColumns, kind: Correction, level: CorrectionLevel, low: float, high: float
+) -> tuple[torch.Tensor, Metrics]:
+    """Factors of token losses ``[tokens]``, without gradient.
+
+    ``columns`` hold ``old_logprobs`` (of the train engine, before the update), ``rollout_logprobs`` and ``weight``. The
+    metrics are ``mismatch_kl`` (k3 of KL(rollout || old)) and ``mismatch_bounded`` (tokens whose factor was bounded).
+    """
+    weight = column(columns, "weight")
+    log_ratio = (column(columns, "old_logprobs") - column(columns, "rollout_logprobs")).detach()
+    metrics = {"mismatch_kl": weighted_sum(weight, torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) - log_ratio)}
+    if level == "sequence":
+        units = TokenUnits.of(columns)
+        log_ratio = units.spread(units.sums(log_ratio))
+    ratio = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+    within = (ratio >= low) & (ratio <= high)
+    factor = ratio.clamp(max=high) if kind == "truncate" else torch.where(within, ratio, 0.0)
+    metrics["mismatch_bounded"] = weighted_sum(weight, (factor != ratio).to(weight.dtype))
+    return factor, metrics
+
+
+KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
+"""Estimators of a value: for metrics and for rewards."""
+
+KLPenalty: TypeAlias = Literal["k2", "k3"]
+"""Estimators whose gradient leads to the reference: for losses."""
+
+
+def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
+    """The estimator's value of each token, ``[tokens]``."""
+    x = logprobs - ref_logprobs
+    if kind == "k1":
+        return x
+    if kind == "k2":
+        return x.square() / 2
+    if kind == "k3":
+        return x + torch.expm1(-x)
+    raise ValueError(f"unknown KL estimator '{kind}'{hint(kind, get_args(KLEstimator))}")
+
+
+def kl_penalty(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
+    """The estimator as a loss per token, ``[tokens]``, differentiated through ``logprobs``.
+
+    On-policy the expected gradient is that of KL(pi || ref) for k2, and that of KL(ref || pi) for k3; k1 is refused."""
+    check_penalty(kind)
+    return kl_estimate(logprobs, ref_logprobs, kind)
+
+
+def check_penalty(kind: str) -> None:
+    if kind == "k1":
+        raise ValueError(
+            "k1 cannot be a loss: its gradient is that of log pi, whose expectation under pi is zero, so it adds noise"
+            " and no pull to the reference; use 'k2' or 'k3'"
+        )
+    if kind not in get_args(KLPenalty):
+        raise ValueError(f"unknown KL estimator '{kind}'{hint(kind, get_args(KLPenalty))}")
+
+
+KLTerm: TypeAlias = Literal["loss", "reward", "advantage"]
+"""A differentiated term of the loss, or subtracted from rewards or from each token's advantage."""
+
+
+@dataclass(frozen=True)
+class PolicyGradient:
+    """The token loss ``c -min(A r, A clip(r)) + kl_coef KL - entropy_coef H``, c the correction; subclasses define A.
+
+    A subclass is a frozen dataclass with :meth:`advantages`; it may change defaults and override :meth:`surrogate`."""
+
+    compares_samples: ClassVar[bool] = True
+    """The baseline of a sample is made of the others of its prompt, so groups of one teach nothing."""
+
+    has_token_advantages: ClassVar[bool] = False
+    """Each token has a separate advantage: ``advantages`` returns a ragged column."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "judges_tokens" in vars(cls):
+            raise TypeError(f"{cls.__name__}.judges_tokens is now called has_token_advantages")
+
+    clip_low: Annotated[float, Ge(0.0), Lt(1.0)] = 0.2
+    """How far the ratio to the policy before the update may fall below 1."""
+
+    clip_high: Annotated[float, Ge(0.0)] = 0.2
+    """How far it may rise above 1."""
+
+    dual_clip: Annotated[float, Gt(1.0)] | None = None
+    """Bound of the ratio for negative advantages, beyond which the gradient stops too; 3 is usual."""
+
+    averaging: Literal["token", "sequence", "sum"] = "token"
+    """Mean over the tokens of the update; or over samples, of their token means (``sequence``) or sums (``sum``)."""
+
+    kl_coef: Annotated[float, Ge(0.0)] = 0.0
+    """Weight of the KL penalty; above 0 the reference's log-probs are needed."""
+
+    kl_estimator: KLEstimator = "k3"
+    """Estimator of the KL penalty; ``k1`` cannot be a loss."""
+
+    kl_in: KLTerm = "loss"
+    """The term that holds the KL penalty."""
+
+    entropy_coef: Annotated[float, Ge(0.0)] = 0.0
+    """Weight of the entropy bonus; above 0 raises the policy's entropy."""
+
+    correction: Correction = "none"
+    """Importance correction of rollouts of another engine; all but ``none`` need log-probs of the train engine from
+    before the update."""
+
+    correction_level: CorrectionLevel = "token"
+    """Correct single tokens or whole sequences."""
+
+    correction_low: Annotated[float, Ge(0.0)] | None = None
+    """Lower bound of the correction's weight, for ``mask``; None: 0."""
+
+    correction_high: Annotated[float, Gt(0.0)] | None = None
+    """Upper bound of the correction's weight; None: 2."""
+
+    def __post_init__(self) -> None:
+        if self.kl_in == "loss":
+            check_penalty(self.kl_estimator)
+        check_fields(self)
+        if unused := changed_fields(self, *IGNORED_OPTIONS[self.correction]):
+            raise ValueError(f"{', '.join(unused)}: no effect with correction '{self.correction}'")
+        if self.correction == "mask":
+            check_bounds(*correction_bounds(self.correction_low, self.correction_high))
+
+    @property
+    def needs(self) -> Needs:
+        in_reward = self.kl_coef > 0 and self.kl_in == "reward"
+        of_loss = {
+            "old_logprobs": True,
+            "ref_logprobs": self.kl_coef > 0 and not in_reward,
+            "rollout_logprobs": self.correction != "none",
+            "entropy": self.entropy_coef > 0,
+        }
+        of_annotate = {
+            "action_mask": self.has_token_advantages or in_reward,
+            "old_logprobs": in_reward,
+            "ref_logprobs": in_reward,
+        }
+        return Needs(_names(of_annotate), _names(of_loss))
+
+    def check_group_size(self, samples_per_prompt: int) -> None:
+        if self.compares_samples:
+            check_group_size(samples_per_prompt)
+
+    # -- the global batch ---------------------------------------------------------------------------------------------
+
+    def annotate(self, rows: Batch) -> Batch:
+        """Add ``advantage`` and ``weight``."""
+        samples = SampleView.of(rows)
+        return rows.with_columns(advantage=self.advantages(samples), weight=self.weights(samples))
+
+    def advantages(self, samples: SampleView) -> Column:
+        """The advantage of each row, float32 ``[rows]``, or of each token, ragged ``[rows, seq]``."""
+        raise NotImplementedError
+
+    def weights(self, samples: SampleView) -> npt.NDArray[np.float32]:
+        return samples.weights(self.averaging)
+
+    def rewards(self, samples: SampleView) -> Floats:
+        if self.kl_coef > 0 and self.kl_in == "reward":
+            return samples.reward - samples.tokens.sums(self._penalties(samples))
+        return samples.reward
+
+    def token_rewards(self, samples: SampleView) -> Floats:
+        if self.kl_coef > 0 and self.kl_in == "reward":
+            return samples.tokens.rewards() - self._penalties(samples)
+        return samples.tokens.rewards()
+
+    def _penalties(self, samples: SampleView) -> Floats:
+        old, reference = (torch.from_numpy(samples.tokens.of_column(f"{model}_logprobs")) for model in ("old", "ref"))
+        penalties: Floats = self.kl_coef * kl_estimate(old, reference, self.kl_estimator).numpy()
+        return penalties
+
+    # -- the loss -----------------------------------------------------------------------------------------------------
+
+    def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
+        """Adds metrics of the active terms: ``kl`` (k3), ``entropy``, ``mismatch_kl`` and ``mismatch_bounded``."""
+        weight = column(columns, "weight")
+        losses, metrics = self.surrogate(logprobs, self._with_kl_in_advantage(columns))
+        if self.correction != "none":
+            bounds = correction_bounds(self.correction_low, self.correction_high)
+            factor, mismatch = correction_weights(columns, self.correction, self.correction_level, *bounds)
+            losses, metrics = losses * factor, {**metrics, **mismatch}
+        if "ref_logprobs" in self.needs.loss:
+            reference = column(columns, "ref_logprobs")
+            if self.kl_in == "loss":
+                losses = losses + self.kl_coef * kl_penalty(logprobs, reference, self.kl_estimator)
+            metrics["kl"] = weighted_sum(weight, kl_estimate(logprobs.detach(), reference, "k3"))
+        if self.entropy_coef > 0:
+            entropy = column(columns, "entropy")
+            losses = losses - self.entropy_coef * entropy
+            metrics["entropy"] = weighted_sum(weight, entropy)
+        return (weight * losses).sum(), metrics
+
+    def surrogate(self, logprobs: torch.Tensor, columns: TokenColumns) -> TokenLosses:
+        log_ratio = logprobs - column(columns, "old_logprobs")
+        return clipped_surrogate(log_ratio, columns, self.clip_low, self.clip_high, self.dual_clip)
+
+    def _with_kl_in_advantage(self, columns: TokenColumns) -> TokenColumns:
+        if self.kl_coef == 0 or self.kl_in != "advantage":
+            return columns
+        old, reference = column(columns, "old_logprobs"), column(columns, "ref_logprobs")
+        penalty = self.kl_coef * kl_estimate(old, reference, self.kl_estimator)
+        return {**columns, "advantage": column(columns, "advantage") - penalty}
+
+
+@dataclass(frozen=True)
+class GroupRelative(PolicyGradient):
+    """Rewards less their group's mean, in standard deviations of the group."""
+
+    normalize: Normalize = "std"
+    """Divide a group's centred rewards by their standard deviation, as in the papers, or not."""
+
+    def advantages(self, samples: SampleView) -> Column:
+        reward = self.rewards(samples)
+        return samples.spread(group_advantages(samples.prompt_id, reward, self.normalize, samples.counted))
+
+
+def _names(flags: Mapping[str, bool]) -> frozenset[str]:
+    return frozenset(name for name, is_needed in flags.items() if is_needed)

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RLFusion's trainers: the arguments of each, and how they become the configuration of its recipe."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge
+from transformers import AutoConfig
+
+from dlrover.python.rl.classic.envs import LoadedSample, SampleDataset, load_samples
+from dlrover.python.rl.classic.rewards import remove_environments, write_examples, write_prompts
+from dlrover.python.rl.classic.settings import (
+    NonNegativeNumber,
+    Positive,
+    PositiveNumber,
+    names_arguments,
+    sampling_params,
+)
+from dlrover.python.rl.classic.training import ClassicTrainer, LogOptions, read_launch
+from dlrover.python.rl.data.examples import Encoding, collect_sft, encode_sft
+from dlrover.python.rl.engine.api.base import Rendezvous
+from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
+from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.recipe.base.engine_workload import train_settings
+from dlrover.python.rl.recipe.distill import DistillationTrainer
+from dlrover.python.rl.recipe.grpo import GRPOTrainer
+from dlrover.python.rl.recipe.sft import SFTTrainer
+from dlrover.python.rl.recipe.workloads import (
+    ActorWorkload,
+    ReferenceWorkload,
+    RewardWorkload,
+    RolloutWorkload,
+    TeacherWorkload,
+)
+from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
+from dlrover.python.rl.trainer.workload import BaseWorkload
+
+_NO_LIMIT = 1 << 20
+_SAMPLED_ROLES: Mapping[str, type[BaseWorkload]] = {
+    "actor": ActorWorkload,
+    "rollout": RolloutWorkload,
+    "reward": RewardWorkload,
+}
+
+
+@names_arguments
+@dataclass
+class ClassicSFTTrainer(ClassicTrainer):
+    """Teaches a model the assistant's part of conversations: the recipe ``sft``.
+
+    Example::
+
+        SFTTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", train_dataset=samples, num_steps=100).train()
+
+    Every row is trained on once before any is for the second time. ``output_dir`` holds ``metrics.jsonl``,
+    ``step_<number>/`` and ``final/``.
+
+    Raises:
+        ValueError: an argument has an invalid value.
+        TypeError: there is no such argument; gives the nearest.
+    """
+
+    recipe = SFTTrainer
+
+    model: str | Path
+    """Folder or hub name of a causal language model."""
+
+    train_dataset: SampleDataset
+    """Samples with ``prompt`` and ``answer``, which is the assistant's last message."""
+
+    _: KW_ONLY
+
+    batch_size: Positive = 8
+    eval_sample_completions: bool = False
+    """Evaluate by the rewards of generated completions, besides cross-entropy and perplexity."""
+
+    max_new_tokens: Positive = 256
+    wandb_project: str = "sft"
+    max_seq_len: Positive | None = None
+    """Rows of more tokens are left out; None: what the model allows."""
+
+    mask_prompt: bool = True
+    """False trains prompts too."""
+
+    assistant_loss_mode: Literal["all", "last"] = "all"
+    """Which assistant turns are trained."""
+
+    reward_timeout_s: PositiveNumber = 30.0
+    """Seconds that ``get_reward`` may take."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.eval_sample_completions and self.eval_dataset is None:
+            raise ValueError("eval_sample_completions needs an eval_dataset")
+
+    def test(self, dataset: SampleDataset | None = None, num_batches: int | None = None) -> dict[str, Any]:
+        """Evaluate the trained model, or before ``train`` the one that it begins with; on the main process.
+
+        Args:
+            dataset: ``eval_dataset`` by default.
+            num_batches: batches of ``batch_size`` samples; None: all.
+
+        Returns:
+            ``ce_loss``, the mean over all labelled tokens, and ``perplexity``; with ``eval_sample_completions`` also
+            the metrics of ``Evaluator.evaluate``, whose files are in ``output_dir/evaluation``. Empty on other
+            processes.
+        """
+        if read_launch(self.use_accelerate).rank:
+            return {}
+        samples = load_samples(
+            self._test_dataset(dataset), "dataset", rewards=self.eval_sample_completions, answers=True
+        )
+        if num_batches is not None:
+            samples = samples[: num_batches * self.batch_size]
+        loss = self._cross_entropy(samples)
+        metrics = {"ce_loss": loss, "perplexity": math.exp(loss)}
+        if not self.eval_sample_completions:
+            return metrics
+        sampling = {"do_sample": self.do_sample, "sampling_temperature": self.sampling_temperature}
+        environments = [sample.environment for sample in samples]
+        return metrics | self._evaluate(self.model_after(), environments, **sampling)
+
+    def _cross_entropy(self, samples: Sequence[LoadedSample]) -> float:
+        config = EngineConfig(**self._engine())
+        settings = train_settings(config, config.device, ParallelSizes())
+        engine = engine_class(TRAIN_ENGINES, config.train)(self.model_after(), None, settings, Rendezvous())
+        rows = collect_sft([{"prompt": sample.prompt, "answer": sample.answer} for sample in samples], "dataset")
+        encoding = Encoding(self._max_length(), "drop", self.assistant_loss_mode, self.mask_prompt)
+        batch = encode_sft(rows, engine.tokenizer, encoding)[0].select("tokens", "action_mask")
+        logprobs = engine.evaluate(batch).ragged("logprobs").values[batch.ragged("action_mask").values]
+        return -float(logprobs.mean(dtype="float64"))
+
+    def _max_length(self) -> int:
+        if self.max_seq_len:
+            return self.max_seq_len
+        folder = Path(self.model).expanduser()
+        config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else self.model)
+        return getattr(config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT
+
+    def _roles(self) -> Mapping[str, type[BaseWorkload]]:
+        return _SAMPLED_ROLES if self.eval_sample_completions else {"actor": ActorWorkload}
+
+    def _config(self, launch: LaunchEnv) -> dict[str, Any]:
+        folder = self._data_folder
+        train = load_samples(self.train_dataset, "train_dataset", answers=True)
+        config = {
+            "batch_size": self.batch_size * launch.world_size,
+            "data.max_length": self._max_length(),
+            "data.over_long": "drop",
+            "data.train": str(write_examples(folder, "train", train)),
+        }
+        if self.eval_dataset is None:
+            return config
+        held_out = load_samples(self.eval_dataset, "eval_dataset", rewards=self.eval_sample_completions, answers=True)
+        config["data.eval"] = str(write_examples(folder, "eval", held_out))
+        if self.eval_sample_completions:
+            config["answers"] = {
+                "prompts": str(write_prompts(folder, "eval_prompts", held_out)),
+                "rows": len(held_out),
+                "reward": self._reward(),
+                "max_new_tokens": self.max_new_tokens,
+                "temperature": self.sampling_temperature if self.do_sample else 0.0,
+            }
+        return config
+
+
+@dataclass(kw_only=True)
+class ClassicPolicyTrainer(ClassicTrainer):
+    """Arguments of the trainers on sampled completions."""
+
+    needs_rewards: ClassVar[bool] = True
+
+    batch_size: Positive = 1
+    """Prompts of a step."""
+
+    max_new_tokens: Positive = 1024
+    ppo_steps: Positive = 1
+    """Passes over the samples of a step."""
+
+    clip_eps: PositiveNumber = 0.2
+    """Bound of the distance from 1 of the ratio to the policy that generated a sample."""
+
+    log_completions: bool = False
+    """Log completions beside the metrics; ``samples.jsonl`` has all of them."""
+
+    max_log_chars: Positive = 320
+    """Characters of each that are logged."""
+
+    reward_timeout_s: PositiveNumber = 30.0
+    """Seconds that ``get_reward`` may take; a sample that takes longer counts as failed, and is not trained on."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.do_sample:
+            raise ValueError("do_sample=False draws the same completion each time: there is nothing to learn from that")
+
+    def test(
+        self,
+        dataset: SampleDataset | None = None,
+        num_batches: int | None = None,
+        step: int | None = None,
+        eval_temperature: float | None = None,
+    ) -> dict[str, Any]:
+        """Evaluate the trained model, or before ``train`` the one that it begins with; on the main process.
+
+        Args:
+            dataset: ``eval_dataset`` by default.
+            num_batches: batches of ``batch_size`` samples; None: all.
+            step: evaluate the saved model of this step.
+            eval_temperature: ``sampling_temperature`` by default.
+
+        Returns:
+            The metrics of ``Evaluator.evaluate``, whose files are in ``output_dir/evaluation``; empty on other
+            processes.
+        """
+        if read_launch(self.use_accelerate).rank:
+            return {}
+        samples = self._test_dataset(dataset)
+        temperature = self.sampling_temperature if eval_temperature is None else eval_temperature
+        return self._evaluate(
+            self.model_after(step), samples, sampling_temperature=temperature, num_batches=num_batches
+        )
+
+    def _log_options(self) -> LogOptions:
+        max_chars = self.max_log_chars if self.log_completions else None
+        return LogOptions(self.log_level, self.logging_steps, self.saving_steps, max_chars)
+
+    def _config(self, launch: LaunchEnv) -> dict[str, Any]:
+        sampling = sampling_params(self.max_new_tokens, self.sampling_temperature, self.generation_args)
+        return {
+            **self._data_config(launch),
+            "prompts_per_step": self.batch_size * launch.world_size,
+            "reward": self._reward(),
+            "rollout.max_new_tokens": sampling.max_new_tokens,
+            "rollout.temperature": sampling.temperature,
+            "rollout.top_k": sampling.top_k,
+            "rollout.top_p": sampling.top_p,
+            "rollout.stop": list(sampling.stop),
+        }
+
+    def _data_config(self, launch: LaunchEnv) -> dict[str, Any]:
+        folder, empty_reward = self._data_folder, self._empty_reward()
+        remove_environments(folder)
+        samples = load_samples(self.train_dataset, "train_dataset", rewards=self.needs_rewards)
+        train = str(write_prompts(folder, "train", samples, empty_reward))
+        if self.eval_dataset is None:
+            # The recipe evaluates before and after the training: here on a few training samples.
+            return {"data.train": train, "data.eval": train, "data.eval_rows": launch.world_size}
+        held_out = load_samples(self.eval_dataset, "eval_dataset", rewards=self.needs_rewards)
+        path = str(write_prompts(folder, "eval", held_out, empty_reward))
+        return {"data.train": train, "data.eval": path, "data.eval_rows": len(held_out)}
+
+    def _roles(self) -> Mapping[str, type[BaseWorkload]]:
+        return _SAMPLED_ROLES
+
+    def _empty_reward(self) -> float | None:
+        return None
+
+
+@names_arguments
+@dataclass
+class ClassicGRPOTrainer(ClassicPolicyTrainer):
+    """Samples groups of completions, and reinforces the better ones of each group: the recipe ``grpo``.
+
+    Example::
+
+        GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", train_dataset=MathDataset(200), num_steps=100).train()
+
+    The advantage of a sample is its reward less the mean of its group's, in standard deviations of its group's. A
+    sample whose ``get_reward`` fails or takes too long is counted and not trained on.
+
+    Raises:
+        ValueError: an argument has an invalid value.
+        TypeError: there is no such argument; gives the nearest.
+    """
+
+    recipe = GRPOTrainer
+
+    model: str | Path
+    """Folder or hub name of a causal language model."""
+
+    train_dataset: SampleDataset
+    """Samples with ``prompt`` and ``get_reward``."""
+
+    _: KW_ONLY
+
+    group_size: Annotated[int, Ge(2)] = 4
+    """Completions of each prompt."""
+
+    ppo_steps: Positive = 2
+    kl_penalty: NonNegativeNumber = 0.0
+    """Weight of the KL penalty (k3, in the loss) towards the model that the run begins with."""
+
+    max_error: NonNegativeNumber = 100.0
+    invalid_penalty: NonNegativeNumber = 1.0
+    """The reward of a completion without any text is ``-(max_error + invalid_penalty)``, without ``get_reward``."""
+
+    wandb_project: str = "grpo"
+
+    def _roles(self) -> Mapping[str, type[BaseWorkload]]:
+        return {**_SAMPLED_ROLES, "reference": ReferenceWorkload} if self.kl_penalty > 0 else _SAMPLED_ROLES
+
+    def _config(self, launch: LaunchEnv) -> dict[str, Any]:
+        return {**super()._config(launch), "algorithm.name": "grpo"}
+
+    def _empty_reward(self) -> float | None:
+        return -(self.max_error + self.invalid_penalty)
+
+
+@names_arguments
+@dataclass
+class OnPolicyDistillationTrainer(ClassicPolicyTrainer):
+    """Lowers the reverse KL to a teacher on the student's own samples: the recipe ``distill``.
+
+    Example::
+
+        OnPolicyDistillationTrainer(
+            model="Qwen/Qwen2.5-0.5B-Instruct", teacher_model="Qwen/Qwen2.5-1.5B-Instruct", train_dataset=samples
+        ).train()
+
+    Samples may have no ``get_reward``: rewards are logged, and nothing is learned from them.
+
+    Raises:
+        ValueError: an argument has an invalid value.
+        TypeError: there is no such argument; gives the nearest.
+    """
+
+    recipe = DistillationTrainer
+    needs_rewards = False
+
+    model: str | Path
+    """Folder or hub name of the student, a causal language model."""
+
+    teacher_model: str | Path
+    """Folder or hub name of the teacher, whose vocabulary must be the student's."""
+
+    train_dataset: SampleDataset
+    """Samples with ``prompt``."""
+
+    _: KW_ONLY
+
+    wandb_project: str = "onpolicy_distill"
+
+    def _roles(self) -> Mapping[str, type[BaseWorkload]]:
+        return {**_SAMPLED_ROLES, "teacher": TeacherWorkload}
+
+    def _config(self, launch: LaunchEnv) -> dict[str, Any]:
+        return {
+            **super()._config(launch),
+            "algorithm.name": "distillation",
+            "algorithm.averaging": "sequence",
+            "teachers": {"teacher": {"model": str(self.teacher_model)}},
+        }

@@ -1,1 +1,0 @@
-"""A trainer in each module."""

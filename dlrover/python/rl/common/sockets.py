@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sockets that listen on this machine, and TCP ports that stay free until they are used."""
+
+import encodings.idna  # noqa: F401 - the resolver's codec, which it would import at its first use
+import socket
+from collections.abc import Sequence
+
+
+def listening_socket(address: str, backlog: int) -> socket.socket:
+    """Listen on a free TCP port of ``address``; on all addresses of the machine where ``address`` is a gateway's."""
+    family, _, _, _, resolved = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    try:
+        return socket.create_server((str(resolved[0]), 0), family=family, backlog=backlog)
+    except OSError:
+        return socket.create_server(("", 0), family=family, backlog=backlog)
+
+
+class HeldPort:
+    """A TCP port that stays bound until a server of this process listens on it.
+
+    Only a server that sets ``SO_REUSEADDR``, as torch's store does, can bind it too, so it is still free when the
+    members meet, many seconds after they were told of it.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0  # none
+        self._socket: socket.socket | None = None
+
+    def take(self, preferred: Sequence[int] = (), address: str = "") -> int:
+        """Reserve one of ``preferred`` where possible, else a port that the system picks; release the former one."""
+        self.give_back()
+        for port in (*preferred, 0):
+            bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                bound.bind((address, port))
+            except OSError:
+                bound.close()
+                continue
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after the bind: that must find it unused
+            self._socket, self.number = bound, int(bound.getsockname()[1])
+            return self.number
+        raise OSError("no free TCP port")
+
+    def give_back(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket, self.number = None, 0

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts with reference answers, and the cursor that orders them."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dlrover.python.rl.common.errors import ConfigError, DataError
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.data.jsonl import find_message_faults, raise_errors, sort_by_line
+from dlrover.python.rl.data.source import scan_rows
+
+
+class PromptCursor:
+    """Samples row indices without replacement, each epoch shuffled by (seed, epoch).
+
+    The state is three integers; the position is the number of indices sampled so far. A batch that reaches the end of
+    an epoch continues in the next: no row is dropped. With ``total`` the last batch is shorter, and later ones are
+    empty.
+
+    Args:
+        rows: how many there are.
+        batch_size: indices in each batch; may differ between runs that share a state.
+        seed: determines the order.
+        total: number of indices in all (``rows`` for one epoch); None: unlimited. May differ between runs too.
+
+    Raises:
+        ValueError: ``rows`` or ``batch_size`` is not positive, or ``seed`` or ``total`` is negative.
+    """
+
+    def __init__(self, rows: int, batch_size: int, seed: int = 0, total: int | None = None) -> None:
+        if rows < 1 or batch_size < 1 or seed < 0:
+            raise ValueError(f"need rows >= 1, batch_size >= 1 and seed >= 0, not {rows}, {batch_size} and {seed}")
+        if total is not None and total < 0:
+            raise ValueError(f"total must be at least 0, not {total}")
+        self._rows, self._batch_size, self._seed, self._total = rows, batch_size, seed, total
+        self._position = 0
+        self._order_epoch = 0
+        self._order = self._shuffled(0)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next index, from 0; equally, the number of finished epochs."""
+        return self._position // self._rows
+
+    def next(self, count: int | None = None) -> list[int]:
+        """The next ``count`` (``batch_size``) row indices; fewer, or none, at the end of ``total``."""
+        batch: list[int] = []
+        size = self._batch_size if count is None else count
+        if self._total is not None:
+            size = min(size, max(self._total - self._position, 0))
+        while len(batch) < size:
+            epoch, offset = divmod(self._position, self._rows)
+            if epoch != self._order_epoch:
+                self._order_epoch, self._order = epoch, self._shuffled(epoch)
+            indices = self._order[offset : offset + size - len(batch)].tolist()
+            batch += indices
+            self._position += len(indices)
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"rows": self._rows, "seed": self._seed, "drawn": self._position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume; raise DataError if the state belongs to data of another size or to another seed."""
+        expected = {"rows": self._rows, "seed": self._seed}
+        actual = {name: state.get(name) for name in expected}
+        position = state.get("drawn")
+        if actual != expected or not isinstance(position, int) or position < 0:
+            raise DataError(f"the cursor's state {state} does not fit {expected}: data or seed have changed")
+        self._position = position
+
+    def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
+        # RandomState's stream is frozen by numpy's policy; Generator's may change, and with it a resumed run's order.
+        bits = np.random.MT19937(np.random.SeedSequence((self._seed, epoch)))
+        return np.random.RandomState(bits).permutation(self._rows).astype(np.int64)
+
+
+_KEYS = ("prompt", "messages", "answer", "extra_info")
+
+
+@dataclass(frozen=True)
+class PromptFaults:
+    """Errors of prompts: ``wrong`` (the model cannot complete them) and ``too_long``."""
+
+    wrong: list[ConfigError]
+    too_long: list[ConfigError]
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A prompt (text, or messages), its reference answer, and user data that reach the environment unchanged.
+
+    ``line`` is its line in the file, from 1; 0 without a file."""
+
+    prompt: str | list[dict[str, str]]
+    answer: str | None = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    line: int = field(default=0, compare=False)
+
+
+def load_prompts(where: str | Path, keys: Mapping[str, str] | None = None) -> list[PromptRow]:
+    """Read rows of ``{"prompt": text}`` or ``{"messages": [...]}`` with ``"answer"`` and ``"extra_info"``.
+
+    The answer may also be ``extra_info["answer"]``; numbers become text. See
+    :func:`~dlrover.python.rl.data.source.scan_rows` for ``where``; ``keys`` are the source's names of these columns.
+
+    Raises:
+        DataError: no rows, or wrong rows (the first 20 are named).
+    """
+    rows, errors = _scan(where, keys)
+    if errors:
+        raise_errors(errors)
+    return rows
+
+
+def validate_prompts(where: str | Path, keys: Mapping[str, str] | None = None) -> list[ConfigError]:
+    return _scan(where, keys)[1]
+
+
+def empty_prompts(count: int) -> list[PromptRow]:
+    """Rows for an environment that makes its prompts from the row number, ``extra_info["seed"]``."""
+    if count < 1:
+        raise ValueError(f"count must be at least 1, not {count}")
+    return [PromptRow("", extra_info={"seed": number}) for number in range(count)]
+
+
+def _scan(where: str | Path, keys: Mapping[str, str] | None) -> tuple[list[PromptRow], list[ConfigError]]:
+    source, errors = scan_rows(where, keys, _KEYS)
+    rows: list[PromptRow] = []
+    for line, raw in source.numbered:
+        faults = _faults(raw)
+        errors += [ConfigError(f"{where}:{line}", fault) for fault in faults]
+        if not faults:
+            rows.append(_row(raw, line))
+    return rows, sort_by_line(errors)
+
+
+def _faults(raw: dict[str, Any]) -> list[str]:
+    faults = [f"unknown key '{key}'{hint(key, _KEYS)}" for key in raw if key not in _KEYS]
+    if ("prompt" in raw) == ("messages" in raw):
+        faults.append(f"give 'prompt' or 'messages', not {'both' if 'prompt' in raw else 'neither'}")
+    if "prompt" in raw and (not isinstance(raw["prompt"], str) or not raw["prompt"]):
+        faults.append("'prompt' must be text and not empty, or a list of messages")
+    if "messages" in raw:
+        faults += find_message_faults(raw["messages"])
+    return faults + _answer_faults(raw)
+
+
+def _answer_faults(raw: dict[str, Any]) -> list[str]:
+    extra = raw.get("extra_info", {})
+    if not isinstance(extra, dict):
+        return ["'extra_info' must be an object"]
+    places = {"answer": raw.get("answer"), "extra_info.answer": extra.get("answer")}
+    faults = [f"'{place}' must be text or a number" for place, value in places.items() if not _is_answer(value)]
+    answers = {str(value) for value in places.values() if value is not None}
+    if not faults and len(answers) > 1:
+        faults.append("'answer' and 'extra_info.answer' differ")
+    return faults
+
+
+def _is_answer(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or (isinstance(value, str | int) and not isinstance(value, bool))
+
+
+def _row(raw: dict[str, Any], line: int) -> PromptRow:
+    extra = raw.get("extra_info", {})
+    answer = raw["answer"] if raw.get("answer") is not None else extra.get("answer")
+    prompt = raw["prompt"] if "prompt" in raw else raw["messages"]
+    return PromptRow(prompt, None if answer is None else str(answer), extra, line)

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Interfaces of train engines and rollout engines."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from annotated_types import Ge, Gt, Le
+
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
+from dlrover.python.rl.engine.api.settings import OptimizerConfig as OptimizerConfig  # part of this interface
+from dlrover.python.rl.engine.api.weights import Offloadable
+
+if TYPE_CHECKING:
+    from dlrover.python.rl.engine.api.weights import WeightSnapshot
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Low-rank adapters instead of full training. Published weights are merged, in bf16 with ``precision: bf16``."""
+
+    rank: Annotated[int, Gt(0)] = 16
+    """Rank of the adapters."""
+
+    alpha: Annotated[float, Gt(0.0)] = 32.0
+    """Scale: the adapters' product counts ``alpha / rank`` times."""
+
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Last parts of the names of the linear layers that get adapters."""
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    device: str = "cpu"
+    """A torch device."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the forward and backward pass. Master weights, optimizer and gradient reduction are always float32."""
+
+    max_tokens_per_microbatch: Annotated[int, Gt(0)] = 16384
+    """Maximum tokens of one forward pass; a longer row is a micro-batch by itself."""
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+
+    parallel: ParallelSizes = ParallelSizes()
+    """How the ranks divide the model."""
+
+    lora: LoraSettings | None = None
+    """Train adapters only."""
+
+    head: Literal["causal", "token"] = "causal"
+    """``causal``: a language model; outputs are log-probs. ``token``: a token-classification model with one label
+    (critic, reward model); outputs are the scores at the action tokens, so the value before an action is the score of
+    the token before it."""
+
+    head_bias: bool = True
+    """A ``token`` head has a bias. Without one the model is saved as ``AutoModelForSequenceClassification``, with the
+    same scores."""
+
+    backend: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the backend (``zero_stage`` of deepspeed); an unknown one is refused."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The address where the ranks of one engine meet."""
+
+    rank: int = 0
+    world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    """A free port at rank 0; not used by a single rank."""
+
+    timeout_s: float = 300.0
+    """Limit of waiting for the other ranks, at the start and in every collective."""
+
+
+TokenLoss: TypeAlias = Callable[[Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
+"""``loss(outputs, columns) -> (loss, metrics)``: ``outputs`` ``[tokens]`` at the action tokens of a micro-batch
+(log-probs, or scores with ``head: token``), ``columns`` ``[tokens, ...]`` aligned with them. ``loss`` is a scalar
+**sum** whose weights (column ``weight``) already carry the global normaliser, as the ``metrics`` do: they add up over
+micro-batches and ranks. Rows with the same number in the dense column ``unit`` are in one micro-batch; without that
+column the engine adds one that numbers the rows. ``candidates`` (int64, ragged ``[rows, seq, n]``; causal head) adds
+``candidate_logprobs`` ``[tokens, n]``. A loss with a true attribute ``wants_entropy`` gets the column ``entropy``, of
+the distribution that the token was sampled from. Both have gradients."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """The same on every rank."""
+
+    loss: float
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    lr: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class BaseTrainEngine(Offloadable, Protocol):
+    """A rank's part of a model and, unless it is frozen, of its optimizer. All ranks call every method together.
+
+    Constructed as ``Engine(model, optimizer, settings, rendezvous, memory=None)``: ``model`` is a folder or hub name,
+    ``optimizer`` None for a frozen engine, ``memory`` the ``DeviceMemory`` that accounts for the device.
+
+    Batches have the ragged columns ``tokens`` (int64) and ``action_mask`` (bool, never on a row's first token for a
+    causal head), both ``[rows, seq]``. The ranks of a model replica (``layout``) pass the same rows.
+    """
+
+    version: int
+    """Of the weights: 0 at the start, one more after each :meth:`step`."""
+
+    layout: Layout
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    def evaluate(self, batch: Batch, temperature: float = 1.0, entropy: bool = False, top: int = 0) -> Batch:
+        """Outputs at the action tokens, without gradient: ``logprobs`` (``scores`` with ``head: token``), and if
+        requested ``entropy``, ragged float32 ``[rows, seq]``, 0 outside the action mask, rows in the batch's order.
+
+        ``top`` adds the most likely ids ``candidates`` (int64) and ``candidate_logprobs``, ``[rows, seq, top]``; a
+        batch with ``candidates`` gets the latter.
+        """
+        ...
+
+    def step(self, batch: Batch, loss: TokenLoss, temperature: float = 1.0) -> UpdateResult:
+        """One optimizer step; gradients of micro-batches and ranks are summed.
+
+        Raises:
+            EngineError: the engine is frozen or offloaded, or no rank has an action token.
+            NonFiniteUpdate: the loss or the gradient norm is not finite; nothing has changed on any rank.
+        """
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Any]]:
+        """Hugging Face's name and whole tensor of each weight; tied ones once, adapters merged.
+
+        A collective: every rank must consume all. A tensor is valid until the next one is requested.
+        """
+        ...
+
+    def publish(self) -> "WeightSnapshot":
+        """The current weights in host memory, whole on rank 0."""
+        ...
+
+    def receive(self, weights: "WeightSnapshot") -> None:
+        """Adopt another engine's weights and version (frozen engines only)."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write model and tokenizer in Hugging Face format, atomically."""
+        ...
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Write model, optimizer, version and random state; each rank writes its part."""
+        ...
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Restore :meth:`save_checkpoint`: bit for bit in the same layout; other layouts only if the backend can."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of this rank that later steps depend on. The tensors are live: copy them before the next step."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`; later steps give the same bits."""
+        ...
+
+    def close(self) -> None: ...
+
+
+# -- generating -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample completions. ``logprobs`` are of ``softmax(logits / temperature)``, as a train engine computes them
+    (at temperature 0: of ``softmax(logits)``); with ``top_k`` or ``top_p`` the sampled distribution differs.
+    """
+
+    max_new_tokens: Annotated[int, Gt(0)] = 64
+    """The end-of-sequence token counts."""
+
+    temperature: Annotated[float, Ge(0.0)] = 1.0
+    """Divides the logits; 0 is greedy."""
+
+    samples_per_prompt: Annotated[int, Gt(0)] = 1
+    """Completions of each prompt."""
+
+    top_k: Annotated[int, Gt(0)] | None = None
+    """Sample from this many most likely tokens only."""
+
+    top_p: Annotated[float, Gt(0.0), Le(1.0)] = 1.0
+    """Sample from the smallest set of most likely tokens with at least this total probability."""
+
+    stop: tuple[str, ...] = ()
+    """A completion ends once its text contains one of these."""
+
+    keep_stop: bool = False
+    """Keep the stop string in the completion's *text*. Its tokens always stay."""
+
+    ignore_eos: bool = False
+    """Continue after an end-of-sequence token; for benchmarks."""
+
+    logprobs: Literal["policy", "sampled"] = "policy"
+    """``policy``: of ``softmax(logits / temperature)``. ``sampled``: of that distribution cut to ``top_k`` and
+    ``top_p`` and renormalised."""
+
+
+Finish: TypeAlias = Literal["eos", "stop", "length", "aborted"]
+"""End-of-sequence token, stop string, ``max_new_tokens``, or :meth:`BaseRolloutEngine.abort`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One sample to generate. An aborted one, added again, gets the tokens that it would have got without the abort:
+    random numbers depend on ``prompt_id``, ``sample_index`` and the position only.
+    """
+
+    prompt_id: int
+    sample_index: int  # among the samples of its prompt
+    prompt: npt.NDArray[np.int64]  # [prompt]
+    done: npt.NDArray[np.int64]  # [done]: tokens generated before
+    logprobs: npt.NDArray[np.float32]  # [done]
+    versions: npt.NDArray[np.int64]  # [done]: of the weights that generated each
+
+    @classmethod
+    def fresh(cls, prompt_id: int, sample_index: int, prompt: Any) -> "Request":
+        empty, tokens = np.empty(0, dtype=np.int64), np.asarray(prompt, dtype=np.int64)
+        return cls(prompt_id, sample_index, tokens, empty, empty.astype(np.float32), empty)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.prompt_id, self.sample_index
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    request: Request  # has ended: `done` is the whole completion, with the end-of-sequence token
+    finish: Finish
+    text: str  # without special tokens, cut before the stop string unless that is kept
+
+
+class BaseRolloutEngine(Offloadable, Protocol):
+    """Generates completions, token in, token out. Constructed as ``Engine(model, settings, memory=None)``."""
+
+    version: int
+    """Of the weights it serves; -1 before the first :meth:`receive`, and after one that failed midway."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    def generate(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> Batch:
+        """Complete each prompt (``prompt_id`` int64 ``[rows]``, ``tokens`` ragged) ``samples_per_prompt`` times.
+
+        A sample depends on ``seed``, its prompt id and its index only, not on its batch. Returns ``rows *
+        samples_per_prompt`` rows, a prompt's samples adjacent: ``prompt_id``, ``sample_index`` (int64), ``tokens``
+        (prompt and completion), ``action_mask``, ``logprobs`` (float32, 0 on the prompt), ``finished`` (bool: by
+        end-of-sequence or a stop string), ``version`` (of the last token's weights), ``completion`` (text).
+        """
+        ...
+
+    def check(self, tokens: Any, sampling: SamplingParams) -> None:
+        """Raise an ``EngineError`` if :meth:`generate` would refuse these prompts (ragged)."""
+        ...
+
+    def add(self, requests: Sequence[Request], sampling: SamplingParams, seed: tuple[int, ...]) -> None:
+        """Add requests to those that run already; :meth:`advance` generates."""
+        ...
+
+    def advance(self) -> list[Completion]:
+        """Generate some more tokens of the running requests that fit; return those that have ended."""
+        ...
+
+    def abort(self, keys: Sequence[tuple[int, int]] | None = None) -> list[Completion]:
+        """End these running requests, or all; each comes back as a partial completion."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """Number of requests that have not ended."""
+        ...
+
+    def receive(self, weights: "WeightSnapshot", rewind: bool = False) -> None:
+        """Adopt new weights after verifying all of them; older ones only with ``rewind``, after the run has gone back.
+
+        Running requests continue with them; caches are recomputed.
+
+        Raises:
+            WeightSyncError: a name, shape, fingerprint or version does not fit; the old weights keep serving.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    device: str = "cpu"
+    """A torch device."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of weights and cache."""
+
+    max_batch: Annotated[int, Gt(0)] = 128
+    """Maximum sequences that are decoded at a time."""
+
+    tensor_parallel_size: Annotated[int, Gt(0)] = 1
+    """Devices over which the backend splits the model; 1 for ``torch``."""
+
+    gpu_memory_utilization: Annotated[float, Gt(0.0), Le(1.0)] = 0.85
+    """Share of a device that weights and key-value cache may use."""
+
+    backend: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the backend; an unknown one is refused."""

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines by the name that a job file gives them, and what each can do."""
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError, MissingExtra
+from dlrover.python.rl.common.extensions import ExtensionPoint, load_object
+from dlrover.python.rl.config.typed import parse
+from dlrover.python.rl.engine.api.settings import OptimizerConfig, ParallelSizes
+
+_ENGINES = "dlrover.python.rl.engine"
+
+TRAIN_ENGINES = ExtensionPoint(
+    "engine",
+    "dlrover_rl.train_engines",
+    {
+        "fsdp2": f"{_ENGINES}.fsdp2.engine:Fsdp2TrainEngine",
+        "deepspeed": f"{_ENGINES}.deepspeed.engine:DeepSpeedTrainEngine",
+        "megatron": f"{_ENGINES}.megatron.engine:MegatronTrainEngine",
+    },
+)
+ROLLOUT_ENGINES = ExtensionPoint(
+    "engine",
+    "dlrover_rl.rollout_engines",
+    {
+        "torch": f"{_ENGINES}.rollout_torch.engine:TorchRolloutEngine",
+        "vllm": f"{_ENGINES}.vllm.engine:VllmRolloutEngine",
+        "sglang": f"{_ENGINES}.sglang.engine:SglangRolloutEngine",
+    },
+)
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What an engine can do and be told, stated by its class as ``info``; by default it can do everything.
+
+    An engine of this package states it in its folder's ``__init__.py``, which is read without importing the backend.
+    """
+
+    options: type | None = None
+    """Dataclass that the ``backend`` options are read as; None: the engine reads them itself."""
+
+    package: str = ""
+    """Import name of the backend, if it is an extra."""
+
+    distribution: str = ""
+    """What to install, if it has another name."""
+
+    divides: tuple[str, ...] | None = None
+    """Sizes of parallelism that may be above 1; None: all."""
+
+    adapters: bool = True
+    """Trains low-rank adapters."""
+
+    shares_process: bool = True
+    """An engine of one rank runs in a process that is a rank of another engine."""
+
+    top_token_ids: bool = True
+    """Evaluates with ``top``, as teachers of whole distributions do."""
+
+    sgd: bool = True
+    """Has SGD besides AdamW."""
+
+    bare_head: bool = True
+    """Trains a token head without a bias, as reward models have."""
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Options of an engine that has none."""
+
+
+def engine_info(point: ExtensionPoint, name: str) -> EngineInfo:
+    """What the engine ``name`` states; the default if it states nothing, is unknown, or cannot be imported."""
+    try:
+        return _read_info(point, name)
+    except (ClassNotFound, MissingExtra):
+        return EngineInfo()
+
+
+def _read_info(point: ExtensionPoint, name: str) -> EngineInfo:
+    place = point.place(name)
+    if place.startswith(f"{_ENGINES}."):
+        package = importlib.import_module(place.partition(":")[0].rpartition(".")[0])
+        info = getattr(package, "INFO", None)
+    else:
+        info = getattr(_import(place), "info", None)
+    return info if isinstance(info, EngineInfo) else EngineInfo()
+
+
+def _import(place: str) -> Any:
+    try:
+        return load_object(place)
+    except ClassNotFound as error:
+        if isinstance(error.__cause__, MissingExtra):
+            raise error.__cause__ from None
+        raise
+
+
+def engine_class(point: ExtensionPoint, name: str) -> Any:
+    """Import the class of an engine: a built-in name, an entry point, or ``package.module:Class``.
+
+    Raises:
+        EngineError: there is no such engine; gives the nearest name.
+        MissingExtra: its backend is not installed; names the extra.
+    """
+    try:
+        return _import(point.place(name))
+    except ClassNotFound as error:
+        raise EngineError(str(error)) from error
+
+
+def engine_place(point: ExtensionPoint, name: str) -> str:
+    """``package.module:Class`` of an engine, which is not imported. Raises as :func:`engine_class`."""
+    try:
+        _read_info(point, name)
+        return point.place(name)
+    except ClassNotFound as error:
+        raise EngineError(str(error)) from error
+
+
+def validate_engine(point: ExtensionPoint, name: str, options: Mapping[str, Any], where: str) -> list[ConfigError]:
+    """Validate name, extra and options (key ``{where}_options``) of an engine without importing its backend.
+
+    The option ``url`` stands for a server that has the package itself.
+    """
+    try:
+        info = _read_info(point, name)
+    except (ClassNotFound, MissingExtra) as error:
+        return [ConfigError(where, str(error))]
+    if info.package and importlib.util.find_spec(info.package) is None and "url" not in options:
+        return [ConfigError(where, str(MissingExtra(info.distribution or info.package, info.package)))]
+    return [] if info.options is None else parse(info.options, dict(options), f"{where}_options")[1]
+
+
+def find_train_errors(
+    name: str, info: EngineInfo, sizes: ParallelSizes, lora: bool, bare_head: bool = False
+) -> list[str]:
+    """What is asked of a train engine that it cannot do."""
+    above = {key: size for key, size in asdict(sizes).items() if size > 1}
+    errors = [
+        f"{key} is {size}, but {name} supports 1 only here"
+        for key, size in above.items()
+        if info.divides is not None and key not in info.divides
+    ]
+    if bare_head and not info.bare_head:
+        errors.append(f"{name} gives a score head a bias, which a reward model must not have: use fsdp2 or deepspeed")
+    if lora and not info.adapters:
+        errors.append(f"{name} trains whole models only here: adapters need fsdp2")
+    elif lora and sizes.tensor_parallel_size > 1:
+        errors.append(f"adapters cannot be split: tensor_parallel_size is {sizes.tensor_parallel_size}, and must be 1")
+    return errors
+
+
+def find_optimizer_errors(name: str, info: EngineInfo, config: OptimizerConfig) -> list[str]:
+    """What is asked of a train engine's optimizer that it cannot do."""
+    return [] if config.name == "adamw" or info.sgd else [f"{name} supports adamw only here: {config.name} needs fsdp2"]
+
+
+def find_rollout_errors(name: str, info: EngineInfo, tensor_parallel_size: int) -> list[str]:
+    """What is asked of a rollout engine that it cannot do."""
+    if info.divides is None or tensor_parallel_size == 1:
+        return []
+    return [f"tensor_parallel_size is {tensor_parallel_size}, but the {name} rollout engine runs on one device"]
+
+
+def raise_engine_errors(errors: list[str]) -> None:
+    """Raise an :class:`EngineError` if there are any."""
+    if errors:
+        raise EngineError("; ".join(errors))

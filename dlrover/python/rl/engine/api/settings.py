@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sections of a job's settings that all train engines share: how ranks divide the work, and the optimizer."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Lt
+
+from dlrover.python.rl.common.errors import EngineError
+
+Size = Annotated[int, Gt(0)]
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Sizes of the dimensions of parallelism. The remaining ranks shard the parameters (ZeRO-3)."""
+
+    ddp_size: Size = 1
+    """Copies of the sharded model, which stay bitwise equal (hybrid sharding)."""
+
+    tensor_parallel_size: Size = 1
+    """Ranks that split each matrix."""
+
+    context_parallel_size: Size = 1
+    """Ranks that split each sequence."""
+
+    pipeline_parallel_size: Size = 1
+    """Ranks that split the layers (megatron only)."""
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that work on the same rows."""
+        return self.tensor_parallel_size * self.context_parallel_size * self.pipeline_parallel_size
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks as a grid, the last dimension running fastest: ``ddp x shard x pipeline x context x tensor``.
+
+    Consecutive ranks form a model replica, as ``BaseWorkload.data_parallel_size`` requires.
+    """
+
+    ddp: int = 1
+    shard: int = 1
+    pipeline: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def of(cls, world_size: int, sizes: ParallelSizes) -> "Layout":
+        """Divide ``world_size`` ranks. Raises an ``EngineError`` if the sizes do not divide them."""
+        parts = {
+            "ddp_size": sizes.ddp_size,
+            "pipeline_parallel_size": sizes.pipeline_parallel_size,
+            "context_parallel_size": sizes.context_parallel_size,
+            "tensor_parallel_size": sizes.tensor_parallel_size,
+        }
+        product = math.prod(parts.values())
+        if world_size % product:
+            factors = " x ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
+            raise EngineError(f"{world_size} ranks cannot be divided by {factors} = {product}")
+        return cls(sizes.ddp_size, world_size // product, *list(parts.values())[1:])
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        return self.ddp, self.shard, self.pipeline, self.context, self.tensor
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Model replicas, each with different rows."""
+        return self.ddp * self.shard
+
+    def coordinates(self, rank: int) -> "Layout":
+        """Position of ``rank`` in the grid, 0 to size - 1 in each dimension."""
+        position = []
+        for size in reversed(self.shape):
+            rank, at = divmod(rank, size)
+            position.append(at)
+        return Layout(*reversed(position))
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer with linear warm-up, a schedule, and gradient-norm clipping."""
+
+    lr: Annotated[float, Gt(0.0)] = 1e-6
+    """Peak learning rate."""
+
+    warmup_steps: Annotated[int, Ge(0)] = 0
+    """Optimizer steps over which the rate rises linearly from ``lr / warmup_steps`` to ``lr``."""
+
+    weight_decay: Annotated[float, Ge(0.0)] = 0.0
+    """Decoupled weight decay, not applied to vectors (norms, biases)."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+
+    max_grad_norm: Annotated[float, Gt(0.0)] | None = 1.0
+    """Global gradient norm to clip to; None turns clipping off."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """``sgd`` is plain gradient descent, with ``momentum`` where that is above 0."""
+
+    momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.0
+    """Of ``sgd``."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate goes from ``lr`` to ``min_lr`` between the warm-up and ``decay_steps``."""
+
+    min_lr: Annotated[float, Ge(0.0)] = 0.0
+    """The rate at the end of a schedule that falls."""
+
+    decay_steps: Annotated[int, Gt(0)] | None = None
+    """Optimizer steps after which a falling schedule is at its end, warm-up included. None: those of the whole run."""
+
+    def __post_init__(self) -> None:
+        if self.momentum and self.name != "sgd":
+            raise ValueError(f"only sgd has momentum; {self.name} has betas")
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr ({self.min_lr:g}) is above lr ({self.lr:g})")
+
+    def over(self, steps: int) -> "OptimizerConfig":
+        """The same with ``decay_steps`` set, if it is not."""
+        return self if self.decay_steps is not None else replace(self, decay_steps=steps)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights on their way between engines: versioned, fingerprinted, verified; and engines that can be offloaded."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from isal.isal_zlib import crc32
+
+from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.common.names import hint
+
+DeviceKind: TypeAlias = Literal["cpu", "cuda", "meta"]
+"""Where an engine's tensors are: on the host, on its device (the host stands in for a missing one), or nowhere."""
+
+Part: TypeAlias = Literal["all", "weights", "kv_cache"]
+"""What :meth:`Offloadable.cuda` brings back."""
+
+
+class Offloadable(Protocol):
+    """An engine that can give its device memory to another one and take it back; results do not depend on it.
+
+    A call that needs what is not on the device raises an ``EngineError`` that names the call that brings it back.
+    """
+
+    def cpu(self) -> None:
+        """Move everything to host memory; a key-value cache is dropped."""
+        ...
+
+    def cuda(self, part: Part = "all") -> None:
+        """Bring ``part`` to the device; train engines refuse ``kv_cache``. Raises ``OutOfDeviceMemory``."""
+        ...
+
+    def meta(self) -> None:
+        """Release all tensors on host and device. Only new weights bring the engine back."""
+        ...
+
+    def place(self) -> DeviceKind:
+        """Where the weights are."""
+        ...
+
+    def footprint(self) -> dict[str, int]:
+        """Bytes on the device by kind: ``weights``, ``gradients``, ``optimizer``, ``kv_cache``; without 0s."""
+        ...
+
+
+@dataclass(frozen=True)
+class WeightStamp:
+    """Identifies weights: equal stamps mean the same bits under the same names."""
+
+    version: int  # the train engine's
+    fingerprint: str  # 16 hex digits over the names, dtypes, shapes and CRCs of all tensors
+
+    def __str__(self) -> str:
+        return f"version {self.version} ({self.fingerprint})"
+
+
+@dataclass(frozen=True, eq=False)
+class WeightSnapshot:
+    """A model's parameters at one version, as contiguous byte buffers (zero-copy through an object store)."""
+
+    version: int  # the train engine's
+    buffers: Mapping[str, npt.NDArray[np.uint8]]  # bytes of each tensor
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]  # torch's names: "float32", "bfloat16"
+    fingerprints: Mapping[str, int]  # CRC-32 of the bytes
+    checked: bool = False
+    """This process has compared the bytes with the fingerprints, and nothing else writes to them. Not pickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WeightSnapshot, (self.version, self.buffers, self.shapes, self.dtypes, self.fingerprints)
+
+    @property
+    def stamp(self) -> WeightStamp:
+        """Computed from the tensors' fingerprints: no buffer is read."""
+        whole = blake2b(digest_size=8)
+        for name in sorted(self.fingerprints):
+            whole.update(f"{name}|{self.dtypes[name]}|{self.shapes[name]}|{self.fingerprints[name]}\n".encode())
+        return WeightStamp(self.version, whole.hexdigest())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def tensor(self, name: str) -> Any:
+        """A view of the received bytes: never write to it."""
+        buffer, shape, dtype = self.buffers[name], self.shapes[name], getattr(torch, self.dtypes[name])
+        if not buffer.size:
+            return torch.empty(shape, dtype=dtype)
+        # The bytes may be read-only shared memory, of which torch.from_numpy and torch.frombuffer warn.
+        return torch.from_dlpack(buffer).view(dtype).reshape(shape)
+
+
+def take_snapshot(named: Iterable[tuple[str, Any]], version: int) -> WeightSnapshot:
+    """Copy named tensors to host memory and fingerprint them."""
+    buffers, shapes, dtypes = {}, {}, {}
+    for name, tensor in named:
+        host = tensor.detach().to("cpu", copy=True).contiguous()
+        shapes[name] = tuple(host.shape)
+        dtypes[name] = str(host.dtype).removeprefix("torch.")
+        buffers[name] = host.reshape(-1).view(torch.uint8).numpy()
+    fingerprints = {name: crc32(buffer.data) for name, buffer in buffers.items()}
+    return WeightSnapshot(version, buffers, shapes, dtypes, fingerprints)
+
+
+def verify_snapshot(snapshot: WeightSnapshot, expected: Mapping[str, tuple[int, ...]], serving: int) -> None:
+    """Compare a received snapshot with the shapes of the model that will adopt it, and with the version served now.
+
+    Raises:
+        WeightSyncError: names every missing, unknown, reshaped, cut or corrupted tensor, or the older version.
+    """
+    described = snapshot.shapes.keys() & snapshot.dtypes.keys() & snapshot.fingerprints.keys()
+    faults = [f"'{name}' has no shape, dtype or fingerprint" for name in snapshot.buffers if name not in described]
+    arrived = {name: snapshot.shapes[name] for name in snapshot.buffers if name in described}
+    faults += describe_shape_mismatches(expected, arrived)
+    faults += filter(None, (_find_damage(snapshot, name) for name in arrived if name in expected))
+    if snapshot.version < serving:
+        faults.append(f"version {snapshot.version} is older than {serving}, which is being served")
+    if faults:
+        raise WeightSyncError(f"weights of version {snapshot.version} refused: " + "; ".join(faults))
+
+
+def _find_damage(snapshot: WeightSnapshot, name: str) -> str:
+    buffer, claimed = snapshot.buffers[name], _nbytes(snapshot.shapes[name], snapshot.dtypes[name])
+    if buffer.nbytes != claimed:
+        return f"'{name}' has {buffer.nbytes} bytes, not the {snapshot.dtypes[name]} it claims"
+    if not snapshot.checked and crc32(buffer.data) != snapshot.fingerprints[name]:
+        return f"'{name}' does not match its fingerprint"
+    return ""
+
+
+def describe_shape_mismatches(
+    expected: Mapping[str, tuple[int, ...]], actual: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Differences between a model's shapes and others, by name; empty if they match."""
+    faults = [f"'{name}' is missing" for name in expected if name not in actual]
+    for name, shape in actual.items():
+        if name not in expected:
+            faults.append(f"'{name}' is unknown{hint(name, expected)}")
+        elif tuple(expected[name]) != tuple(shape):
+            faults.append(f"'{name}' has shape {tuple(shape)}, not {tuple(expected[name])}")
+    return faults
+
+
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * int(getattr(torch, dtype).itemsize)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lock on a device, shared by the processes of one node; waiting processes get it in the order of asking.
+
+::
+
+    folder/
+      ORDER                    locked (flock) while the queue changes
+      000000012.wait           a process that waits for the device or has it; locked by that process
+      000000013.wait           ... the lowest number that is locked has the device
+      ....memory               how much each process has on the device
+
+A process that dies leaves the queue, because the kernel releases its locks.
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, MemoryLedger, count_bytes, format_owner_bytes
+
+_SUFFIX = ".wait"
+_POLL_S = 0.002
+
+
+class DeviceLock:
+    """The right to have more than a few bytes on a device. One role at a time has it.
+
+    Args:
+        folder: shared by all processes that use the device, in the node's memory. Its owner removes it.
+        owner: the role's name in messages: ``ROLLOUT[0]``.
+        memory: what this process has on the device; waiting processes are shown it.
+    """
+
+    def __init__(self, folder: Path, owner: str, memory: DeviceMemory | None = None) -> None:
+        self._folder, self._owner = Path(folder), owner
+        self._memory = memory
+        self._ledger = MemoryLedger(self._folder)
+        if memory is not None and memory.ledger is None:
+            memory.ledger = self._ledger
+        self._entry: tuple[Path, int] | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self._entry is not None
+
+    def acquire(self, timeout_s: float = 600.0) -> None:
+        """Wait for the device.
+
+        Raises:
+            EngineError: this role has it already, or did not get it in time; names the holder, its bytes and the queue.
+        """
+        if self._entry is not None:
+            raise EngineError(f"{self._owner} has the device already")
+        entry = self._enqueue()
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            while ahead := self._list_ahead(entry[0]):
+                if time.monotonic() > deadline_s:
+                    raise EngineError(self._format_timeout(ahead, timeout_s))
+                time.sleep(_POLL_S)
+        except BaseException:
+            self._dequeue(entry)
+            raise
+        self._write(entry[1], "since_s")
+        self._entry = entry
+        self._publish()
+
+    def release(self) -> None:
+        """Pass the device on. Bytes that this role still has on it stay in the ledger."""
+        if self._entry is None:
+            raise EngineError(f"{self._owner} does not have the device")
+        self._publish()
+        entry, self._entry = self._entry, None
+        self._dequeue(entry)
+
+    @contextmanager
+    def acquired(self, timeout_s: float = 600.0) -> Iterator[None]:
+        self.acquire(timeout_s)  # waits: for timeout_s at most
+        try:
+            yield
+        finally:
+            self.release()
+
+    def close(self) -> None:
+        """Release the device if this role has it, and remove this process from the ledger."""
+        if self._entry is not None:
+            self.release()
+        if self._memory is not None and self._memory.ledger is self._ledger:
+            self._memory.ledger = None
+        self._ledger.close()
+
+    def _publish(self) -> None:
+        if self._memory is not None:
+            self._ledger.publish(self._memory.by_owner())
+
+    # -- the queue ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _ordering(self) -> Iterator[None]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._folder / "ORDER", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits: for a process that lists a few files; one that dies lets go
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _enqueue(self) -> tuple[Path, int]:
+        with self._ordering():
+            last = max((int(path.stem) for path in self._list_entries()), default=0)
+            path = self._folder / f"{last + 1:09}{_SUFFIX}"
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no process looks at an entry behind its own
+            self._write(descriptor, "waiting_s")
+        return path, descriptor
+
+    def _dequeue(self, entry: tuple[Path, int]) -> None:
+        with self._ordering():
+            entry[0].unlink(missing_ok=True)
+            os.close(entry[1])
+
+    def _list_entries(self) -> list[Path]:
+        return sorted(self._folder.glob(f"*{_SUFFIX}"))
+
+    def _list_ahead(self, own: Path) -> list[dict[str, Any]]:
+        ahead = []
+        for path in self._list_entries():
+            if path.name < own.name:
+                with suppress(FileNotFoundError):  # released just now
+                    ahead.append(self._read_living(path))
+        return [entry for entry in ahead if entry is not None]
+
+    def _read_living(self, path: Path) -> dict[str, Any] | None:
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                entry: dict[str, Any] = json.loads(file.read() or "{}")
+                return entry
+        with self._ordering():
+            path.unlink(missing_ok=True)
+        return None
+
+    def _format_timeout(self, ahead: list[dict[str, Any]], timeout_s: float) -> str:
+        first, *others = ahead
+        pid, owner = first.get("pid", 0), first.get("owner", "an unknown role")
+        since_s = time.time() - first.get("since_s", first.get("waiting_s", time.time()))
+        record = self._ledger.others().get(first.get("ledger", ""))
+        usage = "no reported bytes"
+        if record:
+            usage = f"{count_bytes(record.owners):,} bytes: {format_owner_bytes(record.owners)}"
+        names = ", ".join(each.get("owner", "an unknown role") for each in others)
+        waiting = f"; waiting before it: {names}" if others else ""
+        return (
+            f"{self._owner} did not get the device within {timeout_s:g} s: {owner} (process {pid}) has had it for"
+            f" {since_s:.1f} s, with {usage}{waiting}"
+        )
+
+    def _write(self, descriptor: int, time_key: str) -> None:
+        entry = {"owner": self._owner, "pid": os.getpid(), "ledger": self._ledger.name, time_key: time.time()}
+        os.pwrite(descriptor, json.dumps(entry).encode().ljust(512), 0)

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accounting of device memory by owner, for offload, device locks and out-of-memory messages.
+
+On a machine without an accelerator the host stands in for one: what is brought "to the device" is copied to separate
+storage and accounted for, so offload can be tested with a capacity anywhere.
+"""
+
+import fcntl
+import json
+import math
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dlrover.python.rl.common.errors import OutOfDeviceMemory
+
+OwnerBytes: TypeAlias = Mapping[str, Mapping[str, int]]
+"""Bytes by owner and kind."""
+
+_SUFFIX = ".memory"
+
+
+@dataclass(frozen=True)
+class LedgerRecord:
+    pid: int
+    owners: OwnerBytes
+
+
+class MemoryLedger:
+    """What each process of a node has on a device: a file per holder. For messages, never for decisions.
+
+    The kernel's lock on a file shows that its process lives. ``name`` is that of this holder's file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = Path(folder)
+        self.name = uuid.uuid4().hex
+        self._path = self._folder / f"{self.name}{_SUFFIX}"
+        self._descriptor: int | None = None
+        self._length = 0
+
+    def publish(self, owners: OwnerBytes) -> None:
+        if self._descriptor is None:
+            self._descriptor = self._create()
+        record = json.dumps({"pid": os.getpid(), "owners": owners}).encode().ljust(self._length)
+        self._length = len(record)  # a shorter record has to cover a longer one
+        os.pwrite(self._descriptor, record, 0)
+
+    def _create(self) -> int:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # readers lock no empty file
+        return descriptor
+
+    def others(self) -> dict[str, LedgerRecord]:
+        """The other holders' last records, by name. Files of dead processes are removed."""
+        records: dict[str, LedgerRecord] = {}
+        for path in self._folder.glob(f"*{_SUFFIX}"):
+            if path == self._path:
+                continue
+            with suppress(OSError, ValueError, KeyError):  # being removed or written
+                record = _read_living(path)
+                if record is not None and record["owners"]:
+                    records[path.stem] = LedgerRecord(record["pid"], record["owners"])
+        return records
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _read_living(path: Path) -> dict[str, Any] | None:
+    with path.open("rb") as file:
+        content = file.read()
+        if not content:
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            record: dict[str, Any] = json.loads(content)
+            return record
+        path.unlink()
+    return None
+
+
+def format_owner_bytes(owners: OwnerBytes) -> str:
+    """``actor: 40 of weights + 80 of optimizer``; empty if there are no owners."""
+    return ", ".join(
+        f"{owner}: " + " + ".join(f"{size:,} of {kind}" for kind, size in kinds.items())
+        for owner, kinds in owners.items()
+    )
+
+
+def count_bytes(owners: OwnerBytes) -> int:
+    return sum(sum(kinds.values()) for kinds in owners.values())
+
+
+Kind: TypeAlias = Literal["weights", "gradients", "optimizer", "kv_cache", "buffer"]
+
+
+@dataclass
+class DeviceMemory:
+    """The tensors that engines of this process have on one device.
+
+    A tensor counts with its whole storage, once, until it is garbage or its storage is emptied (``resize_(0)``).
+    """
+
+    device: str = "cpu"  # a torch device; "cpu" stands in for one
+    capacity: int | None = None  # bytes; None: the device's own limit
+    peak: int = 0  # most bytes at a time, sampled at every call of hold()
+    ledger: MemoryLedger | None = field(default=None, repr=False)  # shows the account to other processes
+    _storages: dict[int, "_TrackedStorage"] = field(default_factory=dict, repr=False)
+    _owners: dict[str, int] = field(default_factory=dict, repr=False)
+
+    def owner(self, name: str) -> str:
+        """Register an owner; returns ``name``, or ``"name 2"`` if that exists already."""
+        self._owners[name] = self._owners.get(name, 0) + 1
+        return name if self._owners[name] == 1 else f"{name} {self._owners[name]}"
+
+    def allocate(self, owner: str, kind: Kind, shape: Sequence[int], dtype: Any) -> Any:
+        """Zeros on the device, accounted to ``owner``."""
+        nbytes = math.prod(shape) * int(dtype.itemsize)
+        self.require(owner, kind, nbytes)
+        try:
+            zeros = torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(owner, kind, nbytes) from error
+        self.hold(owner, kind, [zeros])
+        return zeros
+
+    def free_bytes(self, share: float = 1.0) -> int | None:
+        """Bytes left within ``share`` of the device, the allocator's cache included; None without a limit."""
+        limits = [] if self.capacity is None else [int(self.capacity * share) - self.total()]
+        if torch.device(self.device).type == "cuda":
+            free, whole = torch.cuda.mem_get_info(self.device)
+            cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            limits.append(free + cached - int(whole * (1.0 - share)))
+        return min(limits) if limits else None
+
+    def release_cache(self) -> None:
+        """Return the allocator's cache to the device, for other processes; nothing on a CPU."""
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.empty_cache()
+
+    def bring(self, owner: str, kind: Kind, tensor: Any) -> Any:
+        """A copy of ``tensor`` on the device, accounted to ``owner``."""
+        nbytes = tensor.numel() * tensor.element_size()
+        self.require(owner, kind, nbytes)
+        try:
+            copy = tensor.detach().to(self.device, copy=True)
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(owner, kind, nbytes) from error
+        self.hold(owner, kind, [copy])
+        return copy
+
+    def hold(self, owner: str, kind: Kind, tensors: Iterable[Any]) -> None:
+        """Account for tensors that are on the device already."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            tracked = self._storages.get(storage._cdata)
+            if tracked is None or not tracked.nbytes:
+                self.require(owner, kind, storage.nbytes())
+                self._storages[storage._cdata] = _TrackedStorage(StorageWeakRef(storage), owner, kind)
+        self.peak = max(self.peak, self.total())
+        self.publish()
+
+    def publish(self) -> None:
+        """Update the ledger. :meth:`hold` does so; freeing memory does not."""
+        if self.ledger is not None:
+            self.ledger.publish(self.by_owner())
+
+    def total(self) -> int:
+        return sum(storage.nbytes for storage in self._live().values())
+
+    def bytes_of(self, owner: str) -> dict[str, int]:
+        """Bytes of ``owner`` by kind."""
+        return self.by_owner().get(owner, {})
+
+    def by_owner(self) -> dict[str, dict[str, int]]:
+        """Bytes by owner and kind."""
+        owners: dict[str, dict[str, int]] = {}
+        for storage in self._live().values():
+            kinds = owners.setdefault(storage.owner, {})
+            kinds[storage.kind] = kinds.get(storage.kind, 0) + storage.nbytes
+        return owners
+
+    def _live(self) -> dict[int, "_TrackedStorage"]:
+        self._storages = {key: storage for key, storage in self._storages.items() if storage.nbytes}
+        return self._storages
+
+    def require(self, owner: str, kind: Kind, nbytes: int) -> None:
+        """Refuse ``nbytes`` more if they exceed ``capacity``; the device's own limit shows on allocation.
+
+        Raises:
+            OutOfDeviceMemory: they do; lists the bytes of every owner.
+        """
+        if self.capacity is not None and self.total() + nbytes > self.capacity:
+            raise self._out_of_memory(owner, kind, nbytes)
+
+    @contextmanager
+    def computing(self, owner: str) -> Iterator[None]:
+        """Add the bytes of all owners to an out-of-memory error, PyTorch's or another library's."""
+        try:
+            yield
+        except OutOfDeviceMemory:
+            raise
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise OutOfDeviceMemory(
+                f"{owner} ran out of memory while computing on {self.device}: {self._format_usage()}"
+            ) from error
+
+    def _out_of_memory(self, owner: str, kind: Kind, nbytes: int) -> OutOfDeviceMemory:
+        return OutOfDeviceMemory(
+            f"{owner} asks for {nbytes:,} bytes of {kind} on {self.device}: {self._format_usage()}"
+        )
+
+    def _format_usage(self) -> str:
+        capacity = "" if self.capacity is None else f" of {self.capacity:,}"
+        others = {} if self.ledger is None else self.ledger.others()
+        reports = "".join(f"; process {each.pid} reports {format_owner_bytes(each.owners)}" for each in others.values())
+        own = format_owner_bytes(self.by_owner()) or "none by this process"
+        return f"{self.total():,}{capacity} bytes are in use ({own}{reports})"
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
+            return True
+        error = error.__cause__
+    return False
+
+
+@dataclass(frozen=True)
+class _TrackedStorage:
+    storage: StorageWeakRef
+    owner: str
+    kind: Kind
+
+    @property
+    def nbytes(self) -> int:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        return 0 if storage is None else int(storage.nbytes())

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offload: tensors that move between device and host, and the state of an engine whose tensors another library moves.
+
+A tensor that moves stays the same object, with its views, ties and wrappers: its storage is emptied on the device.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
+from dlrover.python.rl.engine.api.weights import DeviceKind, Part
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
+
+_KINDS: dict[Part, tuple[Kind, ...]] = {
+    "all": ("weights", "kv_cache"),
+    "weights": ("weights",),
+    "kv_cache": ("kv_cache",),
+}
+
+
+class OffloadState:
+    """Where the weights and the key-value cache of a rollout engine are, if another library holds the tensors.
+
+    A meta tensor of each size stands in for what the backend holds: it counts, and has no storage.
+    """
+
+    def __init__(self, memory: DeviceMemory, name: str) -> None:
+        self.place: DeviceKind = "meta"  # of the weights
+        self.unready_reason = ""  # why the weights cannot be used; empty if they can
+        self._memory, self._owner = memory, memory.owner(name)
+        self._nbytes: dict[Kind, int] = {}
+        self._present: dict[Kind, Any] = {}
+
+    def missing_kinds(self, part: Part) -> list[Kind]:
+        """The kinds of ``part`` that are not on the device."""
+        return [kind for kind in _KINDS[part] if kind not in self._present]
+
+    def bring(self, kind: Kind, nbytes: int | None = None) -> None:
+        """Account for ``kind`` before it is brought; None: as many bytes as before."""
+        self._nbytes[kind] = self._nbytes[kind] if nbytes is None else nbytes
+        stand_in = torch.empty(self._nbytes[kind], dtype=torch.uint8, device="meta")
+        self._memory.hold(self._owner, kind, [stand_in])
+        self._present[kind] = stand_in
+        if kind == "weights":
+            self.place = "cuda"
+
+    def drop(self, kind: Kind, place: DeviceKind) -> None:
+        """Undo :meth:`bring`; the weights are in ``place``."""
+        self._present.pop(kind, None)
+        self.place = place
+
+    def computing(self) -> AbstractContextManager[None]:
+        return self._memory.computing(self._owner)
+
+    def leave(self, place: DeviceKind) -> None:
+        """Record that everything has left the device."""
+        self._present.clear()
+        self.place = place
+
+    def check_ready(self) -> None:
+        raise_unless_ready(self.place, self.unready_reason, "kv_cache" in self._present)
+
+    def footprint(self) -> dict[str, int]:
+        return {kind: self._nbytes[kind] for kind in self._present if self._nbytes[kind]}
+
+
+def divide_bytes(nbytes: int, ranks: int) -> int:
+    """Bytes of each of ``ranks`` devices that share ``nbytes``, rounded up."""
+    return -(-nbytes // ranks)
+
+
+def raise_unless_ready(place: DeviceKind, unready_reason: str, has_cache: bool) -> None:
+    """Raise an ``EngineError`` unless weights and cache are on the device; names the call that brings them."""
+    if place != "cuda":
+        state = "in host memory" if place == "cpu" else "released"
+        raise EngineError(f"the weights are {state}: cuda('weights') brings them to the device")
+    if unready_reason:
+        raise EngineError(unready_reason)
+    if not has_cache:
+        raise EngineError("there is no key-value cache: cuda('kv_cache') brings it back")
+
+
+RELEASED = "the weights have been released: receive new ones"
+BROKEN_OFF = "receiving weights failed midway: receive them again"
+
+
+@dataclass(eq=False)
+class ParkedTensors:
+    """The tensors of one engine that move together, accounted to ``owner``."""
+
+    owner: str
+    memory: DeviceMemory
+    on_device: bool = True
+    _storages: dict[int, "_MovableStorage"] = field(default_factory=dict)
+
+    def hold(self, kind: Kind, tensors: Iterable[Any]) -> None:
+        """Account for tensors on the device, and move them with the others from now on."""
+        new = [tensor for tensor in tensors if tensor.untyped_storage().nbytes()]
+        new = [tensor for tensor in new if tensor.untyped_storage()._cdata not in self._storages]
+        self.memory.hold(self.owner, kind, new)
+        for storage in (tensor.untyped_storage() for tensor in new):
+            self._storages[storage._cdata] = _MovableStorage(storage, kind, storage.nbytes())
+
+    def to_host(self) -> None:
+        """Copy all to host memory and free the device's. After a failure :meth:`to_device` brings back what has moved.
+
+        Raises:
+            EngineError: a tensor shares its memory with a numpy array, so it can never be freed; nothing has moved.
+        """
+        if fixed := sum(not each.storage.resizable() for each in self._storages.values()):
+            raise EngineError(
+                f"{fixed} tensors of {self.owner} cannot be moved: numpy() was called on them and pins their memory"
+                " for good; copy a tensor before calling numpy()"
+            )
+        self.on_device = False
+        for each in self._storages.values():
+            each.move_to_host()
+        if self.memory.device != "cpu" and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def to_device(self) -> None:
+        """Bring all back; if they do not fit (``OutOfDeviceMemory``), all of them stay in host memory."""
+        absent: dict[Kind, list[_MovableStorage]] = {}
+        for each in self._storages.values():
+            if each.host is not None:
+                absent.setdefault(each.kind, []).append(each)
+        try:
+            with self.memory.computing(self.owner):
+                self._bring(absent)
+        except OutOfDeviceMemory:
+            self.to_host()
+            raise
+        self.on_device = True
+
+    def _bring(self, absent: Mapping[Kind, Sequence["_MovableStorage"]]) -> None:
+        for kind, storages in absent.items():
+            self.memory.require(self.owner, kind, sum(each.nbytes for each in storages))
+            for each in storages:
+                each.move_to_device()
+            self.memory.hold(self.owner, kind, [each.bytes() for each in storages])
+
+    def release(self) -> None:
+        """Free the memory of all on device and host, even if tensors still refer to it."""
+        for each in self._storages.values():
+            each.host = None
+            if each.storage.resizable():  # else a numpy array shares it
+                each.storage.resize_(0)
+        self._storages.clear()
+
+    def locate(self, tensor: Any) -> Any:
+        """``tensor``, or a view of its copy in host memory while it is offloaded."""
+        storage = self._storages.get(tensor.untyped_storage()._cdata)
+        if storage is None or storage.host is None:
+            return tensor.detach()
+        whole = storage.host.view(tensor.dtype)
+        return torch.as_strided(whole, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@dataclass(eq=False)
+class _MovableStorage:
+    storage: Any
+    kind: Kind
+    nbytes: int
+    host: Any = None  # its bytes while it is offloaded
+
+    def bytes(self) -> Any:
+        return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+
+    def move_to_host(self) -> None:
+        if self.host is None:
+            host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self.storage.device.type == "cuda")
+            self.host = host.copy_(self.bytes())
+        if self.storage.nbytes():
+            self.storage.resize_(0)
+
+    def move_to_device(self) -> None:
+        self.storage.resize_(self.nbytes)
+        self.bytes().copy_(self.host)
+        self.host = None

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over packed documents, for any Hugging Face model that lets its attention be chosen.
+
+Each document attends to itself alone. On CUDA in half precision that is one FlashAttention call for all documents; else
+one call for each run of documents of equal length: SDPA, or a faster kernel on a host.
+"""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.cpu_kernels import band_attention, can_use_band_attention
+
+NAME = "dlrover_packed"
+"""The value of a model's ``attn_implementation``."""
+
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers that mix tokens by attention alone, as :func:`packed_attention` computes it."""
+
+_HAS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # absent in older versions of torch
+_HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "is_causal"})
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """How a packed row divides into documents; passed to the model as its argument ``documents``."""
+
+    lengths: tuple[int, ...]  # tokens of each document
+    device: str = "cpu"
+    group: Any = None  # ranks that hold equal parts of the row (context parallel); None: the row is whole
+
+    @cached_property
+    def bounds(self) -> Any:
+        """int32 ``[documents + 1]``: cumulative lengths, from 0."""
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """Count and length of each run of neighbours of equal length."""
+        for length, run in groupby(self.lengths):
+            yield len(list(run)), length
+
+
+def can_pack(model: Any) -> bool:
+    """Return True if every layer is attention of a supported kind that ``attn_implementation`` chooses."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if not getattr(model, "_supports_attention_backend", False) or getattr(model, "_is_stateful", False):
+        return False
+    return kinds <= LAYER_TYPES and getattr(config, "attn_logit_softcapping", None) is None
+
+
+def check_context_parallel(model: Any, context: int, tensor: int = 1) -> None:
+    """Raise an ``EngineError`` if ``context`` ranks cannot share the model's sequences."""
+    if not can_pack(model):
+        name = type(model).__name__
+        raise EngineError(f"{name} mixes tokens by other means than attention: context_parallel_size must be 1")
+    heads = model.config.get_text_config().num_attention_heads
+    if (heads // tensor) % context:
+        raise EngineError(
+            f"context_parallel_size {context} cannot share {heads} attention heads over tensor_parallel_size {tensor}"
+        )
+
+
+def packed_attention(  # noqa: PLR0913 - Transformers' signature
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Any, None]:
+    """Causal attention within each document, with the signature of ``transformers.AttentionInterface``.
+
+    ``query`` is ``[rows, heads, tokens, dim]``, ``key`` and ``value`` ``[rows, key-value heads, tokens, dim]``; the
+    documents are those of the first row, then those of the next. Returns ``[rows, tokens, heads, dim]`` and None.
+    """
+    documents, window = options.pop("documents", None), options.pop("sliding_window", None)
+    unsupported = [name for name in options.keys() - _HARMLESS if not (options[name] is None or options[name] is False)]
+    causal = options.get("is_causal") is not False and getattr(module, "is_causal", True)
+    if documents is None:
+        raise EngineError(f"{type(module).__name__} does not pass 'documents' on: the model cannot be packed")
+    if unsupported or attention_mask is not None or dropout or not causal:
+        reason = ", ".join(unsupported) or "a mask, dropout or attention that is not causal"
+        raise EngineError(f"{type(module).__name__} needs {reason}, which packed attention does not support")
+    if documents.group is not None:
+        query, key, value = exchange_tokens_for_heads(query, key, value, documents.group)
+    rows = len(query)
+    query, key, value = (tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key, value))
+    output = attend(query, key, value, documents, scaling, window)[0].unflatten(0, (rows, -1))
+    return output if documents.group is None else _exchange(output, documents.group), None
+
+
+AttentionInterface.register(NAME, packed_attention)
+
+
+def attend(  # noqa: PLR0913 - three tensors and how they attend
+    query: Any, key: Any, value: Any, documents: Documents, scaling: float | None = None, window: int | None = None
+) -> Any:
+    """:func:`packed_attention` of one whole row: ``[1, tokens, heads, dim]``."""
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        longest, grouped = max(documents.lengths), query.shape[1] != key.shape[1]
+        if grouped and not _HAS_GQA:
+            key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))
+        return varlen_attn(
+            *(tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)),
+            documents.bounds,
+            documents.bounds,
+            longest,
+            longest,
+            scale=scaling,
+            window_size=(-1 if window is None else window - 1, 0),
+            **({"enable_gqa": grouped} if _HAS_GQA else {}),
+        )[None]
+    runs = list(documents.runs())
+    # Split, not sliced: one concatenation then joins the gradients of the parts.
+    parts = zip(
+        *(tensor[0].split([count * length for count, length in runs], dim=1) for tensor in (query, key, value)),
+        strict=True,
+    )
+    outputs = [_run(part, run, scaling, window) for part, run in zip(parts, runs, strict=True)]
+    return torch.cat(outputs)[None]
+
+
+def _run(part: tuple[Any, Any, Any], run: tuple[int, int], scaling: float | None, window: int | None) -> Any:
+    query, key, value = (tensor.unflatten(1, run).transpose(0, 1) for tensor in part)
+    mask, length = None, run[1]
+    slides = window is not None and length > window
+    if not slides and can_use_band_attention(query):
+        return band_attention(query, key, value, scaling).transpose(1, 2).flatten(0, 1)
+    if slides:
+        at = torch.arange(length, device=query.device)
+        mask = (at[:, None] >= at) & (at[:, None] < at + window)
+    grouped = query.shape[1] != key.shape[1]
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
+    )
+    return output.transpose(1, 2).flatten(0, 1)
+
+
+# -- context parallel: each rank has all heads of its tokens, and needs all tokens of its heads ------------------------
+
+
+def exchange_tokens_for_heads(query: Any, key: Any, value: Any, group: Any) -> list[Any]:
+    """From all heads of a rank's tokens to all tokens of a share of the heads: ``[rows, heads / ranks, tokens * ranks,
+    dim]`` (Ulysses, arXiv:2309.14509). If there are too few key-value heads to share, each query head gets a copy.
+    """
+    ranks, heads = dist.get_world_size(group), query.shape[1]
+    if heads % ranks:
+        raise EngineError(f"{ranks} context-parallel ranks cannot share {heads} attention heads")
+    if key.shape[1] % ranks:
+        key, value = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (key, value))
+    return [_exchange(tensor, group) for tensor in (query, key, value)]
+
+
+def _exchange(tensor: Any, group: Any) -> Any:
+    parts = tensor.unflatten(1, (dist.get_world_size(group), -1)).movedim(1, 0)
+    return _Swap.apply(parts, group).movedim(0, 2).flatten(2, 3)
+
+
+class _Swap(torch.autograd.Function):
+    """Part ``i`` of rank ``j`` becomes part ``j`` of rank ``i``: ``[ranks, ...]``. It is its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Any, group: Any) -> Any:
+        ctx.group = group
+        return _swap(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, None]:
+        return _swap(gradient, ctx.group), None
+
+
+def _swap(parts: Any, group: Any) -> Any:
+    sent = parts.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received

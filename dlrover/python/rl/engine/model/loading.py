@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in Hugging Face format: read as float32, whole or in parts; written atomically."""
+
+import json
+import os
+import re
+import shutil
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.api.weights import WeightSnapshot, verify_snapshot
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Precisions of the forward and backward pass."""
+
+
+Ranges: TypeAlias = tuple[slice, ...]
+"""One slice for each dimension."""
+
+
+class WeightReader(Protocol):
+    """Tensors by name."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, name: str, ranges: Ranges) -> Any:
+        """The part ``ranges`` of a tensor, on the host, in its stored precision."""
+        ...
+
+
+class TensorSource:
+    """Tensors in memory; a value may be a function of no arguments that makes the tensor."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._tensors = tensors
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(self._whole(name).shape) for name in self._tensors}
+
+    def read(self, name: str, ranges: Ranges) -> Any:
+        return self._whole(name)[ranges]
+
+    def _whole(self, name: str) -> Any:
+        tensor = self._tensors[name]
+        return tensor if isinstance(tensor, torch.Tensor) else tensor()
+
+
+class SafetensorsSource:
+    """The ``*.safetensors`` files of a folder, of which only the requested bytes are read."""
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        else:
+            names = sorted(path.name for path in folder.glob("*.safetensors"))
+        if absent := [name for name in names if not (folder / name).is_file()]:
+            raise EngineError(f"'{folder}' lacks {', '.join(absent)}")
+        self._files = [safe_open(folder / name, framework="pt") for name in names]
+        self._file_of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 - no mapping
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
+
+    def read(self, name: str, ranges: Ranges) -> Any:
+        file = self._file_of[name]
+        return file.get_slice(name)[ranges] if ranges else file.get_tensor(name)
+
+
+def match_names(
+    wanted: Mapping[str, tuple[str, ...]],
+    available: Mapping[str, Any],
+    prefix: str = "",
+    rename: Callable[[str], str] | None = None,
+) -> dict[str, str]:
+    """Find a module's tensors among the names of a source.
+
+    Args:
+        wanted: a tensor's first name in the module, and all its names: tied ones may stand for it.
+        available: the names that the source has.
+        prefix: of the base model's names in the module, which sources of the bare model lack.
+        rename: from the module's names to the source's.
+
+    Returns:
+        First name in the module to the name in the source, without those that are missing.
+    """
+    matches = {}
+    for first, names in wanted.items():
+        candidates = [rename(name) for name in names] if rename else list(names)
+        if prefix:
+            candidates += [name.removeprefix(f"{prefix}.") for name in candidates if name.startswith(f"{prefix}.")]
+            candidates += [f"{prefix}.{name}" for name in candidates]
+        match = next((name for name in candidates if name in available), None)
+        if match is not None:
+            matches[first] = match
+    return matches
+
+
+def init_normal(name: str, shape: tuple[int, ...], std: float) -> Any:
+    """Normal numbers, the same in every process: the name is their seed."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator) * std
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True, eq=False)
+class CausalLM:
+    """A Hugging Face model and what engines need to know about it."""
+
+    model: Any  # float32, dropout off
+    tokenizer: Any
+    eos_ids: tuple[int, ...]  # of the tokenizer and the generation config
+    pad_id: int
+    vocab_size: int  # rows of the input embedding
+    max_positions: int | None  # None: the model names no limit
+
+    def named_weights(self) -> Iterator[tuple[str, Any]]:
+        """Parameters and saved buffers; tied tensors once, under their first name."""
+        visited: set[int] = set()
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in visited:
+                visited.add(id(tensor))
+                yield name, tensor
+
+    def check(self, snapshot: WeightSnapshot, serving: int) -> None:
+        """See :func:`verify_snapshot`."""
+        verify_snapshot(snapshot, {name: tuple(tensor.shape) for name, tensor in self.named_weights()}, serving)
+
+    def check_tokens(self, tokens: Any, longest: int) -> None:
+        """Raise an ``EngineError`` if flat ids are not in the vocabulary, or ``longest`` exceeds the positions."""
+        if self.max_positions is not None and longest > self.max_positions:
+            raise EngineError(f"a sequence of {longest} tokens does not fit the model's {self.max_positions} positions")
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            raise EngineError(
+                f"token ids from {tokens.min()} to {tokens.max()}, but the model has 0 to {self.vocab_size - 1}"
+            )
+
+
+def load_causal_lm(source: str | Path, device: str = "cpu") -> CausalLM:
+    """Load model and tokenizer from a folder or the hub, without dropout.
+
+    Weights become float32, since updates of small learning rates vanish in bfloat16.
+
+    Raises:
+        EngineError: there is no such model, or the checkpoint lacks weights.
+    """
+    location = _resolve(source)
+    hf_logging.disable_progress_bar()  # else one bar per process and file
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            location, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(location)
+    except (OSError, ValueError) as error:
+        raise EngineError(f"no model can be loaded from '{source}': {_explain(location)}") from error
+    if absent := sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])}):
+        # Transformers would fill them with random numbers.
+        raise EngineError(f"the checkpoint '{source}' lacks {', '.join(absent)}")
+    return as_causal_lm(model, tokenizer, device)
+
+
+def as_causal_lm(model: Any, tokenizer: Any, device: str = "cpu") -> CausalLM:
+    """Prepare a float32 Hugging Face model and its tokenizer for engines; switches dropout off."""
+    disable_dropout(model)
+    model.eval().to(device)
+    ends = _as_ids(tokenizer.eos_token_id) + _as_ids(getattr(model.generation_config, "eos_token_id", None))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0)
+    return CausalLM(
+        model,
+        tokenizer,
+        eos_ids=tuple(dict.fromkeys(ends)),
+        pad_id=pad,
+        vocab_size=model.get_input_embeddings().num_embeddings,
+        max_positions=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+    )
+
+
+def is_hub_name(text: str) -> bool:
+    return _HUB_NAME.fullmatch(text) is not None
+
+
+def _resolve(source: str | Path) -> str:
+    text = str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
+    if not Path(text).is_dir() and (isinstance(source, Path) or not is_hub_name(text)):
+        raise EngineError(f"no model at '{text}': it is neither a folder nor reachable on the hub")
+    return text
+
+
+def _explain(location: str) -> str:
+    if Path(location).is_dir():
+        return "the folder does not hold a causal language model with its tokenizer"
+    return "it is neither a folder nor reachable on the hub"
+
+
+def _as_ids(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def disable_dropout(model: Any) -> None:
+    """Log-probs in training must equal those of sampling."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout") and isinstance(module.attention_dropout, float):
+            module.attention_dropout = 0.0
+
+
+def prepare_training(module: Any, trained: bool, recompute: bool, reentrant: bool = False) -> None:
+    """Freeze a module that is not trained; let a trained one recompute activations, if configured.
+
+    Dropout has to be off: Transformers recomputes in training mode only.
+    """
+    if not trained:
+        module.requires_grad_(False)
+    elif recompute:
+        module.train()
+        enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+        enable({"use_reentrant": reentrant})
+
+
+def write_atomically(path: Path, model: Any, tokenizer: Any, tensors: Mapping[str, Any] | None = None) -> Path:
+    """Write model and tokenizer to the folder ``path``; a reader sees the old folder or the new one, never a part.
+
+    Between the two there is an instant without either: a folder that is not empty cannot be replaced in one step.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new, old = (path.with_name(f".{path.name}.{kind}-{uuid.uuid4().hex}") for kind in ("new", "old"))
+    try:
+        model.save_pretrained(new, state_dict=tensors)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(new)
+        for file in new.iterdir():
+            sync_to_disk(file)
+        if path.exists():
+            path.rename(old)
+        new.rename(path)
+        sync_to_disk(path.parent)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def sync_to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

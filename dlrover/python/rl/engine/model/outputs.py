@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outputs of a model at the action tokens: log-probs and entropy, or scores."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.model.attention import Documents
+from dlrover.python.rl.engine.model.packing import Head, MicroBatch
+from dlrover.python.rl.engine.model.ranks import all_gather_single
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits in float32 at a time; the others stay in the model's precision."""
+
+CACHED_ELEMENTS = 1 << 18
+"""The same on a host, for its caches."""
+
+
+@dataclass(frozen=True, eq=False)
+class VocabularyShard:
+    """This rank's part of the vocabulary, if ranks divide it (tensor parallel)."""
+
+    start: int  # its first id
+    group: Any  # ranks that together have all of it
+
+
+def token_logprobs(
+    logits: Any,
+    targets: Any,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    shard: VocabularyShard | None = None,
+) -> tuple[Any, Any]:
+    """Log-probs of tokens under ``softmax(logits / temperature)``, and that distribution's entropy.
+
+    Computed in float32 (float64 for float64 logits) in chunks; both have exact gradients. Temperature 0 means greedy
+    decoding, whose log-probs are those at temperature 1.
+
+    Args:
+        logits: ``[tokens, vocab]``, or this rank's columns of it.
+        targets: int64 ``[tokens]`` or ``[tokens, n]``: ids in the whole vocabulary.
+        temperature: divides the logits.
+        entropy: compute it.
+        shard: the columns of this rank; the other ranks have to call too.
+
+    Returns:
+        Log-probs in the shape of ``targets``, and entropies ``[tokens]`` in nats, or None.
+    """
+    table = targets[:, None] if targets.ndim == 1 else targets
+    logprobs, entropies = _TokenLogprobs.apply(logits, table, temperature or 1.0, entropy, shard)
+    return logprobs.view_as(targets), entropies if entropy else None
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """With ``c = (l - max l) / T``, ``Z = sum exp c`` and ``p = exp(c) / Z``: ``log p_t = c_t - log Z`` and
+    ``H = log Z - sum p c``. Then ``T d(log p_t) / dl = 1_t - p`` and ``T dH / dl = -p (c - log Z + H)``.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0913 - autograd takes no keywords
+        ctx: Any, logits: Any, targets: Any, temperature: float, entropy: bool, shard: VocabularyShard | None
+    ) -> tuple[Any, Any]:
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        places = targets - (shard.start if shard else 0)
+        mine = (places >= 0) & (places < logits.shape[1])
+        places = places.clamp(0, logits.shape[1] - 1)
+        most = logits.amax(dim=1).to(wide)
+        if shard is not None:
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=shard.group)
+        # Sums over the vocabulary: of exp(c), of exp(c) c, and of c at each target.
+        sums = logits.new_zeros((2 + targets.shape[1], len(logits)), dtype=wide)
+        for rows in _chunks(logits):
+            centred = logits[rows].to(wide) - most[rows, None]
+            if temperature != 1.0:
+                centred.div_(temperature)
+            sums[2:, rows] = torch.where(mine[rows], centred.gather(1, places[rows]), 0.0).t()
+            weights = centred.exp() if entropy else centred.exp_()
+            sums[0, rows] = weights.sum(dim=1)
+            if entropy:  # A logit of minus infinity has weight 0, and 0 times infinity is NaN.
+                sums[1, rows] = weights.mul_(centred.clamp_(min=-1e4)).sum(dim=1)
+        if shard is not None:
+            dist.all_reduce(sums, group=shard.group)
+        log_total = sums[0].log()
+        entropies = log_total - sums[1] / sums[0]
+        ctx.save_for_backward(logits, places, mine, most, log_total, entropies)
+        ctx.temperature, ctx.entropy = temperature, entropy
+        return (sums[2:] - log_total).t().contiguous(), entropies
+
+    @staticmethod
+    def backward(ctx: Any, by_logprob: Any, by_entropy: Any) -> tuple[Any, ...]:
+        logits, places, mine, most, log_total, entropies = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        by_target = torch.where(mine, by_logprob, 0.0)
+        for rows in _chunks(logits):
+            part = logits[rows].to(most.dtype) - most[rows, None]
+            if ctx.temperature != 1.0:
+                part.div_(ctx.temperature)
+            part.sub_(log_total[rows, None])
+            slope = by_logprob[rows].sum(dim=1, keepdim=True)
+            if ctx.entropy:
+                slope = part.clamp(min=-1e4).add_(entropies[rows, None]).mul_(by_entropy[rows, None]).add_(slope)
+            part.exp_().mul_(slope).neg_().scatter_add_(1, places[rows], by_target[rows])
+            gradient[rows] = part.div_(ctx.temperature) if ctx.temperature != 1.0 else part
+        return gradient, None, None, None, None
+
+
+def _chunks(logits: Any) -> list[slice]:
+    rows, width = logits.shape
+    size = max(1, min(CHUNK_ELEMENTS, CHUNK_ELEMENTS if logits.is_cuda else CACHED_ELEMENTS) // max(1, width))
+    return [slice(start, start + size) for start in range(0, rows, size)]
+
+
+def top_token_ids(logits: Any, count: int, shard: VocabularyShard | None = None) -> Any:
+    """The most likely ids of ``[tokens, vocab]`` or this rank's columns of it: int64 ``[tokens, count]``, best first.
+
+    Raises:
+        EngineError: the vocabulary has fewer.
+    """
+    if shard is None:
+        if count > logits.shape[1]:
+            raise EngineError(f"the {count} most likely ids were requested, but the vocabulary has {logits.shape[1]}")
+        return logits.topk(count, dim=1).indices
+    values, places = logits.topk(min(count, logits.shape[1]), dim=1)
+    missing = count - values.shape[1]
+    mine = [
+        functional.pad(values.float(), (0, missing), value=-torch.inf),
+        functional.pad(places + shard.start, (0, missing), value=-1),
+    ]
+    ranks = dist.get_world_size(shard.group)
+    everyone = [[torch.empty_like(part) for _ in range(ranks)] for part in mine]
+    for part, parts in zip(mine, everyone, strict=True):
+        dist.all_gather(parts, part.contiguous(), group=shard.group)
+    joined, ids = (torch.cat(parts, dim=1) for parts in everyone)
+    best = ids.gather(1, joined.topk(count, dim=1).indices)
+    if bool((best < 0).any()):
+        raise EngineError(f"the {count} most likely ids were requested, but the vocabulary has fewer")
+    return best
+
+
+# -- reading a model --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class OutputReader:
+    """Runs a model on micro-batches and picks the outputs at the action tokens."""
+
+    head: Head = "causal"
+    device: str = "cpu"
+    packs: bool = True  # the model keeps packed documents apart; else each document is a padded row
+    fill: int = 0  # the token id of padding
+    context: Any = None  # process group that divides the tokens (context parallel)
+    shard: VocabularyShard | None = None  # this rank's part of the vocabulary
+
+    def read(self, model: Any, micro: MicroBatch, temperature: float = 1.0, entropy: bool = False) -> tuple[Any, ...]:
+        """Log-probs or scores, float32 ``[actions]``, and entropies or None. With candidates the log-probs are
+        ``[actions, 1 + n]``; so they are with ``micro.top``, and the ids ``[actions, top]`` come third.
+
+        The vocabulary projection runs only where the next token is an action. With context parallel every rank gets the
+        outputs of the whole micro-batch; gradients flow to the rank that computed them.
+        """
+        part = self._part(micro)
+        likely: tuple[Any, ...] = ()
+        logits = self._packed(model, part) if self.packs else self._padded(model, micro)
+        if self.head == "token":
+            outputs, entropies = logits.squeeze(-1).float(), None
+        else:
+            targets = torch.from_numpy(part.targets).to(self.device)
+            if micro.top:
+                likely = (top_token_ids(logits, micro.top, self.shard),)
+                targets = torch.cat([targets[:, None], *likely], dim=1)
+            outputs, entropies = token_logprobs(logits, targets, temperature, entropy, self.shard)
+        columns = (outputs, entropies, *likely)
+        if self.context is None:
+            return columns
+        return tuple(None if values is None else _Join.apply(values, part.counts, self.context) for values in columns)
+
+    def _packed(self, model: Any, part: "_Part") -> Any:
+        everything = len(part.reads) == len(part.inputs)
+        keep = slice(None) if everything else torch.from_numpy(part.reads).to(self.device)
+        arguments = {
+            "input_ids": torch.from_numpy(part.inputs).to(self.device)[None],
+            "position_ids": torch.from_numpy(part.positions).to(self.device)[None],
+            "documents": Documents(part.lengths, self.device, self.context),
+            "use_cache": False,
+        }
+        if self.head == "causal":
+            return model(**arguments, logits_to_keep=0 if everything else keep).logits[0]
+        return model(**arguments).logits[0, keep]
+
+    def _padded(self, model: Any, micro: MicroBatch) -> Any:
+        ids, reads = micro.padded(self.fill)
+        logits = model(input_ids=torch.from_numpy(ids).to(self.device), use_cache=False).logits
+        return logits.flatten(0, 1)[torch.from_numpy(reads).to(self.device)]
+
+    def _part(self, micro: MicroBatch) -> "_Part":
+        if self.context is None:
+            lengths = tuple(micro.lengths.tolist())
+            return _Part(micro.inputs, micro.positions, lengths, micro.reads, micro.target_ids, [len(micro.reads)])
+        rank, ranks = dist.get_rank(self.context), dist.get_world_size(self.context)
+        size = -(-len(micro.inputs) // ranks)
+        spare = size * ranks - len(micro.inputs)  # A separate document at the end, whose outputs are not read.
+        mine = slice(rank * size, (rank + 1) * size)
+        counts = np.bincount(micro.reads // size, minlength=ranks).tolist()
+        chosen = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        return _Part(
+            np.pad(micro.inputs, (0, spare), constant_values=self.fill)[mine],
+            np.concatenate([micro.positions, np.arange(spare)])[mine],
+            (*micro.lengths.tolist(), *([spare] if spare else [])),
+            micro.reads[chosen] - rank * size,
+            micro.target_ids[chosen],
+            counts,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    inputs: Any
+    positions: Any
+    lengths: tuple[int, ...]
+    reads: Any
+    targets: Any
+    counts: list[int]  # actions that each of the ranks reads
+
+
+class _Join(torch.autograd.Function):
+    """The outputs of all ranks. Every rank computes the same with them, so a part's gradient is complete on its
+    rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Any, counts: list[int], group: Any) -> Any:
+        rank, most = dist.get_rank(group), max(counts)
+        ctx.mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        padded = outputs.new_zeros((most, *outputs.shape[1:]))
+        padded[: len(outputs)] = outputs
+        everyone = outputs.new_empty((most * len(counts), *outputs.shape[1:]))
+        all_gather_single(everyone, padded, group=group)
+        return torch.cat([part[:count] for part, count in zip(everyone.split(most), counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, None, None]:
+        return gradient[ctx.mine], None, None

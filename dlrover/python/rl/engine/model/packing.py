@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From ragged rows to packed micro-batches without padding, and from their outputs back to the batch's tokens."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.data.balance import lightest_first
+from dlrover.python.rl.data.batch import Array, Batch, Column, Ragged
+
+Ids = npt.NDArray[np.int64]
+Head = Literal["causal", "token"]
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Rows of a batch, one after the other in a single row: documents that must not see each other.
+
+    A document ends where it is no longer needed: at the token before its last action (``head: causal``), or at its last
+    action (``head: token``). Documents are sorted by length, longest first, so equal lengths are neighbours.
+    """
+
+    inputs: Ids  # [tokens]
+    lengths: Ids  # [documents]
+    reads: Ids  # [actions]: where in `inputs` the outputs of the action tokens are, rising
+    targets: Ids  # [actions]: the action tokens
+    flat: Ids  # [actions]: where the action tokens are in the batch's flat token column
+    candidates: Ids | None = None  # [actions, n]: ids whose log-probs are requested too
+    top: int = 0  # number of most likely ids that are requested too
+
+    @property
+    def target_ids(self) -> Ids:
+        return self.targets if self.candidates is None else np.column_stack([self.targets, self.candidates])
+
+    @cached_property
+    def positions(self) -> Ids:
+        """``[tokens]``: position of each input in its document, from 0."""
+        starts = np.cumsum(self.lengths) - self.lengths
+        return np.arange(len(self.inputs)) - np.repeat(starts, self.lengths)
+
+    def padded(self, fill: int) -> tuple[Ids, Ids]:
+        """One document per row, padded on the right; causal attention needs no mask for that.
+
+        Returns ids ``[documents, longest]``, and ``reads`` as indices of their flat form.
+        """
+        longest = int(self.lengths.max(initial=1))
+        document = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        ids = np.full((len(self.lengths), longest), fill, dtype=np.int64)
+        ids[document, self.positions] = self.inputs
+        return ids, document[self.reads] * longest + self.positions[self.reads]
+
+    def columns(self, batch: Batch, device: str) -> dict[str, Any]:
+        return select_columns(batch, self.flat, device)
+
+
+def select_columns(batch: Batch, flat: Ids, device: str) -> dict[str, Any]:
+    """A batch's numeric columns at the tokens ``flat`` (indices of the flat column), each ``[actions, ...]``.
+
+    Ragged columns aligned with the tokens are picked, dense ones repeated over their row's tokens, float64 becomes
+    float32. Others (objects, rows of other lengths) are left out. ``unit`` defaults to the number of each token's row.
+    """
+    tokens = batch.ragged("tokens")
+    row_of = np.searchsorted(tokens.offsets, flat, side="right") - 1
+    columns = {"unit": np.arange(len(batch)), **batch.columns}
+    picked = {name: _at(column, tokens, flat, row_of) for name, column in columns.items()}
+    return {name: _to_torch(values, device) for name, values in picked.items() if values is not None}
+
+
+def _at(column: Column, tokens: Ragged, flat: Array, row_of: Array) -> Array | None:
+    if isinstance(column, list):
+        return None
+    if isinstance(column, Ragged):
+        return column.values[flat] if np.array_equal(column.offsets, tokens.offsets) else None
+    return column[row_of] if column.dtype.kind in "biuf" else None
+
+
+def _to_torch(values: Array, device: str) -> Any:
+    tensor = torch.from_numpy(values)
+    return tensor.to(device, torch.float32 if tensor.is_floating_point() else tensor.dtype)
+
+
+def check_actions(batch: Batch, head: Head = "causal") -> None:
+    """Raise an ``EngineError`` if the mask does not match the tokens, or a causal head's is set on a first token."""
+    tokens, actions = batch.ragged("tokens"), batch.ragged("action_mask")
+    if not np.array_equal(tokens.offsets, actions.offsets):
+        raise EngineError("'action_mask' and 'tokens' have rows of different lengths")
+    firsts = tokens.offsets[:-1][tokens.lengths > 0]
+    if head == "causal" and len(firsts) and actions.values[firsts].any():
+        raise EngineError("'action_mask' is set on the first token of a row, which has no log-prob")
+
+
+def check_tokens(tokens: Ragged, vocab_size: int, max_positions: int | None) -> None:
+    """Raise an ``EngineError`` if an id is not below ``vocab_size`` or a row is too long; names a row."""
+    ids, lengths = tokens.values, tokens.lengths
+    if max_positions is not None and lengths.max(initial=0) > max_positions:
+        row = int(lengths.argmax())
+        raise EngineError(
+            f"row {row} of the batch, of {lengths[row]} tokens, does not fit the model's {max_positions} positions"
+        )
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+        row = int(np.searchsorted(tokens.offsets, at, side="right")) - 1
+        raise EngineError(f"row {row} of the batch has the id {ids[at]}, but the model has 0 to {vocab_size - 1}")
+
+
+def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int = 0) -> list[MicroBatch]:
+    """Divide a batch into micro-batches of about equally many tokens; rows without an action token are left out.
+
+    Args:
+        batch: columns ``tokens`` and ``action_mask``; rows with the same number in the dense column ``unit``, if any,
+            stay together; ``candidates`` (ragged ``[rows, seq, n]``), if any, are more ids for a causal head.
+        token_budget: of a micro-batch; a row or unit that exceeds it is a micro-batch by itself.
+        head: of the model.
+        at_least: minimum number of micro-batches, the last ones perhaps empty: ranks in lockstep need equally many.
+    """
+    tokens, actions = batch.ragged("tokens"), batch.ragged("action_mask")
+    spans = np.array([_count_needed(mask, head) for mask in actions], dtype=np.int64)
+    rows = np.flatnonzero(spans)
+    if "unit" in batch:
+        units = _units(batch.dense("unit")[rows])
+        shares = [
+            _longest_first([row for unit in share for row in units[unit]], spans[rows])
+            for share in balance_by_tokens([int(spans[rows[unit]].sum()) for unit in units], token_budget, at_least)
+        ]
+    else:
+        shares = balance_by_tokens(spans[rows].tolist(), token_budget, at_least)
+    micros = [_join(tokens, actions, rows[share], spans) for share in shares]
+    if head != "causal" or "candidates" not in batch:
+        return micros
+    candidates = batch.ragged("candidates")
+    if not np.array_equal(candidates.offsets, tokens.offsets) or candidates.values.ndim != 2:
+        raise EngineError("'candidates' and 'tokens' have rows of different lengths")
+    return [replace(micro, candidates=candidates.values[micro.flat]) for micro in micros]
+
+
+def _units(numbers: Ids) -> list[Ids]:
+    _, of_row = np.unique(numbers, return_inverse=True)
+    order = np.argsort(of_row, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(of_row[order])) + 1) if len(order) else []
+
+
+def _longest_first(rows: list[int], spans: Ids) -> list[int]:
+    return sorted(rows, key=lambda row: -int(spans[row]))
+
+
+def _count_needed(mask: Array, head: Head) -> int:
+    actions = np.flatnonzero(mask)
+    return int(actions[-1]) + (head == "token") if len(actions) else 0
+
+
+def balance_by_tokens(lengths: Sequence[int], budget: int, at_least: int = 0) -> list[list[int]]:
+    """Divide items into few groups of at most ``budget``, of nearly equal sums: indices, longest first.
+
+    Longest item first, each to the lightest group; if a group exceeds the budget, one more group is tried. The
+    differencing of ``data.balance.partition`` gives as many groups and is far slower for hundreds of items.
+    """
+    order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
+    alone = [[item] for item in order if lengths[item] >= budget]
+    rest = order[len(alone) :]
+    count = max(-(-sum(lengths[item] for item in rest) // budget), at_least - len(alone))
+    groups = lightest_first(rest, lengths, count)
+    while any(sum(lengths[item] for item in group) > budget for group in groups):
+        count += 1
+        groups = lightest_first(rest, lengths, count)
+    return alone + groups
+
+
+def _join(tokens: Ragged, actions: Ragged, rows: Array, spans: Ids) -> MicroBatch:
+    if not len(rows):
+        empty = np.empty(0, dtype=np.int64)
+        return MicroBatch(np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64), empty, empty, empty)
+    lengths, starts = spans[rows], tokens.offsets[:-1][rows]
+    inputs = [tokens.values[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+    positions = [np.flatnonzero(actions[row]) for row in rows]
+    flat = np.concatenate([start + at for start, at in zip(starts, positions, strict=True)])
+    # The output of an action is read at the token before it, or at the action itself: the last one's is a document's
+    # last input both ways.
+    begins = np.cumsum(lengths) - lengths
+    shift = [begin + length - 1 - at[-1] for begin, length, at in zip(begins, lengths, positions, strict=True)]
+    reads = np.concatenate([at + by for at, by in zip(positions, shift, strict=True)])
+    return MicroBatch(np.concatenate(inputs), lengths, reads, tokens.values[flat], flat)
+
+
+def check_requested_outputs(batch: Batch, head: Head, entropy: bool, top: int) -> None:
+    """Raise an ``EngineError`` if a model of this head cannot compute the requested outputs."""
+    if entropy and head != "causal":
+        raise EngineError("scores have no entropy: only a causal head has one")
+    if top and head != "causal":
+        raise EngineError("scores have no most likely ids: only a causal head has them")
+    if top and "candidates" in batch:
+        raise EngineError("use either the batch's 'candidates' or 'top'")
+
+
+def gather_outputs(
+    batch: Batch,
+    head: Head,
+    results: Iterable[tuple[MicroBatch, tuple[Any, ...]]],
+    entropy: bool = False,
+    top: int = 0,
+) -> Batch:
+    """The outputs of micro-batches as columns like ``tokens``, 0 outside the action mask.
+
+    ``results`` are micro-batches with outputs (``[actions]``, or ``[actions, 1 + n]`` with candidates), entropies or
+    None, and the most likely ids if requested.
+    """
+    tokens, name = batch.ragged("tokens"), "logprobs" if head == "causal" else "scores"
+    columns = _make_columns(batch, name, entropy, top)
+    for micro, (outputs, entropies, *likely) in results:
+        values = {name: outputs if outputs.ndim == 1 else outputs[:, 0], "entropy": entropies}
+        if outputs.ndim == 2:
+            values |= {"candidate_logprobs": outputs[:, 1:], "candidates": likely[0] if likely else None}
+        for key, column in columns.items():
+            column[micro.flat] = values[key].cpu().numpy()
+    return Batch({key: tokens.like(values) for key, values in columns.items()})
+
+
+def _make_columns(batch: Batch, name: str, entropy: bool, top: int) -> dict[str, Array]:
+    total = len(batch.ragged("tokens").values)
+    columns: dict[str, Array] = {name: np.zeros(total, dtype=np.float32)}
+    if entropy:
+        columns["entropy"] = np.zeros(total, dtype=np.float32)
+    if top:
+        columns["candidates"] = np.zeros((total, top), dtype=np.int64)
+        columns["candidate_logprobs"] = np.zeros((total, top), dtype=np.float32)
+    elif name == "logprobs" and "candidates" in batch:
+        columns["candidate_logprobs"] = np.zeros(batch.ragged("candidates").values.shape, dtype=np.float32)
+    return columns

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of one engine: their process group, small collectives, random states."""
+
+import hashlib
+import random
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.data import state_tree
+from dlrover.python.rl.engine.api.base import Rendezvous
+
+
+def seed_random(*parts: int | str) -> None:
+    """Seed Python, numpy and torch from a hash of ``parts``: the same in every process."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    random.seed(digest)
+    np.random.seed(np.frombuffer(digest, dtype="<u4"))
+    torch.manual_seed(int.from_bytes(digest, "little"))
+
+
+def get_random_state() -> dict[str, Any]:
+    cuda = [state.clone() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else []
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": cuda,
+    }
+
+
+@contextmanager
+def preserve_random_state() -> Iterator[None]:
+    """Sampling and seeding inside the block change nothing after it."""
+    state = get_random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restore :func:`get_random_state`. Devices that were unused, then or now, keep their state."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_initialized():
+        for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(device_state, device)
+
+
+def pack_random_state() -> Any:
+    """:func:`get_random_state` as a tensor of bytes: the lengths of its parts, then the parts."""
+    skeleton, buffers = state_tree.dump(get_random_state())
+    parts = [skeleton, *map(bytes, buffers)]
+    lengths = struct.pack(f"<{len(parts) + 1}q", len(parts), *map(len, parts))
+    return torch.frombuffer(bytearray(lengths + b"".join(parts)), dtype=torch.uint8)
+
+
+def unpack_random_state(packed: Any) -> None:
+    content = packed.numpy().tobytes()
+    (count,) = struct.unpack_from("<q", content)
+    lengths = struct.unpack_from(f"<{count}q", content, 8)
+    ends = list(accumulate(lengths, initial=8 * (count + 1)))
+    skeleton, *buffers = (content[start:end] for start, end in pairwise(ends))
+    set_random_state(state_tree.load(skeleton, [memoryview(buffer) for buffer in buffers]))
+
+
+# torch 2.13 deprecates the older names.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+BUCKET_ELEMENTS = 1 << 24
+"""Elements of one gradient all-reduce: large enough to hide latency, small enough not to double a model's memory."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of one engine, from :meth:`connect`, which every rank calls, to :meth:`close`."""
+
+    rank: int = 0
+    world_size: int = 1
+    owns_group: bool = False  # the process group was made here, and is destroyed here
+    timeout_s: float = 300.0  # of a collective
+
+    @classmethod
+    def connect(cls, rendezvous: Rendezvous, device: str = "cpu", always: bool = False) -> "Ranks":
+        """Join the process's default process group; an existing one of the same shape (``torchrun``) is used.
+
+        ``always`` makes a process group for a single rank too, which some backends require.
+
+        Raises:
+            EngineError: the ranks did not meet in time, or this process belongs to a group of another shape.
+        """
+        rank, world_size = rendezvous.rank, rendezvous.world_size
+        if world_size == 1 and not always:
+            return cls()
+        if dist.is_initialized():
+            current = (dist.get_rank(), dist.get_world_size())
+            if current != (rank, world_size):
+                raise EngineError(
+                    f"this process is rank {current[0]} of {current[1]} already, not {rank} of {world_size}"
+                )
+            return cls(rank, world_size, timeout_s=rendezvous.timeout_s)
+        address = f"{rendezvous.master_addr}:{rendezvous.master_port}"
+        method = {"store": dist.HashStore()} if world_size == 1 else {"init_method": f"tcp://{address}"}
+        on_cuda = torch.device(device).type == "cuda"
+        if on_cuda:
+            torch.cuda.set_device(resolve_device(device))
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+                **method,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=rendezvous.timeout_s),
+            )
+        except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
+            raise EngineError(f"rank {rank} of {world_size} did not meet the others at {address}: {error}") from error
+        return cls(rank, world_size, owns_group=True, timeout_s=rendezvous.timeout_s)
+
+    def set_timeout(self, *groups: Any) -> None:
+        """Set the timeout of other process groups to that of the default one; theirs is half an hour."""
+        for group in groups:
+            _set_pg_timeout(timedelta(seconds=self.timeout_s), group)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's picklable ``value``, in the order of the ranks."""
+        if self.world_size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def sum_scalars(self, scalars: Mapping[str, float]) -> dict[str, float]:
+        """Sum by name, in the order of the ranks. A rank may lack names: one rank of a replica reports for all."""
+        totals: dict[str, float] = {}
+        for part in self.gather(dict(scalars)):
+            for name, value in part.items():
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
+
+    def raise_any(self, error: str) -> None:
+        """Raise the same ``EngineError`` on all ranks if ``error`` is not empty on some rank."""
+        if message := join_rank_errors(self.gather(error)):
+            raise EngineError(message)
+
+    @contextmanager
+    def close_on_failure(self) -> Iterator[None]:
+        """Leave the group if the block fails, so another engine can meet the ranks."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the group; the other ranks' later collectives fail."""
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def resolve_device(device: str) -> str:
+    """``cuda`` by its number: the process's current one."""
+    return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
+
+
+def join_rank_errors(errors: Sequence[str]) -> str:
+    """The errors of all ranks in one line; empty if there is none."""
+    parts = [f"rank {rank}: {error}" if len(errors) > 1 else error for rank, error in enumerate(errors) if error]
+    return "; ".join(parts)
+
+
+def sum_tensors(tensors: Iterable[Any], group: Any) -> None:
+    """Replace each tensor by its sum over a process group, in place; every rank gets the same bits."""
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _buckets(tensors: Iterable[Any]) -> Iterator[list[Any]]:
+    bucket: list[Any] = []
+    elements = 0
+    for tensor in tensors:
+        if bucket and elements + tensor.numel() > BUCKET_ELEMENTS:
+            yield bucket
+            bucket, elements = [], 0
+        bucket.append(tensor)
+        elements += tensor.numel()
+    if bucket:
+        yield bucket

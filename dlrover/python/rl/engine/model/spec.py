@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face model without its weights: configuration, tokenizer, and the module on the meta device."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
+from transformers.utils import logging as hf_logging
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.model import attention
+from dlrover.python.rl.engine.model.loading import (
+    CausalLM,
+    SafetensorsSource,
+    TensorSource,
+    WeightReader,
+    as_causal_lm,
+    disable_dropout,
+    init_normal,
+    is_hub_name,
+    match_names,
+    write_atomically,
+)
+from dlrover.python.rl.engine.model.packing import Head
+from dlrover.python.rl.engine.model.train_module import empty_weights
+
+_CLASSES = {"causal": AutoModelForCausalLM, "token": AutoModelForTokenClassification}
+_WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+
+
+@dataclass(frozen=True, eq=False)
+class ModelSpec:
+    """All that is needed to build, load and write a model. Made by :meth:`of`."""
+
+    name: str  # folder or hub name, for messages
+    folder: Path | None  # of the files; None with `weights`
+    config: Any
+    tokenizer: Any
+    head: Head = "causal"
+    weights: WeightReader | None = None  # in place of files
+    head_bias: bool = True
+
+    @classmethod
+    def of(cls, model: str | Path, head: Head = "causal", head_bias: bool = True) -> "ModelSpec":
+        """Read configuration and tokenizer. Raises an ``EngineError`` if there is no such model."""
+        hf_logging.disable_progress_bar()  # else one bar per process and file
+        folder = find_model_folder(model)
+        try:
+            config = AutoConfig.from_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            why = "the folder does not hold a causal language model with its tokenizer"
+            raise EngineError(f"no model can be loaded from '{model}': {why}") from error
+        if head == "token":
+            config.num_labels = 1
+        return cls(str(model), folder, config, tokenizer, head, head_bias=head_bias)
+
+    def empty(self) -> Any:
+        """A new module: float32 parameters on the meta device, real buffers, no dropout, packed attention if
+        possible.
+        """
+        try:
+            with empty_weights():
+                module = _CLASSES[self.head].from_config(self.config, dtype=torch.float32)
+        except ValueError as error:
+            raise EngineError(f"'{self.name}' is not a model with a head of kind '{self.head}': {error}") from error
+        if not self.head_bias and self.head == "token":
+            module.score.bias = None
+        if attention.can_pack(module):
+            module.set_attn_implementation(attention.NAME)
+        disable_dropout(module)
+        return module.eval()
+
+    @property
+    def source(self) -> WeightReader:
+        if self.weights is not None:
+            return self.weights
+        assert self.folder is not None
+        if not list(self.folder.glob("*.safetensors")):
+            return self.library_source()
+        return SafetensorsSource(self.folder)
+
+    def source_of(self, wanted: Mapping[str, tuple[str, ...]], prefix: str) -> WeightReader:
+        """The model's files, or the library's loader if it renames tensors."""
+        source = self.source
+        matches = match_names(wanted, source.shapes(), prefix)
+        lacking = [name for name in wanted if name not in matches and not name.startswith("score.")]
+        return self.library_source() if lacking else source
+
+    def reader(
+        self, wanted: Mapping[str, tuple[str, ...]], shapes: Mapping[str, tuple[int, ...]], prefix: str
+    ) -> Callable[[str], Any]:
+        """A function from a tensor's first name in the module to the whole tensor on the host.
+
+        Raises:
+            EngineError: the weights lack tensors, or have them in other shapes.
+        """
+        source = self.source_of(wanted, prefix)
+        available = source.shapes()
+        matches = match_names(wanted, available, prefix)
+        faults = [name for name in wanted if name not in matches and self.absent(name, shapes[name]) is None]
+        faults += [
+            f"{name} of shape {shapes[name]} (it has {tuple(available[at])})"
+            for name, at in matches.items()
+            if tuple(available[at]) != shapes[name]
+        ]
+        if faults:
+            raise EngineError(f"the checkpoint '{self.name}' lacks {', '.join(sorted(faults))}")
+
+        def read(name: str) -> Any:
+            if name not in matches:
+                return self.absent(name, shapes[name])
+            return source.read(matches[name], (slice(None),) * len(shapes[name]))
+
+        return read
+
+    def library_source(self) -> WeightReader:
+        """The weights as Transformers loads them, in host memory: for files of older formats and names."""
+        location = self.folder if Path(self.name).is_dir() else self.name
+        try:
+            module, report = _CLASSES[self.head].from_pretrained(
+                location, config=self.config, dtype=torch.float32, output_loading_info=True
+            )
+        except (OSError, ValueError) as error:
+            raise EngineError(f"no model can be loaded from '{self.name}': {error}") from error
+        # Transformers fills these with random numbers.
+        absent = {*report["missing_keys"], *map(str, report["mismatched_keys"])}
+        if needed := sorted(name for name in absent if self.head == "causal" or not name.startswith("score.")):
+            raise EngineError(f"the checkpoint '{self.name}' lacks {', '.join(needed)}")
+        return TensorSource({name: tensor for name, tensor in module.state_dict().items() if name not in absent})
+
+    def absent(self, name: str, shape: tuple[int, ...]) -> Any:
+        """Initial value of a tensor that a source may lack: a new token head is random. None for others."""
+        if self.head != "token" or not name.startswith("score."):
+            return None
+        if name.endswith("bias"):
+            return torch.zeros(shape)
+        return init_normal(name, shape, getattr(self.config.get_text_config(), "initializer_range", 0.02))
+
+    def save(self, path: Path, tensors: dict[str, Any]) -> None:
+        """Write the model with these weights, and the tokenizer, in Hugging Face format, atomically."""
+        module = self._classifier() if self.head == "token" and not self.head_bias else self.empty()
+        if self.folder is not None and (self.folder / "generation_config.json").is_file() and module.can_generate():
+            module.generation_config = GenerationConfig.from_pretrained(self.folder)
+        write_atomically(path, module, self.tokenizer, tensors)
+
+    def _classifier(self) -> Any:
+        config = copy.deepcopy(self.config)
+        if config.pad_token_id is None:
+            config.pad_token_id = self.tokenizer.pad_token_id
+        with empty_weights():
+            return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+
+
+def load_tokenizer(model: str | Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(find_model_folder(model))
+    except (OSError, ValueError) as error:
+        raise EngineError(f"no tokenizer can be loaded from '{model}'") from error
+
+
+def find_model_folder(model: str | Path) -> Path:
+    """The folder with a model's files; downloads those of a hub name, or raises an ``EngineError``."""
+    text = str(Path(model).expanduser()) if str(model).startswith("~") else str(model)
+    if Path(text).is_dir():
+        return Path(text)
+    message = f"no model at '{text}': it is neither a folder nor reachable on the hub"
+    if isinstance(model, Path) or not is_hub_name(text):
+        raise EngineError(message)
+    try:
+        return Path(snapshot_download(text, allow_patterns=list(_WANTED)))
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise EngineError(message) from error
+
+
+def load_meta_causal_lm(source: str | Path) -> tuple[CausalLM, str]:
+    """A model on the meta device, for engines whose weights another program has; and the folder of its files."""
+    spec = ModelSpec.of(source)
+    assert spec.folder is not None
+    module = spec.empty()
+    if (spec.folder / "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(spec.folder)
+    lm = as_causal_lm(module, spec.tokenizer, "meta")
+    if not lm.eos_ids:
+        raise EngineError(f"'{source}' names no end-of-sequence token: its completions would never finish")
+    return lm, str(spec.folder)
+
+
+def count_weight_bytes(lm: CausalLM, dtype: torch.dtype) -> int:
+    """Bytes of all weights in ``dtype``, tied ones once."""
+    return sum(tensor.numel() for _, tensor in lm.named_weights()) * dtype.itemsize
+
+
+def count_cache_bytes_per_token(lm: CausalLM, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of one token, over all layers."""
+    config = lm.model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * int(config.num_hidden_layers) * int(heads) * get_head_width(lm) * dtype.itemsize
+
+
+def get_head_width(lm: CausalLM) -> int:
+    config = lm.model.config.get_text_config()
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

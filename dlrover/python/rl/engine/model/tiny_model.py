@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tiny byte-level model with random weights, for demos and tests that must run anywhere in seconds."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from dlrover.python.rl.engine.model.loading import write_atomically
+
+END_OF_TEXT = "<|endoftext|>"
+START_OF_TURN = "<|im_start|>"
+END_OF_TURN = "<|im_end|>"
+SPECIAL_TOKENS = (END_OF_TEXT, START_OF_TURN, END_OF_TURN)
+
+INITIAL_STD = 0.06
+"""Of the random weights. The usual 0.02 is meant for widths in the thousands and learns slowly at these."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def make_byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of 259 tokens: id ``b`` is the byte ``b``; 256 to 258 are ``SPECIAL_TOKENS``.
+
+    End of sequence is ``<|im_end|>``, padding is ``<|endoftext|>``, and the chat template is ChatML.
+    """
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: byte for byte, symbol in enumerate(_byte_symbols())}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TURN,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=[START_OF_TURN],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_symbols() -> list[str]:
+    """The printable character that byte-level tokenizers write for each byte, as GPT-2 defined them."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def write_tiny_model(  # noqa: PLR0913 - a model's shape is this many numbers
+    path: Path | str,
+    *,
+    hidden: int = 128,
+    layers: int = 3,
+    heads: int = 4,
+    kv_heads: int = 2,
+    intermediate: int | None = None,
+    max_positions: int = 512,
+    seed: int = 0,
+) -> Path:
+    """Write a small Qwen2 with random weights and tied embeddings, and its tokenizer, in Hugging Face format.
+
+    The default shape has 0.6 million parameters; ``intermediate`` is ``3 * hidden`` by default. The process's random
+    state does not change.
+    """
+    tokenizer = make_byte_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=3 * hidden if intermediate is None else intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=max_positions,
+        initializer_range=INITIAL_STD,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    return write_atomically(Path(path), model, tokenizer)

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface between continuous batching and a model's forward pass, the store of the model's weights, and a decoder
+for any causal language model with keys and values, by the forward pass of transformers.
+"""
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+from transformers import DynamicCache
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot, verify_snapshot
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.model.loading import CausalLM
+from dlrover.python.rl.engine.model.spec import count_cache_bytes_per_token
+
+_ALIGNMENT = 64
+"""Each group of tensors begins at a multiple of this many bytes: a cache line."""
+
+
+class WeightStore:
+    """The weights of one engine, by their names in a Hugging Face checkpoint.
+
+    All weights of a dtype are views of one flat tensor, so offload moves flat tensors. The tensors of a group have
+    equal trailing dimensions and are contiguous: :meth:`fused` gives them as one.
+
+    Args:
+        groups: names and tensors, which are copied.
+        dtype: replaces floating-point dtypes; others stay.
+
+    Attributes:
+        views: name to tensor; empty at ``meta``.
+    """
+
+    def __init__(
+        self, groups: Iterable[Sequence[tuple[str, Any]]], dtype: Any, memory: DeviceMemory, owner: str
+    ) -> None:
+        self.place: DeviceKind = "meta"
+        self.views: dict[str, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._memory, self._owner = memory, owner
+        self._at: dict[str, tuple[Any, int]] = {}
+        self._sizes: dict[Any, int] = {}
+        self._flats: dict[Any, Any] = {}
+        named: dict[str, Any] = {}
+        for group in groups:
+            self._add_group(group, dtype)
+            named.update(group)
+        self.cuda()
+        for name, tensor in named.items():
+            self.views[name].copy_(tensor.detach())
+
+    def _add_group(self, group: Sequence[tuple[str, Any]], dtype: Any) -> None:
+        kinds = {dtype if tensor.is_floating_point() else tensor.dtype for _, tensor in group}
+        for kind in kinds:
+            step = max(1, _ALIGNMENT // kind.itemsize)
+            self._sizes[kind] = -(-self._sizes.get(kind, 0) // step) * step
+        for name, tensor in group:
+            kind = dtype if tensor.is_floating_point() else tensor.dtype
+            self.shapes[name] = tuple(tensor.shape)
+            self._at[name] = kind, self._sizes[kind]
+            self._sizes[kind] += tensor.numel()
+
+    def fused(self, *names: str) -> Any:
+        """Tensors of one group, concatenated along their first dimension, as a view."""
+        kind, start = self._at[names[0]]
+        rows = sum(self.shapes[name][0] for name in names)
+        shape = (rows, *self.shapes[names[0]][1:])
+        return self._flats[kind][start : start + torch.Size(shape).numel()].view(shape)
+
+    # -- offload ------------------------------------------------------------------------------------------------------
+
+    def cpu(self) -> None:
+        if self.place == "cuda":
+            self._settle({kind: flat.to("cpu", copy=True) for kind, flat in self._flats.items()}, "cpu")
+
+    def cuda(self) -> None:
+        """Move to the device; from ``meta``: allocate zeros. If they do not fit, they stay where they were."""
+        if self.place == "cpu":
+            moved = {kind: self._memory.bring(self._owner, "weights", flat) for kind, flat in self._flats.items()}
+            self._settle(moved, "cuda")
+        elif self.place == "meta":
+            sizes = self._sizes.items()
+            flats = {kind: self._memory.allocate(self._owner, "weights", (size,), kind) for kind, size in sizes}
+            self._settle(flats, "cuda")
+
+    def host(self) -> None:
+        """From ``meta``: allocate zeros in host memory."""
+        self._settle({kind: torch.zeros(size, dtype=kind) for kind, size in self._sizes.items()}, "cpu")
+
+    def meta(self) -> None:
+        self._flats, self.views, self.place = {}, {}, "meta"
+
+    def _settle(self, flats: dict[Any, Any], place: DeviceKind) -> None:
+        self._flats, self.place = flats, place
+        for name, shape in self.shapes.items():
+            kind, start = self._at[name]
+            self.views[name] = flats[kind][start : start + torch.Size(shape).numel()].view(shape)
+
+    # -- new weights --------------------------------------------------------------------------------------------------
+
+    def check(self, weights: WeightSnapshot, serving: int) -> None:
+        """Refuse a snapshot that does not fit, is corrupt or older than ``serving``."""
+        verify_snapshot(weights, self.shapes, serving)
+
+    @torch.no_grad()
+    def write(self, weights: WeightSnapshot) -> None:
+        """Copy a checked snapshot into the weights, in place."""
+        for name, view in self.views.items():
+            view.copy_(weights.tensor(name))
+
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """Tokens that the model has read: how many, their keys and values in the decoder's own layout, and the logits
+    ``[vocab]`` of the next token."""
+
+    length: int
+    past: Any
+    logits: Any
+
+
+class Decoder(Protocol):
+    """A model with a key-value cache of rows 0, 1, 2, ..., one sequence each, of up to ``capacity`` tokens."""
+
+    store: WeightStore
+    capacity: int
+
+    def bind(self) -> None:
+        """Use the weights of ``store`` at their present place; called whenever they have moved."""
+        ...
+
+    def allocate(self, rows: int, length: int) -> int:
+        """Allocate an empty cache for sequences of up to ``length`` tokens; returns its rows: ``rows``, or fewer."""
+        ...
+
+    def clear(self) -> None:
+        """Free the cache."""
+        ...
+
+    def prefill(self, sequences: Sequence[Ids]) -> list[Prefix]:
+        """Read whole sequences outside of the cache; the prefixes have no padding."""
+        ...
+
+    def add_rows(self, prefixes: Sequence[Prefix]) -> None:
+        """Append a row with each prefix."""
+        ...
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Row ``i`` becomes what ``rows[i]`` was; those beyond are free."""
+        ...
+
+    def step(self, tokens: Any) -> Any:
+        """Read the next token of each row: int64 ``[rows]`` to the logits of the one after it, ``[rows, vocab]``."""
+        ...
+
+
+Past = list[tuple[Any, Any]]
+"""Keys and values of each layer, ``[rows, kv_heads, seq, head_dim]`` each."""
+
+
+class HuggingFaceDecoder:
+    """Implements ``Decoder`` with the model itself, whose weights move to a store.
+
+    Rows are padded on the left to the longest, so all grow at the same end. The cache grows by copies: slower than
+    ``FusedDecoder``, and correct for all masks and positions. Weights and cache may fill ``share`` of the device.
+    """
+
+    def __init__(self, lm: CausalLM, dtype: Any, memory: DeviceMemory, owner: str, share: float) -> None:
+        model = lm.model
+        if getattr(model, "_is_stateful", False):
+            raise EngineError(
+                f"a model of type '{model.config.model_type}' keeps a state, not keys and values: it cannot be batched"
+            )
+        self.capacity = 0
+        self._pad, self._memory, self._owner, self._share = lm.pad_id, memory, owner, share
+        self._token_bytes = count_cache_bytes_per_token(lm, dtype)
+        accepted = inspect.signature(model.forward).parameters
+        self._takes_positions, self._cuts = "position_ids" in accepted, "logits_to_keep" in accepted
+        self._attributes = dict(_attributes(lm))
+        self.store = WeightStore([[pair] for pair in lm.named_weights()], dtype, memory, owner)
+        self._model = model
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(memory.device)
+        self.clear()
+        self.bind()
+
+    # -- the interface ------------------------------------------------------------------------------------------------
+
+    def bind(self) -> None:
+        views = self.store.views if self.store.place == "cuda" else {}
+        for name, attributes in self._attributes.items():
+            tensor = views.get(name)
+            if tensor is None:
+                tensor = torch.empty(self.store.shapes[name], device="meta")
+            for module, attribute in attributes:
+                if attribute in module._parameters:
+                    module._parameters[attribute] = torch.nn.Parameter(tensor, requires_grad=False)
+                else:
+                    module._buffers[attribute] = tensor
+
+    def allocate(self, rows: int, length: int) -> int:
+        """Only compute the number of rows: the cache grows by copies, for which it exists twice at times."""
+        self.clear()
+        self.capacity = length
+        free_bytes = self._memory.free_bytes(self._share)
+        return rows if free_bytes is None else max(1, min(rows, free_bytes // (2 * length * self._token_bytes)))
+
+    def clear(self) -> None:
+        self._cache: DynamicCache | None = None
+        self._mask: Any = torch.zeros((0, 0), dtype=torch.int64, device=self._memory.device)
+        self.capacity = 0
+
+    def prefill(self, sequences: Sequence[Ids]) -> list[Prefix]:
+        width = max(len(tokens) for tokens in sequences)
+        ids = np.full((len(sequences), width), self._pad, dtype=np.int64)
+        mask = np.zeros((len(sequences), width), dtype=np.int64)
+        for row, tokens in enumerate(sequences):
+            ids[row, width - len(tokens) :] = tokens
+            mask[row, width - len(tokens) :] = 1
+        cache, attended = DynamicCache(), torch.from_numpy(mask).to(self._memory.device)
+        positions = (attended.cumsum(dim=1) - 1).clamp(min=0)
+        logits = self._call(torch.from_numpy(ids).to(self._memory.device), attended, positions, cache)
+        whole = _past(cache)
+        return [
+            Prefix(len(tokens), _cut(whole, row, width - len(tokens)), logits[row])
+            for row, tokens in enumerate(sequences)
+        ]
+
+    def add_rows(self, prefixes: Sequence[Prefix]) -> None:
+        width = max([self._mask.shape[1], *(prefix.length for prefix in prefixes)])
+        mask = [torch.ones((1, prefix.length), dtype=torch.int64, device=self._mask.device) for prefix in prefixes]
+        pasts: list[Past] = [prefix.past for prefix in prefixes]
+        if self._cache is not None:
+            mask, pasts = [self._mask, *mask], [_past(self._cache), *pasts]
+        self._mask = torch.cat([functional.pad(part, (width - part.shape[1], 0)) for part in mask])
+        self._cache = DynamicCache()
+        for index, parts in enumerate(zip(*pasts, strict=True)):
+            keys, values = ([_widen(pair[kind], width) for pair in parts] for kind in (0, 1))
+            self._cache.update(torch.cat(keys), torch.cat(values), index)
+        self._account()
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        if self._cache is None or not rows:
+            capacity = self.capacity
+            self.clear()
+            self.capacity = capacity
+            return
+        chosen = torch.tensor(rows, device=self._mask.device)
+        mask = self._mask[chosen]
+        padding = int(mask.shape[1] - mask.sum(dim=1).max())
+        past = [(keys[chosen, :, padding:], values[chosen, :, padding:]) for keys, values in _past(self._cache)]
+        self._mask, self._cache = mask[:, padding:], DynamicCache()
+        for index, (keys, values) in enumerate(past):
+            self._cache.update(keys, values, index)
+        self._account()
+
+    def step(self, tokens: Any) -> Any:
+        self._mask = functional.pad(self._mask, (0, 1), value=1)
+        positions = self._mask.sum(dim=1, keepdim=True) - 1
+        logits = self._call(tokens[:, None], self._mask, positions, self._cache)
+        self._account()
+        return logits
+
+    # -- the model ----------------------------------------------------------------------------------------------------
+
+    def _call(self, ids: Any, mask: Any, positions: Any, cache: Any) -> Any:
+        """Logits of the last position: ``[rows, vocab]``."""
+        options: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
+        if self._cuts:
+            options["logits_to_keep"] = 1
+        out = self._model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
+        return out.logits[:, -1]
+
+    def _account(self) -> None:
+        if self._cache is not None:
+            tensors = [tensor for pair in _past(self._cache) for tensor in pair]
+            self._memory.hold(self._owner, "kv_cache", tensors)
+
+
+def _attributes(lm: CausalLM) -> Iterator[tuple[str, list[tuple[Any, str]]]]:
+    """Each weight's name, and the modules and attributes that hold it: several for a tied one."""
+    holders: dict[int, list[tuple[Any, str]]] = {}
+    for module in lm.model.modules():
+        for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            holders.setdefault(id(tensor), []).append((module, attribute))
+    for name, tensor in lm.named_weights():
+        yield name, holders[id(tensor)]
+
+
+def _past(cache: DynamicCache) -> Past:
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def _cut(past: Past, row: int, start: int) -> Past:
+    return [(keys[row : row + 1, :, start:], values[row : row + 1, :, start:]) for keys, values in past]
+
+
+def _widen(entries: Any, width: int) -> Any:
+    return functional.pad(entries, (0, 0, width - entries.shape[2], 0))

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout engine on plain PyTorch: continuous batching over a key-value cache of slots.
+
+Waiting requests get a row of the cache, generate a token per step, and free the row.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.engine.api.base import Completion, Finish, Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.api.weights import DeviceKind, Part, WeightSnapshot
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, RELEASED, raise_unless_ready
+from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM, load_causal_lm
+from dlrover.python.rl.engine.rollout.requests import BROKEN_LOGITS, Key, RunningRequests, as_batch, choose
+from dlrover.python.rl.engine.rollout_torch import INFO, TorchOptions, fused, parse_options
+from dlrover.python.rl.engine.rollout_torch.cache import Scheduler
+from dlrover.python.rl.engine.rollout_torch.decoder import Decoder, HuggingFaceDecoder, Ids, Prefix
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    rows: int
+    """Most sequences that are decoded at a time."""
+
+    prefill_tokens: int
+    """Most tokens, padding included, of one forward pass over prompts."""
+
+
+class ContinuousBatch:
+    """Runs the decoder for the running requests.
+
+    A step reads the last token of each active sequence, and the prompts of those that take free rows; then all get
+    their next token. Finished sequences free their rows, which the scheduler assigns again.
+    """
+
+    def __init__(
+        self, requests: RunningRequests, decoder: Decoder, limits: BatchLimits, memory: DeviceMemory, owner: str
+    ) -> None:
+        self._requests, self._decoder, self._limits = requests, decoder, limits
+        self._memory, self._owner = memory, owner
+        self._scheduler = Scheduler(limits.rows)
+        self._needed, self._length = 0, 0
+        self._prefixes: dict[bytes, Prefix] = {}
+
+    def add(self, numbers: Sequence[int]) -> None:
+        """Queue these running requests behind the others."""
+        longest = max((self._requests.by_number[number].max_length for number in numbers), default=0)
+        self._needed = max(self._needed, longest) if self._scheduler.has_requests else longest
+        self._scheduler.add(numbers)
+
+    @torch.inference_mode()
+    def step(self, version: int) -> dict[int, Completion]:
+        """Generate a token, stamped with ``version``, for each sequence that has a row; at least one request must run.
+
+        Returns:
+            The completions of requests that have finished, by number.
+
+        Raises:
+            EngineError: the logits are not finite. After any error all requests are as before the step.
+            OutOfDeviceMemory: the device is full; reports memory by owner.
+        """
+        try:
+            with self._memory.computing(self._owner):
+                tokens, logprobs = self._sample(self._forward())
+        except BaseException:
+            self.release()
+            raise
+        finished: dict[int, Finish] = {}
+        for number, token, logprob in zip(self._scheduler.active, tokens, logprobs, strict=True):
+            running = self._requests.by_number[number]
+            running.append(token, logprob, version)
+            if (reason := self._requests.rules.finish_reason(running)) is not None:
+                finished[number] = reason
+        return self.remove(finished)
+
+    @torch.inference_mode()
+    def remove(self, finished: Mapping[int, Finish]) -> dict[int, Completion]:
+        """End these requests and free their rows."""
+        active = len(self._scheduler.active)
+        rows = self._scheduler.remove(finished)
+        if len(rows) < active:
+            self._decoder.select_rows(rows)
+        return {number: self._requests.remove(number, reason) for number, reason in finished.items()}
+
+    def requeue(self) -> None:
+        """Return all requests to the queue, to be read again: the cached keys and values are no longer valid."""
+        self._scheduler.requeue()
+        self._prefixes = {}
+        self._decoder.select_rows([])
+
+    def release(self) -> None:
+        """Return all requests to the queue and free the cache."""
+        self.requeue()
+        self._decoder.clear()
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        """Allocate a cache of the same size as the last one."""
+        if self._length and not self._decoder.capacity:
+            self._scheduler.rows = self._decoder.allocate(self._limits.rows, self._length)
+
+    # -- schedule, run, record ----------------------------------------------------------------------------------------
+
+    def _forward(self) -> Any:
+        """Logits of the next token of every active request, after admission: ``[rows, vocab]``."""
+        self._resize_cache()
+        parts = []
+        if active := self._scheduler.active:
+            last = [self._requests.by_number[number].tokens[-1] for number in active]
+            parts.append(self._decoder.step(torch.tensor(last, device=self._memory.device)))
+        parts += self._prefill(self._scheduler.admit())
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _resize_cache(self) -> None:
+        """Make rows as long as needed; active requests are read again if the cache has to be replaced."""
+        if not self._scheduler.waiting:
+            return
+        needed = _round_up(self._needed)
+        too_few_rows = not self._scheduler.active and self._scheduler.rows < self._limits.rows
+        if needed > self._decoder.capacity or (too_few_rows and needed < self._decoder.capacity):
+            self.requeue()
+            self._scheduler.rows, self._length = self._decoder.allocate(self._limits.rows, needed), needed
+
+    def _prefill(self, numbers: Sequence[int]) -> list[Any]:
+        """Give each a row; logits of their next tokens, ``[rows, vocab]`` in parts within the token budget.
+
+        Equal sequences are read once if they are in one part or adjacent, as the samples of a prompt are.
+        """
+        logits: list[Any] = []
+        keys: list[bytes] = []
+        unread: dict[bytes, Ids] = {}
+        for number in numbers:
+            sequence = self._requests.by_number[number].sequence
+            key = sequence.tobytes()
+            if key not in self._prefixes and key not in unread:
+                if unread and self._padded_tokens([*unread.values(), sequence]) > self._limits.prefill_tokens:
+                    logits.append(self._add_rows(keys, unread))
+                    keys, unread = [], {}
+                unread[key] = sequence
+            keys.append(key)
+        if keys:
+            logits.append(self._add_rows(keys, unread))
+            upcoming = [self._requests.by_number[number].sequence.tobytes() for number in self._scheduler.upcoming()]
+            self._prefixes = {key: self._prefixes[key] for key in upcoming if key in self._prefixes}
+        return logits
+
+    def _add_rows(self, keys: Sequence[bytes], unread: Mapping[bytes, Ids]) -> Any:
+        if unread:
+            self._prefixes.update(zip(unread, self._decoder.prefill(list(unread.values())), strict=True))
+        prefixes = [self._prefixes[key] for key in keys]
+        self._decoder.add_rows(prefixes)
+        self._prefixes = {keys[-1]: prefixes[-1]}
+        return torch.stack([prefix.logits for prefix in prefixes])
+
+    @staticmethod
+    def _padded_tokens(sequences: Sequence[Ids]) -> int:
+        return len(sequences) * max(map(len, sequences))
+
+    def _sample(self, logits: Any) -> tuple[list[int], list[float]]:
+        """Each row's next token and its log-prob; rows with equal sampling parameters in one call."""
+        running = [self._requests.by_number[number] for number in self._scheduler.active]
+        rows_by_key: dict[tuple[Any, ...], list[int]] = {}
+        for row, request in enumerate(running):
+            rows_by_key.setdefault(request.sampling_key, []).append(row)
+        tokens, logprobs = [0] * len(running), [0.0] * len(running)
+        for rows in rows_by_key.values():
+            uniform = torch.tensor([running[row].next_uniform() for row in rows], dtype=torch.float64)
+            selected = logits if len(rows) == len(running) else logits[torch.tensor(rows, device=logits.device)]
+            sampled = choose(selected, running[rows[0]].sampling, uniform.to(logits.device))
+            for row, token, logprob in zip(rows, sampled[0].tolist(), sampled[1].tolist(), strict=True):
+                tokens[row], logprobs[row] = token, logprob
+        if not math.isfinite(sum(logprobs)):
+            raise EngineError(BROKEN_LOGITS)
+        return tokens, logprobs
+
+
+def _round_up(length: int) -> int:
+    """Row length that leaves some margin, so that slightly longer requests do not need another cache."""
+    step = 64 if length <= 256 else 256
+    return -(-length // step) * step
+
+
+class TorchRolloutEngine:
+    """Implements :class:`~dlrover.python.rl.engine.api.base.BaseRolloutEngine`.
+
+    A step generates a token for each active sequence; finished sequences free their rows, which waiting requests take
+    as soon as a sixteenth of all rows is free. A prompt is read once for all its samples.
+
+    A completion depends on the weights, its prompt and its own seed. Its batch changes its logits only by the rounding
+    of matrix products (about 1e-6 in float32, 1e-2 in bfloat16), which decides a token only at a tie of that size.
+
+    Args:
+        model: folder or hub name of a causal language model, or a loaded one, which the engine takes over.
+        settings: ``backend`` takes ``TorchOptions``.
+        memory: accounts for the device.
+
+    Raises:
+        EngineError: there is no such model, it has no end-of-sequence token, or a setting does not fit.
+        OutOfDeviceMemory: the weights do not fit the device.
+    """
+
+    info = INFO
+
+    def __init__(
+        self, model: str | Path | CausalLM, settings: RolloutSettings | None = None, memory: DeviceMemory | None = None
+    ) -> None:
+        settings = settings or RolloutSettings()
+        options = parse_options(settings)
+        self._memory = memory or DeviceMemory(settings.device)
+        if torch.device(self._memory.device) != torch.device(settings.device):
+            raise EngineError(f"the engine shall run on {settings.device}, but its memory is of {self._memory.device}")
+        lm = model if isinstance(model, CausalLM) else load_causal_lm(model)
+        if not lm.eos_ids:
+            raise EngineError(f"'{model}' names no end-of-sequence token: its completions would never finish")
+        self.version = -1
+        self._name = self._memory.owner("rollout engine")
+        self._decoder = _make_decoder(lm, settings, options, self._memory, self._name)
+        self._requests = RunningRequests(dataclasses.replace(lm, model=None))
+        limits = BatchLimits(settings.max_batch, options.prefill_tokens)
+        self._batch = ContinuousBatch(self._requests, self._decoder, limits, self._memory, self._name)
+        self._lacks = ""
+        self._has_cache = True
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._requests.rules.tokenizer
+
+    # -- generation ---------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> Batch:
+        numbers = self._requests.add_batch(prompts, sampling, seed)
+        completions: dict[int, Completion] = {}
+        try:
+            self._check_ready()
+            self._batch.add(numbers)
+            while self.running:
+                completions.update(self._batch.step(self.version))
+        finally:
+            self.abort()
+        return as_batch([completions[number] for number in numbers])
+
+    def check(self, tokens: Ragged, sampling: SamplingParams) -> None:
+        self._requests.check(tokens, sampling)
+
+    def add(self, requests: Sequence[Request], sampling: SamplingParams, seed: tuple[int, ...]) -> None:
+        self._batch.add(self._requests.add(requests, sampling, seed))
+
+    def advance(self) -> list[Completion]:
+        """Generate a token for each active sequence; return completions in the order of their requests.
+
+        Raises:
+            EngineError: the engine is offloaded, or its weights are broken; the requests stay.
+            OutOfDeviceMemory: the device is full; the requests stay.
+        """
+        self._check_ready()
+        finished = self._batch.step(self.version) if self.running else {}
+        return [finished[number] for number in sorted(finished)]
+
+    def abort(self, keys: Sequence[Key] | None = None) -> list[Completion]:
+        return list(self._batch.remove(dict.fromkeys(self._requests.numbers(keys), "aborted")).values())
+
+    @property
+    def running(self) -> int:
+        return len(self._requests)
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def receive(self, weights: WeightSnapshot, rewind: bool = False) -> None:
+        """Verify and write new weights, in place.
+
+        After :meth:`meta` they go to host memory, unless ``cuda("weights")`` has allocated them on the device.
+        """
+        store = self._decoder.store
+        store.check(weights, serving=-1 if rewind else self.version)
+        if store.place == "meta":
+            store.host()
+        # Stays if writing breaks off: a mixture of versions is not served.
+        self.version, self._lacks = -1, BROKEN_OFF
+        store.write(weights)
+        self.version, self._lacks = weights.version, ""
+        self._batch.requeue()
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def cpu(self) -> None:
+        self._release()
+        self._decoder.store.cpu()
+        self._rebind()
+
+    def cuda(self, part: Part = "all") -> None:
+        """Bring ``part`` to the device; the cache has its last size, the first is allocated with the first request."""
+        if part in ("all", "weights"):
+            self._decoder.store.cuda()
+            self._rebind()
+        if part in ("all", "kv_cache"):
+            self._batch.restore()
+            self._has_cache = True
+
+    def meta(self) -> None:
+        """Release weights and key-value cache; running requests stay, and continue with the next weights."""
+        self._release()
+        self._decoder.store.meta()
+        self._rebind()
+        self.version, self._lacks = -1, RELEASED
+
+    def place(self) -> DeviceKind:
+        return self._decoder.store.place
+
+    def footprint(self) -> dict[str, int]:
+        return self._memory.bytes_of(self._name)
+
+    def close(self) -> None:
+        self.abort()
+        self.meta()
+
+    def _release(self) -> None:
+        self._batch.release()
+        self._has_cache = False
+
+    def _rebind(self) -> None:
+        self._decoder.bind()
+        self._memory.release_cache()
+
+    def _check_ready(self) -> None:
+        raise_unless_ready(self.place(), self._lacks, self._has_cache)
+
+
+def _make_decoder(
+    lm: CausalLM, settings: RolloutSettings, options: TorchOptions, memory: DeviceMemory, owner: str
+) -> Decoder:
+    dtype, share = DTYPES[settings.precision], settings.gpu_memory_utilization
+    if options.forward != "huggingface" and fused.is_supported(lm):
+        return fused.FusedDecoder(lm, dtype, memory, owner, share)
+    if options.forward == "fused":
+        raise EngineError(f"the fused forward pass does not fit this model of type '{lm.model.config.model_type}'")
+    return HuggingFaceDecoder(lm, dtype, memory, owner, share)

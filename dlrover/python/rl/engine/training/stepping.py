@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a step that all train engines share, and the optimizer over a rank's float32 master weights.
+
+A step::
+
+    micros = agree_on_micro_batches(ranks, needs_actions=True, cut=..., check=...)  # EngineError, on every rank
+    sums = accumulate_gradients(micros, batch, loss, read, backward, device)
+    totals = ranks.sum_scalars(sums if this rank reports for its model replica else {})
+    value = check_loss(totals, version)               # NonFiniteUpdate, on every rank
+    ...                                               # sum the gradients; their norm
+    check_gradient_norm(norm, first, version)         # NonFiniteUpdate, on every rank
+    ...                                               # clip, compute_learning_rate(config, version), step
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+import torch
+
+from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.engine.api.base import OptimizerConfig, TokenLoss
+from dlrover.python.rl.engine.model.packing import MicroBatch
+from dlrover.python.rl.engine.model.ranks import Ranks, join_rank_errors
+
+Read: TypeAlias = Callable[[MicroBatch, bool], tuple[Any, ...]]
+"""``read(micro, entropy) -> (outputs, entropies or None)``, each ``[actions]``, with gradient; with candidates the
+outputs are ``[actions, 1 + n]``."""
+
+_LOSS, _TOKENS, _BAD = "\0loss", "\0tokens", "\0bad "  # names that no metric of a user's loss has
+
+
+def agree_on_micro_batches(
+    ranks: Ranks, needs_actions: bool, cut: Callable[[int], list[MicroBatch]], check: Callable[[], None]
+) -> list[MicroBatch]:
+    """This rank's micro-batches, as many as every other rank has, so that all work in lockstep.
+
+    ``cut(n)`` makes ``n`` or more, the last ones perhaps empty; ``check()`` raises if the batch does not fit the model.
+
+    Raises:
+        EngineError: the batch of some rank does not fit; on every rank, so that none waits for another.
+    """
+    micros, own_error = [], ""
+    try:
+        check()
+        micros = cut(0)
+    except EngineError as error:
+        own_error = str(error)
+    reports = ranks.gather((own_error, len(micros)))
+    if message := join_rank_errors([error for error, _ in reports]):
+        raise EngineError(message)
+    most = max(count for _, count in reports)
+    if needs_actions and not most:
+        raise EngineError("no row of the batch has an action token")
+    return micros if len(micros) == most else cut(most)
+
+
+def accumulate_gradients(  # noqa: PLR0913 - the differences between engines are parameters
+    micros: Iterable[MicroBatch],
+    batch: Batch,
+    loss: TokenLoss,
+    read: Read,
+    backward: Callable[[Any], None],
+    device: str = "cpu",
+) -> dict[str, float]:
+    """Add this rank's gradients; returns its summed loss, token count and metrics for :func:`check_loss`."""
+    totals = {_LOSS: 0.0, _TOKENS: 0.0}
+    wants_entropy = bool(getattr(loss, "wants_entropy", False))
+    for micro in micros:
+        outputs, entropies = read(micro, wants_entropy)
+        if not len(micro.flat):
+            backward(outputs.sum() * 0.0)  # The other ranks have a micro-batch with rows here, and work in step.
+            continue
+        columns = micro.columns(batch, device)
+        if micro.candidates is not None:
+            outputs, columns["candidate_logprobs"] = outputs[:, 0], outputs[:, 1:]
+        if wants_entropy:
+            columns["entropy"] = entropies
+        value, metrics = loss(outputs, columns)
+        if not math.isfinite(_to_float(value)):
+            totals.setdefault(f"{_BAD}{find_nonfinite({'outputs': outputs, **columns})}", 1.0)
+        backward(value)
+        for name, amount in {_LOSS: value, _TOKENS: len(micro.flat), **metrics}.items():
+            totals[name] = totals.get(name, 0.0) + _to_float(amount)
+    return totals
+
+
+def check_loss(totals: dict[str, float], version: int) -> float:
+    """Remove loss and token count from the summed totals; returns the loss, or raises :class:`NonFiniteUpdate`."""
+    value = totals.pop(_LOSS)
+    totals.pop(_TOKENS)
+    bad = [name for name in totals if name.startswith(_BAD)]
+    if not math.isfinite(value):
+        origin = bad[0].removeprefix(_BAD) if bad else "the sum over the micro-batches"
+        raise _non_finite(f"the loss is {value}", origin, version)
+    return value
+
+
+def check_gradient_norm(norm: float, first: Callable[[], str], version: int) -> None:
+    """Raise :class:`NonFiniteUpdate` if the norm is not finite; ``first``, called on every rank, names the tensor."""
+    if not math.isfinite(norm):
+        raise _non_finite(f"the gradient norm is {norm}", first(), version)
+
+
+def _non_finite(event: str, origin: str, version: int) -> NonFiniteUpdate:
+    return NonFiniteUpdate(
+        f"{event} (first in: {origin}): the update of version {version} is refused and the weights are unchanged"
+    )
+
+
+def find_nonfinite(tensors: Mapping[str, Any]) -> str:
+    """Name of the first tensor that holds a NaN or an infinity."""
+    bad = (name for name, tensor in tensors.items() if tensor is not None and not bool(tensor.isfinite().all()))
+    return next(bad, "a sum of finite numbers")
+
+
+def compute_learning_rate(config: OptimizerConfig, steps_taken: int) -> float:
+    """Rate of the next step. ``cosine`` is half a period (Loshchilov and Hutter, arXiv:1608.03983, eq. 5, no restarts).
+
+    Raises:
+        EngineError: the schedule lacks ``decay_steps``.
+    """
+    if steps_taken < config.warmup_steps:
+        return config.lr * (steps_taken + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    if config.decay_steps is None:
+        raise EngineError(f"a {config.schedule} schedule needs decay_steps")
+    progress = min((steps_taken - config.warmup_steps) / max(config.decay_steps - config.warmup_steps, 1), 1.0)
+    factor = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr + (config.lr - config.min_lr) * factor
+
+
+def compute_clip_factor(norm: float, most: float | None) -> float:
+    """Factor of a gradient of norm ``norm``, so that its norm is ``most`` at most."""
+    return 1.0 if most is None or norm <= most else most / (norm + 1e-6)
+
+
+def _to_float(amount: Any) -> float:
+    return float(amount.detach() if isinstance(amount, torch.Tensor) else amount)
+
+
+class OptimizedShard(Protocol):
+    """This rank's part of one parameter."""
+
+    @property
+    def master(self) -> Any:
+        """Float32, with its gradient in ``grad`` when a step is taken."""
+        ...
+
+    @property
+    def decays(self) -> bool:
+        """Weight decay applies: not to vectors."""
+        ...
+
+    def refresh(self) -> None:
+        """Copy the master to the module's parameter."""
+        ...
+
+
+S = TypeVar("S", bound=OptimizedShard)
+
+_MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+
+class MasterOptimizer(Generic[S]):
+    """Steps the masters of the trained shards. Its state exists from the start: zeros."""
+
+    def __init__(self, config: OptimizerConfig, shards: Sequence[S]) -> None:
+        self._config, self._shards = config, list(shards)
+        groups = [
+            {"params": [shard.master for shard in self._shards if shard.decays], "weight_decay": config.weight_decay},
+            {"params": [shard.master for shard in self._shards if not shard.decays], "weight_decay": 0.0},
+        ]
+        self._inner = _build_optimizer(config, [group for group in groups if group["params"]])
+        for shard in self._shards:
+            kinds = _MOMENTS[config.name] if config.name == "adamw" or config.momentum else ()
+            state = {kind: torch.zeros_like(shard.master, requires_grad=False) for kind in kinds}
+            if config.name == "adamw":
+                state["step"] = torch.zeros((), device=shard.master.device)
+            self._inner.state[shard.master] = state
+
+    def step(self, version: int, norm: float) -> float:
+        """Clip the masters' gradients of norm ``norm`` and take the step after ``version``; returns the rate."""
+        factor = compute_clip_factor(norm, self._config.max_grad_norm)
+        if factor < 1.0:
+            torch._foreach_mul_([shard.master.grad for shard in self._shards], factor)
+        lr = compute_learning_rate(self._config, version)
+        with torch.no_grad():
+            for group in self._inner.param_groups:
+                group["lr"] = lr
+                if group["decayed"]:
+                    torch._foreach_mul_(group["params"], 1 - lr * self._config.weight_decay)
+        self._inner.step()
+        with torch.no_grad():
+            for shard in self._shards:
+                shard.refresh()
+        return lr
+
+    def state(self) -> Iterator[tuple[S, Mapping[str, Any]]]:
+        """Of each trained shard ``step``, ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``: the live tensors."""
+        return ((shard, self._inner.state[shard.master]) for shard in self._shards)
+
+    def tensors(self) -> list[Any]:
+        return [tensor for _, state in self.state() for tensor in state.values()]
+
+
+def _build_optimizer(config: OptimizerConfig, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    if config.name == "sgd":
+        # SGD's decay goes through the gradient and the momentum; this one is decoupled, as AdamW's is.
+        groups = [{**group, "weight_decay": 0.0, "decayed": group["weight_decay"] > 0} for group in groups]
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+    groups = [{**group, "decayed": False} for group in groups]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of weight sync, and what its transports share.
+
+::
+
+    sender (train ranks)                    trainer                       receivers (rollouts, frozen engines)
+    offer(source) ---- Ticket ------------>    |
+                                               |------- Ticket ---------> receive(ticket) --> WeightSnapshot
+    send(ticket, source) ==================== bytes, in buckets ========>        |             |
+                                                                                 v             v
+                                                             compared with the sender's    engine.receive()
+                                                             fingerprints, tensor by tensor
+
+A ticket has the weights' version, names, shapes and address: a few dozen bytes per tensor, which is all that passes
+through the trainer. Behind the bytes the sender puts a :class:`Seal`. ``receive`` returns a whole version, assembled in
+host memory and compared with the seal, or raises: an engine never sees a part, and a device holds at most a bucket.
+"""
+
+import math
+import struct
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Protocol
+from uuid import uuid4
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from annotated_types import Ge, Gt
+
+from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+
+ALIGN = 64
+"""Tensors begin at multiples of this, and bucket sizes are multiples of it."""
+
+HOST_BUCKET, DEVICE_BUCKET = 1 << 20, 1 << 26
+"""Default bytes of a bucket: fits a core's cache; makes the start of a device's copy negligible."""
+
+_SHORT_PAUSE_S, _LONG_PAUSE_S = 50e-6, 5e-3
+_SHORT_PAUSES_FOR_S = 0.02
+
+
+class StallTimer:
+    """Pauses between two looks at another process, short ones at first.
+
+    Args:
+        timeout_s: longest time without progress.
+        describe: what is awaited, for the error.
+        check_peer: raises if the other process has ended; called occasionally while there is no progress.
+    """
+
+    def __init__(
+        self, timeout_s: float, describe: Callable[[], str], check_peer: Callable[[], None] = lambda: None
+    ) -> None:
+        self._timeout_s, self._describe, self._check_peer = timeout_s, describe, check_peer
+        self.restart()
+
+    def restart(self) -> None:
+        self._since_s = time.monotonic()
+
+    def pause(self) -> None:
+        idle_s = time.monotonic() - self._since_s
+        if idle_s > self._timeout_s:
+            raise WeightSyncError(f"{self._describe()}: no progress for {self._timeout_s:g} s")
+        if idle_s > _SHORT_PAUSES_FOR_S:
+            self._check_peer()
+        time.sleep(_SHORT_PAUSE_S if idle_s < _SHORT_PAUSES_FOR_S else _LONG_PAUSE_S)
+
+
+class WeightSource(Protocol):
+    """The part of a train engine that weight sync needs."""
+
+    version: int
+
+    def named_weights(self) -> Iterator[tuple[str, Any]]:
+        """Name and whole tensor of each weight, always in the same order; a collective of all train ranks."""
+        ...
+
+
+class TensorEntry(NamedTuple):
+    name: str
+    dtype: str
+    """torch's name: ``float32``."""
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: Any) -> "TensorEntry":
+        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
+
+    def __str__(self) -> str:
+        return f"'{self.name}' {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class WeightTable:
+    """The tensors of a sync, in the order of their bytes, each at a multiple of ``ALIGN``."""
+
+    entries: tuple[TensorEntry, ...]
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, Any]]) -> "WeightTable":
+        entries = tuple(TensorEntry.of(name, tensor) for name, tensor in named)
+        if not entries:
+            raise WeightSyncError("the source has no weights to send")
+        return cls(entries)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Start and stop of each tensor, in bytes."""
+        spans, stop = [], 0
+        for entry in self.entries:
+            start = -(-stop // ALIGN) * ALIGN
+            stop = start + entry.nbytes
+            spans.append((start, stop))
+        return spans
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes up to the end of the last tensor."""
+        return self.spans()[-1][1]
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Describes a sync without any byte of the weights.
+
+    Attributes:
+        id: unique per sync.
+        version: of the weights.
+        sender: the sender's name in messages.
+        table: the tensors.
+        address: what receivers of this transport need to reach the sender.
+    """
+
+    id: str
+    version: int
+    sender: str
+    table: WeightTable
+    address: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"version {self.version} from {self.sender}"
+
+
+class Seal(NamedTuple):
+    """What a sender adds behind the weights: the CRC-32 of each tensor in the order of the table, and the stamp."""
+
+    crcs: tuple[int, ...]
+    stamp: WeightStamp
+
+    @classmethod
+    def of(cls, ticket: Ticket, crcs: Sequence[int]) -> "Seal":
+        return cls(tuple(map(int, crcs)), _snapshot(ticket, {}, crcs).stamp)
+
+    @staticmethod
+    def size(table: WeightTable) -> int:
+        return _STAMP.size + 4 * len(table.entries)
+
+    def pack(self) -> bytes:
+        stamp = _STAMP.pack(self.stamp.version, bytes.fromhex(self.stamp.fingerprint))
+        return stamp + struct.pack(f"<{len(self.crcs)}I", *self.crcs)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Seal":
+        version, fingerprint = _STAMP.unpack_from(data)
+        crcs = struct.unpack_from(f"<{(len(data) - _STAMP.size) // 4}I", data, _STAMP.size)
+        return cls(crcs, WeightStamp(version, fingerprint.hex()))
+
+
+_STAMP = struct.Struct("<q8s")
+
+
+@dataclass(frozen=True)
+class SyncSettings:
+    """Settings of one side of a sync, the same for all transports; each is made as ``Transport(settings)``."""
+
+    name: str = "the sender"
+    """This process's name in messages: ``ACTOR[0]``."""
+
+    is_leader: bool = True
+    """This train rank sends; the others only take part in gathering each tensor."""
+
+    receivers: Annotated[int, Gt(0)] = 1
+    """Receivers that take part in each sync, for transports that wait for them."""
+
+    address: str = "127.0.0.1"
+    """The sender's host, as the receivers reach it."""
+
+    folder: Path | None = None
+    """A folder that both sides see, for transports that meet there; its owner removes it."""
+
+    channel: str = "weights"
+    """The sender's name among those who use the folder."""
+
+    bucket_bytes: Annotated[int, Ge(ALIGN)] | None = None
+    """Bytes handed over at a time, rounded up to a multiple of 64. A tensor may span buckets. None: 1 MiB, or 64 MiB
+    if ``device`` is an accelerator."""
+
+    timeout_s: Annotated[float, Gt(0.0)] = 60.0
+    """Longest wait for the other side without progress."""
+
+    device: str = "cpu"
+    """Where the weights of this process are, and so the buckets of transports that can pass them between devices."""
+
+    memory: DeviceMemory | None = None
+    """Accounts for those buckets."""
+
+    @property
+    def is_on_host(self) -> bool:
+        return bool(torch.device(self.device).type == "cpu")
+
+    @property
+    def bucket(self) -> int:
+        """Bytes of a bucket."""
+        nbytes = self.bucket_bytes or (HOST_BUCKET if self.is_on_host else DEVICE_BUCKET)
+        return -(-nbytes // ALIGN) * ALIGN
+
+
+class WeightTransport(Protocol):
+    """One way of moving weights: one object on each side, made with equal ``folder`` and ``channel``."""
+
+    def offer(self, source: WeightSource) -> Ticket:
+        """Describe the source's current weights; all train ranks call it, the leader's ticket is the one to use.
+
+        The first call for a source iterates over its weights to learn their names and shapes.
+        """
+        ...
+
+    def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
+        """Send what ``ticket`` offers; all train ranks call it. Can be repeated, also after a failure.
+
+        Returns:
+            The stamp of the sent weights; None on ranks that do not lead.
+
+        Raises:
+            WeightSyncError: the source has other weights than were offered, or the other side has ended.
+        """
+        ...
+
+    def receive(self, ticket: Ticket) -> WeightSnapshot:
+        """Receive the weights and compare version, names, shapes, dtypes and bytes with the sender's seal.
+
+        Raises:
+            WeightSyncError: they are missing, incomplete or different; names the sender or the tensors.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release everything; snapshots stay valid."""
+        ...
+
+
+def waits_for_receivers(transport: Any) -> bool:
+    """Return True if a transport, or a class of one, sends while its receivers receive; others keep what was sent."""
+    return bool(getattr(transport, "waits_for_receivers", False))
+
+
+class SenderBase:
+    """Offers weights: keeps the table of its source until a sync finds that it has changed."""
+
+    def __init__(self, settings: SyncSettings | None = None) -> None:
+        self.settings = settings or SyncSettings()
+        self._table: WeightTable | None = None
+        self._source: Callable[[], WeightSource | None] = lambda: None
+
+    def offer(self, source: WeightSource) -> Ticket:
+        if self._table is None or self._source() is not source:
+            self._table, self._source = WeightTable.of(source.named_weights()), weakref.ref(source)
+        address = self._address() if self.settings.is_leader else {}
+        return Ticket(uuid4().hex, source.version, self.settings.name, self._table, address)
+
+    def _address(self) -> dict[str, Any]:
+        return {}
+
+    def _account(self, bucket: Any) -> None:
+        if self.settings.memory is not None:
+            self.settings.memory.hold(f"weight sync of {self.settings.name}", "buffer", [bucket])
+
+    def _pieces(self, ticket: Ticket, source: WeightSource, bucket: int) -> Iterator[tuple[int, Any]]:
+        """Offset and bytes (``uint8``) of successive pieces, none across the end of a bucket of this size.
+
+        Raises:
+            WeightSyncError: at once: the source has another version than was offered; later: other tensors.
+        """
+        if source.version != ticket.version:
+            raise WeightSyncError(f"version {ticket.version} was offered, and the source is at {source.version}")
+        return self._iterate(ticket, source, bucket)
+
+    def _iterate(self, ticket: Ticket, source: WeightSource, bucket: int) -> Iterator[tuple[int, Any]]:
+        offers = zip(ticket.table.entries, ticket.table.spans(), strict=True)
+        for offer, named in zip_longest(offers, source.named_weights()):
+            flat = self._validate_tensor(ticket, offer and offer[0], named)
+            begin, end = start, _ = offer[1]
+            while begin < end:
+                stop = min(end, (begin // bucket + 1) * bucket)
+                yield begin, flat[begin - start : stop - start]
+                begin = stop
+
+    def _validate_tensor(self, ticket: Ticket, offered: TensorEntry | None, named: tuple[str, Any] | None) -> Any:
+        entry = TensorEntry.of(*named) if named else None
+        if named is None or entry != offered:
+            self._table = None
+            names = [offer.name for offer in ticket.table.entries]
+            nearest = hint(entry.name, names) if entry and not offered else ""
+            raise WeightSyncError(
+                f"the source of version {ticket.version} gives {entry or 'nothing'} where {offered or 'nothing'}"
+                f" was offered{nearest}"
+            )
+        return named[1].detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def exhaust(stream: Iterator[Any]) -> None:
+    """Consume the rest: the other ranks are inside the same collective, and would wait for this one."""
+    deque(stream, maxlen=0)
+
+
+def assemble_snapshot(ticket: Ticket, flat: npt.NDArray[np.uint8], crcs: Sequence[int], seal: Seal) -> WeightSnapshot:
+    """The snapshot with the bytes ``flat``, ``[table.nbytes]``, if their ``crcs`` and the ticket match the seal.
+
+    Raises:
+        WeightSyncError: names the tensors that differ, or both stamps where version, names, shapes or dtypes do.
+    """
+    entries, spans = ticket.table.entries, ticket.table.spans()
+    refusal = f"weights of {ticket} refused"
+    pairs = zip(entries, crcs, seal.crcs, strict=False)  # of other lengths: the stamps differ, too
+    if damaged := [f"'{entry.name}'" for entry, received, sent in pairs if received != sent]:
+        raise WeightSyncError(f"{refusal}: {', '.join(damaged)} came with other bytes than were sent")
+    buffers = {entry.name: flat[start:stop] for entry, (start, stop) in zip(entries, spans, strict=True)}
+    snapshot = _snapshot(ticket, buffers, crcs)
+    if snapshot.stamp != seal.stamp:
+        raise WeightSyncError(f"{refusal}: {seal.stamp} was sent, and the ticket makes {snapshot.stamp} of it")
+    return snapshot
+
+
+def _snapshot(ticket: Ticket, buffers: Mapping[str, Any], crcs: Sequence[int]) -> WeightSnapshot:
+    entries = ticket.table.entries
+    return WeightSnapshot(
+        ticket.version,
+        buffers,
+        shapes={entry.name: entry.shape for entry in entries},
+        dtypes={entry.name: entry.dtype for entry in entries},
+        fingerprints={entry.name: int(crc) for entry, crc in zip(entries, crcs, strict=True)},
+        checked=True,
+    )

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights by a collective broadcast: gloo between hosts, nccl between devices.
+
+::
+
+    sender                           its store                       each receiver
+      offer: host, TCP port
+      send: an attempt of a ticket  -->       <-- joins the attempt
+      waits, with a deadline, until all have joined
+      group                         -->       --> enters it, unless it is a member
+      bucket, bucket, ..., seal      == broadcast ==>               assembled on the host
+
+The group is separate from the train ranks' groups. It is reused as long as the same receivers join and nothing fails. A
+process that fails leaves it, which the others notice; then the ticket can be sent again.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
+from dlrover.python.rl.engine.model.ranks import resolve_device
+from dlrover.python.rl.engine.weight_sync.base import (
+    Seal,
+    SenderBase,
+    SyncSettings,
+    Ticket,
+    WeightSource,
+    assemble_snapshot,
+    exhaust,
+)
+from dlrover.python.rl.engine.weight_sync.buckets import CrcTally, HostArena, HostBuffer, bucket_spans, fill_buckets
+
+_SENDER_RANK = 0
+_POLL_S = 50e-6
+_NCCL_TIMEOUT_FACTOR = 10
+"""nccl's own watchdog ends a process whose wait is too long: its limit is this many times ours."""
+
+
+class BroadcastTransport(SenderBase):
+    """Implements ``WeightTransport``. All receivers receive at the same time, and the sender waits for them.
+
+    Args:
+        settings: ``device`` has the buckets: ``cpu`` for gloo, CUDA devices for nccl, on both sides. The sender's
+            ``receivers`` and ``address`` are required.
+    """
+
+    waits_for_receivers = True
+
+    def __init__(self, settings: SyncSettings | None = None) -> None:
+        super().__init__(settings)
+        self._server: Any = None
+        self._client: tuple[Any, Any] = (None, None)
+        self._member, self._members = uuid4().hex, frozenset[bytes]()
+        self._group = BroadcastGroup("", None, self.settings.timeout_s)
+        self._arena, self._host = HostArena(), HostBuffer()
+
+    def _address(self) -> dict[str, Any]:
+        host, timeout = self.settings.address, self._timeout()
+        if self._server is None:
+            self._server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        sizes = {"receivers": self.settings.receivers, "bucket": self.settings.bucket}
+        return {"host": host, "tcp_port": self._server.port, **sizes}
+
+    def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
+        stream = self._pieces(ticket, source, ticket.address["bucket"])
+        try:
+            return self._broadcast(ticket, stream) if self.settings.is_leader else None
+        finally:
+            exhaust(stream)
+
+    def _broadcast(self, ticket: Ticket, stream: Iterator[tuple[int, Any]]) -> WeightStamp:
+        tally, spans = CrcTally(ticket.table), bucket_spans(ticket.table, ticket.address["bucket"])
+        bucket = self._allocate_bucket(ticket)
+        with self._entered_group(ticket, self._gather_receivers) as group:
+            for number in fill_buckets(stream, [bucket]):
+                start, stop = spans[number]
+                part = bucket[: stop - start]
+                tally.update(self._host.read(part), start, stop)
+                group.broadcast(part)
+            seal = Seal.of(ticket, tally.crcs)
+            group.broadcast(self._to_device(seal.pack()))
+        return seal.stamp
+
+    def receive(self, ticket: Ticket) -> WeightSnapshot:
+        flat, tally = self._arena.allocate(ticket.table.nbytes), CrcTally(ticket.table)
+        bucket, seal = self._allocate_bucket(ticket), self._to_device(bytes(Seal.size(ticket.table)))
+        with self._entered_group(ticket, self._join) as group:
+            for start, stop in bucket_spans(ticket.table, ticket.address["bucket"]):
+                part = bucket[: stop - start]
+                group.broadcast(part)
+                np.copyto(flat[start:stop], self._host.read(part))
+                tally.update(flat, 0, stop)
+            group.broadcast(seal)
+        return assemble_snapshot(ticket, flat, tally.crcs, Seal.unpack(self._host.read(seal).tobytes()))
+
+    def _allocate_bucket(self, ticket: Ticket) -> Any:
+        bucket = torch.empty(ticket.address["bucket"], dtype=torch.uint8, device=self.settings.device)
+        self._account(bucket)
+        return bucket
+
+    def _to_device(self, data: bytes) -> Any:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.settings.device)
+
+    # -- the group ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _entered_group(self, ticket: Ticket, enter: Callable[[Ticket], "BroadcastGroup"]) -> Iterator["BroadcastGroup"]:
+        """The group that ``enter`` returns; this process leaves it after a failure."""
+        try:
+            with _as_connection_error():
+                self._group = enter(ticket)
+            yield self._group
+        except BaseException as error:
+            self._leave_group()
+            if not isinstance(error, ConnectionError):
+                raise
+            raise WeightSyncError(
+                f"the broadcast of {ticket} to {ticket.address['receivers']} receivers broke off at"
+                f" {self.settings.name}: a process has ended or is late: {error}"
+            ) from error
+        finally:
+            if self._server is not None:
+                with suppress(RuntimeError):
+                    self._server.delete_key(ticket.id)  # late receivers wait for the next attempt
+
+    def _gather_receivers(self, ticket: Ticket) -> "BroadcastGroup":
+        """The sender waits for all receivers, and names the group: the present one if they are its members."""
+        attempt = uuid4().hex
+        self._server.set(ticket.id, attempt)
+        store, receivers = dist.PrefixStore(attempt, self._server), ticket.address["receivers"]
+        keys = [f"receiver {rank}" for rank in range(1, receivers + 1)]
+        try:
+            store.wait(keys, self._timeout())
+        except dist.DistStoreError:
+            count, timeout_s = store.add("receivers", 0), self.settings.timeout_s
+            raise WeightSyncError(
+                f"{count} of {receivers} receivers of version {ticket.version} came within {timeout_s:g} s"
+            ) from None
+        members = frozenset(store.get(key) for key in keys)
+        name = self._group.name if self._members == members else uuid4().hex
+        self._members = members
+        store.set("group", name)
+        return self._enter(name, store, _SENDER_RANK, receivers)
+
+    def _join(self, ticket: Ticket) -> "BroadcastGroup":
+        """A receiver joins once the sender has begun, and waits for the group's name."""
+        address, receivers = (ticket.address["host"], ticket.address["tcp_port"]), ticket.address["receivers"]
+        if self._client[0] != address:
+            self._client = address, dist.TCPStore(*address, is_master=False, timeout=self._timeout())
+        client = self._client[1]
+        store = dist.PrefixStore(client.get(ticket.id).decode(), client)  # waits: as long as the store's own timeout
+        rank = store.add("receivers", 1)
+        if rank > receivers:
+            raise WeightSyncError(f"{ticket.sender} sends to {receivers} receivers, and as many have come already")
+        store.set(f"receiver {rank}", self._member)
+        return self._enter(store.get("group").decode(), store, rank, receivers)  # waits: likewise
+
+    def _enter(self, name: str, store: Any, rank: int, receivers: int) -> "BroadcastGroup":
+        if self._group.name == name:
+            return self._group
+        self._group.leave()
+        return BroadcastGroup(name, self._make_group(store, rank, receivers + 1), self.settings.timeout_s)
+
+    def _leave_group(self) -> None:
+        self._group.leave()
+        self._member, self._members, self._client = uuid4().hex, frozenset(), (None, None)
+
+    def _make_group(self, store: Any, rank: int, size: int) -> Any:
+        if self.settings.is_on_host:
+            return dist.ProcessGroupGloo(store, rank, size, timeout=self._timeout())
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout() * _NCCL_TIMEOUT_FACTOR
+        torch.cuda.set_device(resolve_device(self.settings.device))
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self.settings.timeout_s)
+
+    def close(self) -> None:
+        self._group.leave()
+        self._server, self._client = None, (None, None)
+
+
+@contextmanager
+def _as_connection_error() -> Iterator[None]:
+    """Errors of torch inside the block are caused by the other processes."""
+    try:
+        yield
+    except RuntimeError as error:  # the base of torch's DistError
+        raise ConnectionError(str(error)) from error
+
+
+class BroadcastGroup:
+    """A process group. Nothing else refers to torch's ``backend`` object, so that leaving it frees it at once.
+
+    Args:
+        name: unique; "" for no group.
+        backend: torch's object.
+        timeout_s: limit on a broadcast.
+    """
+
+    def __init__(self, name: str, backend: Any, timeout_s: float) -> None:
+        self.name, self._backend, self._timeout_s = name, backend, timeout_s
+
+    def broadcast(self, tensor: Any) -> None:
+        """Broadcast from the sender to all others; ConnectionError if a rank has ended or is late."""
+        with _as_connection_error():
+            if self._backend.name() != "nccl":
+                self._backend.broadcast(tensor, _SENDER_RANK).wait()  # waits: as long as the group's own timeout
+                return
+            # Neither nccl's first call, which connects, nor its wait() has a deadline for the host.
+            result: Future[None] = Future()
+            threading.Thread(target=self._run, args=(self._backend, tensor, result), daemon=True).start()
+            try:
+                result.result(self._timeout_s)
+            except TimeoutError:
+                raise ConnectionError(f"a broadcast has not ended within {self._timeout_s:g} s") from None
+
+    def _run(self, backend: Any, tensor: Any, result: Future[None]) -> None:
+        try:
+            work = backend.broadcast(tensor, _SENDER_RANK)
+            while not work.is_completed() and self._backend is backend:
+                time.sleep(_POLL_S)
+            result.set_result(None)
+        except RuntimeError as error:
+            result.set_exception(error)
+
+    def leave(self) -> None:
+        """Close the connections, which the others notice."""
+        backend, self._backend, self.name = self._backend, None, ""
+        if backend is not None and backend.name() == "nccl":
+            backend.abort()

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in a file of a folder that both sides see, which may be on another node.
+
+::
+
+    folder/
+      ACTOR.sender                 locked (flock) by the process that sends; has its name and the ticket
+      ACTOR.<ticket id>.part       while it is written
+      ACTOR.<ticket id>.weights    one version: the tensors, then the seal
+
+The last version stays, for a replaced receiver, beside the one that is written. Remains of a crash are removed by the
+next sender of the same name.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
+from dlrover.python.rl.engine.weight_sync.base import (
+    Seal,
+    SenderBase,
+    StallTimer,
+    SyncSettings,
+    Ticket,
+    WeightSource,
+    assemble_snapshot,
+    exhaust,
+)
+from dlrover.python.rl.engine.weight_sync.buckets import (
+    CrcTally,
+    HostArena,
+    bucket_spans,
+    copy_to_host,
+    reserve,
+    try_lock,
+)
+
+_WEIGHTS, _PART, _SENDER = ".weights", ".part", ".sender"
+_SENDER_BYTES = 1024
+_LOCK_TIMEOUT_S = 2.0
+
+
+class DiskTransport(SenderBase):
+    """Implements ``WeightTransport``. Any number of receivers, at any time.
+
+    Args:
+        settings: ``folder`` is required; ``channel`` becomes the first part of file names.
+
+    Raises:
+        ValueError: there is no folder, or the channel is empty or has a dot or a slash in it.
+    """
+
+    def __init__(self, settings: SyncSettings) -> None:
+        super().__init__(settings)
+        if settings.folder is None:
+            raise ValueError("weights on disk need a folder that both sides see")
+        if not settings.channel or {".", "/"} & set(settings.channel):
+            raise ValueError(f"'{settings.channel}' cannot name a sender: it becomes the first part of file names")
+        self._folder, self._last = settings.folder, ""
+        self._arena = HostArena()
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
+        stream = self._pieces(ticket, source, self.settings.bucket)
+        try:
+            return self._write(ticket, stream) if self.settings.is_leader else None
+        finally:
+            exhaust(stream)
+
+    def _write(self, ticket: Ticket, stream: Iterator[tuple[int, Any]]) -> WeightStamp:
+        with self._locked(ticket):
+            for path in self._files(_WEIGHTS, _PART):
+                if path != self._path(self._last) or self._last == ticket.id:
+                    path.unlink(missing_ok=True)
+            part, tally = self._path(ticket.id, _PART), CrcTally(ticket.table)
+            with part.open("w+b") as file:
+                reserve(file.fileno(), ticket.table.nbytes + Seal.size(ticket.table))
+                buffer = self._arena.allocate(self.settings.bucket)
+                for offset, piece in stream:
+                    data = buffer[: len(piece)]
+                    copy_to_host(data, piece)
+                    tally.update(data, offset, offset + len(piece))
+                    file.seek(offset)
+                    file.write(data.data)
+                seal = Seal.of(ticket, tally.crcs)
+                file.seek(ticket.table.nbytes)
+                file.write(seal.pack())
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(self._path(ticket.id))
+            self._last = ticket.id
+        return seal.stamp
+
+    def _path(self, ticket_id: str, suffix: str = _WEIGHTS) -> Path:
+        return self._folder / f"{self.settings.channel}.{ticket_id}{suffix}"
+
+    @property
+    def _sender_path(self) -> Path:
+        return self._folder / f"{self.settings.channel}{_SENDER}"
+
+    @contextmanager
+    def _locked(self, ticket: Ticket) -> Iterator[None]:
+        """Hold the sender's lock, which the kernel releases when this process ends."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._sender_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            timer = StallTimer(_LOCK_TIMEOUT_S, lambda: f"{_sender_name(descriptor)} sends already")
+            while not try_lock(descriptor, fcntl.LOCK_EX):  # receivers hold it for an instant to test it
+                timer.pause()
+            sender = json.dumps({"name": self.settings.name, "pid": os.getpid(), "ticket": ticket.id})
+            os.pwrite(descriptor, sender.encode().ljust(_SENDER_BYTES), 0)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _files(self, *suffixes: str) -> list[Path]:
+        paths = self._folder.iterdir() if self._folder.is_dir() else ()
+        prefix = f"{self.settings.channel}."
+        return [path for path in paths if path.name.startswith(prefix) and path.suffix in suffixes]
+
+    # -- receiving ----------------------------------------------------------------------------------------------------
+
+    def receive(self, ticket: Ticket) -> WeightSnapshot:
+        path, table = self._path(ticket.id), ticket.table
+        self._wait_for(ticket, path)
+        flat, tally = self._arena.allocate(table.nbytes), CrcTally(table)
+        seal_offset, size = table.nbytes, Seal.size(table)
+        with path.open("rb", buffering=0) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            if nbytes != seal_offset + size:
+                raise WeightSyncError(f"{path.name} is cut: {nbytes:,} of {seal_offset + size:,} bytes")
+            for start, stop in bucket_spans(table, self.settings.bucket):
+                _read_exactly(file.fileno(), flat[start:stop].data, start)
+                tally.update(flat, 0, stop)
+            seal = Seal.unpack(os.pread(file.fileno(), size, seal_offset))
+        return assemble_snapshot(ticket, flat, tally.crcs, seal)
+
+    def _wait_for(self, ticket: Ticket, path: Path) -> None:
+        def check_sender() -> None:
+            if self._has_sender_ended(ticket) and not path.exists():
+                with self._sender_path.open("rb") as file:
+                    name = _sender_name(file.fileno())
+                raise WeightSyncError(f"{ticket}: {name} has ended before it was written")
+
+        timer = StallTimer(self.settings.timeout_s, lambda: f"{ticket}: {path.name} is not written", check_sender)
+        while not path.exists():
+            timer.pause()
+
+    def _has_sender_ended(self, ticket: Ticket) -> bool:
+        """Return True if the sender has begun with this ticket, and no longer sends."""
+        try:
+            descriptor = os.open(self._sender_path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            return ticket.id in _sender_text(descriptor) and try_lock(descriptor, fcntl.LOCK_SH)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Remove the files if this is the side that sends."""
+        if self._last:
+            for path in self._files(_WEIGHTS, _PART, _SENDER):
+                path.unlink(missing_ok=True)
+
+
+def _read_exactly(descriptor: int, target: memoryview, offset: int) -> None:
+    while target:
+        count = os.preadv(descriptor, [target], offset)
+        if not count:
+            raise WeightSyncError(f"a file of weights was cut at byte {offset:,} while it was read")
+        target, offset = target[count:], offset + count
+
+
+def _sender_text(descriptor: int) -> str:
+    return os.pread(descriptor, _SENDER_BYTES, 0).decode("utf-8", "replace")
+
+
+def _sender_name(descriptor: int) -> str:
+    with suppress(json.JSONDecodeError, KeyError):
+        sender = json.loads(_sender_text(descriptor))
+        return f"{sender['name']} (process {sender['pid']})"
+    return "another process"

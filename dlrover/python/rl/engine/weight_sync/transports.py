@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transports that a job chooses from with ``engine.weight_sync``, and what each one requires."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from annotated_types import Ge, Gt
+
+from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError
+from dlrover.python.rl.common.extensions import ExtensionPoint
+from dlrover.python.rl.config.typed import parse
+from dlrover.python.rl.engine.weight_sync.base import ALIGN, SyncSettings, WeightTransport, waits_for_receivers
+
+_PACKAGE = "dlrover.python.rl.engine.weight_sync"
+
+TRANSPORTS = ExtensionPoint(
+    "weight transport",
+    "dlrover_rl.weight_transports",
+    {
+        "auto": f"{_PACKAGE}.pull:PullTransport",
+        "pull": f"{_PACKAGE}.pull:PullTransport",
+        "disk": f"{_PACKAGE}.disk:DiskTransport",
+        "broadcast": f"{_PACKAGE}.collective:BroadcastTransport",
+        "cuda_ipc": f"{_PACKAGE}.cuda_ipc:CudaIpcTransport",
+    },
+)
+"""Classes that are made as ``Transport(settings)`` on each side, see ``WeightTransport``. One with a true attribute
+``waits_for_receivers`` sends while the receivers receive; the others keep what was sent."""
+
+
+@dataclass(frozen=True)
+class WeightSyncOptions:
+    """What ``engine.weight_sync_options`` may hold."""
+
+    folder: str | None = None
+    """A folder that all members see; required by ``disk``."""
+
+    receivers: Annotated[int, Gt(0)] | None = None
+    """Members that receive, for transports that wait for them; None: those of the role rollout."""
+
+    bucket_bytes: Annotated[int, Ge(ALIGN)] | None = None
+    """Bytes handed over at a time; None: 1 MiB on a host, 64 MiB on a device."""
+
+    timeout_s: Annotated[float, Gt(0.0)] | None = None
+    """Longest wait for the other side without progress; None: 5 s for transports that keep what was sent, 60 s for
+    others."""
+
+
+def validate_transport(
+    name: str, options: Mapping[str, Any], device: str, where: str = "config.engine.weight_sync"
+) -> list[ConfigError]:
+    """Check the choice of a transport before the start.
+
+    Args:
+        name: built in, an entry point, or ``package.module:Class``.
+        options: of the transport.
+        device: ``engine.device``.
+        where: the name's key; the options' key is ``{where}_options``.
+    """
+    parsed, errors = parse(WeightSyncOptions, dict(options), f"{where}_options")
+    try:
+        if TRANSPORTS.place(name) not in TRANSPORTS.builtin.values():
+            TRANSPORTS.load(name)
+    except ClassNotFound as error:
+        return [*errors, ConfigError(where, str(error))]
+    if name == "disk" and parsed is not None and parsed.folder is None:
+        errors.append(ConfigError(f"{where}_options.folder", "'disk' needs a folder that all members see"))
+    if name == "cuda_ipc" and not device.startswith("cuda"):
+        errors.append(ConfigError(where, f"'cuda_ipc' needs engine.device cuda, which is {device}"))
+    if name == "broadcast" and device.startswith("cuda:"):
+        errors.append(ConfigError(where, f"'broadcast' needs a device for each member: engine.device is {device}"))
+    return errors
+
+
+def check_collocation(name: str, device: str, is_collocated: bool) -> None:
+    """Refuse a transport where sender and receivers share their devices, or do not.
+
+    Raises:
+        EngineError: nccl needs each device once; CUDA IPC opens memory of a device that both sides see.
+    """
+    if name == "broadcast" and is_collocated and device.startswith("cuda"):
+        raise EngineError("engine.weight_sync 'broadcast' needs actor and rollout on separate devices")
+    if name == "cuda_ipc" and not is_collocated:
+        raise EngineError("engine.weight_sync 'cuda_ipc' needs actor and rollout in one workload_group")
+
+
+def make_transport(name: str, options: Mapping[str, Any], settings: SyncSettings) -> WeightTransport:
+    """Make one side of the transport ``name``; ``options`` have been validated."""
+    transport = TRANSPORTS.load(name)
+    parsed = WeightSyncOptions(**options)
+    timeout_s = parsed.timeout_s or (60.0 if waits_for_receivers(transport) else settings.timeout_s)
+    folder = settings.folder if parsed.folder is None else Path(parsed.folder).expanduser()
+    made: WeightTransport = transport(
+        replace(
+            settings,
+            bucket_bytes=parsed.bucket_bytes,
+            timeout_s=timeout_s,
+            folder=folder,
+            receivers=parsed.receivers or settings.receivers,
+        )
+    )
+    return made

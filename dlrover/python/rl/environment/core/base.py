@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment port: it answers the policy's actions."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+from dlrover.python.rl.common.errors import EnvironmentFailed
+from dlrover.python.rl.common.names import hint
+
+MAX_STATE_LENGTH = 4_000_000
+"""Characters; a longer state is an error of the environment."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    next_state: str | None
+    """The policy's next input; None when ``done``."""
+
+    reward: float
+    """The training signal, on the last token of the action; summed over turns."""
+
+    score: float
+    """For metrics only (solved or not); summed over turns."""
+
+    done: bool
+    """The episode has ended."""
+
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    """The user's data for the next step."""
+
+
+class Environment(Protocol):
+    """Text in, text out. One instance serves many episodes at once, so arguments carry an episode's state."""
+
+    async def reset(self, extra_info: dict[str, Any]) -> str | None:
+        """Start an episode: the first state, or None to use the row's prompt. ``extra_info`` may be changed for later
+        steps."""
+        ...
+
+    async def step(self, state: str, action: str, extra_info: dict[str, Any]) -> StepResult:
+        """Answer ``action``, the policy's text for ``state``; ``extra_info`` is the row's, then the last step's."""
+        ...
+
+    async def close(self, extra_info: dict[str, Any]) -> None:
+        """End an episode: finished, at the limit of turns, or failed. Called once for each."""
+        ...
+
+    async def shutdown(self) -> None:
+        """Release all resources; called once, even if episodes are open."""
+        ...
+
+
+_FIELDS = tuple(item.name for item in fields(StepResult))
+
+
+def validate_step(returned: Any, extra_info: dict[str, Any]) -> StepResult:
+    """Return a step's result, a :class:`StepResult` or a dict of its fields, as a checked :class:`StepResult`.
+
+    ``reward`` is required; ``score`` defaults to it, ``done`` to False, ``extra_info`` to the argument. NumPy and torch
+    scalars are accepted: ``reward=x.mean()``, ``done=x.max() > 0``.
+    """
+    if isinstance(returned, StepResult):
+        values: dict[str, Any] = {name: getattr(returned, name) for name in _FIELDS}
+    elif isinstance(returned, Mapping):
+        values = dict(returned)
+    else:
+        raise EnvironmentFailed(f"step returned {_kind(returned)}, not a StepResult or a dict of its fields")
+    for name in values:
+        if name not in _FIELDS:
+            raise EnvironmentFailed(f"step returned an unknown field '{name}'{hint(str(name), _FIELDS)}")
+    reward = _number("reward", values.get("reward"))
+    score = _number("score", values.get("score", reward))
+    done, info = _scalar(values.get("done", False)), values.get("extra_info", extra_info)
+    if not isinstance(done, bool):
+        raise EnvironmentFailed(f"step returned {_kind(done)} as 'done', not True or False: {str(done)[:100]}")
+    if not isinstance(info, dict):
+        raise EnvironmentFailed(f"step returned {_kind(info)} as 'extra_info'")
+    next_state = values.get("next_state")
+    if next_state is None and not done:
+        raise EnvironmentFailed("step returned no 'next_state', and is not done")
+    return StepResult(None if done else validate_state("next_state", next_state), reward, score, done, info)
+
+
+def validate_state(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise EnvironmentFailed(f"{name} is {_kind(value)}, not text")
+    if len(value) > MAX_STATE_LENGTH:
+        raise EnvironmentFailed(f"{name} has {len(value)} characters, {MAX_STATE_LENGTH} at most")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise EnvironmentFailed(f"step returned {_kind(value)} as '{name}', not a number") from None
+    if not math.isfinite(number):
+        raise EnvironmentFailed(f"step returned {number} as '{name}'")
+    return number
+
+
+def _scalar(value: Any) -> Any:
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    where = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return "None" if value is None else f"{where}{kind.__qualname__}"

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward functions and environments by name: registered names, entry points, modules, scripts."""
+
+import asyncio
+import importlib.util
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dlrover.python.rl.common.errors import ClassNotFound, EnvironmentFailed, VerifierError
+from dlrover.python.rl.common.extensions import ExtensionPoint, load_module
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.environment.core.base import StepResult, validate_state, validate_step
+
+REWARDS = ExtensionPoint(
+    "reward function",
+    "dlrover_rl.rewards",
+    {
+        "exact": "dlrover.python.rl.environment.verifiers:exact",
+        "math_equal": "dlrover.python.rl.environment.verifiers.math_answers:math_equal",
+        "python_tests": "dlrover.python.rl.environment.verifiers.code:python_tests",
+    },
+    {
+        "dlrover.python.rl.environment.math_answers:math_equal": "math_equal",
+        "dlrover.python.rl.environment.code:python_tests": "python_tests",
+    },
+)
+
+ENVIRONMENTS = ExtensionPoint(
+    "environment",
+    "dlrover_rl.environments",
+    {
+        "gem": "dlrover.python.rl.environment.core.gym_adapter:gem",
+        "gymnasium": "dlrover.python.rl.environment.core.gym_adapter:gymnasium",
+        "tools": "dlrover.python.rl.environment.core.tools:ToolEnvironment",
+    },
+    {
+        "dlrover.python.rl.environment.worlds:gem": "gem",
+        "dlrover.python.rl.environment.worlds:gymnasium": "gymnasium",
+        "dlrover.python.rl.environment.tools:ToolEnvironment": "tools",
+    },
+)
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """Load a name of ``REWARDS`` or ``"package.module:function"``.
+
+    Raises:
+        VerifierError: no such name, module or function (with the nearest name), or not a function.
+    """
+    try:
+        function = REWARDS.load(name)
+    except ClassNotFound as error:
+        raise VerifierError(str(error)) from error
+    if not callable(function):
+        raise VerifierError(f"'{name}' is {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+_CALLS = ("reset", "step", "close", "shutdown")
+
+
+def load_environment(where: str, options: Mapping[str, Any] | None = None) -> "UserEnvironment":
+    """Load the environment ``where``.
+
+    Args:
+        where: a name of ``ENVIRONMENTS``; or ``path/to/script.py`` or ``package.module`` with functions
+            ``step(state, action, extra_info)`` and optionally ``reset(extra_info)``, ``close(extra_info)``,
+            ``shutdown()``, sync or async; with ``:Name``, a class with these methods (or an object).
+        options: keyword arguments of that class.
+
+    Raises:
+        EnvironmentFailed: no such name, or no ``step``.
+    """
+    target = find_environment(where, options)
+    if _is_made(target):
+        try:
+            target = target(**dict(options or {}))
+        except Exception as error:
+            raise EnvironmentFailed(f"{where} could not be made: {type(error).__name__}: {error}") from error
+    return UserEnvironment(target, where)
+
+
+def find_environment(where: str, options: Mapping[str, Any] | None = None) -> Any:
+    """Return the module, object, class or factory of a name without making the environment; raise EnvironmentFailed."""
+    target, is_member = _import_target(where)
+    if _is_made(target):
+        _check_options(where, target, options or {})
+    elif options:
+        reason = "is an object, which takes" if is_member else "is made of functions, which take"
+        raise EnvironmentFailed(f"{where} {reason} no options: {', '.join(options)}")
+    if isinstance(target, type) or not _is_made(target):
+        _check_step(target, where)
+    return target
+
+
+def _is_made(target: Any) -> bool:
+    """Return True for a class or a factory function, which takes the options."""
+    return isinstance(target, type) or (callable(target) and not hasattr(target, "step"))
+
+
+def _check_step(target: Any, name: str) -> None:
+    if not callable(getattr(target, "step", None)):
+        names = [key for key in dir(target) if callable(getattr(target, key)) and not key.startswith("_")]
+        raise EnvironmentFailed(f"{name} has no function 'step'{hint('step', names)}")
+
+
+def _check_options(where: str, maker: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(maker)
+    except (TypeError, ValueError):  # Some C functions have no signature.
+        return
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        parameters = list(signature.parameters)
+        unknown = [name for name in options if name not in parameters]
+        close = hint(unknown[0], parameters) if unknown else ""
+        raise EnvironmentFailed(f"{where} does not take its options: {error}{close}") from error
+
+
+def _import_target(where: str) -> tuple[Any, bool]:
+    """Return the module, script or attribute of one, and True for an attribute."""
+    registered, where = ENVIRONMENTS.places(), ENVIRONMENTS.current(where)
+    address = registered.get(where, where)
+    place, colon, name = address.rpartition(":") if ":" in address else (address, "", "")
+    try:
+        target: Any = _script(Path(place).expanduser()) if place.endswith(".py") else load_module(place)
+    except ClassNotFound as error:
+        close = "" if "." in where or ":" in where else hint(where, registered)
+        raise EnvironmentFailed(f"{error}{close}") from error
+    if colon and not hasattr(target, name):
+        names = [key for key in vars(target) if key[0] != "_"]
+        raise EnvironmentFailed(f"{place} has no '{name}'{hint(name, names)}")
+    return (getattr(target, name), True) if colon else (target, False)
+
+
+def _script(path: Path) -> ModuleType:
+    path = path.resolve()
+    name = f"environment_{blake2b(str(path).encode(), digest_size=8).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not path.is_file():
+        close = [file.name for file in path.parent.glob("*.py")]
+        raise EnvironmentFailed(f"no such file: {path}{hint(path.name, close)}")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "it ends with .py"
+    assert spec.loader is not None, "it is a file"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise EnvironmentFailed(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    return module
+
+
+class UserEnvironment:
+    """An environment of the user's functions: async or sync calls, results as dicts; checked.
+
+    ``episodes`` is the number that the target serves at a time; None: any number."""
+
+    def __init__(self, target: Any, name: str) -> None:
+        self.name = name
+        self._calls = {call: getattr(target, call) for call in _CALLS if callable(getattr(target, call, None))}
+        _check_step(target, name)
+        self.episodes: int | None = getattr(target, "episodes", None)
+
+    async def reset(self, extra_info: dict[str, Any]) -> str | None:
+        if "reset" not in self._calls:
+            return None
+        state = await call_async(self._calls["reset"], extra_info)
+        return None if state is None else validate_state("the state that reset returned", state)
+
+    async def step(self, state: str, action: str, extra_info: dict[str, Any]) -> StepResult:
+        return validate_step(await call_async(self._calls["step"], state, action, extra_info), extra_info)
+
+    async def close(self, extra_info: dict[str, Any]) -> None:
+        if "close" in self._calls:
+            await call_async(self._calls["close"], extra_info)
+
+    async def shutdown(self) -> None:
+        if "shutdown" in self._calls:
+            await call_async(self._calls["shutdown"])
+
+
+async def call_async(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call an async function here and others in a separate thread: one that hangs must not block another."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        return await function(*arguments)
+    returned = await run_in_thread(function, *arguments)
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run in a daemon thread: an abandoned call blocks neither other calls nor the end of the process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if not future.done():
+            future.set_exception(error) if error is not None else future.set_result(value)
+
+    def run() -> None:
+        value: Any = None
+        error: BaseException | None = None
+        try:
+            value = function(*arguments)
+        except StopIteration as stop:  # A future refuses StopIteration.
+            error = RuntimeError(f"StopIteration: {stop}")
+        except Exception as raised:  # noqa: BLE001 - passed on to the caller
+            error = raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    return await future  # waits: for the user's function, until the guard's deadline

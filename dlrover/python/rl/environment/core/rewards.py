@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Final answers in text that a model wrote, and weighted sums of reward functions.
+
+The text is hostile: nothing is evaluated, and time is linear in its length."""
+
+import asyncio
+import inspect
+import math
+import re
+from array import array
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any, TypeAlias
+
+from dlrover.python.rl.common.errors import VerifierError
+from dlrover.python.rl.environment.core.functions import load_function
+
+_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+_UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_EXPONENT = r"(?:[eE][-+]?[0-9]+)?"
+# A minus between two operands ("5-3") is not a sign.
+_NUMBER_IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}.])[-+])?(?:{_UNSIGNED}){_EXPONENT}")
+_NUMBER = re.compile(rf"[-+]?(?:{_UNSIGNED}){_EXPONENT}")
+
+
+def boxed_answer(text: str) -> str | None:
+    """The content of the last ``\boxed{...}`` with a closing brace, nested braces included; None without one."""
+    starts, depths = array("q"), array("q")  # Of the boxes still open; compact, for there may be a million of them.
+    depth = 0
+    last = (-1, -1)
+    for match in _BRACES.finditer(text, max(text.find(r"\boxed"), 0)):
+        token = match.group()
+        if token == "}":
+            depth = max(depth - 1, 0)
+            if depths and depths[-1] == depth:
+                depths.pop()
+                last = max(last, (starts.pop(), match.start()))
+        elif token == "{":
+            depth += 1
+        elif token[-1] == "{" and len(token) > 2:
+            starts.append(match.end())
+            depths.append(depth)
+            depth += 1
+    return text[slice(*last)] if last[0] >= 0 else None
+
+
+def last_number(text: str) -> str | None:
+    """The last decimal number in ``text`` as written (``-1,234.5``, ``6e23``), or None."""
+    numbers = deque(_NUMBER_IN_TEXT.finditer(text), maxlen=1)
+    return numbers[0].group() if numbers else None
+
+
+def decimal_value(text: str) -> Decimal | None:
+    """The exact value of ``text`` when it is one decimal number, thousands separators allowed; else None."""
+    text = text.strip()
+    if not _NUMBER.fullmatch(text):
+        return None
+    try:
+        return Decimal(text.replace(",", ""))
+    except InvalidOperation:  # An exponent of more digits than a Decimal holds.
+        return None
+
+
+def same_answer(text: str, answer: str) -> bool:
+    """True for equal texts, ignoring outer white space, or numbers of the same exact value."""
+    if text.strip() == answer.strip():
+        return True
+    value, expected = decimal_value(text), decimal_value(answer)
+    return value is not None and value == expected
+
+
+def exact_answer(completion: str, answer: str) -> float:
+    """1.0 when ``completion`` gives ``answer``, else 0.0. An empty ``answer`` is a ValueError.
+
+    The last ``\boxed{}`` counts, or else the whole text, or its last number. ``019``, ``19.0`` and ``19`` are equal;
+    ``1/2`` and ``0.5`` are not.
+    """
+    if not answer.strip():
+        raise ValueError("there is no reference answer")
+    boxed = boxed_answer(completion)
+    if boxed is not None:
+        return float(same_answer(boxed, answer))
+    number = last_number(completion)
+    return float(same_answer(completion, answer) or (number is not None and same_answer(number, answer)))
+
+
+RewardFunction: TypeAlias = Callable[[str, str | None, dict[str, Any]], float | Awaitable[float]]
+"""``function(completion, answer, extra_info)``, sync or async."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The weighted sum, and each function's unweighted value."""
+
+    total: float
+    parts: dict[str, float]
+
+
+@dataclass(frozen=True)
+class WeightedRewards:
+    """Functions and weights by name; a sample that one function fails to score has no reward."""
+
+    functions: Mapping[str, RewardFunction]
+    weights: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        if not self.functions or set(self.functions) != set(self.weights):
+            raise ValueError(f"each of {sorted(self.functions)} needs a weight, not {sorted(self.weights)}")
+        wrong = {name: weight for name, weight in self.weights.items() if not math.isfinite(weight)}
+        if wrong:
+            raise ValueError(f"weights must be finite, not {wrong}")
+
+    @classmethod
+    def load(cls, weights: Mapping[str, float]) -> "WeightedRewards":
+        return cls({name: load_function(name) for name in weights}, weights)
+
+    def now(self, completion: str, answer: str | None, extra_info: dict[str, Any]) -> Reward:
+        """Run sync functions in order, then async ones together in a new loop; VerifierError: a value is not finite."""
+        values = {name: function(completion, answer, extra_info) for name, function in self.functions.items()}
+        pending = {name: value for name, value in values.items() if inspect.isawaitable(value)}
+        if pending:
+            values |= asyncio.run(_together(pending))
+        return self._sum(values)
+
+    async def score(self, completion: str, answer: str | None, extra_info: dict[str, Any]) -> Reward:
+        """The same in a running loop: sync functions run in threads."""
+        calls = {
+            name: asyncio.to_thread(function, completion, answer, extra_info)
+            for name, function in self.functions.items()
+        }
+        values = await _together(calls)
+        pending = {name: value for name, value in values.items() if inspect.isawaitable(value)}
+        return self._sum(values | await _together(pending))
+
+    def _sum(self, values: Mapping[str, Any]) -> Reward:
+        parts = {name: _number(name, value) for name, value in values.items()}
+        return Reward(math.fsum(self.weights[name] * value for name, value in parts.items()), parts)
+
+
+async def _together(awaitables: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(zip(awaitables, await asyncio.gather(*awaitables.values()), strict=True))
+
+
+def _number(name: str, value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise VerifierError(f"returned {number}, which is not a reward: {name}")
+    return number

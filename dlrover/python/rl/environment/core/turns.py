@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Isolates faults of one episode from the others: deadlines, checked answers, and an end for every episode.
+
+::
+
+    rollout loop --reset, step, close--> Guard --> environment (in this process, or in a separate one)
+                                          |
+                                          '-- EnvironmentFailed: this sample failed, with the reason
+
+A trajectory holds tokens as the policy saw them, in one sequence while each state continues the last.
+"""
+
+import asyncio
+import copy
+import traceback
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
+
+from dlrover.python.rl.common.errors import DataError, EnvironmentFailed
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.environment.core.base import Environment, StepResult, validate_state, validate_step
+
+_LOG = get_logger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass
+class Episode:
+    """One sample's interaction with an environment; :meth:`Guard.close` ends it. ``reward`` and ``score`` are sums
+    over turns."""
+
+    state: str | None
+    extra_info: dict[str, Any]
+    reward: float = 0.0
+    score: float = 0.0
+    turns: int = 0
+    done: bool = False
+    failure: str | None = None
+    open: bool = field(default=True, repr=False)
+
+
+class Guard:
+    """Calls an environment for many episodes at once.
+
+    ``timeout_s`` limits each call; ``episodes`` the open episodes, by default ``environment.episodes``, None:
+    unlimited. ``failures`` counts failed samples by the start of the reason.
+    """
+
+    def __init__(self, environment: Environment, timeout_s: float = 60.0, episodes: int | None = None) -> None:
+        episodes = episodes if episodes is not None else getattr(environment, "episodes", None)
+        if timeout_s <= 0 or (episodes is not None and episodes < 1):
+            raise ValueError(f"need a positive timeout_s and episodes, not {timeout_s} and {episodes}")
+        self._environment, self._timeout_s = environment, timeout_s
+        self.episodes = episodes
+        self._open_slots = asyncio.Semaphore(episodes) if episodes is not None else None
+        self._abandoned: set[asyncio.Task[Any]] = set()
+        self.failures: Counter[str] = Counter()
+
+    async def reset(self, prompt: str, extra_info: dict[str, Any]) -> Episode:
+        """Start an episode at the row's ``prompt`` unless the environment overrides it. The caller closes it, failed
+        or not."""
+        if self._open_slots is not None:
+            await self._open_slots.acquire()  # waits: for an episode to be closed, each of whose calls has a deadline
+        episode = Episode(prompt, copy.deepcopy(extra_info))
+        try:
+            state = await self._in_time("reset", self._environment.reset(episode.extra_info))
+            if state is not None:
+                episode.state = validate_state("the state that reset returned", state)
+        except EnvironmentFailed as error:
+            self.fail(episode, error)
+        except BaseException:
+            await self.close(episode)
+            raise
+        return episode
+
+    async def step(self, episode: Episode, action: str) -> StepResult | None:
+        """Answer the action; None if the episode failed. Raises ValueError if it has ended."""
+        state = episode.state
+        if state is None or not episode.open:
+            raise ValueError("the episode is over")
+        try:
+            answer = self._environment.step(state, action, episode.extra_info)
+            result = validate_step(await self._in_time("step", answer), episode.extra_info)
+        except EnvironmentFailed as error:
+            self.fail(episode, error)
+            return None
+        episode.state, episode.extra_info, episode.done = result.next_state, result.extra_info, result.done
+        episode.reward += result.reward
+        episode.score += result.score
+        episode.turns += 1
+        return result
+
+    async def close(self, episode: Episode) -> None:
+        """End an episode; a second call does nothing. Errors of the environment are logged."""
+        if not episode.open:
+            return
+        episode.open, episode.state = False, None
+        try:
+            await self._in_time("close", self._environment.close(episode.extra_info))
+        except EnvironmentFailed as error:
+            self.failures[_kind(str(error))] += 1
+            _LOG.warning("an episode did not close: %s", error)
+        finally:
+            if self._open_slots is not None:
+                self._open_slots.release()
+
+    def fail(self, episode: Episode, error: EnvironmentFailed) -> None:
+        episode.state, episode.failure = None, str(error)
+        self.failures[_kind(str(error))] += 1
+        _LOG.warning("a sample failed: %s", str(error).splitlines()[0])
+
+    async def shutdown(self) -> None:
+        try:
+            await self._in_time("shutdown", self._environment.shutdown())
+        except EnvironmentFailed as error:
+            _LOG.warning("the environment did not shut down: %s", error)
+
+    async def _in_time(self, call: str, coroutine: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(coroutine)
+        try:
+            await asyncio.wait({task}, timeout=self._timeout_s)
+        finally:
+            if not task.done():  # Abandoned: user code may swallow the cancellation.
+                task.cancel()
+                self._abandoned.add(task)
+                task.add_done_callback(self._forget)
+        if not task.done():
+            raise EnvironmentFailed(f"{call} gave no answer within {self._timeout_s:g} s")
+        try:
+            return task.result()  # waits: no more, it is done
+        except EnvironmentFailed:
+            raise
+        except asyncio.CancelledError:
+            raise EnvironmentFailed(f"{call} was cancelled from inside") from None
+        except Exception as error:
+            message = f"{call} raised {type(error).__name__}: {error}"[:2_000]
+            raise EnvironmentFailed(message, traceback.format_exc()) from error
+
+    def _forget(self, task: "asyncio.Task[Any]") -> None:
+        self._abandoned.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.debug("an abandoned call raised: %s", error)
+
+
+def _kind(reason: str) -> str:
+    """The part of a reason shared by similar failures."""
+    return reason.split(":", 1)[0][:100]
+
+
+Encode: TypeAlias = Callable[[str], list[int]]
+"""Token ids of a text, without special tokens around it."""
+
+
+@dataclass
+class TokenSequence:
+    """Tokens in order; lists are ``[seq]``.
+
+    ``opening`` is the text at the start, which the policy received; ``text`` all later actions and observations.
+    ``action_mask`` is True on the policy's tokens; ``logprobs`` and weight ``versions`` are 0 and -1 on others;
+    ``rewards`` are on the last token of each action. ``finished``: the last action ended without a token limit.
+    """
+
+    opening: str
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    action_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    score: float = 0.0
+    finished: bool = False
+
+    def give(self, tokens: Sequence[int]) -> None:
+        """Add tokens of an observation."""
+        self._extend(tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
+
+    def act(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        self._extend(tokens, True, logprobs, versions)
+
+    def _extend(
+        self, tokens: Sequence[int], by_policy: bool, logprobs: Sequence[float], versions: Sequence[int]
+    ) -> None:
+        self.tokens += tokens
+        self.action_mask += [by_policy] * len(tokens)
+        self.logprobs += logprobs
+        self.versions += versions
+        self.rewards += [0.0] * len(tokens)
+
+
+class Trajectory:
+    """Builds the sequences of a sample: ``prompt``, then :meth:`act` and :meth:`observe` in turns.
+
+    Sampled tokens are never encoded again. If the next state continues the last state and action, only the rest is
+    encoded; otherwise a new sequence starts with the whole state. All sequences are one sample with one advantage.
+
+    Args:
+        encode: encodes texts of states.
+        state: the first state.
+        tokens: its tokens (of a chat template); by default ``encode_whole(state)``.
+        encode_whole: encodes states that start a sequence, with the model's prefix; by default ``encode``.
+    """
+
+    def __init__(
+        self, encode: Encode, state: str, tokens: Sequence[int] | None = None, encode_whole: Encode | None = None
+    ) -> None:
+        self._encode, self._encode_whole = encode, encode_whole or encode
+        self._state, self.action = state, ""
+        self.sequences: list[TokenSequence] = []
+        self._begin(state, self._encode_whole(state) if tokens is None else tokens)
+
+    @property
+    def context(self) -> list[int]:
+        """The tokens that the policy continues."""
+        return self.last.tokens
+
+    def act(
+        self, text: str, tokens: Sequence[int], logprobs: Sequence[float], version: int | Sequence[int] = 0
+    ) -> None:
+        """Add the policy's action: its decoded ``text``, sampled ``tokens``, their log-probs and weight version(s)."""
+        versions = [version] * len(tokens) if isinstance(version, int) else version
+        for name, values in (("log-probs", logprobs), ("versions", versions)):
+            if len(tokens) != len(values):
+                raise DataError(f"{len(values)} {name} for {len(tokens)} tokens")
+        self.last.act(tokens, logprobs, versions)
+        self.last.text += text
+        self.action += text
+
+    def reward(self, value: float, score: float = 0.0) -> None:
+        """Credit the last action; raise DataError without one."""
+        if not any(self.last.action_mask):
+            raise DataError("there is no action to reward")
+        self.last.rewards[_last_true(self.last.action_mask)] += value
+        self.last.score += score
+
+    def observe(self, state: str, fits: Callable[[list[int]], bool] | None = None) -> bool:
+        """Add the next state; return False, without a change, if ``fits`` refuses the tokens to continue from."""
+        context = self._state + self.action
+        continues = state.startswith(context)
+        tokens = self._rest(state[len(context) :]) if continues else self._encode_whole(state)
+        if fits is not None and not fits([*self.context, *tokens] if continues else tokens):
+            return False
+        if continues:
+            self.last.give(tokens)
+            self.last.text += state[len(context) :]
+        else:
+            self._begin(state, tokens)
+        self._state, self.action = state, ""
+        return True
+
+    def _rest(self, text: str) -> list[int]:
+        return self._encode(text) if text else []
+
+    def _begin(self, state: str, tokens: Sequence[int]) -> None:
+        self.sequences.append(TokenSequence(state))
+        self.last.give(tokens)
+
+    @property
+    def last(self) -> TokenSequence:
+        return self.sequences[-1]
+
+
+def _last_true(mask: Sequence[bool]) -> int:
+    return len(mask) - 1 - mask[::-1].index(True)

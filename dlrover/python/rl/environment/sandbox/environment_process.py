@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An environment in a separate process, which is killed and replaced when it hangs or crashes.
+
+::
+
+    Guard --reset, step, close--> IsolatedEnvironment --calls--> ChildProcess (an event loop, the user's code)
+
+Replies are data, never unpickled. An abandoned call is cancelled in the child; a child that does not confirm that is
+stuck and is replaced. Its other calls fail too, because their episodes lived there.
+"""
+
+import asyncio
+import base64
+import os
+import secrets
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from dlrover.python.rl.common.errors import DataError, EnvironmentFailed
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.data.state_tree import dump, load
+from dlrover.python.rl.environment.core.base import StepResult, validate_step
+from dlrover.python.rl.environment.core.functions import UserEnvironment, load_environment, run_in_thread
+from dlrover.python.rl.environment.sandbox.child_process import (
+    READY,
+    Channel,
+    ChildEnded,
+    ChildProcess,
+    error_reply,
+    pack_request,
+)
+
+_LOG = get_logger(__name__)
+
+_EXIT_S = 5.0
+_MAX_REPLY_BYTES = 64 << 20
+
+
+class IsolatedEnvironment:
+    """Runs an environment of :func:`~dlrover.python.rl.environment.core.functions.load_environment` in a child process.
+
+    An episode's ``extra_info`` is sent, so it holds plain data (:mod:`~dlrover.python.rl.data.state_tree`).
+
+    Args:
+        where: the environment's name; paths are relative to the current folder.
+        options: keyword arguments of its class.
+        start_timeout_s: seconds to load it.
+        grace_s: seconds to confirm a cancelled call.
+        memory_mb: address space of the child in MB; None: no limit.
+
+    Raises:
+        EnvironmentFailed: the child could not load it.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        options: Mapping[str, Any] | None = None,
+        start_timeout_s: float = 120.0,
+        grace_s: float = 2.0,
+        memory_mb: int | None = None,
+    ) -> None:
+        self._where, self._options = where, dict(options or {})
+        self._start_timeout_s, self._grace_s, self._memory_mb = start_timeout_s, grace_s, memory_mb
+        self._lock = threading.Lock()
+        self._child: ChildProcess | None = None
+        self._closed = False
+        self.episodes: int | None = None
+        self._running()
+
+    async def reset(self, extra_info: dict[str, Any]) -> str | None:
+        state, changed = await self._ask("reset", extra_info)
+        extra_info.clear()
+        extra_info.update(changed)
+        return state  # type: ignore[no-any-return]
+
+    async def step(self, state: str, action: str, extra_info: dict[str, Any]) -> StepResult:
+        return validate_step(await self._ask("step", state, action, extra_info), extra_info)
+
+    async def close(self, extra_info: dict[str, Any]) -> None:
+        await self._ask("close", extra_info)
+
+    async def shutdown(self) -> None:
+        with self._lock:
+            child, self._closed = self._child, True
+        if child is None or child.is_ended:
+            return
+        try:
+            await asyncio.wait_for(self._ask("shutdown"), _EXIT_S)
+        except (TimeoutError, EnvironmentFailed) as error:
+            _LOG.warning("%s did not shut down: %s", self._where, error or "no answer in time")
+        finally:
+            await asyncio.to_thread(child.end, "it was shut down")
+
+    async def _ask(self, call: str, *arguments: Any) -> Any:
+        child = self._child if self._closed else await asyncio.to_thread(self._running)
+        if child is None or (self._closed and call not in ("close", "shutdown")):
+            raise EnvironmentFailed("the environment has been shut down")
+        number = secrets.token_hex(8)
+        try:
+            request = await asyncio.to_thread(pack_request, number, call, arguments)
+        except Exception as error:
+            raise EnvironmentFailed(f"{call} cannot be sent: {type(error).__name__}: {error}") from error
+        answer = child.begin(number)
+        try:
+            await asyncio.to_thread(child.send, request)
+            return _decode(await asyncio.wrap_future(answer))
+        except ChildEnded as error:
+            raise _ended(error) from None
+        except asyncio.CancelledError:
+            threading.Thread(target=self._cancel_call, args=(child, number), daemon=True).start()
+            raise
+
+    def _running(self) -> ChildProcess:
+        """Return the child, a new one if the last has ended."""
+        with self._lock:
+            if self._child is None or self._child.is_ended:
+                if self._closed:
+                    raise EnvironmentFailed("the environment has been shut down")
+                arguments = [self._where, self._options]
+                self._child = ChildProcess(serve_environment, arguments, self._memory_mb, _MAX_REPLY_BYTES)
+                try:
+                    self.episodes = self._await_ready(self._child)
+                except BaseException:
+                    self._child.end("it could not be started")
+                    raise
+            return self._child
+
+    def _await_ready(self, child: ChildProcess) -> int | None:
+        try:
+            episodes: int | None = _decode(child.ready.result(timeout=self._start_timeout_s))
+        except TimeoutError:
+            message = f"the environment could not be loaded within {self._start_timeout_s:g} s"
+            raise EnvironmentFailed(message) from None
+        except ChildEnded as error:
+            raise _ended(error) from None
+        return episodes
+
+    def _cancel_call(self, child: ChildProcess, cancelled: str) -> None:
+        number = secrets.token_hex(8)
+        answer = child.begin(number)
+        request = pack_request(number, "cancel", (cancelled,))
+        threading.Thread(target=child.send, args=(request,), daemon=True).start()
+        try:
+            answer.result(timeout=self._grace_s)
+        except (TimeoutError, ChildEnded):
+            if not child.is_ended:
+                _LOG.warning("%s is stuck in a call: its process is replaced", self._where)
+                child.end("it was stuck in another sample's call")
+
+
+def _ended(error: ChildEnded) -> EnvironmentFailed:
+    return EnvironmentFailed(f"the environment's process ended: {error}")
+
+
+def _encode(value: Any) -> dict[str, Any]:
+    tree = dump(value)
+    buffers = [base64.b64encode(buffer).decode() for buffer in tree.buffers]
+    return {"tree": tree.skeleton.decode("utf-8", "surrogatepass"), "buffers": buffers}
+
+
+def _decode(reply: dict[str, Any]) -> Any:
+    if "error" in reply:
+        raise EnvironmentFailed(str(reply["error"]), str(reply.get("traceback", "")))
+    try:
+        buffers = [memoryview(bytearray(base64.b64decode(part))) for part in reply["buffers"]]
+        return load(str(reply["tree"]).encode("utf-8", "surrogatepass"), buffers)
+    except (DataError, LookupError, TypeError, ValueError) as error:
+        raise EnvironmentFailed(f"no reply: {error}") from error
+
+
+# -- in the child ------------------------------------------------------------------------------------------------------
+
+
+def serve_environment(channel: Channel, where: str, options: dict[str, Any]) -> None:
+    """Load the environment ``where`` and answer calls, many at a time."""
+    try:
+        environment = load_environment(where, options)
+    except BaseException as error:  # noqa: BLE001 - the process boundary: importing may even exit
+        channel.send(READY, error_reply(str(error)))
+        return
+    channel.send(READY, {"pid": os.getpid(), **_encode(environment.episodes)})
+    asyncio.run(_Server(environment, channel).serve())
+
+
+class _Server:
+    def __init__(self, environment: UserEnvironment, channel: Channel) -> None:
+        self._environment, self._channel = environment, channel
+        self._calls: dict[str, asyncio.Task[None]] = {}
+
+    async def serve(self) -> None:
+        while (request := await run_in_thread(self._channel.receive)) is not None:
+            number, call, arguments = request
+            if call == "cancel":
+                if arguments[0] in self._calls:
+                    self._calls[arguments[0]].cancel()
+                self._channel.send(number, _encode(None))
+                continue
+            task = asyncio.create_task(self._answer(number, call, arguments))
+            self._calls[number] = task
+            task.add_done_callback(partial(self._forget, number))
+
+    def _forget(self, number: str, _: "asyncio.Task[None]") -> None:
+        del self._calls[number]
+
+    async def _answer(self, number: str, call: str, arguments: tuple[Any, ...]) -> None:
+        try:
+            returned = await getattr(self._environment, call)(*arguments)
+            if call == "reset":
+                returned = [returned, arguments[0]]
+            elif call == "step":
+                returned = dict(vars(returned))
+            reply = _encode(returned)
+        except EnvironmentFailed as error:
+            reply = error_reply(str(error))
+        except DataError as error:
+            reply = error_reply(f"{call} returned data that cannot be sent: {error}")
+        except Exception as error:  # noqa: BLE001 - the process boundary: whatever it raises the parent reports it
+            reply = error_reply(f"{call} raised {type(error).__name__}: {error}")
+        self._channel.send(number, reply)

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reward function in a child process with a deadline: it may loop, exhaust memory or kill its interpreter.
+
+The child is a fresh interpreter that imports this module and the function's, but neither the parent's main script nor
+its memory. Verifiers run side by side: a hanging sample uses only its own deadline.
+"""
+
+import math
+import os
+import queue
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from dlrover.python.rl.common.errors import VerifierCrashed, VerifierError, VerifierTimeout
+from dlrover.python.rl.environment.core.functions import REWARDS
+from dlrover.python.rl.environment.core.rewards import Reward, WeightedRewards
+from dlrover.python.rl.environment.sandbox.child_process import (
+    READY,
+    Channel,
+    ChildEnded,
+    ChildProcess,
+    error_reply,
+    pack_request,
+)
+
+_ORPHAN_GRACE_S = 5.0
+_MAX_REPLY_BYTES = 1 << 20
+
+
+def serve_rewards(channel: Channel, weights: dict[str, float], load_limit_s: float, call_limit_s: float) -> None:
+    """Load the functions named in ``weights`` and answer calls.
+
+    SIGALRM ends the process at a limit even if parent and warden are gone and the function holds the interpreter; the
+    parent is earlier."""
+    signal.setitimer(signal.ITIMER_REAL, load_limit_s)
+    try:
+        rewards = WeightedRewards.load(weights)
+    except Exception:  # noqa: BLE001 - the process boundary: whatever importing raises the parent reports it
+        channel.send(READY, error_reply("could not be loaded"))
+        return
+    number, reply = READY, {"pid": os.getpid()}
+    while True:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        channel.send(number, reply)
+        request = channel.receive()
+        if request is None:
+            return
+        signal.setitimer(signal.ITIMER_REAL, call_limit_s)
+        number, _, arguments = request
+        reply = _score(rewards, arguments)
+
+
+def _score(rewards: WeightedRewards, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    try:
+        reward = rewards.now(*arguments)
+    except VerifierError as error:
+        return {"error": str(error)}
+    except Exception as error:  # noqa: BLE001 - the process boundary: whatever it raises the parent reports it
+        return error_reply(f"raised {type(error).__name__}: {error}")
+    return {"reward": reward.total, "parts": reward.parts}
+
+
+class DeadlineVerifier:
+    """Calls ``function(completion, answer, extra_info)`` in a child process, for at most ``timeout_s`` a call.
+
+    Calls from several threads run one by one; each deadline starts with its call. In a coroutine use
+    ``asyncio.to_thread``. Output goes to standard error, the first 10,000 characters of a call.
+
+    Args:
+        function: ``"package.module:function"``, a registered name, or a function of an importable module; or several
+            with weights, whose weighted sum is the reward. They may be async.
+        timeout_s: seconds of a call, without loading the module.
+        start_timeout_s: seconds to start the child and load it.
+        memory_mb: address space of the child in MB, libraries included; None: no limit.
+
+    Raises:
+        ValueError: ``function`` has no importable name, or a limit is not positive and finite.
+        VerifierError: the child could not load it.
+    """
+
+    def __init__(
+        self,
+        function: str | Callable[..., Any] | Mapping[Any, float],
+        timeout_s: float,
+        start_timeout_s: float = 60.0,
+        memory_mb: int | None = None,
+    ) -> None:
+        if not (0 < timeout_s < math.inf and 0 < start_timeout_s < math.inf and (memory_mb is None or memory_mb > 0)):
+            limits = f"{timeout_s}, {start_timeout_s} and {memory_mb}"
+            raise ValueError(f"limits must be positive and finite, not {limits}")
+        weighted = list(function.items()) if isinstance(function, Mapping) else [(function, 1.0)]
+        self._weights = {_importable_name(each): float(weight) for each, weight in weighted}
+        self._name = " + ".join(self._weights)
+        self._timeout_s, self._start_timeout_s, self._memory_mb = timeout_s, start_timeout_s, memory_mb
+        self._lock = threading.Lock()
+        self._closed = False
+        self._child = self._start()
+        try:
+            self._await_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def __call__(self, completion: str, answer: str | None, extra_info: dict[str, Any] | None = None) -> float:
+        return self.score(completion, answer, extra_info).total
+
+    def score(self, completion: str, answer: str | None, extra_info: dict[str, Any] | None = None) -> Reward:
+        """Return the reward and its parts.
+
+        Raises:
+            VerifierTimeout: no reward in time.
+            VerifierCrashed: the child ended.
+            VerifierError: the function raised, or returned something else.
+        """
+        number = secrets.token_hex(8)  # The function cannot guess it, hence not answer for its process.
+        # Arguments that cannot be pickled raise here.
+        request = pack_request(number, "score", (completion, answer, extra_info if extra_info is not None else {}))
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"the verifier {self._name} is closed")
+            self._await_ready()
+            reply = self._result(lambda: self._call(number, request), self._timeout_s, "gave no reward")
+        if "error" in reply:
+            raise VerifierError(f"{self._name} {reply['error']}", str(reply.get("traceback", "")))
+        return Reward(float(reply["reward"]), dict(reply["parts"]))
+
+    def close(self) -> None:
+        """Kill the child and its descendants; waits for a running call. May be called again."""
+        with self._lock:
+            self._closed = True
+            self._child.end()
+
+    def __enter__(self) -> "DeadlineVerifier":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> ChildProcess:
+        limits = [self._start_timeout_s + _ORPHAN_GRACE_S, self._timeout_s + _ORPHAN_GRACE_S]
+        arguments = [self._weights, *limits]
+        return ChildProcess(serve_rewards, arguments, self._memory_mb, _MAX_REPLY_BYTES, self._timeout_s)
+
+    def _restart(self) -> None:
+        self._child.end()
+        self._child = self._start()
+
+    def _await_ready(self) -> None:
+        reply = self._result(lambda: self._child.ready, self._start_timeout_s, "could not be loaded")
+        if "error" in reply:
+            self._restart()
+            raise VerifierError(f"{self._name} could not be loaded", str(reply.get("traceback", "")))
+
+    def _call(self, number: str, request: bytes) -> "Future[dict[str, Any]]":
+        answer = self._child.begin(number)
+        self._child.send(request)
+        return answer
+
+    def _result(self, begin: "Callable[[], Future[dict[str, Any]]]", timeout_s: float, failure: str) -> dict[str, Any]:
+        """Wait for a reply; a failure replaces the child."""
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            return begin().result(timeout=max(deadline_s - time.monotonic(), 0.0))
+        except TimeoutError:
+            self._restart()
+            raise VerifierTimeout(f"{self._name} {failure} within {timeout_s:g} s; its process was killed") from None
+        except ChildEnded as error:
+            self._restart()
+            if error.is_garbled:
+                raise VerifierCrashed(f"{self._name} answered for its process, which was ended") from None
+            raise VerifierCrashed(f"the process of {self._name} ended: {error}") from None
+        except BaseException:
+            self._restart()
+            raise
+
+
+def _importable_name(function: str | Callable[..., Any]) -> str:
+    if isinstance(function, str):
+        module, colon, path = function.partition(":")
+        if not (module and colon and path) and function not in REWARDS.places():
+            raise ValueError(f"'{function}' is not of the form 'package.module:function'")
+        return function
+    home, path = getattr(function, "__module__", "__main__"), getattr(function, "__qualname__", "<nameless>")
+    if home == "__main__" or "<" in path:
+        raise ValueError(
+            f"{function!r} cannot be imported by another process: define it at the top of a module that is not the"
+            " main script"
+        )
+    return f"{home}:{path}"
+
+
+Completed: TypeAlias = tuple[str, str | None, dict[str, Any]]
+"""Completion, answer and the user's data."""
+
+
+class VerifierPool:
+    """``workers`` verifier processes, made by ``start``; a killed one is replaced at once. Errors of ``start`` leave
+    no process."""
+
+    def __init__(self, workers: int, start: Callable[[], DeadlineVerifier]) -> None:
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="verifier")
+        self._idle: queue.SimpleQueue[DeadlineVerifier] = queue.SimpleQueue()
+        self._all: list[DeadlineVerifier] = []
+        starting = [self._threads.submit(start) for _ in range(workers)]
+        failed = [error for started in starting if (error := started.exception())]  # waits: at most a start's own limit
+        self._all = [started.result(0) for started in starting if not started.exception()]  # waits: no more
+        if failed:
+            self.close()
+            raise failed[0]
+        for verifier in self._all:
+            self._idle.put(verifier)
+
+    def score(self, samples: Iterable[Completed]) -> list[float | VerifierError]:
+        """Return the reward of each sample, or its error, in order."""
+        return list(self._threads.map(self._score_one, samples))
+
+    def _score_one(self, sample: Completed) -> float | VerifierError:
+        verifier = self._idle.get_nowait()  # As many as threads: there is always one.
+        try:
+            return verifier(*sample)
+        except VerifierError as error:
+            return error
+        finally:
+            self._idle.put(verifier)
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        for verifier in self._all:
+            verifier.close()

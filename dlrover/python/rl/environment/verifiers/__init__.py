@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward functions by name: ``function(completion, answer, extra_info)`` gives a number."""
+
+from typing import Any
+
+from dlrover.python.rl.environment.core.rewards import exact_answer
+
+
+def exact(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
+    if answer is None:
+        raise ValueError("the prompt has no reference answer")
+    return exact_answer(completion, answer)
+
+
+def unjudged(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
+    """For training that learns nothing from rewards."""
+    return 0.0

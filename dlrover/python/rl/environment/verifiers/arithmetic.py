@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mental arithmetic: a task that needs no download, with a reward that tells near from far."""
+
+import operator
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, overload
+
+from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.environment.core.base import StepResult
+from dlrover.python.rl.environment.core.rewards import boxed_answer, decimal_value
+
+Operand: TypeAlias = Literal["add", "mult", "substraction", "subtraction", "division"]
+"""The operation asked for; ``substraction`` is another spelling of ``subtraction``."""
+
+WORST_REWARD = -1e6
+"""The reward of an answer that cannot be read, or is wrong by 1000 and more."""
+
+_SYMBOLS: dict[str, tuple[str, Callable[[int, int], int]]] = {
+    "add": ("+", operator.add),
+    "mult": ("*", operator.mul),
+    "subtraction": ("-", operator.sub),
+    "substraction": ("-", operator.sub),
+    "division": ("/", operator.floordiv),
+}
+
+
+@dataclass
+class EnvBase:
+    """A prompt that rewards a completion; subclasses define the reward."""
+
+    prompt: list[dict[str, str]]
+    """Messages, ``{"role": ..., "content": ...}``."""
+
+    answer: int | float | str | None = None
+    """The reference answer, where there is one."""
+
+    def get_reward(self, text: str) -> float:
+        raise NotImplementedError(f"{type(self).__name__} must define get_reward(text)")
+
+
+@dataclass
+class ArithmeticProblem(EnvBase):
+    answer: int = 0
+
+    @property
+    def question(self) -> str:
+        return self.prompt[-1]["content"]
+
+    def get_reward(self, text: str) -> float:
+        r"""Minus the squared error of the last ``\boxed{}`` number, at least -10^6; 0 for the exact answer alone."""
+        boxed = boxed_answer(text)
+        value = None if boxed is None else decimal_value(boxed)
+        if value is None:
+            return WORST_REWARD
+        if value == self.answer:
+            return 0.0
+        error = float(value) - self.answer
+        # The square of a small error may round to the reward of the exact answer.
+        return max(-max(error * error, 1e-12), WORST_REWARD)
+
+
+class MathDataset(Sequence[ArithmeticProblem]):
+    """Random questions ``a op b``; the same arguments give the same questions.
+
+    Numbers are from ``min_val`` to ``max_val``; for ``division`` the divisor and the quotient are, so the answer is
+    whole."""
+
+    def __init__(
+        self, num_samples: int = 200, min_val: int = 0, max_val: int = 200, operand: Operand = "add", seed: int = 0
+    ) -> None:
+        if operand not in _SYMBOLS:
+            raise ValueError(f"unknown operand '{operand}'{hint(operand, _SYMBOLS)}")
+        if num_samples < 0 or min_val > max_val:
+            raise ValueError(f"cannot draw {num_samples} samples from {min_val} to {max_val}")
+        if operand == "division" and min_val == max_val == 0:
+            raise ValueError("cannot divide by 0, the only number from 0 to 0")
+        rng = random.Random(seed)
+        self._problems = [_draw(rng, min_val, max_val, operand) for _ in range(num_samples)]
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    @overload
+    def __getitem__(self, index: int) -> ArithmeticProblem: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[ArithmeticProblem]: ...
+
+    def __getitem__(self, index: int | slice) -> ArithmeticProblem | list[ArithmeticProblem]:
+        return self._problems[index]
+
+    def __iter__(self) -> Iterator[ArithmeticProblem]:
+        return iter(self._problems)
+
+
+class ArithmeticEnvironment:
+    """One turn: a question of ``dataset``, the policy's answer, its reward. ``score`` is 1.0 for the exact answer."""
+
+    def __init__(self, dataset: Sequence[ArithmeticProblem]) -> None:
+        if not dataset:
+            raise ValueError("an environment needs a dataset with at least one problem")
+        self._dataset = dataset
+        self._by_question = {problem.question: problem for problem in dataset}
+        self._next = 0
+
+    async def reset(self, extra_info: dict[str, Any]) -> str:
+        """The question ``extra_info["idx"]`` modulo the dataset's size; by default the next one."""
+        index = extra_info.get("idx")
+        if index is None:
+            index, self._next = self._next, self._next + 1
+        return self._dataset[index % len(self._dataset)].question
+
+    async def step(self, state: str, action: str, extra_info: dict[str, Any]) -> StepResult:
+        problem = self._by_question.get(state)
+        if problem is None:
+            raise DataError(f"no question of this environment: {state[:200]!r}")
+        reward = problem.get_reward(action)
+        return StepResult(next_state=None, reward=reward, score=float(reward == 0.0), done=True, extra_info=extra_info)
+
+    async def close(self, extra_info: dict[str, Any]) -> None: ...
+
+    async def shutdown(self) -> None: ...
+
+
+def _draw(rng: random.Random, low: int, high: int, operand: str) -> ArithmeticProblem:
+    first, second = rng.randint(low, high), rng.randint(low, high)
+    if operand == "division":
+        while second == 0:
+            second = rng.randint(low, high)
+        first *= second
+    symbol, compute = _SYMBOLS[operand]
+    question = f"What is {first} {symbol} {second}? Put the final answer in \\boxed{{}}."
+    return ArithmeticProblem([{"role": "user", "content": question}], compute(first, second))

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds processes without progress from their heartbeats, and reports them with their stacks."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from dlrover.python.rl.common.clock import Clock
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.events import (
+    Cause,
+    CauseKind,
+    Event,
+    Process,
+    RecoveryScope,
+    make_lost_event,
+)
+from dlrover.python.rl.control.liveness import Hang, Listening, Sign, hangs, odd_one_out
+from dlrover.python.rl.control.state import JobState, MemberPhase, StandbyPhase
+from dlrover.python.rl.runtime.process.heartbeat import CONSTRUCTING, Heartbeat, HeartbeatSettings
+
+_LOG = get_logger(__name__)
+
+_MOST_STACKS = 8
+"""Processes of a role whose stacks are read: enough to see which waits for which."""
+
+
+@dataclass(frozen=True)
+class Condemned:
+    """The event of a hung process, and the process, which is killed once the event is journalled."""
+
+    event: Event
+    process: Process | None
+
+
+class HangDetector:
+    """Takes heartbeats and finds the processes that hang longer than the limits of ``job``."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        beats: HeartbeatSettings,
+        process_of: Callable[[ProcessId], Process | None],
+        clock: Clock,
+        read_stacks: Callable[[Process], Awaitable[str]],
+    ) -> None:
+        self._beats, self._process_of, self._clock, self._read_stacks = beats, process_of, clock, read_stacks
+        self._limits_s: dict[str, float] = {}
+        for role, spec in job.workloads.items():
+            for process_id in (ProcessId(role), ProcessId.standby(role, 0)):
+                self._limits_s[process_id.pool] = spec.hang_after_s
+        self._limits_s[TRAINER_ID.pool] = job.trainer.hang_after_s
+        self._signs: dict[ProcessId, Sign] = {}
+        self._listening_since_s = self._looked_s = self._clock.now_s()
+
+    def take(self, beat: Heartbeat, state: JobState) -> bool:
+        """Record a heartbeat; False when the state has a later process in its place."""
+        if not _is_current(beat, state):
+            return False
+        if beat.process_id not in _numbers_up(state) or beat.method == CONSTRUCTING:
+            return True  # starting has a separate limit, also when the event of its end has come first
+        now_s = self._clock.now_s()
+        since_s = now_s - beat.age_s
+        self._signs[beat.process_id] = Sign(beat.process_id, beat.number, beat.method, since_s, beat.step, now_s)
+        return True
+
+    async def hangs(self, state: JobState) -> list[Condemned]:
+        now_s = self._clock.now_s()
+        if now_s - self._looked_s > 2 * self._beats.beat_s + 1.0:
+            self._listening_since_s = now_s  # this process was paused: it has received no heartbeat meanwhile
+        self._looked_s = now_s
+        up = self._signs_of(state, now_s)
+        listening = Listening(self._beats.beat_s, self._listening_since_s, self._beats.lease_s)
+        culprits = _culprits(hangs(up, self._limits_s, listening, now_s), state, listening, now_s)
+        condemned = await asyncio.gather(*(self._condemn(hang, up, listening, now_s) for hang in culprits))
+        self._looked_s = self._clock.now_s()  # reading stacks is not a pause: heartbeats came in meanwhile
+        return condemned
+
+    def _signs_of(self, state: JobState, now_s: float) -> list[Sign]:
+        """The newest heartbeat of each process that is up. One without any, because it or this master has just started,
+        counts as heard now."""
+        up = _numbers_up(state)
+        for process_id, number in up.items():
+            sign = self._signs.get(process_id)
+            if sign is None or sign.number != number:
+                self._signs[process_id] = Sign(process_id, number, "", now_s, -1, now_s)
+        self._signs = {process_id: self._signs[process_id] for process_id in up}
+        return list(self._signs.values())
+
+    async def _condemn(self, hang: Hang, up: list[Sign], listening: Listening, now_s: float) -> Condemned:
+        sign, process_id = hang.sign, hang.sign.process_id
+        peers = [peer for peer in up if peer.process_id.pool == process_id.pool]
+        odd = odd_one_out(peers, listening, now_s)
+        message = hang.why + (f"; odd one out: {odd.process_id}, {odd.why}" if odd else "")
+        detail = await self._stacks([sign, *(peer for peer in peers if peer is not sign)])
+        _LOG.error("%s hangs: %s\n%s", process_id, message, detail)
+        del self._signs[process_id]
+        process = self._process_of(process_id)
+        cause = Cause(CauseKind.HUNG, str(process_id), message, detail)
+        return Condemned(make_lost_event(process_id, sign.number, cause, process.node if process else ""), process)
+
+    async def _stacks(self, signs: list[Sign]) -> str:
+        located = [(sign.process_id, self._process_of(sign.process_id)) for sign in signs[:_MOST_STACKS]]
+        running = [(process_id, process) for process_id, process in located if process is not None]
+        texts = await asyncio.gather(*(self._read_stacks(process) for _, process in running))
+        return "\n\n".join(
+            f"{process_id} (pid {process.pid}):\n{text}"
+            for (process_id, process), text in zip(running, texts, strict=True)
+        )
+
+
+def _numbers_up(state: JobState) -> dict[ProcessId, int]:
+    members = state.members.items()
+    up = {process_id: member.incarnation for process_id, member in members if member.phase is MemberPhase.UP}
+    if state.trainer.phase is MemberPhase.UP:
+        up[TRAINER_ID] = state.epoch
+    for role, pool in state.standbys.items():
+        ready = (number for number, standby in pool.items() if standby.phase is StandbyPhase.READY)
+        up |= {ProcessId.standby(role, number): number for number in ready}
+    return up
+
+
+def _is_current(beat: Heartbeat, state: JobState) -> bool:
+    if beat.process_id == TRAINER_ID:
+        return beat.number >= state.epoch
+    if beat.process_id in state.members:
+        return beat.number >= state.members[beat.process_id].incarnation
+    return beat.number in state.standbys.get(beat.process_id.role, {})
+
+
+def _culprits(hanging: tuple[Hang, ...], state: JobState, listening: Listening, now_s: float) -> list[Hang]:
+    """Of a role whose ranks meet in collectives, the one that the others wait for; of other roles, all."""
+    culprits: list[Hang] = []
+    for pool in dict.fromkeys(hang.sign.process_id.pool for hang in hanging):
+        of_role = [hang for hang in hanging if hang.sign.process_id.pool == pool]
+        settings = state.settings.roles.get(pool) if state.settings else None
+        if settings is not None and settings.scope is RecoveryScope.GROUP and len(of_role) > 1:
+            odd = odd_one_out([hang.sign for hang in of_role], listening, now_s)
+            of_role = [hang for hang in of_role if odd is None or hang.sign.process_id == odd.process_id]
+        culprits += of_role
+    return culprits

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the parts of a job against each other: roles, data, algorithm, reward function, engines, model."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from dlrover.python.rl.algorithm.base import Algorithm
+from dlrover.python.rl.algorithm.dapo import DAPO
+from dlrover.python.rl.algorithm.dpo import DPO
+from dlrover.python.rl.algorithm.reward_model import RewardModel
+from dlrover.python.rl.algorithm.sft import SFT
+from dlrover.python.rl.common.errors import ConfigError, EngineError, EnvironmentFailed, InvalidJob, VerifierError
+from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.data.prompts import load_prompts, validate_prompts
+from dlrover.python.rl.engine.api.base import OptimizerConfig
+from dlrover.python.rl.engine.api.registry import (
+    ROLLOUT_ENGINES,
+    TRAIN_ENGINES,
+    engine_info,
+    find_optimizer_errors,
+    find_rollout_errors,
+    find_train_errors,
+    validate_engine,
+)
+from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
+from dlrover.python.rl.engine.weight_sync.transports import validate_transport
+from dlrover.python.rl.environment.core.functions import find_environment, load_function
+from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig, RewardConfig, RolloutConfig
+
+_ENGINE_COLUMNS = frozenset({"entropy", "candidate_logprobs"})
+"""Columns that train engines compute for a loss."""
+
+_RECIPES = {"values": "ppo", "teacher_logprobs": "distill", "candidates": "distill"}
+"""The recipe whose trainer has a column."""
+
+
+def validate_scoring(reward: RewardConfig, env_path: str | None) -> list[ConfigError]:
+    if env_path is None:
+        return validate_reward(reward.function)
+    return (
+        []
+        if reward.model is None
+        else [ConfigError("config.reward.model", "is not used: rollout.env_path scores the samples")]
+    )
+
+
+def validate_reward(function: str | Mapping[str, float], where: str = "config.reward") -> list[ConfigError]:
+    errors = []
+    for name in [function] if isinstance(function, str) else function:
+        try:
+            load_function(name)
+        except VerifierError as error:
+            errors.append(ConfigError(f"{where}.function", str(error)))
+    return errors if function else [ConfigError(f"{where}.function", "names no function")]
+
+
+def validate_environment(rollout: RolloutConfig) -> list[ConfigError]:
+    if rollout.env_path is None:
+        return [ConfigError("config.rollout.env_options", "there is no env_path")] if rollout.env_options else []
+    try:
+        find_environment(rollout.env_path, rollout.env_options)
+    except EnvironmentFailed as error:
+        return [ConfigError("config.rollout.env_path", str(error))]
+    return []
+
+
+def validate_train_engine(
+    engine: EngineConfig, members: int, bare_head: bool = False, role: str = "actor"
+) -> list[ConfigError]:
+    """Whether there is such an engine, that can do what is asked of it, and whether its sizes divide the members of a
+    role that trains."""
+    errors = validate_engine(TRAIN_ENGINES, engine.train, engine.train_options, "config.engine.train")
+    info, sizes = engine_info(TRAIN_ENGINES, engine.train), engine.parallel or ParallelSizes()
+    faults = find_train_errors(engine.train, info, sizes, engine.lora is not None, bare_head)
+    errors += [ConfigError("config.engine", fault) for fault in faults]
+    try:
+        Layout.of(members, sizes)
+    except EngineError as error:
+        errors.append(ConfigError("config.engine.parallel", f"{error}: they are members of the {role}"))
+    return errors
+
+
+def validate_optimizer(engine: EngineConfig, optimizer: OptimizerConfig) -> list[ConfigError]:
+    """Whether the train engine has the optimizer that is asked for."""
+    errors = find_optimizer_errors(engine.train, engine_info(TRAIN_ENGINES, engine.train), optimizer)
+    return [ConfigError("config.optimizer.name", error) for error in errors]
+
+
+def validate_rollout_engine(engine: EngineConfig) -> list[ConfigError]:
+    """Whether there is such an engine, that can do what is asked of it."""
+    errors = validate_engine(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, "config.engine.rollout")
+    errors += validate_transport(engine.weight_sync, engine.weight_sync_options, engine.device)
+    split = find_rollout_errors(
+        engine.rollout, engine_info(ROLLOUT_ENGINES, engine.rollout), engine.rollout_tensor_parallel_size
+    )
+    return [*errors, *(ConfigError("config.engine.rollout_tensor_parallel_size", fault) for fault in split)]
+
+
+def validate_roles(trainer: str, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+    """Find roles that a trainer of this name lacks, and roles with more members than rows to share."""
+    needed = [RLRoleType.ROLLOUT, *([RLRoleType.REWARD] if cfg.rollout.env_path is None else [])]
+    errors = [error for role in needed for error in require_role(trainer, role, roles)]
+    held_out, samples = _count_held_out(cfg), cfg.prompts_per_step * cfg.rollout.samples_per_prompt
+    shared = {
+        RLRoleType.ROLLOUT: (min(cfg.prompts_per_step, held_out), "prompts"),
+        RLRoleType.REWARD: (min(samples, held_out), "answers"),
+        RLRoleType.REFERENCE: (samples, "samples"),
+        RLRoleType.ACTOR: (samples, "samples"),
+        RLRoleType.CRITIC: (samples, "samples"),
+    }
+    replica = dict.fromkeys(
+        (RLRoleType.ACTOR, RLRoleType.CRITIC), (cfg.engine.parallel or ParallelSizes()).replica_size
+    )
+    for role, (rows, noun) in shared.items():
+        if roles.get(role, 1) > rows * replica.get(role, 1):
+            name = role.lower()
+            errors.append(
+                ConfigError(f"workload.{name}.num", f"{roles[role]} {name} members cannot share {rows} {noun}")
+            )
+    return errors
+
+
+def require_role(trainer: str, role: RLRoleType, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+    return [] if role in roles else [ConfigError("workload", f"the role '{role.lower()}' is required by {trainer}")]
+
+
+def validate_algorithm(
+    make: Callable[[], Algorithm], provided: frozenset[str], cfg: PolicyConfig, roles: Mapping[RLRoleType, int]
+) -> list[ConfigError]:
+    """Check that the algorithm exists, learns from samples, and needs no column besides ``provided``, the trainer's."""
+    try:
+        algorithm = make()
+    except InvalidJob as error:
+        return [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
+    if isinstance(algorithm, SFT | DPO | RewardModel):
+        return [ConfigError("config.algorithm.name", "it learns from examples, not from samples as this trainer does")]
+    try:
+        algorithm.check_group_size(cfg.rollout.samples_per_prompt)
+    except ValueError as error:
+        return [ConfigError("config.rollout.samples_per_prompt", str(error))]
+    longest = cfg.rollout.max_new_tokens * (cfg.rollout.max_turns if cfg.rollout.env_path else 1)
+    if isinstance(algorithm, DAPO) and not algorithm.can_penalize(longest):
+        what = f"completions have {longest} tokens at most, so none gets to where over-long shaping begins"
+        return [ConfigError("config.algorithm.max_tokens", what)]
+    absent = algorithm.needs.annotate - provided | algorithm.needs.loss - provided - _ENGINE_COLUMNS
+    if absent:
+        where = {_RECIPES[name] for name in absent if name in _RECIPES}
+        more = f"; the trainer of recipe.{where.pop()} has it" if len(where) == 1 else ""
+        what = f"it needs {', '.join(sorted(absent))}, which this trainer does not have{more}"
+        return [ConfigError("config.algorithm", what)]
+    if "ref_logprobs" in algorithm.needs.all and RLRoleType.REFERENCE not in roles:
+        return [ConfigError("workload", "config.algorithm.kl_coef is above 0, which needs the role 'reference'")]
+    return []
+
+
+def validate_filtering(cfg: PolicyConfig) -> list[ConfigError]:
+    if cfg.rollout.dynamic_filtering == "off" or cfg.rollout.samples_per_prompt > 1:
+        return []
+    what = "compares the samples of a prompt: rollout.samples_per_prompt has to be at least 2"
+    return [ConfigError("config.rollout.dynamic_filtering", what)]
+
+
+def _count_held_out(cfg: PolicyConfig) -> int:
+    path, keys = cfg.data.eval, cfg.data.keys
+    if path is None or validate_prompts(path, keys):
+        return cfg.data.eval_rows
+    return min(cfg.data.eval_rows, len(load_prompts(path, keys)))
+
+
+def validate_template(cfg: PolicyConfig) -> list[ConfigError]:
+    """Conversations need a chat template; for a model on the hub this is checked when it is loaded."""
+    folder, keys = Path(cfg.model).expanduser(), cfg.data.keys
+    if not cfg.model or not (folder / "config.json").is_file() or _has_chat_template(folder):
+        return []
+    for path in (cfg.data.train, cfg.data.eval):
+        for row in load_prompts(path, keys) if path and not validate_prompts(path, keys) else ():
+            if not isinstance(row.prompt, str):
+                what = f"the tokenizer in {cfg.model} has no chat template, which the 'messages' of"
+                return [ConfigError("config.model", f"{what} {path}:{row.line} need")]
+    return []
+
+
+def _has_chat_template(folder: Path) -> bool:
+    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    if any((folder / name).exists() for name in files):
+        return True
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and bool(settings.get("chat_template"))

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does in a standby process what engines import and build on their first use, which takes seconds.
+
+A model of a few hundred parameters is built, used as in a run, and discarded. Nothing is written to disk, no
+accelerator is used, and the random state stays unchanged.
+"""
+
+import gc
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from dlrover.python.rl.algorithm.base import EngineLoss
+from dlrover.python.rl.algorithm.registry import make_algorithm
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.data.state_tree import dump, load
+from dlrover.python.rl.engine.api.base import OptimizerConfig, SamplingParams
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.model.loading import CausalLM, TensorSource, as_causal_lm
+from dlrover.python.rl.engine.model.ranks import get_random_state, preserve_random_state, seed_random, set_random_state
+from dlrover.python.rl.engine.model.spec import ModelSpec
+from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
+from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from dlrover.python.rl.engine.weight_sync.transports import TRANSPORTS
+
+TRANSPORTS.load("auto")
+
+
+def warm_actor() -> None:
+    """An update, a commit and its restoration."""
+    with preserve_random_state():
+        engine = Fsdp2TrainEngine(_throwaway_spec(), OptimizerConfig(lr=1e-3))
+        engine.step(_make_batch(), EngineLoss(make_algorithm("grpo")))
+        engine.publish()
+        state = dump({"engine": engine.state_dict(), "random": get_random_state()})
+        restored = load(state.skeleton, state.buffers)
+        engine.load_state_dict(restored["engine"])
+        set_random_state(restored["random"])
+        seed_random(0)
+        del engine, state, restored
+    gc.collect()
+
+
+def warm_reference() -> None:
+    """Log-probs of a few tokens."""
+    with preserve_random_state():
+        Fsdp2TrainEngine(_throwaway_spec(), None).evaluate(_make_batch())
+    gc.collect()
+
+
+def warm_rollout() -> None:
+    """Received weights and two completions."""
+    with preserve_random_state():
+        weights = Fsdp2TrainEngine(_throwaway_spec(), None).publish()
+        engine = TorchRolloutEngine(_throwaway_lm())
+        engine.receive(weights)
+        completions = engine.generate(_prompts(engine.tokenizer), SamplingParams(3, 1.0, 2), (0,))
+        del weights, engine, completions
+    gc.collect()
+
+
+def _throwaway_lm() -> CausalLM:
+    """Loaded like a model for rollouts, but without files."""
+    tokenizer = make_byte_tokenizer()
+    config = _config(tokenizer)
+    weights = Qwen2ForCausalLM(config).state_dict()
+    model: Any = Qwen2ForCausalLM.from_pretrained(
+        None, config=config, state_dict=weights, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    return as_causal_lm(model, tokenizer)
+
+
+def _throwaway_spec() -> ModelSpec:
+    """The same for training."""
+    tokenizer = make_byte_tokenizer()
+    config = _config(tokenizer)
+    weights = TensorSource(Qwen2ForCausalLM(config).state_dict())
+    return ModelSpec("throwaway", None, config, tokenizer, weights=weights)
+
+
+def _config(tokenizer: Any) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _prompts(tokenizer: Any) -> Batch:
+    tokens = [np.array(tokenizer.encode(text), dtype=np.int64) for text in ("1+1=", "12+3=")]
+    return Batch({"prompt_id": np.arange(2), "tokens": Ragged.from_rows(tokens, dtype=np.int64)})
+
+
+def _make_batch() -> Batch:
+    rows = [np.arange(4), np.arange(6)]
+    tokens = Ragged.from_rows(rows, dtype=np.int64)
+    return Batch(
+        {
+            "tokens": tokens,
+            "action_mask": Ragged.from_rows([row >= 2 for row in rows], dtype=np.bool_),
+            "old_logprobs": tokens.like(np.full(10, -1.0, dtype=np.float32)),
+            "advantage": np.array([1.0, -1.0], dtype=np.float32),
+            "weight": np.array([0.1, 0.1], dtype=np.float32),
+        }
+    )

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop of the recipes that learn from examples."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+from dlrover.python.rl.algorithm.base import Algorithm, select_added
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.config.typed import require, salvage
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.data.prompts import PromptCursor
+from dlrover.python.rl.engine.api.base import UpdateResult
+from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_train_engine
+from dlrover.python.rl.recipe.base.config import validate_model
+from dlrover.python.rl.recipe.base.engine_workload import TRAINED
+from dlrover.python.rl.recipe.base.model_saver import ModelSaver, validate_keep
+from dlrover.python.rl.recipe.offline.config import ExampleConfig
+from dlrover.python.rl.recipe.offline.evaluating import Measured
+from dlrover.python.rl.recipe.offline.examples import Examples, partition_segments, select_segments, validate_examples
+from dlrover.python.rl.recipe.online.batch import annotate_errors_with_samples
+from dlrover.python.rl.recipe.reporting.metrics import Machine, TimedTrainer
+from dlrover.python.rl.recipe.reporting.run_log import RunLog
+from dlrover.python.rl.recipe.reporting.trackers import validate_log
+from dlrover.python.rl.trainer.port import Pending
+from dlrover.python.rl.trainer.shard import Replicate, Shard
+
+
+class ExampleTrainer(TimedTrainer):
+    """Role ACTOR, whose members are data-parallel ranks; and REFERENCE where the loss needs it.
+
+    ::
+
+        examples --> [REFERENCE.logprobs] --> ACTOR.train
+        held out --> [REFERENCE.logprobs] --> ACTOR.measure
+
+    A recipe names its configuration, its loss and its metrics. The actors and ``self.state`` hold all that lasts from
+    one step to the next.
+    """
+
+    config_class: ClassVar[type[ExampleConfig]]
+    """The dataclass of the job's ``config``; its ``data`` encodes rows as tokens."""
+
+    metric_names: ClassVar[Mapping[str, str]]
+    """The names in the log of the loss's metrics; others are left out. Those of evaluations begin with ``eval_``."""
+
+    bare_head: ClassVar[bool] = False
+    """True for a model that gives scores, by a head without a bias."""
+
+    @classmethod
+    def algorithm_of(cls, cfg: Any) -> Algorithm:
+        """The algorithm of a configuration; raises ``InvalidJob`` where it is none of this recipe's."""
+        raise NotImplementedError
+
+    @classmethod
+    def metrics(cls, measured: Measured) -> dict[str, float]:
+        """The metrics of a step: the loss, and the metrics of :attr:`metric_names`."""
+        return {"loss": measured.loss, **{label: measured.metrics[name] for name, label in cls.metric_names.items()}}
+
+    @classmethod
+    def evaluation_metrics(cls, measured: Measured) -> dict[str, float]:
+        return {f"eval_{name}": value for name, value in cls.metrics(measured).items()}
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def init(self) -> None:
+        """Encode the examples and load the models."""
+        self.cfg = cfg = require(self.config_class, self.config, "config")
+        self.algorithm = self.algorithm_of(cfg)
+        self.run_log = self.state["log"] = RunLog(self.job_dir, config=cfg.log, settings=asdict(cfg))
+        self.model_saver = self.state["model_saver"] = ModelSaver(cfg.keep, self.job_dir, self.RG_ACTOR.save)
+        self.examples: Examples
+        encode = self.RG_ACTOR.encode.options(target="RANK0")
+        (self.examples,) = encode(cfg.model, cfg.data, cfg.eval_every > 0, cfg.seed)
+        self.segments_to_train = cfg.steps * cfg.batch_size if cfg.steps else math.ceil(cfg.epochs * self.segment_count)
+        self.cursor = self.state["cursor"] = PromptCursor(
+            self.segment_count, cfg.batch_size, cfg.seed, total=self.segments_to_train
+        )
+        for pending in self.load_models():
+            pending.result()  # waits: for models, which the members' limits bound
+        self.machine: Machine
+        (self.machine,) = self.RG_ACTOR.machine()
+
+    def load_models(self) -> list[Pending]:
+        cfg, optimizer = self.cfg, self.cfg.optimizer.over(self.total_steps)
+        begin = self.RG_ACTOR.init_model.options(blocking=False)
+        loading = [begin(cfg.model, cfg.engine, optimizer, self.algorithm, cfg.seed)]
+        if _uses_reference(self.algorithm):
+            loading.append(self.RG_REFERENCE.init_model.options(blocking=False)(cfg.model, cfg.engine))
+        return loading
+
+    def fit(self) -> None:
+        """Train to the end, or until the evaluations get no better."""
+        self.time_metrics()  # discards the time before the first step
+        last_step = self.total_steps
+        for step in self.steps(self.total_steps):
+            if self.model_saver.should_stop:
+                last_step = step - 1
+                break
+            self.run_log.begin_step(step)
+            batch = select_segments(self.examples.train, self.cfg.data.segment_rows, self.cursor.next())
+            trained = self.update(step, self.prepare(batch, self.algorithm))
+            metrics = self.metrics(Measured(trained.loss, trained.metrics))
+            metrics |= {"grad_norm": trained.grad_norm, "lr": trained.lr}
+            if self.should_evaluate(step):
+                metrics |= self.evaluate(step)
+            self.model_saver.save_step(step)
+            times = self.time_metrics()
+            metrics |= self.machine.metrics(len(batch.ragged("tokens").values), len(self.RG_ACTOR), times) | times
+            self.run_log.write_step(step, metrics)
+            self.log(step, metrics)
+        self.run_log.begin_step(last_step + 1)
+        self.finish(last_step)
+
+    @property
+    def segment_count(self) -> int:
+        """Number of examples, or pairs, to train on."""
+        return len(self.examples.train) // self.cfg.data.segment_rows
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of all epochs; the last batch may be smaller."""
+        return math.ceil(self.segments_to_train / self.cfg.batch_size)
+
+    def prepare(self, batch: Batch, algorithm: Algorithm) -> Batch:
+        """``batch`` with ``line`` and the columns of the loss, and no others."""
+        annotated = select_added(batch, algorithm.annotate(batch))
+        ready = batch.select(*TRAINED, "line").with_columns(**annotated.columns)
+        if not _uses_reference(algorithm):
+            return ready
+        reference = self.RG_REFERENCE
+        plan = partition_segments(batch, self.cfg.data.segment_rows, reference.data_parallel_size)
+        logprobs = reference.logprobs.options(blocking=True)(Shard(batch.select(*TRAINED), rows=plan.groups), 1.0)
+        return ready.with_columns(ref_logprobs=plan.gather(logprobs)["ref_logprobs"])
+
+    def update(self, step: int, batch: Batch) -> UpdateResult:
+        """One optimizer step; raises ``NonFiniteUpdate``, which names the rows, where it is refused."""
+        shard = self._shard(batch)
+        everything = [{"sample": self._locate(line)} for line in batch.dense("line").tolist()]
+        with annotate_errors_with_samples(step, self.run_log, everything, lambda: self._find_offending(shard)):
+            trained: UpdateResult
+            trained, *_ = self.RG_ACTOR.train(shard)
+        return trained
+
+    def _find_offending(self, shard: Shard) -> list[dict[str, Any]]:
+        offending = Batch.concat(self.RG_ACTOR.find_nonfinite(shard, Replicate(("line",))))
+        rows = zip(offending.dense("line").tolist(), offending.objects("text"), strict=True)
+        return [{"sample": self._locate(line), "text": text} for line, text in rows]
+
+    def _locate(self, line: int) -> str:
+        return f"{self.cfg.data.train}:{line}"
+
+    def _shard(self, batch: Batch) -> Shard:
+        """The rows of each model replica."""
+        plan = partition_segments(batch, self.cfg.data.segment_rows, self.RG_ACTOR.data_parallel_size)
+        return Shard(batch, rows=plan.groups)
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    def should_evaluate(self, step: int) -> bool:
+        return self.cfg.eval_every > 0 and (step % self.cfg.eval_every == 0 or step == self.total_steps)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The metrics of the held-out examples; saves the model if it is the best so far."""
+        assert self.examples.held_out is not None, "there are some where a run evaluates"
+        batch = self.prepare(self.examples.held_out, self.evaluation_algorithm)
+        metrics = self.evaluation_metrics(Measured.total(self.RG_ACTOR.measure(self._shard(batch))))
+        metrics |= self.extra_metrics(step)
+        self.model_saver.update(step, metrics)
+        return metrics
+
+    def extra_metrics(self, step: int) -> dict[str, float]:
+        """More metrics of an evaluation."""
+        return {}
+
+    @property
+    def evaluation_algorithm(self) -> Algorithm:
+        """Its ``annotate`` gives the weights of the mean over the held-out examples."""
+        return self.algorithm
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def finish(self, steps: int) -> None:
+        """Save the model, the curve and the summary."""
+        self.RG_ACTOR.save(self.job_dir / "model")
+        self.run_log.write_curve("loss", "loss.png")
+        examples = self.examples
+        held_out = {} if examples.held_out is None else {"held-out rows": len(examples.held_out)}
+        self.run_log.write_summary(
+            {
+                "examples": self.segment_count,
+                **held_out,
+                "cut rows": examples.counts.cut,
+                "dropped rows": examples.counts.dropped,
+                "steps": steps,
+                **self.model_saver.summary(),
+                "model": str(self.job_dir / "model"),
+            }
+        )
+
+    # -- before the start ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
+        """Every error of the configuration, the data and the roles, before anything starts."""
+        cfg, errors = salvage(cls.config_class, config, "config")
+        if cfg is None:
+            return errors
+        actors, replica = roles.get(RLRoleType.ACTOR, 1), (cfg.engine.parallel or ParallelSizes()).replica_size
+        further = []
+        if actors > cfg.batch_size * replica:
+            what = f"{actors} actor members cannot share a batch of {cfg.batch_size}"
+            further.append(ConfigError("config.batch_size", what))
+        further += [*validate_train_engine(cfg.engine, actors, cls.bare_head), *validate_model(cfg.model)]
+        further += validate_optimizer(cfg.engine, cfg.optimizer)
+        further += validate_examples(cfg.data, cfg.eval_every > 0, cfg.seed)
+        metric_names = [
+            *cls.evaluation_metrics(Measured(0.0, dict.fromkeys(cls.metric_names, 0.0))),
+            *cls.extra_metric_names(roles),
+        ]
+        further += [*validate_keep(cfg.keep, cfg.eval_every, metric_names), *validate_log(cfg.log)]
+        further += cls._validate_algorithm(cfg, roles)
+        further += cls.validate_own(cfg, roles)
+        places = {error.where for error in errors}
+        return [*errors, *(error for error in further if error.where not in places)]
+
+    @classmethod
+    def extra_metric_names(cls, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
+        """The names of :meth:`extra_metrics` in a job with these roles."""
+        return ()
+
+    @classmethod
+    def validate_own(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        """More checks of a recipe."""
+        return []
+
+    @classmethod
+    def _validate_algorithm(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        try:
+            algorithm = cls.algorithm_of(cfg)
+        except InvalidJob as error:
+            return [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
+        if _uses_reference(algorithm) and RLRoleType.REFERENCE not in roles:
+            return [ConfigError("workload", "the role 'reference' is required: the loss compares with it")]
+        return []
+
+
+def _uses_reference(algorithm: Algorithm) -> bool:
+    return "ref_logprobs" in algorithm.needs.all

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples of a run: their sources, their encoding as tokens, and the held-out ones."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from annotated_types import Gt, Lt
+
+from dlrover.python.rl.common.errors import ConfigError, DataError
+from dlrover.python.rl.data.balance import Partition, partition
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.data.examples import Counts, Encoding, encode_sft, read_sft, sft_prompt, validate_sft
+from dlrover.python.rl.data.jsonl import first_errors
+from dlrover.python.rl.data.pairs import Masked, PairEncoding, encode_pairs, pair_prompt, read_pairs, validate_pairs
+from dlrover.python.rl.data.source import HELD_OUT_SHARE, SourceRows, hold_out
+from dlrover.python.rl.recipe.base.config import Positive
+from dlrover.python.rl.recipe.base.engine_workload import TRAINED
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleData:
+    """Examples to train and to evaluate on."""
+
+    train: str
+    """A file (``.json``, ``.jsonl``, ``.csv``, ``.parquet``, ``.arrow``), a folder or a hub name; ``split@`` before it
+    picks a split."""
+
+    eval: str | None = None
+    """The same of examples to evaluate on. None: a run that evaluates holds ``eval_share`` out of ``train``, which is
+    never trained on."""
+
+    eval_share: Annotated[float, Gt(0.0), Lt(1.0)] = HELD_OUT_SHARE
+    """Share of the rows that is held out; at least one row is."""
+
+    max_length: Positive = 512
+    """Tokens of a sequence at most."""
+
+    over_long: Literal["cut", "drop", "refuse"] = "cut"
+    """For a longer one: cut its tail, and drop it if nothing is left to train; drop it; or refuse the data. Rows cut
+    and dropped are counted."""
+
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """The data's names of columns: ``{prompt: question}``."""
+
+    segment_rows: ClassVar[int] = 1
+    """Consecutive sequences that stay together: a segment."""
+
+    def check(self, where: str) -> list[ConfigError]:
+        """The errors for which :meth:`read` would refuse a source."""
+        raise NotImplementedError
+
+    def read(self, where: str) -> SourceRows:
+        """The rows of a source."""
+        raise NotImplementedError
+
+    def prompt_of(self, row: Mapping[str, Any]) -> Any:
+        """The prompt of a row, text or messages; rows of one prompt are held out together."""
+        raise NotImplementedError
+
+    def encode(self, rows: SourceRows, tokenizer: Any) -> tuple[Batch, Counts]:
+        """Rows as ``tokens``, ``action_mask`` and ``row``, the index of the row that a sequence is from."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTData(ExampleData):
+    """Rows of ``prompt`` and ``response``, or of ``messages``."""
+
+    assistant: Literal["all", "last"] = "all"
+    """Which assistant turns are trained."""
+
+    mask_prompt: bool = True
+    """False trains prompts too."""
+
+    def check(self, where: str) -> list[ConfigError]:
+        return validate_sft(where, self.keys)
+
+    def read(self, where: str) -> SourceRows:
+        return read_sft(where, self.keys)
+
+    def prompt_of(self, row: Mapping[str, Any]) -> Any:
+        return sft_prompt(row)
+
+    def encode(self, rows: SourceRows, tokenizer: Any) -> tuple[Batch, Counts]:
+        encoding = Encoding(self.max_length, self.over_long, self.assistant, self.mask_prompt)
+        return encode_sft(rows, tokenizer, encoding)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairData(ExampleData):
+    """Rows of ``chosen`` and ``rejected`` answers, with their ``prompt`` or ``messages``. The mask covers the answers.
+
+    Sequences ``2 * i`` and ``2 * i + 1`` are a pair.
+    """
+
+    segment_rows: ClassVar[int] = 2
+
+    masked: ClassVar[Masked] = "answer"
+
+    def check(self, where: str) -> list[ConfigError]:
+        return validate_pairs(where, self.keys)
+
+    def read(self, where: str) -> SourceRows:
+        return read_pairs(where, self.keys)
+
+    def prompt_of(self, row: Mapping[str, Any]) -> Any:
+        return pair_prompt(row)
+
+    def encode(self, rows: SourceRows, tokenizer: Any) -> tuple[Batch, Counts]:
+        """Adds ``pair`` (int64) and ``chosen`` (bool)."""
+        batch, counts = encode_pairs(rows, tokenizer, PairEncoding(self.max_length, self.over_long, self.masked))
+        number = np.arange(len(batch))
+        return batch.with_columns(pair=number // 2, chosen=number % 2 == 0), counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredPairData(PairData):
+    """Pairs for a reward model: the mask is on the last token alone, where it gives its score."""
+
+    masked: ClassVar[Masked] = "last"
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """The encoded examples of a run.
+
+    Attributes:
+        train: ``tokens``, ``action_mask``, ``action_tokens`` (int64 ``[rows]``, trained tokens), ``line`` (int64
+            ``[rows]``, where in its source a row's example stands), and what its kind adds.
+        held_out: the same; None where the run does not evaluate.
+        counts: rows of ``train`` that were cut and dropped.
+        prompts: ``prompt`` (text or messages) and ``answer`` of each held-out row, as objects; None likewise.
+    """
+
+    train: Batch
+    held_out: Batch | None
+    counts: Counts
+    prompts: Batch | None = None
+
+
+def load_examples(data: ExampleData, tokenizer: Any, evaluates: bool, seed: int) -> Examples:
+    """Read, divide and encode the examples of a run; ``seed`` decides which are held out where it ``evaluates``.
+
+    Raises:
+        DataError: names every row that cannot be used (20 at most).
+    """
+    rows = data.read(data.train)
+    held_out: SourceRows | None = None
+    if evaluates:
+        rows, held_out = _split(data, rows, seed)
+    train, counts = _encode(data, rows, tokenizer)
+    if held_out is None:
+        return Examples(train, None, counts)
+    return Examples(train, _encode(data, held_out, tokenizer)[0], counts, _collect_prompts(data, held_out))
+
+
+def _split(data: ExampleData, rows: SourceRows, seed: int) -> tuple[SourceRows, SourceRows]:
+    if data.eval is not None:
+        return rows, data.read(data.eval)
+    train, held_out = hold_out([data.prompt_of(row) for row in rows], data.eval_share, seed)
+    return rows.take(train), rows.take(held_out)
+
+
+def _encode(data: ExampleData, rows: SourceRows, tokenizer: Any) -> tuple[Batch, Counts]:
+    batch, counts = data.encode(rows, tokenizer)
+    lines = np.array([line for line, _ in rows.numbered], dtype=np.int64)[batch.dense("row")]
+    trained = np.array([int(mask.sum()) for mask in batch.ragged("action_mask")], dtype=np.int64)
+    others = {name: batch[name] for name in batch.columns if name not in (*TRAINED, "row")}
+    return batch.select(*TRAINED).with_columns(action_tokens=trained, line=lines, **others), counts
+
+
+def _collect_prompts(data: ExampleData, rows: SourceRows) -> Batch:
+    return Batch({"prompt": [data.prompt_of(row) for row in rows], "answer": [_answer(row) for row in rows]})
+
+
+def _answer(row: Mapping[str, Any]) -> Any:
+    """The response, or the first answer of a conversation; None of a pair."""
+    answers = [message["content"] for message in row.get("messages", ()) if message["role"] == "assistant"]
+    return row.get("response", answers[0] if answers else None)
+
+
+def validate_examples(data: ExampleData, evaluates: bool, seed: int) -> list[ConfigError]:
+    sources = [data.train, *([data.eval] if data.eval is not None else [])]
+    errors = [error for where in sources if where for error in first_errors(data.check(where))]
+    if errors or not data.train or not evaluates or data.eval is not None:
+        return errors
+    try:
+        _split(data, data.read(data.train), seed)
+    except (ValueError, DataError) as error:
+        errors.append(ConfigError("config.data.eval_share", str(error)))
+    return errors
+
+
+def select_segments(batch: Batch, segment_rows: int, numbers: Iterable[int]) -> Batch:
+    """The rows of the segments with these numbers; pairs are renumbered, because a segment may come several times."""
+    rows = batch.take([row for number in numbers for row in range(number * segment_rows, (number + 1) * segment_rows)])
+    return rows.with_columns(pair=np.arange(len(rows)) // segment_rows) if "pair" in rows else rows
+
+
+def partition_segments(batch: Batch, segment_rows: int, members: int) -> Partition:
+    """The rows of each member, with about as many tokens each; of few segments some members get none."""
+    return partition(batch.ragged("tokens").lengths.tolist(), members, segment_rows)

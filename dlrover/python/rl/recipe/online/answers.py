@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation by generation: answers to held-out prompts, scored by a reward function."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from annotated_types import Ge
+
+from dlrover.python.rl.common.errors import ConfigError
+from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.data.prompts import load_prompts
+from dlrover.python.rl.engine.api.base import SamplingParams
+from dlrover.python.rl.recipe.base.checks import validate_reward, validate_rollout_engine
+from dlrover.python.rl.recipe.base.config import EngineConfig, Positive, RewardConfig
+from dlrover.python.rl.recipe.online.collector import bind_method, sync_weights
+from dlrover.python.rl.recipe.online.prompts import make_prompt_batch
+from dlrover.python.rl.recipe.reporting.metrics import count_failures, mean_reward
+from dlrover.python.rl.trainer.port import Pending
+from dlrover.python.rl.trainer.shard import Replicate, Shard
+
+METRIC = "eval_reward"
+
+
+@dataclass(frozen=True)
+class AnswersConfig:
+    """How answers are generated and scored, in a job with the roles ``rollout`` and ``reward``."""
+
+    max_new_tokens: Positive = 64
+    """Tokens of an answer at most, the end-of-sequence token included."""
+
+    rows: Positive = 200
+    """How many of the held-out prompts to answer, the first ones."""
+
+    prompts: str | None = None
+    """A file of prompts to answer; None: those of the held-out examples."""
+
+    temperature: Annotated[float, Ge(0.0)] = 0.0
+    """Divides the logits; 0: the most likely token each time."""
+
+    reward: RewardConfig = RewardConfig()
+
+
+def validate_answers(
+    config: AnswersConfig, engine: EngineConfig, evaluates: bool, roles: Mapping[RLRoleType, int]
+) -> list[ConfigError]:
+    answering = {RLRoleType.ROLLOUT, RLRoleType.REWARD} & roles.keys()
+    if not answering:
+        return []
+    errors = [*validate_rollout_engine(engine), *validate_reward(config.reward.function, "config.answers.reward")]
+    if config.reward.model is not None:
+        errors.append(ConfigError("config.answers.reward.model", "is not used here: reward.function scores answers"))
+    if len(answering) == 1:
+        errors.append(ConfigError("workload", "answers need both of the roles 'rollout' and 'reward'"))
+    if not evaluates:
+        errors.append(
+            ConfigError("config.eval_every", "is 0: the roles 'rollout' and 'reward' would have nothing to do")
+        )
+    return errors
+
+
+class Answers:
+    """The answers to a run's held-out prompts, which have ``prompt`` and ``answer`` as objects."""
+
+    def __init__(self, trainer: Any, config: AnswersConfig, prompts: Batch, seed: int) -> None:
+        self._trainer, self._config, self._seed = trainer, config, seed
+        if config.prompts is not None:
+            loaded = load_prompts(config.prompts)[: config.rows]
+            self._prompts = make_prompt_batch(loaded, range(len(loaded)))
+        else:
+            rows = min(len(prompts), config.rows)
+            self._prompts = prompts.rows(0, rows).with_columns(prompt_id=np.arange(rows), extra_info=[None] * rows)
+        self.last: list[dict[str, Any]] = []  # of the last evaluation, as plain rows
+
+    def load_models(self, model: str, engine: EngineConfig) -> list[Pending]:
+        return [
+            self._trainer.RG_ROLLOUT.init_model.options(blocking=False)(model, engine),
+            self._trainer.RG_REWARD.init_verifier.options(blocking=False)(self._config.reward),
+        ]
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Answer with the actor's weights: the mean reward, and the number of unscored answers."""
+        sync_weights(self._trainer)
+        sampling = SamplingParams(self._config.max_new_tokens, self._config.temperature, samples_per_prompt=1)
+        rows = len(self._prompts)
+        generate = bind_method(self._trainer.RG_ROLLOUT, "generate", rows)
+        score = bind_method(self._trainer.RG_REWARD, "score", rows)
+        rollouts = generate(Shard(self._prompts), sampling, Replicate((self._seed, step)))
+        scored = Batch.concat(score(Shard(rollouts)))
+        rewards = scored.dense("reward")
+        texts = zip(
+            *(scored.objects(name) for name in ("prompt", "completion", "answer")), rewards.tolist(), strict=True
+        )
+        self.last = [dict(zip(("prompt", "completion", "answer", "reward"), text, strict=True)) for text in texts]
+        return {METRIC: mean_reward(rewards), "eval_failed": float(count_failures(rewards))}

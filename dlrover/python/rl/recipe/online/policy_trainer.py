@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop of all trainers that learn from samples: sync weights, generate, score, train, record."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
+
+from dlrover.python.rl.algorithm.base import Algorithm
+from dlrover.python.rl.algorithm.registry import make_algorithm
+from dlrover.python.rl.common.errors import ConfigError, EngineError, InvalidJob
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.config.typed import require, salvage
+from dlrover.python.rl.data.batch import Batch, Column
+from dlrover.python.rl.recipe.base.checks import (
+    require_role,
+    validate_algorithm,
+    validate_environment,
+    validate_filtering,
+    validate_optimizer,
+    validate_roles,
+    validate_rollout_engine,
+    validate_scoring,
+    validate_template,
+    validate_train_engine,
+)
+from dlrover.python.rl.recipe.base.config import PolicyConfig, validate_model
+from dlrover.python.rl.recipe.base.engine_workload import UpdatePlan, assign_updates, average_metrics
+from dlrover.python.rl.recipe.base.model_saver import ModelSaver, validate_keep
+from dlrover.python.rl.recipe.online.batch import (
+    AuxOutput,
+    RewardFailures,
+    StepBatch,
+    annotate_errors_with_samples,
+    cast_columns,
+    failure_metrics,
+    format_samples,
+    is_unscored,
+    mask_rewards,
+    name_samples,
+    sample_metrics,
+)
+from dlrover.python.rl.recipe.online.collector import SampleCollector, bind_method
+from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data
+from dlrover.python.rl.recipe.reporting.metrics import (
+    EVALUATED,
+    SCORED,
+    Machine,
+    Scores,
+    TimedTrainer,
+    collect_scores,
+    compare_scores,
+    step_metrics,
+)
+from dlrover.python.rl.recipe.reporting.run_log import RunLog
+from dlrover.python.rl.recipe.reporting.trackers import validate_log
+from dlrover.python.rl.trainer.port import Pending
+from dlrover.python.rl.trainer.role_group import RoleGroup
+from dlrover.python.rl.trainer.shard import Replicate, Shard
+
+_LOG = get_logger(__name__)
+
+_POLICY_COLUMNS = frozenset({"action_mask", "old_logprobs", "rollout_logprobs"})
+"""What the ACTOR and the ROLLOUT give an algorithm, beside what the train engine computes itself."""
+
+AuxResults: TypeAlias = Sequence[tuple[AuxOutput, Pending]]
+"""Pending batches of the rows of a step, which the trainer need not read."""
+
+
+class PolicyTrainer(TimedTrainer):
+    """Roles ACTOR, ROLLOUT and REWARD, and those of :meth:`aux_outputs` that the algorithm needs.
+
+    ::
+
+        ACTOR weights -> ROLLOUT -> REWARD -> annotate -> ACTOR.update
+        prompts -----------^  '--> aux outputs --^-----------^
+
+    Completions go from workload to workload; the trainer sees texts and a few numbers per row, and of single tokens
+    what the algorithm's ``annotate`` needs. A step first sends the weights to the rollouts, so that a rollout which
+    is replaced during the step gets them too. What lasts from one step to the next is in the members and in
+    ``self.state``, and nowhere else in the trainer.
+
+    A subclass names its configuration and its algorithm. One with further roles lists their columns in
+    :meth:`aux_outputs`; one that trains them too extends :meth:`load_models` and :meth:`update`.
+    """
+
+    config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
+    algorithm_name: ClassVar[str] = "grpo"
+    """The algorithm if the configuration names none."""
+
+    @classmethod
+    def aux_outputs(cls, cfg: Any) -> list[AuxOutput]:
+        """The columns that further roles can compute for the algorithm, in the order of the calls."""
+        columns, temperature = {"ref_logprobs": "float32"}, cfg.rollout.temperature
+        return [AuxOutput("reference", "logprobs", columns, args=(temperature,), init=(cfg.model, cfg.engine))]
+
+    def init(self) -> None:
+        self.cfg = cfg = require(self.config_class, self.config, "config")
+        self.algorithm = self.algorithm_of(cfg)
+        self.needed_outputs = [output for output in self.aux_outputs(cfg) if output.is_needed(self.algorithm.needs.all)]
+        self.prompts = self.state["prompts"] = PromptSource(cfg)
+        self.collector = SampleCollector(self, cfg, self.prompts)
+        self.run_log = self.state["log"] = RunLog(self.job_dir, config=cfg.log, settings=asdict(cfg))
+        self.model_saver = self.state["model_saver"] = ModelSaver(cfg.keep, self.job_dir, self.RG_ACTOR.save)
+        self.reward_failures = self.state["reward_failures"] = RewardFailures(cfg.reward)
+        names = [pending.result() for pending in self.load_models()]  # waits: for models; the members' limits bound it
+        self.machine: Machine
+        (self.machine,) = self.RG_ACTOR.machine()
+        self.engines = {"train engine": names[0][0], "rollout engine": names[1][0]}
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        self.time_metrics()  # discards the time before the first step
+        last = self.cfg.steps
+        for step in self.steps(self.cfg.steps):
+            if self.model_saver.should_stop:
+                last = step - 1
+                break
+            self.sync_weights(step)
+            if step == 1:
+                self.state["before"] = self.collector.evaluate_initial()
+            batch = self.generate(step)
+            batch = self.score(step, batch)
+            metrics = self.train(step, batch)
+            self.record(step, batch, metrics)
+        self.sync_weights(last + 1)
+        self.finish(self.state["before"], self.collector.evaluate(last))
+
+    def sync_weights(self, step: int) -> None:
+        """Begin a step: send the actor's weights to the rollouts."""
+        self.run_log.begin_step(step)
+        self.collector.sync_weights()
+
+    def generate(self, step: int) -> StepBatch:
+        """Samples with the rewards that the REWARD members, or the environment, give them."""
+        batch = self.collector.collect(step)
+        self.run_log.write_samples(step, format_samples(batch.all_rows, self.prompts.rows))
+        return batch
+
+    def score(self, step: int, batch: StepBatch) -> StepBatch:
+        """Add the rows as the algorithm sees them; DataError after too many steps without any reward."""
+        self.reward_failures.update(step, batch.all_rows)
+        return batch.with_train_rows(mask_rewards(batch.scored, self.cfg.reward))
+
+    def train(self, step: int, batch: StepBatch) -> dict[str, float]:
+        """Annotate the rows and train on them; returns the metrics.
+
+        Raises:
+            NonFiniteUpdate: names the samples.
+        """
+        names, find_offending = name_samples(batch.scored), partial(self.offending_samples, batch)
+        with annotate_errors_with_samples(step, self.run_log, names, find_offending):
+            if not is_unscored(batch.train_rows).all():
+                aux = self.compute_aux_outputs(batch)
+                rows = self.algorithm.annotate(self.add_token_columns(batch, aux))
+                if rows.dense("weight").any():
+                    return self.update(step, batch, rows, aux)
+        _LOG.warning("step %d: none of its samples counts, so nothing is updated", step)
+        return {}
+
+    # -- parts of a step ----------------------------------------------------------------------------------------------
+
+    def load_models(self) -> list[Pending]:
+        """Let the roles load their models; the actor's result comes first, the rollouts' second."""
+        cfg = self.cfg
+        optimizer = cfg.optimizer.over(self.update_count)
+        actor = self.RG_ACTOR.init_model.options(blocking=False)
+        pending = [
+            actor(cfg.model, cfg.engine.with_receivers(len(self.RG_ROLLOUT)), optimizer, self.algorithm, cfg.seed),
+            self.RG_ROLLOUT.init_model.options(blocking=False)(cfg.model, cfg.engine, cfg.rollout),
+        ]
+        if cfg.rollout.env_path is None:
+            arguments = (cfg.reward,) if cfg.reward.model is None else (cfg.reward, cfg.engine)
+            pending.append(self.RG_REWARD.init_verifier.options(blocking=False)(*arguments))
+        for role, init in {output.role: output.init for output in self.needed_outputs}.items():
+            if init is not None:
+                pending.append(self.group(role).init_model.options(blocking=False)(*init))
+        return pending
+
+    @property
+    def update_count(self) -> int:
+        """Optimizer steps of the whole run at most, over which a falling learning rate falls."""
+        return self.cfg.steps * self.cfg.updates_per_step * self.cfg.epochs
+
+    def check_vocabularies(self, roles: Iterable[str]) -> None:
+        """Raise EngineError if the policy's token ids mean other tokens to the model of one of these roles."""
+        marks = {role: self.group(role).vocabulary()[0] for role in ("actor", *roles)}
+        for role, mark in marks.items():
+            if mark != marks["actor"]:
+                raise EngineError(f"the model of the role '{role}' has another vocabulary than the policy's")
+
+    def group(self, role: str) -> RoleGroup:
+        group: RoleGroup = getattr(self, f"RG_{RLRoleType(role)}")
+        return group
+
+    def uses(self, column: str) -> bool:
+        return column in self.algorithm.needs.all
+
+    def compute_aux_outputs(self, batch: StepBatch) -> AuxResults:
+        results = []
+        for output in self.needed_outputs:
+            group = self.group(output.role)
+            if output.collective:
+                method = getattr(group, output.method).options(blocking=False)
+                pending = method(batch.shard_evenly(group.data_parallel_size), *output.args)
+            else:
+                method = bind_method(group, output.method, len(batch.scored), blocking=False)
+                pending = method(batch.samples, *output.args)
+            results.append((output, pending))
+        return results
+
+    def add_token_columns(self, batch: StepBatch, aux: AuxResults) -> Batch:
+        """The rows with the columns of single tokens that the algorithm annotates them from."""
+        needed, columns = self.algorithm.needs.annotate, dict[str, Column]()
+        if "action_mask" in needed and self.cfg.rollout.env_path is not None:
+            needed |= {"token_rewards"}  # each action has its own; the sum over the row would credit later ones too
+        for output, pending in aux:
+            if output.is_needed(needed):
+                rows = Batch.concat(pending.result())  # waits: for a pass over the rows, which a limit bounds
+                cast = cast_columns(rows, output.columns)
+                columns |= {name: cast[name] for name in cast.columns if name in needed}
+        if policy_columns := sorted(needed - columns.keys()):
+            temperature = self.cfg.rollout.temperature
+            samples = batch.shard_evenly(self.RG_ACTOR.data_parallel_size)
+            parts = self.RG_ACTOR.token_columns(samples, Replicate(policy_columns), temperature)
+            columns |= Batch.concat(parts).columns
+        return batch.train_rows.with_columns(**columns)
+
+    def update(self, step: int, batch: StepBatch, rows: Batch, aux: AuxResults) -> dict[str, float]:
+        rows, plan = self.plan_updates(rows)
+        # These columns are not needed there, or are there already.
+        excluded = {*batch.scored.columns, *self.algorithm.needs.annotate, "token_rewards"} - {"digest", "old_logprobs"}
+        columns = rows.select(*(name for name in rows.columns if name not in excluded))
+        parts = batch.balance(self.RG_ACTOR.data_parallel_size, rows.dense("update"))
+        needs = self.algorithm.needs.loss
+        shards = [Shard(pending, rows=parts) for output, pending in aux if output.is_needed(needs)]
+        return average_metrics(self.RG_ACTOR.update(batch.shard(parts), Shard(columns, rows=parts), plan, *shards)[0])
+
+    def plan_updates(self, rows: Batch) -> tuple[Batch, UpdatePlan]:
+        rows, updates = assign_updates(rows, self.cfg.updates_per_step)
+        dtypes = {name: dtype for output in self.needed_outputs for name, dtype in output.columns.items()}
+        return rows, UpdatePlan(self.cfg.rollout.temperature, updates, self.cfg.epochs, dtypes)
+
+    def offending_samples(self, batch: StepBatch) -> list[dict[str, Any]]:
+        samples = batch.shard_evenly(self.RG_ACTOR.data_parallel_size)
+        rows = Batch.concat(self.RG_ACTOR.find_nonfinite(samples, Replicate(("prompt_id", "sample_index"))))
+        return [{**name, "text": text} for name, text in zip(name_samples(rows), rows.objects("text"), strict=True)]
+
+    # -- reporting ----------------------------------------------------------------------------------------------------
+
+    def record(self, step: int, batch: StepBatch, train_metrics: Mapping[str, float]) -> None:
+        metrics = {**sample_metrics(batch.all_rows), **batch.metrics(), **self.reward_failures.metrics()}
+        metrics |= {**failure_metrics(batch.all_rows, batch.train_rows), **train_metrics}
+        if self.cfg.eval_every and step % self.cfg.eval_every == 0:
+            self.collector.sync_weights()
+            evaluation = step_metrics(collect_scores(self.collector.evaluate(step)))
+            if not math.isnan(evaluation["held_out_reward"]):  # NaN: no answer was scored
+                self.model_saver.update(step, evaluation)
+            metrics |= evaluation
+        self.model_saver.save_step(step)
+        times = self.time_metrics()
+        tokens = int(batch.all_rows.dense("token_count").sum())
+        metrics |= self.machine.metrics(tokens, len(self.RG_ACTOR), times) | times
+        self.run_log.write_step(step, metrics)
+        self.log(step, metrics)
+
+    def finish(self, before: Scores, after: Batch) -> None:
+        self.RG_ACTOR.save(self.job_dir / "model")
+        self.run_log.write_curve("reward", "reward.png")
+        self.run_log.write_held_out(format_samples(after, self.prompts.held_out_rows))
+        self.run_log.write_summary(
+            {
+                **self.prompts.summary(),
+                **compare_scores(before, collect_scores(after)),
+                **{name: engine for name, engine in self.engines.items() if engine},
+                **self.model_saver.summary(),
+                "model": str(self.job_dir / "model"),
+            }
+        )
+
+    # -- before the start ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def algorithm_of(cls, cfg: PolicyConfig) -> Algorithm:
+        options = dict(cfg.algorithm)
+        return make_algorithm(str(options.pop("name", cls.algorithm_name)), options)
+
+    @classmethod
+    def needs_of(cls, cfg: PolicyConfig) -> frozenset[str]:
+        """The columns that the algorithm needs; empty if the configuration names none that exists."""
+        try:
+            return cls.algorithm_of(cfg).needs.all
+        except InvalidJob:
+            return frozenset()
+
+    @classmethod
+    def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
+        cfg, invalid = salvage(cls.config_class, config, "config")
+        if cfg is None:
+            return invalid
+        errors = [*validate_model(cfg.model), *validate_template(cfg), *validate_data(cfg)]
+        errors += validate_roles(cls.__name__, cfg, roles)
+        errors += [*validate_environment(cfg.rollout), *validate_filtering(cfg)]
+        errors += validate_scoring(cfg.reward, cfg.rollout.env_path)
+        errors += validate_train_engine(cfg.engine, roles.get(RLRoleType.ACTOR, 1))
+        errors += [*validate_rollout_engine(cfg.engine), *validate_optimizer(cfg.engine, cfg.optimizer)]
+        columns = {name for output in cls.aux_outputs(cfg) for name in output.columns}
+        algorithm_errors = validate_algorithm(lambda: cls.algorithm_of(cfg), _POLICY_COLUMNS | columns, cfg, roles)
+        errors += algorithm_errors
+        names = EVALUATED if cfg.rollout.env_path is None else (*EVALUATED, SCORED)
+        errors += [*validate_keep(cfg.keep, cfg.eval_every, names), *validate_log(cfg.log)]
+        errors += cls.validate_own(cfg, roles)
+        for output in cls.aux_outputs(cfg) if not algorithm_errors else ():
+            is_reported = any(f"'{output.role}'" in error.what for error in errors)
+            if output.is_needed(cls.needs_of(cfg)) and not is_reported:
+                errors += require_role(cls.__name__, RLRoleType(output.role), roles)
+        places = {error.where for error in invalid}
+        return [*invalid, *(error for error in errors if error.where not in places)]
+
+    @classmethod
+    def validate_own(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        return []

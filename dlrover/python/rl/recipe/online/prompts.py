@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompts of a run: which are trained on, which are held out, and their order."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dlrover.python.rl.common.errors import ConfigError, DataError
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.data.jsonl import first_errors
+from dlrover.python.rl.data.prompts import PromptCursor, PromptRow, empty_prompts, load_prompts, validate_prompts
+from dlrover.python.rl.data.source import hold_out
+from dlrover.python.rl.recipe.base.config import PolicyConfig, RewardConfig
+
+_LOG = get_logger(__name__)
+
+
+class PromptSource:
+    """The prompts to train on, in their order, and those to evaluate on.
+
+    Attributes:
+        rows: number of rows in the training file.
+        held_out: the prompts to evaluate on; see :func:`make_prompt_batch`.
+        held_out_rows: number of rows they were chosen from.
+        places: every prompt of the run, as objects ``place`` (``file:line``) and ``prompt``.
+        dropped: numbers of the ``places`` that the run does not use, rising.
+
+    Raises:
+        DataError: a file cannot be used.
+    """
+
+    def __init__(self, config: PolicyConfig) -> None:
+        data = config.data
+        source = data.train or "rollout.env_path"
+        rows = load_prompts(data.train, data.keys) if data.train else _empty_rows(config)
+        if data.eval is None:
+            train, held_rows = hold_out([row.prompt or row.extra_info for row in rows], data.eval_rows, config.seed)
+            held_out, self.held_out_rows = make_prompt_batch(rows, held_rows), len(rows)
+            self.places, self._first_held = _places((source, rows)), 0
+        else:
+            train, evaluated = list(range(len(rows))), load_prompts(data.eval, data.keys)[: data.eval_rows]
+            held_out, self.held_out_rows = make_prompt_batch(evaluated, range(len(evaluated))), len(evaluated)
+            self.places, self._first_held = _places((source, rows), (data.eval, evaluated)), len(rows)
+        self._rows, self.rows, self._config = rows, len(rows), config
+        self._every = train, held_out
+        self._drop_rows([])
+
+    def drop(self, too_long: Sequence[ConfigError]) -> None:
+        """Neither train nor evaluate on these prompts, by their places; DataError if that leaves none."""
+        names = {error.where for error in too_long}
+        self._drop_rows([number for number, name in enumerate(self.places.objects("place")) if name in names])
+        if too_long:
+            count = f"{len(self.dropped)} of {len(self.places)}"
+            _LOG.warning("%s prompts are too long and dropped, the first %s", count, too_long[0])
+
+    def _drop_rows(self, numbers: Sequence[int]) -> None:
+        out, (train, held_out) = set(numbers), self._every
+        numbers_held = (self._first_held + held_out.dense("prompt_id")).tolist()
+        evaluated = [row for row, number in enumerate(numbers_held) if number not in out]
+        self._train = [row for row in train if row not in out]
+        for rows, purpose in ((self._train, "train"), (evaluated, "evaluate")):
+            if not rows:
+                raise DataError([ConfigError("config.data.max_prompt_tokens", f"leaves no prompt to {purpose} on")])
+        self.dropped, self.held_out = list(numbers), held_out.take(evaluated)
+        self._cursor = PromptCursor(len(self._train), self._config.prompts_per_step, self._config.seed)
+
+    @property
+    def _limit(self) -> list[Any]:
+        return [self._config.data.max_prompt_tokens, self._config.data.over_long]
+
+    def summary(self) -> dict[str, int]:
+        dropped = {"dropped prompts": len(self.dropped)} if self.dropped else {}
+        return {"held-out prompts": len(self.held_out), **dropped}
+
+    def next_rows(self, count: int) -> list[int]:
+        return [self._train[index] for index in self._cursor.next(count)]
+
+    def select(self, rows: Sequence[int]) -> Batch:
+        """Rows of the training file, as objects ``prompt``, ``answer`` and ``extra_info``."""
+        return make_prompt_batch(self._rows, rows).select("prompt", "answer", "extra_info")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._cursor.state_dict(), "dropped": self.dropped, "over_long": self._limit}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``; DataError if the data, the seed or the prompt limit have changed."""
+        if state["over_long"] != self._limit:
+            message = f"was {state['over_long']} when the run began, and is {self._limit}: its prompts are chosen then"
+            raise DataError([ConfigError("config.data.max_prompt_tokens and over_long", message)])
+        self._drop_rows(state["dropped"])
+        self._cursor.load_state_dict(state)
+
+
+def make_prompt_batch(rows: Sequence[PromptRow], chosen: Sequence[int]) -> Batch:
+    """The chosen rows of a file as a batch: ``prompt_id`` (int64: the row's number in the file, from 0), and as objects
+    ``prompt``, ``answer`` and ``extra_info``."""
+    picked = [rows[index] for index in chosen]
+    return Batch(
+        {
+            "prompt_id": np.array(chosen, dtype=np.int64),
+            "prompt": [row.prompt for row in picked],
+            "answer": [row.answer for row in picked],
+            "extra_info": [row.extra_info for row in picked],
+        }
+    )
+
+
+def _empty_rows(config: PolicyConfig) -> list[PromptRow]:
+    """Rows for an environment that gives the first state: one for each prompt of the run, and those to evaluate on."""
+    held_out = 0 if config.data.eval else config.data.eval_rows
+    return empty_prompts(config.steps * config.prompts_per_step + held_out)
+
+
+def _places(*files: tuple[str, Sequence[PromptRow]]) -> Batch:
+    placed = [(f"{path}:{row.line}", row.prompt) for path, rows in files for row in rows]
+    return Batch({"place": [place for place, _ in placed], "prompt": [prompt for _, prompt in placed]})
+
+
+def validate_data(config: PolicyConfig) -> list[ConfigError]:
+    data = config.data
+    if data.train is None and config.rollout.env_path is None:
+        return [ConfigError("config.data.train", "is required, where no rollout.env_path says what to begin with")]
+    if data.over_long == "drop" and data.max_prompt_tokens is None:
+        return [
+            ConfigError("config.data.over_long", "says 'drop', and no data.max_prompt_tokens says what is too long")
+        ]
+    files = [path for path in (data.train, data.eval) if path]
+    errors = [error for path in files for error in first_errors(validate_prompts(path, data.keys))]
+    if errors or not data.train:
+        return errors
+    is_scored_by_function = config.rollout.env_path is None and config.reward.model is None
+    if is_scored_by_function and config.reward.function == RewardConfig().function:
+        errors = [error for path in files for error in first_errors(_validate_answers(path, data.keys))]
+    if data.eval is None:
+        try:
+            hold_out([row.prompt for row in load_prompts(data.train, data.keys)], data.eval_rows, config.seed)
+        except (ValueError, DataError) as error:
+            errors.append(ConfigError("config.data.eval_rows", str(error)))
+    return errors
+
+
+def _validate_answers(path: str, keys: Mapping[str, str]) -> list[ConfigError]:
+    message = "has no 'answer', with which the default reward.function compares"
+    return [ConfigError(f"{path}:{row.line}", message) for row in load_prompts(path, keys) if row.answer is None]

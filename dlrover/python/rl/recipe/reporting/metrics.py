@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of a step: rewards of whole samples, the time of each phase, the training speed and its share of the peak."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dlrover.python.rl.algorithm.losses.samples import SampleView
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.runtime.process.timed_port import Stopwatch, TimedPort
+from dlrover.python.rl.trainer.port import COMMIT
+from dlrover.python.rl.trainer.steps import Attempt, Steps
+from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
+
+_ALIKE = ("prompt_id", "sample_index", "retry", "turns")
+_SUMMED = ("reward", "score", "action_tokens", "token_count")
+
+
+def number_samples(scored: Batch) -> npt.NDArray[np.int64]:
+    """``[rows]``: the sample of each row, from 0, in the order of their first rows; see
+    :class:`~dlrover.python.rl.algorithm.losses.samples.SampleView`."""
+    of_row = SampleView.of(scored).of_row
+    _, first = np.unique(of_row, return_index=True)
+    numbers: npt.NDArray[np.int64] = np.argsort(np.argsort(first))[of_row]
+    return numbers
+
+
+def merge_rows(scored: Batch) -> Batch:
+    """One row for each sample, in the order of their first rows.
+
+    Args:
+        scored: rows in the order in which they were generated; see
+            :func:`~dlrover.python.rl.recipe.rollout.episodes.summarize_rows`.
+
+    Returns:
+        Of these columns those that ``scored`` has: ``prompt_id``, ``sample_index``, ``retry`` and ``turns``, which
+        the rows of a sample share; the sums (float64) of ``reward`` and ``score``, NaN where one row has none, and of
+        ``action_tokens`` and ``token_count``; ``finished`` of the last row; ``staleness`` of the stalest.
+    """
+    number = number_samples(scored)
+    rows, count = np.arange(len(scored)), int(number.max(initial=-1)) + 1
+    last, stalest = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    np.maximum.at(last, number, rows)
+    columns = {name: scored.dense(name)[last] for name in (*_ALIKE, "finished") if name in scored}
+    columns |= {name: np.bincount(number, scored.dense(name), count) for name in _SUMMED if name in scored}
+    if "staleness" in scored:
+        np.maximum.at(stalest, number, scored.dense("staleness"))
+        columns["staleness"] = stalest
+    return Batch(columns)
+
+
+Rewards = npt.NDArray[np.floating[Any]]
+"""``[answers]``; NaN where an answer is unscored."""
+
+Scores: TypeAlias = Mapping[str, Rewards]
+"""``reward`` and, from an environment, ``score``."""
+
+EVALUATED = ("accuracy", "held_out_reward", "held_out_failed")
+"""The names in :func:`step_metrics`."""
+
+SCORED = "held_out_score"
+"""One more name, with an environment."""
+
+
+def collect_scores(answers: Batch) -> Scores:
+    """The scores of each answer, as plain arrays for a trainer's state."""
+    samples = merge_rows(answers)
+    return {name: samples.dense(name) for name in ("reward", "score") if name in samples}
+
+
+def is_binary(rewards: Rewards) -> bool:
+    """Return True if there are rewards and each is 0 or 1: their mean is then an accuracy."""
+    scored = rewards[~np.isnan(rewards)]
+    return bool(len(scored)) and bool(np.isin(scored, (0.0, 1.0)).all())
+
+
+def accuracy(rewards: Rewards) -> float:
+    """Share of right answers; an unscored one is not right."""
+    return float(np.nan_to_num(rewards).mean())
+
+
+def mean_reward(rewards: Rewards) -> float:
+    """Mean over the scored answers; NaN when there is none."""
+    scored = rewards[~np.isnan(rewards)]
+    return float(scored.mean()) if len(scored) else float("nan")
+
+
+def count_failures(rewards: Rewards) -> int:
+    """Number of unscored answers."""
+    return int(np.isnan(rewards).sum())
+
+
+def step_metrics(answers: Scores) -> dict[str, float]:
+    """The metrics of an evaluation during training; an accuracy among them where every reward is 0 or 1."""
+    rewards = answers["reward"]
+    metrics = {"held_out_reward": mean_reward(rewards), "held_out_failed": float(count_failures(rewards))}
+    if "score" in answers:
+        metrics[SCORED] = mean_reward(answers["score"])
+    return {"accuracy": accuracy(rewards), **metrics} if is_binary(rewards) else metrics
+
+
+def compare_scores(before: Scores, after: Scores) -> dict[str, float | int]:
+    """The closing metrics of a run."""
+    rewards = before["reward"], after["reward"]
+    failed = dict(zip(("held-out failed before", "held-out failed after"), map(count_failures, rewards), strict=True))
+    scores = _means("score", before, after) if "score" in before and "score" in after else {}
+    if is_binary(np.concatenate(rewards)):
+        first, last = map(accuracy, rewards)
+        return {
+            "held-out accuracy before": round(first, 4),
+            "held-out accuracy after": round(last, 4),
+            "gain in points": round(100 * (last - first), 1),
+            **scores,
+            **(failed if any(failed.values()) else {}),
+        }
+    return {**_means("reward", before, after), **scores, **failed}
+
+
+def _means(name: str, before: Scores, after: Scores) -> dict[str, float | int]:
+    return {
+        f"held-out mean {name} before": round(mean_reward(before[name]), 4),
+        f"held-out mean {name} after": round(mean_reward(after[name]), 4),
+    }
+
+
+PHASES = {
+    "generate": "generation",
+    "sample": "generation",
+    "fetch": "generation",
+    "summarize": "generation",
+    "score": "reward",
+    "logprobs": "reference",
+    "teacher_logprobs": "teacher",
+    "values": "critic",
+    "train": "update",
+    "update": "update",
+    "publish_weights": "sync",
+    "published_stamp": "sync",
+    "receive_weights": "sync",
+    "measure": "evaluation",
+    "save": "saving",
+    COMMIT: "commit",
+}
+"""The phase of each workload method; a method that is not listed is a phase under its own name."""
+
+
+class TimedTrainer(BaseTrainer):
+    """Base class of the recipes' trainers; times their steps."""
+
+    def bind(self, link: TrainerLink, attempt: Attempt | None = None) -> Steps:
+        self.stopwatch = Stopwatch()
+        self._timed = TimedPort(link.port, self.stopwatch, PHASES)
+        return super().bind(replace(link, port=self._timed), attempt)
+
+    def time_metrics(self) -> dict[str, float]:
+        """Seconds since the last call: ``step_s``, and ``time/<phase>``, which add up to it.
+
+        Called at the end of a step's body, they include the commit of the step before.
+        """
+        self._timed.forget()
+        whole, spent = self.stopwatch.lap()
+        return {"step_s": whole, **{f"time/{phase}": seconds for phase, seconds in spent.items()}}
+
+
+_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12}
+"""Dense floating-point operations per second of tensor cores in 16 bits, from the makers' data sheets."""
+
+_PER_PARAMETER = 6
+"""Floating-point operations of a token and parameter, forward and backward (Kaplan et al., arXiv:2001.08361, 2.1)."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The model and the devices that train it.
+
+    Attributes:
+        parameters: of the whole model.
+        peak_flops: operations per second of one member's device, None if unknown.
+    """
+
+    parameters: int
+    peak_flops: float | None = None
+
+    @classmethod
+    def of(cls, engine: Any, device: str, precision: str) -> "Machine":
+        """Of an engine; a user's engine may have no ``parameter_count``."""
+        return cls(int(getattr(engine, "parameter_count", 0)), _peak(device, precision))
+
+    def metrics(self, tokens: int, members: int, times: Mapping[str, float]) -> dict[str, float]:
+        """``tokens_per_s`` over the whole step. Over its update alone: ``train_tflops`` (10^12 operations per second,
+        without attention and recomputation), and its share of the peak, ``mfu``, if known."""
+        metrics = {"tokens_per_s": tokens / times["step_s"]}
+        update_s = times.get("time/update", 0.0)
+        if not self.parameters or not update_s:
+            return metrics
+        flops = _PER_PARAMETER * self.parameters * tokens / update_s
+        share = {"mfu": flops / (self.peak_flops * members)} if self.peak_flops else {}
+        return {**metrics, "train_tflops": flops / 1e12, **share}
+
+
+def _peak(device: str, precision: str) -> float | None:
+    if torch.device(device).type != "cuda" or precision != "bf16":
+        return None
+    name = torch.cuda.get_device_name(torch.device(device)).upper()
+    return next((peak for device_name, peak in _PEAKS.items() if device_name in name), None)

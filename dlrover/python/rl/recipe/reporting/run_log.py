@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run writes into its directory: metrics, samples, TensorBoard events, a curve, a summary."""
+
+import importlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import RecordWriter
+from tensorboardX.summary import scalar
+
+from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, append, replace, retry_while_full
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.recipe.reporting.trackers import LogConfig, Trackers
+
+_LOG = get_logger(__name__)
+
+_METRICS, _SAMPLES = "metrics.jsonl", "samples.jsonl"
+_FILES = (_METRICS, _SAMPLES, "held_out.jsonl", "refused.jsonl", "summary.json", "reward.png", "loss.png")
+_TENSORBOARD = "tensorboard"
+_STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
+
+
+class TensorBoardWriter:
+    """Appends steps to a new event file in ``folder``; each step is in the file, whole, when :meth:`log` returns.
+
+    ``SummaryWriter`` promises neither: its ``flush`` does not wait for the thread that writes, and a full disk ends
+    that thread. TensorBoard reads a folder's files in the order of their names.
+
+    Args:
+        folder: created where it is missing.
+        first_step: the first step to be written; TensorBoard hides it and later ones of earlier files.
+        disk_wait: how long to wait on a full disk.
+    """
+
+    def __init__(self, folder: Path, first_step: int, disk_wait: DiskWait = DEFAULT_DISK_WAIT) -> None:
+        self._disk_wait = disk_wait
+        retry_while_full(lambda: folder.mkdir(parents=True, exist_ok=True), folder, disk_wait)
+        number = len(list(folder.iterdir()))
+        self._path = folder / f"events.out.tfevents.{number:010d}.{socket.gethostname()}"
+        events = [Event(wall_time=time.time(), file_version="brain.Event:2")]
+        if number:
+            restart = SessionLog(status=SessionLog.START)
+            events.append(Event(wall_time=time.time(), step=first_step, session_log=restart))
+        self._write(events)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the finite metrics of a step."""
+        now_s = time.time()
+        self._write(
+            Event(wall_time=now_s, step=step, summary=scalar(name, value))
+            for name, value in metrics.items()
+            if math.isfinite(value)
+        )
+
+    def _write(self, events: Iterable[Event]) -> None:
+        buffer = _RecordBuffer()
+        for event in events:
+            buffer.write(event.SerializeToString())
+        append(self._path, buffer.content, self._disk_wait)
+
+
+class _RecordBuffer(RecordWriter):
+    """tensorboardX's record format in memory: so :func:`append` writes a step whole or not at all."""
+
+    def __init__(self) -> None:
+        self._writer = io.BytesIO()
+
+    @property
+    def content(self) -> bytes:
+        return self._writer.getvalue()
+
+
+class RunLog:
+    """Writes the metrics of a run into its directory at each step. Non-finite numbers become null.
+
+    A step is in the files once, however often it is repeated: its rows of an earlier attempt are removed when it
+    begins again. While the disk is full, each of the methods waits. As part of a trainer's ``state`` it keeps the id
+    of the run, by which trackers recognize it when it goes on.
+
+    Args:
+        folder: the job's directory; nothing is changed there before :meth:`begin_step`.
+        disk_wait: how long to wait on a full disk; then the error is raised, and no partial line is left.
+        config: trackers, and how many samples the console shows.
+        settings: of the run, a plain tree, for trackers to show.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        disk_wait: DiskWait = DEFAULT_DISK_WAIT,
+        config: LogConfig | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._folder, self._disk_wait, self._config = folder, disk_wait, config or LogConfig()
+        self._trackers = Trackers(self._config, folder, settings or {}, disk_wait)
+        self._run = uuid4().hex[:12]
+        self._current_step: int | None = None
+        self._history: list[tuple[int, dict[str, float]]] = []
+        self._can_plot = True
+
+    def begin_step(self, step: int) -> None:
+        """Remove the rows of ``step`` and of later ones, and keep those of earlier ones.
+
+        Step 1 begins a run: all that an earlier run's log left is removed, TensorBoard's events included, so that no
+        two runs mix; everything else stays, the model too.
+        """
+        if self._current_step is None or step != self._current_step + 1:
+            self._go_back_to(step - 1)
+        self._current_step = step
+
+    def _go_back_to(self, step: int) -> None:
+        folder = self._folder
+        if not step:
+            for name in _FILES:
+                (folder / name).unlink(missing_ok=True)
+            shutil.rmtree(folder / _TENSORBOARD, ignore_errors=True)
+        for name in (_METRICS, _SAMPLES):
+            self._append(name, ())
+            _truncate_at_step(folder / name, step + 1)
+        rows = (folder / _METRICS).read_text(encoding="utf-8").splitlines()
+        self._history = [_parse_metrics(json.loads(row)) for row in rows]
+        if [number for number, _ in self._history] != list(range(1, step + 1)):
+            _LOG.warning("%s lacks rows of steps up to %d, the last committed one", folder / _METRICS, step)
+        self._tensorboard = TensorBoardWriter(folder / _TENSORBOARD, step + 1, self._disk_wait)
+
+    def write_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        self._history.append((step, values))
+        self._append(_METRICS, [{"step": step, **values}])
+        self._tensorboard.log(step, values)
+        self._trackers.log(self._run, step, values)
+
+    def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write samples of a step, one line each, and log the first ``log.show_samples``."""
+        samples = list(rows)
+        self._append(_SAMPLES, ({"step": step, **row} for row in samples))
+        for row in samples[: self._config.show_samples]:
+            _LOG.info("step %d: %s", step, _format_sample(row, self._config.max_chars))
+
+    def write_refused(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write the samples that an update was refused for, one line each, to ``refused.jsonl``."""
+        self._replace("refused.jsonl", "".join(_format_line({"step": step, **row}) for row in rows).encode())
+
+    def write_held_out(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write the last answers to the held-out prompts, one line each, to ``held_out.jsonl``."""
+        self._replace("held_out.jsonl", "".join(map(_format_line, rows)).encode())
+
+    def write_summary(self, values: Mapping[str, Any]) -> None:
+        """Write the closing metrics, which the command line prints as a table, and end the run in the trackers."""
+        self._replace("summary.json", json.dumps(_replace_non_finite(values), indent=2).encode())
+        self._trackers.close()
+
+    def state_dict(self) -> dict[str, str]:
+        return {"run": self._run}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        self._run = state["run"]
+
+    def write_curve(self, name: str, file: str) -> None:
+        """Draw one metric over the steps as a PNG, with its running mean; needs matplotlib, the extra ``plot``."""
+        points = [(step, values[name]) for step, values in self._history if math.isfinite(values.get(name, math.nan))]
+        try:
+            plots = importlib.import_module("dlrover.python.rl.recipe.reporting.plots")
+        except ImportError:
+            if self._can_plot:
+                _LOG.warning("matplotlib is not installed (dlrover-rl[plot]); continuing without %s", file)
+            self._can_plot = False
+            return
+        self._replace(file, plots.curve_png(name, points))
+
+    def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        append(self._folder / name, "".join(map(_format_line, rows)).encode(), self._disk_wait)
+
+    def _replace(self, name: str, content: bytes) -> None:
+        replace(self._folder / name, content, self._disk_wait)
+
+
+def _format_sample(row: Mapping[str, Any], max_chars: int) -> str:
+    """A sample in one line of the log, each of its texts cut after ``max_chars``."""
+    texts = {name: text if isinstance(text, str) else str(text) for name, text in row.items() if text is not None}
+    return "  ".join(f"{name} {_shorten(text, max_chars)}" for name, text in texts.items())
+
+
+def _shorten(text: str, max_chars: int) -> str:
+    line = repr(text)[1:-1]
+    return line if len(line) <= max_chars else f"{line[:max_chars]}... ({len(text)} characters)"
+
+
+def _format_line(row: Mapping[str, Any]) -> str:
+    return json.dumps(_replace_non_finite(row), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _replace_non_finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity, and most readers refuse them."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+    }
+
+
+def _truncate_at_step(file: Path, step: int) -> None:
+    """Cut a file of rising steps off before its first row of ``step`` or later, or the first that is torn."""
+    size = 0
+    with open(file, "rb") as lines:
+        for line in lines:
+            match = _STEP.match(line)
+            if match is None or int(match[1]) >= step or not line.endswith(b"\n"):
+                break
+            size += len(line)
+    os.truncate(file, size)
+
+
+def _parse_metrics(row: dict[str, Any]) -> tuple[int, dict[str, float]]:
+    return row.pop("step"), {name: math.nan if value is None else value for name, value in row.items()}

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experiment trackers: Weights & Biases, MLflow, and any class that ``config.log.trackers`` names.
+
+The built-in ones call their libraries directly. ``accelerate.tracking`` has no run ids, so a run that goes on would
+become a second one there, and it initializes ``torch.distributed`` in the trainer's process.
+"""
+
+import importlib
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+from annotated_types import Ge, Gt
+
+from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, replace
+from dlrover.python.rl.common.errors import ClassNotFound, ConfigError
+from dlrover.python.rl.common.extensions import ExtensionPoint
+from dlrover.python.rl.common.log import get_logger
+
+_LOG = get_logger(__name__)
+
+_STATE_FILE = "trackers.json"
+
+TRACKERS = ExtensionPoint(
+    "tracker",
+    "dlrover_rl.trackers",
+    {"wandb": f"{__name__}:WandbTracker", "mlflow": f"{__name__}:MlflowTracker"},
+)
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run whose metrics a tracker receives.
+
+    Attributes:
+        id: the same when the run goes on after a restart.
+        name: the job's directory name.
+        folder: the job's directory.
+        notes: the tracker's own, plain data; what it puts there in ``start`` it finds there when the run goes on.
+    """
+
+    id: str
+    name: str
+    folder: Path
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+class Tracker(Protocol):
+    """Receives the metrics of one run. It is constructed with the options that ``config.log.trackers`` gives it.
+
+    An ``ImportError`` of ``start``, or any other exception, is logged once; the run continues without the tracker.
+    """
+
+    def start(self, config: Mapping[str, Any], run: TrackedRun) -> None:
+        """Open the run, or the same one again; ``config`` is the recipe's configuration, a plain tree."""
+        ...
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record the finite metrics of a step, from 1. A step comes once, also when it is repeated."""
+        ...
+
+    def close(self) -> None:
+        """End the run."""
+        ...
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """Weights & Biases. Its other settings come from its environment variables."""
+
+    project: str
+    """The project's name."""
+
+    name: str | None = None
+    """The run's name; None: the job's."""
+
+
+@dataclass(frozen=True)
+class MlflowConfig:
+    """MLflow."""
+
+    experiment: str
+    """The experiment's name."""
+
+    name: str | None = None
+    """The run's name; None: the job's."""
+
+    uri: str | None = None
+    """The tracking server; None: as MLflow's own environment variables say."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where the metrics of a run go, beside ``metrics.jsonl`` and TensorBoard's events in its directory."""
+
+    trackers: tuple[str | Mapping[str, Mapping[str, Any]], ...] = ()
+    """Each is ``wandb``, ``mlflow``, an entry point of ``dlrover_rl.trackers`` or ``module:Class``; with options for
+    its constructor, ``{name: {option: value}}``."""
+
+    wandb: WandbConfig | None = None
+    """Short for ``trackers: [{wandb: {...}}]``."""
+
+    mlflow: MlflowConfig | None = None
+    """Short for ``trackers: [{mlflow: {...}}]``."""
+
+    show_samples: Annotated[int, Ge(0)] = 0
+    """How many of a step's samples to show in the log of the console."""
+
+    max_chars: Annotated[int, Gt(0)] = 200
+    """Characters of each text shown there; all of it is in ``samples.jsonl``."""
+
+    @property
+    def tracker_options(self) -> dict[str, dict[str, Any]]:
+        """The constructor arguments of each tracker, by its name."""
+        items = [{item: {}} if isinstance(item, str) else item for item in self.trackers]
+        options = {name: dict(values or {}) for item in items for name, values in item.items()}
+        if self.wandb is not None:
+            options["wandb"] = asdict(self.wandb)
+        if self.mlflow is not None:
+            options["mlflow"] = asdict(self.mlflow)
+        return options
+
+
+def validate_log(config: LogConfig) -> list[ConfigError]:
+    """Check that each tracker's class exists and accepts its options."""
+    errors = []
+    for name, options in config.tracker_options.items():
+        try:
+            inspect.signature(TRACKERS.load(name)).bind(**options)
+        except ClassNotFound as error:
+            errors.append(ConfigError("config.log.trackers", str(error)))
+        except TypeError as error:
+            errors.append(ConfigError("config.log.trackers", f"{name}: {error}"))
+    return errors
+
+
+class Trackers:
+    """Sends each step to all trackers once: ``trackers.json`` in the job's directory has the last step that was sent.
+
+    Args:
+        config: names them.
+        folder: the job's directory.
+        settings: of the run, for them to show.
+        disk_wait: how long to wait on a full disk.
+    """
+
+    def __init__(
+        self, config: LogConfig, folder: Path, settings: Mapping[str, Any], disk_wait: DiskWait = DEFAULT_DISK_WAIT
+    ) -> None:
+        self._options, self._folder, self._settings, self._disk_wait = (
+            config.tracker_options,
+            folder,
+            settings,
+            disk_wait,
+        )
+        self._open: dict[str, Tracker] | None = None
+        self._state: dict[str, Any] = {}
+
+    def log(self, run: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step, without the non-finite ones, unless it has been sent before in this ``run``."""
+        if self._open is None:
+            self._open = self._start_all(run)
+        if not self._open or step <= self._state["step"]:
+            return
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        for name in list(self._open):
+            self._try(name, lambda tracker: tracker.log(finite, step))
+        self._state["step"] = step
+        self._save_state()
+
+    def close(self) -> None:
+        """End the run in all of them."""
+        for name in list(self._open or ()):
+            self._try(name, lambda tracker: tracker.close())
+        self._open = None
+
+    def _start_all(self, run: str) -> dict[str, Tracker]:
+        if not self._options:
+            return {}
+        file = self._folder / _STATE_FILE
+        state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        self._state = state if state.get("run") == run else {"run": run, "step": 0, "notes": {}}
+        trackers = {}
+        for name, options in self._options.items():
+            notes = self._state["notes"].setdefault(name, {})
+            try:
+                tracker: Tracker = TRACKERS.load(name)(**options)
+                tracker.start(self._settings, TrackedRun(run, self._folder.name, self._folder, notes))
+            except ImportError as error:
+                package = error.name or name
+                rest = "it" if package == name else name
+                _LOG.warning("%s is not installed; continuing without %s", package, rest)
+            except Exception as error:  # noqa: BLE001 -- a tracker's failure must not end the training
+                _LOG.warning("%s failed; continuing without it: %s: %s", name, type(error).__name__, error)
+            else:
+                trackers[name] = tracker
+        self._save_state()
+        return trackers
+
+    def _try(self, name: str, action: Callable[[Tracker], None]) -> None:
+        assert self._open is not None, "it is in there"
+        try:
+            action(self._open[name])
+        except Exception as error:  # noqa: BLE001 -- as above
+            _LOG.warning("%s failed; continuing without it: %s: %s", name, type(error).__name__, error)
+            del self._open[name]
+
+    def _save_state(self) -> None:
+        replace(self._folder / _STATE_FILE, json.dumps(self._state).encode(), self._disk_wait)
+
+
+class WandbTracker:
+    """The options are the fields of :class:`WandbConfig`."""
+
+    def __init__(self, project: str, name: str | None = None) -> None:
+        self._project, self._name = project, name
+
+    def start(self, config: Mapping[str, Any], run: TrackedRun) -> None:
+        wandb = importlib.import_module("wandb")
+        name, folder = self._name or run.name, str(run.folder)
+        self._run = wandb.init(
+            project=self._project, name=name, id=run.id, resume="allow", dir=folder, config=dict(config)
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """The options are the fields of :class:`MlflowConfig`."""
+
+    def __init__(self, experiment: str, name: str | None = None, uri: str | None = None) -> None:
+        self._experiment, self._name, self._uri = experiment, name, uri
+
+    def start(self, config: Mapping[str, Any], run: TrackedRun) -> None:
+        self._mlflow = mlflow = importlib.import_module("mlflow")
+        if self._uri is not None:
+            mlflow.set_tracking_uri(self._uri)
+        mlflow.set_experiment(self._experiment)
+        if "run_id" in run.notes:
+            mlflow.start_run(run_id=run.notes["run_id"])
+            return
+        run.notes["run_id"] = mlflow.start_run(run_name=self._name or run.name).info.run_id  # the server chooses it
+        mlflow.log_dict(dict(config), "config.json")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._mlflow.log_metrics(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._mlflow.end_run()

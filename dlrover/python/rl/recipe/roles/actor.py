@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ACTOR: the policy in training, or a reward model in training."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from dlrover.python.rl.algorithm.base import Algorithm, EngineLoss
+from dlrover.python.rl.common.disk_space import retry_while_full
+from dlrover.python.rl.data.batch import Batch, Column
+from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
+from dlrover.python.rl.engine.api.weights import WeightStamp
+from dlrover.python.rl.engine.model.packing import Head
+from dlrover.python.rl.engine.model.ranks import resolve_device
+from dlrover.python.rl.engine.model.spec import load_tokenizer
+from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receivers
+from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.recipe.base.engine_workload import (
+    TRAINED,
+    TrainedWorkload,
+    UpdatePlan,
+    device_of,
+    join_columns,
+    make_weight_transport,
+    on_device,
+    run_updates,
+)
+from dlrover.python.rl.recipe.offline.evaluating import Measured, compute_outputs, measure
+from dlrover.python.rl.recipe.offline.examples import ExampleData, Examples, load_examples
+from dlrover.python.rl.recipe.online.batch import cast_columns, find_nonfinite_rows
+from dlrover.python.rl.recipe.reporting.metrics import Machine
+from dlrover.python.rl.trainer.workload import trainer_invocation
+
+
+class ActorWorkload(TrainedWorkload):
+    """ACTOR: trains the policy, and publishes its weights to the rollouts."""
+
+    _sending: "Future[WeightStamp | None] | None" = None
+
+    def init_model(
+        self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, algorithm: Algorithm, seed: int = 0
+    ) -> str:
+        """Load the policy and meet the other ranks; returns the engine's class. Random numbers follow from ``seed``."""
+        self._algorithm = algorithm
+        self._load(model, engine, optimizer, seed, engine.lora)
+        device = device_of(self, engine)
+        self._weights = make_weight_transport(self, engine, device, is_leader=self.rank == 0)
+        self._runs_on = device, engine.precision
+        return type(self._engine).__name__
+
+    @trainer_invocation(target="RANK0")
+    def machine(self) -> Machine:
+        return Machine.of(self._engine, *self._runs_on)
+
+    @on_device
+    def update(self, rollouts: Batch, rows: Batch, plan: UpdatePlan, *aux: Batch) -> list[UpdateResult]:
+        """The optimizer steps on this rank's share of a step's rows.
+
+        Args:
+            rows: the algorithm's columns of the same rows, and the ``update`` of each.
+            aux: ragged columns of the same rows, from other roles, that the algorithm's loss needs.
+
+        Raises:
+            RowsDiffer: other rows were scored than these.
+        """
+        batch = join_columns(rollouts, rows, [cast_columns(columns, plan.dtypes) for columns in aux]).with_columns(
+            rollout_logprobs=rollouts["logprobs"]
+        )
+        if "old_logprobs" not in batch:
+            batch = batch.with_columns(old_logprobs=self._old_logprobs(rollouts, plan.temperature))
+        loss = EngineLoss(self._algorithm)
+        return run_updates(batch, plan, lambda part: self._engine.step(part, loss, plan.temperature))
+
+    def token_columns(self, rollouts: Batch, names: Sequence[str], temperature: float) -> Batch:
+        """The ragged columns that an algorithm annotates from: ``action_mask`` or ``old_logprobs``."""
+        if "old_logprobs" not in names:
+            return rollouts.select(*names)
+        with self._turn() if self._recomputes else nullcontext():
+            return rollouts.with_columns(old_logprobs=self._old_logprobs(rollouts, temperature)).select(*names)
+
+    @property
+    def _recomputes(self) -> bool:
+        return "rollout_logprobs" in self._algorithm.needs.all
+
+    def _old_logprobs(self, rollouts: Batch, temperature: float) -> Column:
+        """Of the policy before the update: the rollouts', or this engine's if the algorithm distinguishes them."""
+        if not self._recomputes:
+            return rollouts["logprobs"]
+        return self._engine.evaluate(rollouts.select(*TRAINED), temperature)["logprobs"]
+
+    @on_device
+    def train(self, batch: Batch) -> UpdateResult:
+        return self._engine.step(batch, EngineLoss(self._algorithm))
+
+    @on_device
+    def measure(self, batch: Batch) -> Measured:
+        return measure(self._engine, batch, EngineLoss(self._algorithm))
+
+    @on_device
+    def find_nonfinite(self, batch: Batch, names: tuple[str, ...]) -> Batch:
+        """The columns ``names`` and the ``text`` of the rows with a non-finite value in a column or an output."""
+        offending = find_nonfinite_rows(batch, compute_outputs(self._engine, batch))
+        texts = [self._engine.tokenizer.decode(batch.ragged("tokens")[row]) for row in offending]
+        return batch.select(*names).take(offending).with_columns(text=texts)
+
+    def encode(self, model: str, data: ExampleData, evaluates: bool, seed: int) -> Examples:
+        """Tokenise examples, and hold some out if the run ``evaluates``; needs no loaded model."""
+        return load_examples(data, load_tokenizer(model), evaluates, seed)
+
+    @trainer_invocation(blocking=False)
+    def publish_weights(self) -> Ticket:
+        """Send the current weights with the ticket that rank 0 returns.
+
+        Where ``engine.weight_sync`` waits for its receivers, the weights are sent from a thread, after this call. Else
+        the last two versions are kept, by default in memory that is freed with this process.
+        """
+        with self._bare_turn():
+            ticket = self._weights.offer(self._engine)
+            if not waits_for_receivers(self._weights):
+                self._published = self._weights.send(ticket, self._engine)
+        if waits_for_receivers(self._weights):
+            self._sending = Future[WeightStamp | None]()
+            threading.Thread(target=self._send_weights, args=(ticket, self._sending), daemon=True).start()
+        return ticket
+
+    def _send_weights(self, ticket: Ticket, sending: "Future[WeightStamp | None]") -> None:
+        try:
+            if torch.device(self._runs_on[0]).type == "cuda":
+                torch.cuda.set_device(resolve_device(self._runs_on[0]))  # a thread begins with device 0
+            with self._bare_turn():
+                sending.set_result(self._weights.send(ticket, self._engine))
+        except BaseException as error:  # noqa: BLE001 - raised by published_stamp()
+            sending.set_exception(error)
+
+    @trainer_invocation(target="RANK0")
+    def published_stamp(self) -> WeightStamp | None:
+        """The stamp of the weights that :meth:`publish_weights` sent last."""
+        if self._sending is not None:
+            self._published = self._sending.result()  # waits: as long as the transport's own timeout
+            self._sending = None
+        return self._published
+
+    def save(self, path: Path) -> None:
+        """Write the policy in Hugging Face format (rank 0 does); waits for space on a full disk."""
+        retry_while_full(lambda: self._save(path), path)
+
+    def _save(self, path: Path) -> None:
+        with self._bare_turn():  # not while it waits for space
+            self._engine.save(path)
+
+    def close(self) -> None:
+        if hasattr(self, "_weights"):
+            self._weights.close()
+        super().close()
+
+
+class ScorerWorkload(ActorWorkload):
+    """ACTOR: trains a reward model, saved for ``AutoModelForSequenceClassification``. Its head has no bias, which pairs
+    do not determine: rounding errors alone would move it."""
+
+    head: ClassVar[Head] = "token"
+    head_bias: ClassVar[bool] = False

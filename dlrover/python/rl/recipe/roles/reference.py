@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""REFERENCE and TEACHER: frozen models that compute log-probs of the policy's samples."""
+
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.engine.api.base import BaseTrainEngine, Rendezvous
+from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
+from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.recipe.base.engine_workload import (
+    TRAINED,
+    EngineWorkload,
+    device_of,
+    hash_vocabulary,
+    load_warmup,
+    on_device,
+    train_settings,
+    use_threads,
+)
+from dlrover.python.rl.trainer.workload import trainer_invocation
+
+
+class ReferenceWorkload(EngineWorkload):
+    """REFERENCE: a frozen copy of the initial policy."""
+
+    @classmethod
+    def warm_up(cls) -> None:
+        load_warmup().warm_reference()
+
+    def init_model(self, model: str, engine: EngineConfig) -> None:
+        use_threads(engine.threads)
+        device = device_of(self, engine)
+        settings, make = train_settings(engine, device, ParallelSizes()), engine_class(TRAIN_ENGINES, engine.train)
+        with self._first_turn(device) as memory:
+            self._engine: BaseTrainEngine = make(model, None, settings, Rendezvous(), memory)
+
+    @trainer_invocation(blocking=False)
+    @on_device
+    def logprobs(self, rollouts: Batch, temperature: float) -> Batch:
+        return Batch({"ref_logprobs": self._engine.evaluate(rollouts.select(*TRAINED), temperature)["logprobs"]})
+
+
+class TeacherWorkload(ReferenceWorkload):
+    """TEACHER, or another role that ``config.teachers`` names."""
+
+    @trainer_invocation(target="RANK0")
+    def vocabulary(self) -> str:
+        return hash_vocabulary(self._engine.tokenizer)
+
+    @trainer_invocation(blocking=False)
+    @on_device
+    def teacher_logprobs(self, rollouts: Batch, temperature: float, top: int = 0) -> Batch:
+        """``teacher_logprobs`` of the completions; or ``candidates``, the ``top`` most likely ids at each of their
+        tokens, with ``teacher_logprobs`` of these, ``[seq, top]``."""
+        outputs = self._engine.evaluate(rollouts.select(*TRAINED), temperature, top=top)
+        if not top:
+            return Batch({"teacher_logprobs": outputs["logprobs"]})
+        return Batch({"candidates": outputs["candidates"], "teacher_logprobs": outputs["candidate_logprobs"]})

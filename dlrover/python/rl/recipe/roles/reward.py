@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""REWARD: scores completions by a function, or by a trained model."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from transformers import AutoConfig
+
+from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError, VerifierError
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.config.typed import salvage
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.data.conversation import encode_raw
+from dlrover.python.rl.data.pairs import encode_pair
+from dlrover.python.rl.engine.api.base import BaseTrainEngine, Rendezvous
+from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class, engine_info, find_train_errors
+from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.engine.model.spec import find_model_folder
+from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
+from dlrover.python.rl.environment.verifiers import exact
+from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig, validate_model
+from dlrover.python.rl.recipe.base.engine_workload import (
+    EngineWorkload,
+    device_of,
+    load_warmup,
+    on_device,
+    train_settings,
+    use_threads,
+)
+from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
+from dlrover.python.rl.trainer.workload import BaseWorkload
+
+_LOG = get_logger(__name__)
+
+
+class RewardWorkload(BaseWorkload):
+    """REWARD: calls a reward function, in processes that can be killed."""
+
+    @classmethod
+    def warm_up(cls) -> None:
+        """Start and end a verifier's process, so that its interpreter and libraries are in memory."""
+        DeadlineVerifier(exact, timeout_s=5.0).close()
+
+    @classmethod
+    def check_config(cls, config: Any) -> Iterable[ConfigError]:
+        reward, _ = salvage(RewardConfig, config.get("reward") or {}, "config.reward")
+        if reward is None or reward.model is None:
+            return []
+        message = f"{cls.__name__} calls reward.function: with reward.model it has to be ModelRewardWorkload"
+        return [ConfigError("workload.reward.class", message)]
+
+    def init_verifier(self, reward: RewardConfig) -> None:
+        start = partial(DeadlineVerifier, reward.function, reward.timeout_s, memory_mb=reward.memory_mb)
+        self._verifiers = VerifierPool(reward.workers, start)
+
+    def score(self, rollouts: Batch) -> Batch:
+        """Summaries of the rows with ``reward`` (float64, NaN if the verifier failed) and ``error`` (why, or None)."""
+        columns = [rollouts.objects(name) for name in ("completion", "answer", "extra_info")]
+        results = self._verifiers.score(zip(*columns, strict=True))
+        errors = [_log_reason(result) if isinstance(result, VerifierError) else None for result in results]
+        rewards = [float("nan") if isinstance(result, VerifierError) else result for result in results]
+        return summarize_rows(rollouts).with_columns(reward=np.array(rewards, dtype=np.float64), error=errors)
+
+    def close(self) -> None:
+        if hasattr(self, "_verifiers"):
+            self._verifiers.close()
+
+
+def _log_reason(error: VerifierError) -> str:
+    reason = str(error).splitlines()[0]
+    _LOG.warning("a sample failed: %s", reason)
+    return reason
+
+
+_SEQUENCES, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
+
+
+class ModelRewardWorkload(EngineWorkload):
+    """REWARD: a frozen model with a head of one score, which ``reward.model`` names; ``recipe.rm`` trains one.
+
+    Prompt and completion are encoded like the pairs of its training, by its own tokenizer and chat template; the reward
+    is the score of the last token. Each member has a whole copy.
+    """
+
+    @classmethod
+    def check_config(cls, config: Any) -> Iterable[ConfigError]:
+        reward, _ = salvage(RewardConfig, config.get("reward") or {}, "config.reward")
+        engine, _ = salvage(EngineConfig, config.get("engine") or {}, "config.engine")
+        if reward is None or engine is None:
+            return []  # the trainer reports their errors
+        if reward.model is None:
+            return [
+                ConfigError("config.reward.model", f"is required by {cls.__name__}; RewardWorkload calls a function")
+            ]
+        errors = validate_model(reward.model, "config.reward.model")
+        if not errors and (folder := Path(reward.model).expanduser()).is_dir():
+            errors += [ConfigError("config.reward.model", fault) for fault in _inspect_head(folder)[1]]
+        if reward.function != RewardConfig.function:
+            errors.append(ConfigError("config.reward.function", "is not called if there is a reward.model"))
+        faults = find_train_errors(
+            engine.train, engine_info(TRAIN_ENGINES, engine.train), ParallelSizes(), lora=False, bare_head=True
+        )
+        return [*errors, *(ConfigError("config.engine.train", fault) for fault in faults)]
+
+    @classmethod
+    def warm_up(cls) -> None:
+        load_warmup().warm_reference()
+
+    def init_verifier(self, reward: RewardConfig, engine: EngineConfig) -> None:
+        """Load the reward model; raise EngineError if it gives no score."""
+        if reward.model is None:
+            raise EngineError(f"{type(self).__name__} needs reward.model")
+        folder = find_model_folder(reward.model)
+        self._longest, faults = _inspect_head(folder)
+        if faults:
+            raise EngineError("; ".join(faults))
+        use_threads(engine.threads)
+        device = device_of(self, engine)
+        settings = train_settings(engine, device, ParallelSizes())
+        settings = replace(settings, head="token", head_bias=_head_kind(AutoConfig.from_pretrained(folder)) == _TOKENS)
+        with self._first_turn(device) as memory:
+            make = engine_class(TRAIN_ENGINES, engine.train)
+            self._engine: BaseTrainEngine = make(reward.model, None, settings, Rendezvous(), memory)
+
+    @on_device
+    def score(self, rollouts: Batch) -> Batch:
+        """A sample fails if it is too long for the model, cannot be encoded, or its score is not finite."""
+        texts = zip(rollouts.objects("prompt"), rollouts.objects("completion"), strict=True)
+        encoded = [self._encode(prompt, completion) for prompt, completion in texts]
+        rows = [row for row, tokens in enumerate(encoded) if not isinstance(tokens, str)]
+        rewards = np.full(len(encoded), np.nan)
+        errors = [tokens if isinstance(tokens, str) else None for tokens in encoded]
+        if rows:
+            rewards[rows] = self._compute_scores([tokens for tokens in encoded if not isinstance(tokens, str)])
+        for row in np.flatnonzero(~np.isfinite(rewards)).tolist():
+            errors[row] = errors[row] or f"the reward model's score is {rewards[row]}"
+            rewards[row] = np.nan
+            _LOG.warning("a sample failed: %s", errors[row])
+        return summarize_rows(rollouts).with_columns(reward=rewards, error=errors)
+
+    def _encode(self, prompt: str | list[Mapping[str, str]], completion: str) -> list[int] | str:
+        try:
+            tokens = encode_answer(self._engine.tokenizer, prompt, completion)
+        except DataError as error:
+            return f"the reward model cannot read it: {error}"
+        if self._longest is not None and len(tokens) > self._longest:
+            return f"the reward model reads {self._longest} tokens at most, not {len(tokens)}"
+        return tokens
+
+    def _compute_scores(self, sequences: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
+        """``[sequences]``: at the last token of each."""
+        tokens = Ragged.from_rows(sequences, dtype=np.int64)
+        ends = tokens.offsets[1:] - 1
+        last = np.zeros(len(tokens.values), dtype=np.bool_)
+        last[ends] = True
+        outputs = self._engine.evaluate(Batch({"tokens": tokens, "action_mask": tokens.like(last)}))
+        return outputs.ragged("scores").values[ends].astype(np.float64)
+
+
+def encode_answer(tokenizer: Any, prompt: str | list[Mapping[str, str]], completion: str) -> list[int]:
+    """Token ids of prompt and completion, encoded like a pair of a reward model's training, or DataError."""
+    if isinstance(prompt, str):
+        return encode_raw(tokenizer, prompt, completion).tokens
+    return encode_pair(tokenizer, {"messages": prompt, "chosen": completion, "rejected": completion})[0].tokens
+
+
+def _inspect_head(folder: Path) -> tuple[int | None, list[str]]:
+    config = AutoConfig.from_pretrained(folder)
+    longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not _head_kind(config):
+        names = ", ".join(config.architectures or ["a model without a class"])
+        return longest, [f"{folder} holds {names}, which gives no score: recipe.rm trains a model that does"]
+    return longest, [f"{folder} gives {config.num_labels} scores, not one"] if config.num_labels != 1 else []
+
+
+def _head_kind(config: Any) -> str:
+    architecture = (config.architectures or [""])[0]
+    return next((kind for kind in (_SEQUENCES, _TOKENS) if architecture.endswith(kind)), "")

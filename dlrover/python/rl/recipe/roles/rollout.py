@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ROLLOUT: generates completions with the policy."""
+
+import numpy as np
+
+from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError, ResultLost, WeightsLost
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.data.conversation import encode_prompt
+from dlrover.python.rl.data.prompts import PromptFaults
+from dlrover.python.rl.engine.api.base import (
+    BaseRolloutEngine,
+    RolloutSettings,
+    SamplingParams,
+)
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
+from dlrover.python.rl.engine.api.weights import WeightStamp
+from dlrover.python.rl.engine.weight_sync.base import Ticket
+from dlrover.python.rl.environment.core.base import Environment
+from dlrover.python.rl.environment.core.functions import load_environment
+from dlrover.python.rl.environment.core.turns import Guard
+from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
+from dlrover.python.rl.recipe.base.config import EngineConfig, RolloutConfig
+from dlrover.python.rl.recipe.base.engine_workload import (
+    EngineWorkload,
+    device_of,
+    load_warmup,
+    make_weight_transport,
+    on_device,
+    use_threads,
+)
+from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
+from dlrover.python.rl.recipe.rollout.scheduler import RolloutLimits, RolloutScheduler
+from dlrover.python.rl.recipe.rollout.stream import EventLoop, InlineLoop, ThreadLoop
+from dlrover.python.rl.trainer.workload import trainer_invocation
+
+_LOG = get_logger(__name__)
+
+_ONE_COMPLETION = RolloutConfig()
+
+
+class RolloutWorkload(EngineWorkload):
+    """ROLLOUT: generates completions. Each member serves a whole copy of the policy.
+
+    No step depends on its state: each step first gives it the weights, and names the groups that it shall have. Samples
+    depend on those, the seed, the prompt's id and the sample's index.
+    """
+
+    @classmethod
+    def warm_up(cls) -> None:
+        load_warmup().warm_rollout()
+
+    def init_model(self, model: str, engine: EngineConfig, rollout: RolloutConfig = _ONE_COMPLETION) -> str:
+        """Load the policy and the environment; returns the engine's class. It serves nothing before weights arrive.
+
+        With ``rollout.max_staleness`` samples continue between calls."""
+        use_threads(engine.threads)
+        device = device_of(self, engine)
+        settings = RolloutSettings(
+            device,
+            engine.precision,
+            engine.max_batch,
+            engine.rollout_tensor_parallel_size,
+            engine.gpu_memory_utilization,
+            engine.rollout_options,
+        )
+        with self._first_turn(device) as memory:
+            if rollout.max_staleness and self._device_locks:
+                raise EngineError("a rollout on a shared device cannot run ahead: rollout.max_staleness has to be 0")
+            self._engine: BaseRolloutEngine = engine_class(ROLLOUT_ENGINES, engine.rollout)(model, settings, memory)
+        self._weights = make_weight_transport(self, engine, device)
+        guard = Guard(_make_environment(rollout), rollout.env_timeout_s) if rollout.env_path else None
+        self._loop: EventLoop = ThreadLoop(engine.threads) if rollout.max_staleness else InlineLoop()
+        self._scheduler = RolloutScheduler(self._engine, guard, RolloutLimits(engine.max_batch, rollout.max_turns))
+        if self._loop.runs_between_calls:
+            self._loop.run(self._scheduler.start())
+        return type(self._engine).__name__
+
+    def receive_weights(self, ticket: Ticket) -> WeightStamp:
+        """Fetch, verify and serve the actor's weights; older ones too, since a run that went back repeats a step.
+
+        Raises:
+            ResultLost: the actor was replaced and has them no more; the trainer requests a new ticket.
+            WeightSyncError: they are not those that were sent; the old ones keep serving.
+        """
+        try:
+            weights = self._weights.receive(ticket)
+        except WeightsLost as error:
+            raise ResultLost(str(error), role=self.role, rank=self.rank, method="receive_weights") from error
+        if weights.version < self._engine.version:
+            _LOG.warning("weights go back from version %d to %d", self._engine.version, weights.version)
+        self._loop.run(self._scheduler.receive(weights))
+        return weights.stamp
+
+    def check_prompts(
+        self, prompts: Batch, sampling: SamplingParams, max_prompt_tokens: int | None = None
+    ) -> PromptFaults:
+        """Report the prompts that this model cannot complete, or with more than ``max_prompt_tokens``; ``place`` names
+        their rows."""
+        faults = PromptFaults([], [])
+        for place, prompt in zip(prompts.objects("place"), prompts.objects("prompt"), strict=True):
+            if not prompt and self._scheduler.guard is not None:
+                continue  # the environment gives the first state
+            try:
+                tokens = encode_prompt(self._engine.tokenizer, prompt)
+            except DataError as error:
+                faults.wrong.extend(ConfigError(place, item.what) for item in error.errors)
+                continue
+            if max_prompt_tokens is not None and len(tokens) > max_prompt_tokens:
+                faults.too_long.append(ConfigError(place, f"{len(tokens)} tokens, {max_prompt_tokens} at most"))
+                continue
+            try:
+                self._engine.check(Ragged.from_rows([tokens], dtype=np.int64), sampling)
+            except EngineError as error:
+                message = f"{len(tokens)} tokens, and up to {sampling.max_new_tokens} new ones"
+                faults.wrong.append(ConfigError(place, f"{message}: {error}"))
+        return faults
+
+    @on_device
+    def sample(self, wanted: Batch, sampling: SamplingParams, seed: int, enough: int, patience_s: float) -> Batch:
+        """Have just the wanted groups, and wait for some to complete.
+
+        A new group is started when there is capacity, in this order; one that is not listed is cancelled.
+
+        Args:
+            wanted: ``prompt_id``, ``retry`` and ``created_step`` (int64; the step that requested the group), which
+                together identify it, and as objects ``prompt``, ``answer`` and ``extra_info``. May be empty.
+            sampling: of new groups.
+            seed: the job's; samples depend on it, ``created_step``, ``retry``, ``prompt_id`` and their index.
+            enough: return when this many groups are complete, or all; ``patience_s``: or after this time.
+
+        Returns:
+            The status of each of ``wanted``: ``prompt_id``, ``retry``, ``created_step``, ``started``, ``complete``
+            (bool) and ``min_version`` (int64: lowest weight version of its tokens, -1 for none).
+
+        Raises:
+            WeightSyncError: the actor's weights have not arrived, or not whole.
+            EngineError: a prompt cannot be completed, or the engine cannot generate.
+        """
+        return self._loop.run(self._scheduler.sample(wanted, sampling, seed, enough, patience_s))
+
+    @trainer_invocation(blocking=False)
+    @on_device
+    def fetch(self, groups: Batch) -> Batch:
+        """Wait for some groups of the last :meth:`sample` and return their rows, in this order; see
+        :func:`~dlrover.python.rl.recipe.rollout.episodes.make_batch`."""
+        return self._loop.run(self._scheduler.fetch(groups))
+
+    def summarize(self, rollouts: Batch) -> Batch:
+        """What the trainer needs of the rows of :meth:`fetch` or :meth:`generate`, with the rewards of an environment;
+        see :func:`~dlrover.python.rl.recipe.rollout.episodes.summarize_rows`."""
+        return summarize_rows(rollouts)
+
+    @trainer_invocation(blocking=False)
+    @on_device
+    def generate(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> Batch:
+        """Complete the prompts, before all running groups; see
+        :func:`~dlrover.python.rl.recipe.rollout.episodes.make_batch`.
+
+        Args:
+            prompts: ``prompt_id``, and as objects ``prompt`` (text or messages), ``answer`` and ``extra_info``.
+            seed: the job's, the step and, if any, the retry.
+
+        Raises:
+            EngineError: a prompt cannot be completed, or the engine cannot generate.
+        """
+        return self._loop.run(self._scheduler.generate(prompts, sampling, seed))
+
+    def close(self) -> None:
+        if hasattr(self, "_scheduler"):
+            try:
+                self._loop.run(self._scheduler.close())
+            finally:
+                self._loop.close()
+        super().close()
+
+
+def _make_environment(rollout: RolloutConfig) -> Environment:
+    assert rollout.env_path is not None
+    if rollout.env_isolated:
+        return IsolatedEnvironment(rollout.env_path, rollout.env_options)
+    return load_environment(rollout.env_path, rollout.env_options)

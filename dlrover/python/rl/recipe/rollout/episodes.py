@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of samples, the rows that they become, and the episode of one sample: its turns with an environment."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dlrover.python.rl.common.errors import EngineError, EnvironmentFailed
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.data.conversation import encode_prompt
+from dlrover.python.rl.engine.api.base import Completion, Request, SamplingParams
+from dlrover.python.rl.environment.core.base import StepResult
+from dlrover.python.rl.environment.core.turns import Episode, Guard, TokenSequence, Trajectory
+from dlrover.python.rl.recipe.rollout.stream import EngineStream, PendingRequest
+
+_SUMMARY = (
+    "prompt_id", "sample_index", "retry", "trajectory", "turns", "finished", "version", "min_version", "digest",
+    "prompt", "completion", "answer", "reward", "score", "error",
+)  # fmt: skip
+
+_TRAJECTORY_BITS = {"created_step": 14, "retry": 6, "prompt_id": 28, "sample_index": 14}
+"""62 in all. Higher bits are cut; two samples of one step do not differ in them."""
+
+
+class GroupKey(NamedTuple):
+    """Identifies a group among the open ones."""
+
+    prompt_id: int
+    retry: int
+    created_step: int
+
+
+@dataclass(eq=False)
+class Sample:
+    """One completion, or one episode with an environment."""
+
+    index: int
+    sequences: Sequence[TokenSequence] = ()  # set at the end; several if a state did not continue the last one
+    turns: int = 0  # actions of the policy so far
+    error: str | None = None  # why the environment failed
+    pending: PendingRequest | None = None  # the request that is being generated
+    versions: tuple[int, int] = (-1, -1)  # lowest and highest of the finished turns, -1 for none
+    task: "asyncio.Task[None] | None" = None  # runs the sample
+    ended: bool = False
+
+    def merge_versions(self, versions: tuple[int, int]) -> tuple[int, int]:
+        """Lowest and highest of its own versions and these."""
+        pairs = [pair for pair in (self.versions, versions) if pair[0] >= 0]
+        return (min(pair[0] for pair in pairs), max(pair[1] for pair in pairs)) if pairs else (-1, -1)
+
+
+@dataclass(eq=False)
+class Group:
+    """The samples of one prompt. The trainer tracks it by ``row`` and ``member``; a rollout member generates it."""
+
+    prompt_id: int  # open groups share it only with their retries
+    created_step: int  # the random numbers depend on it
+    retry: int = 0  # number of earlier groups of the prompt in that step, whose rewards failed
+    row: int = 0  # the prompt's row in the file
+    member: int = 0  # rank of the rollout member
+    started: bool = False  # the group stays on its member
+    complete: bool = False  # all of its samples have ended
+    min_version: int = -1  # lowest weight version of its tokens, -1 for none yet
+    prompt: Any = None
+    text: str = ""  # the prompt as the policy reads it
+    answer: Any = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    sampling: SamplingParams = SamplingParams()
+    seed: tuple[int, ...] = ()  # what the random numbers depend on besides prompt id and sample index
+    priority: bool = False  # runs before other groups, see ``EngineStream.exclusive``
+    samples: list[Sample] = field(default_factory=list)
+    failure: BaseException | None = None  # an exception that ended one of its samples
+
+    @property
+    def key(self) -> GroupKey:
+        return GroupKey(self.prompt_id, self.retry, self.created_step)
+
+    def seed_of_turn(self, turn: int) -> tuple[int, ...]:
+        """Turn 0 has the seed of a sample without further turns."""
+        return (*self.seed, *([0] * (3 - len(self.seed))), turn) if turn else self.seed
+
+
+def make_batch(groups: Sequence[Group], scored: bool) -> Batch:
+    """The rows of complete groups: groups in this order, samples by index, sequences of a sample adjacent.
+
+    Args:
+        groups: whose samples have all ended.
+        scored: an environment has rewarded them.
+
+    Returns:
+        Ragged ``[rows, seq]``: ``tokens``, ``action_mask``, ``logprobs``, ``versions`` (int64, -1 outside the mask)
+        and, if scored, ``token_rewards``. Dense: ``prompt_id``, ``sample_index``, ``retry``, ``turns`` (of the sample),
+        ``finished``, ``version`` and ``min_version`` (highest and lowest of the row, -1 without an action token),
+        ``trajectory`` (the same on the rows of one sample), ``digest`` (of the tokens) and, if scored, ``reward`` and
+        ``score`` (float64; of the row's own actions, NaN where the sample failed). Objects: ``completion``,
+        ``prompt``, ``answer``, ``extra_info`` and, if scored, ``error`` (None, or why it failed).
+    """
+    rows = [(group, sample, row) for group in groups for sample in group.samples for row in sample.sequences]
+    sequences = [row for _, _, row in rows]
+    tokens = Ragged.from_rows([row.tokens for row in sequences], dtype=np.int64)
+    versions = Ragged.from_rows([row.versions for row in sequences], dtype=np.int64)
+    columns: dict[str, Any] = {
+        "tokens": tokens,
+        "action_mask": Ragged.from_rows([row.action_mask for row in sequences], dtype=np.bool_),
+        "logprobs": Ragged.from_rows([row.logprobs for row in sequences], dtype=np.float32),
+        "versions": versions,
+        "prompt_id": _integers(group.prompt_id for group, _, _ in rows),
+        "sample_index": _integers(sample.index for _, sample, _ in rows),
+        "retry": _integers(group.retry for group, _, _ in rows),
+        "turns": _integers(sample.turns for _, sample, _ in rows),
+        "finished": np.array([row.finished for row in sequences], dtype=np.bool_),
+        "version": _integers(row.max() for row in versions),
+        "min_version": _integers(row[row >= 0].min(initial=row.max()) for row in versions),
+        "trajectory": _integers(_trajectory_number(group, sample) for group, sample, _ in rows),
+        "digest": _integers(_digest(row) for row in tokens),
+        "completion": [row.text for row in sequences],
+        "prompt": [group.prompt if row.opening == group.text else row.opening for group, _, row in rows],
+        "answer": [group.answer for group, _, _ in rows],
+        "extra_info": [group.extra_info for group, _, _ in rows],
+    }
+    if scored:
+        columns |= _reward_columns([sample for _, sample, _ in rows], sequences)
+    return Batch(columns)
+
+
+def summarize_rows(rollouts: Batch) -> Batch:
+    """The numbers and texts of each row that the trainer needs, with ``action_tokens`` and ``token_count``."""
+    actions = rollouts.ragged("action_mask")
+    starts, totals = actions.offsets[:-1], np.concatenate([[0], np.cumsum(actions.values)])
+    return rollouts.select(*(name for name in _SUMMARY if name in rollouts)).with_columns(
+        action_tokens=totals[actions.offsets[1:]] - totals[starts], token_count=actions.lengths
+    )
+
+
+def _reward_columns(samples: Sequence[Sample], sequences: Sequence[TokenSequence]) -> dict[str, Any]:
+    rewards = Ragged.from_rows([row.rewards for row in sequences], dtype=np.float32)
+    failed = np.array([sample.error is not None for sample in samples], dtype=np.bool_)
+    sums = np.array([row.sum(dtype=np.float64) for row in rewards], dtype=np.float64)
+    scores = np.array([row.score for row in sequences], dtype=np.float64)
+    return {
+        "token_rewards": rewards,
+        "reward": np.where(failed, np.nan, sums),
+        "score": np.where(failed, np.nan, scores),
+        "error": [sample.error for sample in samples],
+    }
+
+
+def _integers(values: Any) -> npt.NDArray[np.int64]:
+    return np.fromiter(values, dtype=np.int64)
+
+
+def _digest(tokens: npt.NDArray[np.int64]) -> int:
+    return int.from_bytes(blake2b(tokens.tobytes(), digest_size=8).digest(), "little", signed=True)
+
+
+def _trajectory_number(group: Group, sample: Sample) -> int:
+    parts = {**group.key._asdict(), "sample_index": sample.index}
+    number = 0
+    for name, bits in _TRAJECTORY_BITS.items():
+        number = number << bits | parts[name] % (1 << bits)
+    return number
+
+
+class EpisodeRunner:
+    """Runs samples.
+
+    Args:
+        stream: of the engine.
+        guard: of the environment; None: a sample is one completion.
+        max_turns: limit on the actions of a sample.
+
+    Attributes:
+        generating: number of samples that need the engine; the others wait for the environment.
+    """
+
+    def __init__(self, stream: EngineStream, guard: Guard | None, max_turns: int) -> None:
+        self._stream, self._guard, self._max_turns = stream, guard, max_turns
+        self._tokenizer = stream.engine.tokenizer
+        self.generating = 0
+
+    async def run(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
+        """Run a sample to its end. If the environment fails, the sample has an ``error``.
+
+        Args:
+            group: of the sample.
+            sample: receives the sequences.
+            tokens: of the prompt, where there is no environment.
+
+        Raises:
+            EngineError: the engine refuses the prompt.
+            DataError: the prompt cannot be encoded.
+        """
+        if self._guard is None:
+            sequence = TokenSequence(group.text)
+            sequence.give(tokens)
+            completion = await self._generate(group, sample, tokens)
+            sequence.act(*_generated_columns(completion))
+            sequence.text, sequence.finished = completion.text, _has_finished(completion)
+            sample.sequences = [sequence]
+            return
+        episode = await self._guard.reset(group.text, group.extra_info)
+        try:
+            await self._run_episode(self._guard, group, sample, episode)
+        finally:
+            await self._guard.close(episode)
+
+    async def _run_episode(self, guard: Guard, group: Group, sample: Sample, episode: Episode) -> None:
+        trajectory = self._start_trajectory(group, episode)
+
+        def fits(tokens: list[int]) -> bool:
+            return self._fits(tokens, group.sampling)
+
+        if episode.state is not None and not fits(trajectory.context):
+            guard.fail(episode, _first_state_error(len(trajectory.context)))
+        while episode.state is not None:
+            completion = await self._generate(group, sample, trajectory.context)
+            trajectory.act(completion.text, *_generated_columns(completion))
+            trajectory.last.finished = _has_finished(completion)
+            result = await self._step(guard, episode, trajectory.action)
+            if result is not None:
+                trajectory.reward(result.reward, result.score)
+            if episode.state is None or sample.turns == self._max_turns or not trajectory.observe(episode.state, fits):
+                break
+        sample.error = episode.failure
+        sample.sequences = trajectory.sequences
+        if not trajectory.sequences[0].tokens:  # it failed before the first state, and a row needs a token
+            trajectory.sequences[0].give([self._tokenizer.eos_token_id or 0])
+
+    def _start_trajectory(self, group: Group, episode: Episode) -> Trajectory:
+        state = group.text if episode.state is None else episode.state
+        tokens = encode_prompt(self._tokenizer, group.prompt) if state == group.text else None
+        whole = self._encode if not isinstance(group.prompt, str) else self._encode_whole
+        return Trajectory(self._encode, state, tokens, whole)
+
+    async def _generate(self, group: Group, sample: Sample, context: Sequence[int]) -> Completion:
+        request = Request.fresh(group.prompt_id, sample.index, context)
+        seed = group.seed_of_turn(sample.turns)
+        sample.pending = self._stream.submit(request, group.sampling, seed, group.priority)
+        completion = await self._stream.wait(sample.pending)
+        versions = completion.request.versions
+        sample.versions = sample.merge_versions((int(versions.min()), int(versions.max())))
+        sample.pending = None
+        sample.turns += 1
+        return completion
+
+    async def _step(self, guard: Guard, episode: Episode, action: str) -> StepResult | None:
+        self.generating -= 1
+        try:
+            return await guard.step(episode, action)
+        finally:
+            self.generating += 1
+
+    def _fits(self, tokens: list[int], sampling: SamplingParams) -> bool:
+        try:
+            self._stream.engine.check(Ragged.from_rows([tokens], dtype=np.int64), sampling)
+        except EngineError:
+            return False
+        return True
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _encode_whole(self, text: str) -> list[int]:
+        return encode_prompt(self._tokenizer, text)
+
+
+def _generated_columns(completion: Completion) -> tuple[list[int], list[float], list[int]]:
+    request = completion.request
+    return request.done.tolist(), request.logprobs.tolist(), request.versions.tolist()
+
+
+def _has_finished(completion: Completion) -> bool:
+    return completion.finish in ("eos", "stop")
+
+
+def _first_state_error(tokens: int) -> EnvironmentFailed:
+    if not tokens:
+        return EnvironmentFailed("nothing to begin with: the row has no prompt, and reset returned no state")
+    return EnvironmentFailed(f"the first state leaves no room for an action: it has {tokens} tokens")

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler of a rollout member: which groups it has, which are running, and what advances them."""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from dlrover.python.rl.common.errors import DataError, EngineError, WeightSyncError
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.data.conversation import encode_prompt, prompt_text
+from dlrover.python.rl.engine.api.base import BaseRolloutEngine, SamplingParams
+from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
+from dlrover.python.rl.environment.core.turns import Guard
+from dlrover.python.rl.recipe.rollout.episodes import EpisodeRunner, Group, GroupKey, Sample, make_batch
+from dlrover.python.rl.recipe.rollout.stream import EngineStream, Wakeup
+
+_LOG = get_logger(__name__)
+
+_CLOSING_S = 5.0
+"""Time that episodes have to close when the member ends."""
+
+_PROMPT_COLUMNS = ("prompt", "answer", "extra_info")
+
+
+@dataclass(frozen=True)
+class RolloutLimits:
+    max_generating: int  # samples that need the engine at a time; with fewer, more groups are started
+    max_turns: int = 1  # actions of a sample
+
+
+class RolloutScheduler:
+    """Generates groups of samples with one engine, many samples at a time.
+
+    ::
+
+        wanted -> queue --capacity--> samples: reset -> submit -> step -> submit -> ... -> close -> complete
+                                                  |       ^
+                                                  v       |
+        advance, while there are requests ----> engine ---'
+
+    Every method is called in the event loop that the samples live in. Before :meth:`start` samples advance only within
+    ``_run_until``.
+
+    Args:
+        engine: has no other user.
+        guard: of the environment; None: a sample is one completion.
+    """
+
+    def __init__(self, engine: BaseRolloutEngine, guard: Guard | None, limits: RolloutLimits) -> None:
+        self.engine, self.guard = engine, guard
+        self._limits, self._wakeup = limits, Wakeup()
+        self._stream = EngineStream(engine, self._wakeup)
+        self._runner = EpisodeRunner(self._stream, guard, limits.max_turns)
+        self._groups: dict[GroupKey, Group] = {}
+        self._queue: deque[Group] = deque()
+        self._cancelled: set[asyncio.Task[None]] = set()
+        self._driver: asyncio.Task[None] | None = None
+        self._sampling: tuple[SamplingParams, int] | None = None
+        self._stamps: dict[int, WeightStamp] = {}
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    async def sample(self, wanted: Batch, sampling: SamplingParams, seed: int, enough: int, patience_s: float) -> Batch:
+        self._check_weights()
+        self._sampling = sampling, seed
+        groups = self._set_groups(wanted)
+        needed = min(enough, len(groups))
+        await self._run_until(groups, lambda: sum(group.complete for group in groups) >= needed, patience_s)
+        return self._status(groups)
+
+    async def fetch(self, wanted: Batch) -> Batch:
+        self._check_weights()
+        groups = [self._find_or_create(row) for row in _plain_rows(wanted)]
+        return await self._complete(groups)
+
+    async def generate(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> Batch:
+        self._check_weights()
+        _, step, retry, *_ = (*seed, 0, 0, 0)
+        groups = [
+            Group(row["prompt_id"], step, retry, **_prompt_of(row), sampling=sampling, seed=seed, priority=True)
+            for row in _plain_rows(prompts)
+        ]
+        with self._prioritized():
+            try:
+                return await self._complete(groups)
+            finally:
+                self._cancel(groups)
+
+    async def _complete(self, groups: Sequence[Group]) -> Batch:
+        for group in groups:
+            self._start_group(group)
+        await self._run_until(groups, lambda: all(group.complete for group in groups))
+        return make_batch(groups, scored=self.guard is not None)
+
+    def _set_groups(self, wanted: Batch) -> list[Group]:
+        groups = [self._find_or_create(row) for row in _plain_rows(wanted)]
+        by_key = {group.key: group for group in groups}
+        self._cancel([group for key, group in self._groups.items() if key not in by_key])
+        self._groups = by_key
+        self._queue = deque(group for group in by_key.values() if not group.started)
+        return groups
+
+    def _find_or_create(self, row: dict[str, Any]) -> Group:
+        key = GroupKey(row["prompt_id"], row["retry"], row["created_step"])
+        if key not in self._groups:
+            if self._sampling is None:
+                raise EngineError("groups were requested before their sampling parameters were set")
+            sampling, seed = self._sampling
+            seeds = (seed, key.created_step, *([key.retry] if key.retry else []))
+            group = Group(key.prompt_id, key.created_step, key.retry, **_prompt_of(row), sampling=sampling, seed=seeds)
+            self._groups[key] = group
+        return self._groups[key]
+
+    def _status(self, groups: Sequence[Group]) -> Batch:
+        keys = np.array([group.key for group in groups], dtype=np.int64).reshape(-1, 3)
+        lowest = [[low for low, _ in map(self._version_range, group.samples) if low >= 0] for group in groups]
+        return Batch(
+            {
+                "prompt_id": keys[:, 0].copy(),
+                "retry": keys[:, 1].copy(),
+                "created_step": keys[:, 2].copy(),
+                "started": np.array([group.started for group in groups], dtype=np.bool_),
+                "complete": np.array([group.complete for group in groups], dtype=np.bool_),
+                "min_version": np.array([min(versions, default=-1) for versions in lowest], dtype=np.int64),
+            }
+        )
+
+    def _version_range(self, sample: Sample) -> tuple[int, int]:
+        pending = sample.pending
+        return sample.merge_versions(self._stream.version_range(pending) if pending is not None else (-1, -1))
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    async def receive(self, weights: WeightSnapshot) -> None:
+        """Continue with these weights. If they are older than those before, or others of the same version, groups with
+        tokens of later weights are restarted.
+
+        Raises:
+            WeightSyncError: they are not those that were sent; the old ones keep serving.
+        """
+        self._stream.preempt()
+        stamp = weights.stamp
+        is_known = self._stamps.get(stamp.version, stamp) == stamp
+        self._restart_after(stamp.version if is_known else stamp.version - 1)
+        self.engine.receive(weights, rewind=True)
+        self._stamps = {version: earlier for version, earlier in self._stamps.items() if version < stamp.version}
+        self._stamps[stamp.version] = stamp
+        self._wakeup.notify()
+
+    def _restart_after(self, version: int) -> None:
+        later = [
+            group
+            for group in self._groups.values()
+            if any(self._version_range(sample)[1] > version for sample in group.samples)
+        ]
+        if later:
+            _LOG.warning("restarting %d groups: they have tokens of later weights than version %d", len(later), version)
+        self._cancel(later)
+        for group in later:
+            self._groups[group.key] = replace(group, started=False, complete=False, samples=[], failure=None)
+        self._queue = deque(group for group in self._groups.values() if not group.started)
+
+    def _check_weights(self) -> None:
+        if self.engine.version < 0:
+            raise WeightSyncError("no weights yet: this rollout has not received the actor's, and serves no others")
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self._start_driver()
+
+    def _start_driver(self) -> None:
+        self._driver = asyncio.get_running_loop().create_task(self._drive(lambda: False, math.inf))
+        self._driver.add_done_callback(lambda _: self._wakeup.notify())
+
+    async def _run_until(
+        self, groups: Sequence[Group], condition: Callable[[], bool], patience_s: float = math.inf
+    ) -> None:
+        """Advance until the condition is met, or ``patience_s`` have passed.
+
+        Raises:
+            EngineError: the engine cannot generate; everything stays as it was.
+            BaseException: the failure of one of ``groups``, which is dropped.
+        """
+
+        def should_stop() -> bool:
+            return condition() or any(group.failure is not None for group in groups)
+
+        if self._driver is None:
+            await self._drive(should_stop, patience_s)
+        else:
+            await self._watch(should_stop, patience_s)
+        failed = [group for group in groups if group.failure is not None]
+        self._cancel(failed)
+        for group in failed:
+            if self._groups.get(group.key) is group:
+                del self._groups[group.key]
+        for group in failed:
+            if group.failure is not None:
+                raise group.failure
+
+    async def _drive(self, should_stop: Callable[[], bool], patience_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + patience_s
+        while not should_stop() and (remaining_s := deadline_s - loop.time()) > 0:
+            if self._start_queued():
+                await asyncio.sleep(0)  # Their tasks submit the requests of the next step.
+            if self._stream.step():
+                await asyncio.sleep(0)
+            else:  # waits: for an environment, each of whose calls has a deadline; or for what a call brings
+                await self._wakeup.wait(remaining_s if remaining_s < math.inf else None)
+
+    async def _watch(self, should_stop: Callable[[], bool], patience_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + patience_s
+        self._wakeup.notify()
+        while not should_stop() and (remaining_s := deadline_s - loop.time()) > 0:
+            if self._driver is not None and self._driver.done():
+                error = self._driver.exception()
+                self._start_driver()
+                if error is not None:
+                    raise error
+            await self._wakeup.wait(remaining_s if remaining_s < math.inf else None)
+
+    def _start_queued(self) -> bool:
+        length = len(self._queue)
+        while self._queue and self._runner.generating < self._limits.max_generating and not self._stream.is_exclusive:
+            self._start_group(self._queue.popleft())
+        return len(self._queue) < length
+
+    def _start_group(self, group: Group) -> None:
+        if group.started:
+            return
+        tokenizer = self.engine.tokenizer
+        try:
+            group.text = prompt_text(tokenizer, group.prompt)
+            tokens = [] if self.guard is not None else encode_prompt(tokenizer, group.prompt)
+        except DataError as error:
+            group.failure = error
+            return
+        group.started = True
+        group.samples = [Sample(index) for index in range(group.sampling.samples_per_prompt)]
+        self._runner.generating += len(group.samples)
+        for sample in group.samples:
+            sample.task = asyncio.get_running_loop().create_task(self._run_sample(group, sample, tokens))
+            sample.task.add_done_callback(partial(self._forget_task, group, sample))
+
+    async def _run_sample(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
+        try:
+            await self._runner.run(group, sample, tokens)
+        except BaseException as error:
+            group.failure = group.failure or error
+            raise
+        finally:
+            self._end_sample(group, sample)
+
+    def _end_sample(self, group: Group, sample: Sample) -> None:
+        if not sample.ended:
+            sample.ended = True
+            self._runner.generating -= 1
+            group.complete = group.failure is None and all(other.ended for other in group.samples)
+            self._wakeup.notify()
+
+    def _forget_task(self, group: Group, sample: Sample, task: "asyncio.Task[None]") -> None:
+        self._cancelled.discard(task)
+        if not task.cancelled():
+            task.exception()  # it is the group's failure
+        self._end_sample(group, sample)
+
+    def _cancel(self, groups: Sequence[Group]) -> None:
+        for task in [sample.task for group in groups for sample in group.samples]:
+            if task is not None and not task.done():
+                self._cancelled.add(task)
+                task.cancel()
+
+    @contextmanager
+    def _prioritized(self) -> Iterator[None]:
+        """Inside the block only priority requests run; but where the number of episodes is limited, running ones have
+        to end before others can start, so all of them run."""
+        is_limited = self.guard is not None and self.guard.episodes is not None
+        with nullcontext() if is_limited else self._stream.exclusive():
+            yield
+
+    async def close(self) -> None:
+        if self._driver is not None:
+            self._driver.cancel()
+            await asyncio.wait({self._driver}, timeout=_CLOSING_S)
+        self._cancel(list(self._groups.values()))
+        self._groups, self._queue = {}, deque()
+        if self._cancelled:
+            await asyncio.wait(set(self._cancelled), timeout=_CLOSING_S)
+        if self.guard is not None:
+            await self.guard.shutdown()
+
+
+def _plain_rows(wanted: Batch) -> Iterator[dict[str, Any]]:
+    names = [name for name in ("prompt_id", "retry", "created_step") if name in wanted]
+    numbers = zip(*(wanted.dense(name).tolist() for name in names), strict=True)
+    objects = zip(*(wanted.objects(name) for name in _PROMPT_COLUMNS), strict=True)
+    for values, texts in zip(numbers, objects, strict=True):
+        yield dict(zip((*names, *_PROMPT_COLUMNS), (*values, *texts), strict=True))
+
+
+def _prompt_of(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in _PROMPT_COLUMNS}

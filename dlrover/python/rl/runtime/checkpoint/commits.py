@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer's commits, in the node's memory or in a shared folder; every few of them are copied to the job's directory.
+
+::
+
+    COMMIT --> members write their files --> trainer.state --> manifest: committed
+                  '- every few steps, in threads: copies to the job's checkpoints
+    a later COMMIT --> all copies complete? --> the trainer's file --> manifest: durable
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, retry_while_full
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.runtime.checkpoint.manifest import Manifest
+from dlrover.python.rl.runtime.checkpoint.member_state import (
+    CommitAnswer,
+    CommitRequest,
+    PersistRequest,
+    RestoreRequest,
+    Roots,
+    incarnation_of,
+)
+from dlrover.python.rl.runtime.checkpoint.state_file import Header, StateFile, check_size, copy_file
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, newest_of_any_run
+from dlrover.python.rl.trainer.port import LastCommit
+
+_LOG = get_logger(__name__)
+
+_TRAINER = "trainer"
+_FOLDER, _COMMITS = "checkpoints", "commits"
+
+
+def roots_of(job: JobSpec, run: str, epoch: int, node: str = "") -> Roots:
+    """The folders of a run's commits, for its trainer of ``epoch`` on ``node``.
+
+    With ``commit_to: auto`` a job on one node commits to that node's memory: losing the node ends the job anyway.
+    """
+    commit_to, folder = job.checkpoint.commit_to, job.job_dir.absolute()
+    if commit_to == "auto":
+        one_node = job.trainer.node_number == 1 and job.scheduling_strategy != "SIMPLE"
+        commit_to = "memory" if one_node else "job_dir"
+    shared = commit_to == "job_dir"
+    commits = folder / _COMMITS / run if shared else None
+    return Roots(job.name, run, epoch, folder / _FOLDER / run, commits, node, shared)
+
+
+def forget_commits(job_dir: Path, run: str | None = None) -> None:
+    """Remove the commits of a run, or of all runs, from the job's directory; its checkpoints stay."""
+    folder = job_dir.absolute() / _COMMITS
+    runs = [run] if run is not None else [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    for name in runs:
+        CheckpointStore(folder / name, name, durable=True).remove()
+
+
+def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "StoreCheckpoints":
+    """The commits of a job's run, for its trainer of ``epoch`` on ``node``. Raises StaleEpoch after a later trainer."""
+    roots = roots_of(job, run, epoch, node)
+    folder = roots.durable.parent
+    resumed = newest_of_any_run(folder) if job.checkpoint.resume == "latest" else None
+    before = None
+    if resumed is not None and resumed[0] != run:
+        before = CheckpointStore(folder / resumed[0], resumed[0], durable=True)
+        _LOG.info("continuing from step %d of run %s", resumed[1].step, resumed[0])
+    return StoreCheckpoints(roots, job.checkpoint.every, job.checkpoint.keep, before)
+
+
+def resumed_layout(job: JobSpec) -> tuple[str, dict[str, int]] | None:
+    """The copy that ``job`` would continue from, and its members by role; None for a fresh start."""
+    folder = job.job_dir.absolute() / _FOLDER
+    newest = newest_of_any_run(folder) if job.checkpoint.resume == "latest" else None
+    if newest is None:
+        return None
+    run, manifest = newest
+    members = Counter(name.rpartition("-")[0] for name in manifest.files if name != _TRAINER)
+    return str(folder / run / manifest.folder), dict(members)
+
+
+@dataclass(frozen=True)
+class _Generation:
+    store: CheckpointStore
+    manifest: Manifest
+
+
+@dataclass
+class StoreCheckpoints:
+    """The commits of one run; implements :class:`~dlrover.python.rl.trainer.port.Checkpoints`.
+
+    Args:
+        every: steps between copies to the job's directory.
+        keep: number of copies to keep there.
+        before: the store of an earlier run that this one continues from, None for a fresh start.
+    """
+
+    roots: Roots
+    every: int = 10
+    keep: int = 2
+    before: CheckpointStore | None = None
+    disk_wait: DiskWait = DEFAULT_DISK_WAIT
+    _latest: Manifest | None = None
+    _last: LastCommit | None = None
+    _copying: Manifest | None = None
+    _copy_asked: bool = False
+    _newest: _Generation | None = field(default=None, repr=False)
+    _offered: list[_Generation] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        self._commits = self.roots.commit_store(self.roots.node)
+        self._durable = self.roots.durable_store(self.keep)
+        for store in (self._commits, self._durable):
+            retry_while_full(partial(store.claim, self.roots.epoch), store.root, self.disk_wait)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def newest(self) -> int | None:
+        self._publish_complete()
+        for store in (self._commits, self._durable):
+            for manifest in store.manifests():
+                self._remember_writers(manifest, self._last.step if self._last is not None else 0)
+        self._newest = self._newest_in(self._commits, self._durable) or self._newest_in(self.before)
+        self._offered = [self._newest] if self._newest is not None else []
+        if self._newest is not None:
+            if self._newest.store is self._durable:
+                _LOG.warning(
+                    "no commit later than step %d is left: continuing from its copy in %s",
+                    self._newest.manifest.step,
+                    self._durable.root,
+                )
+            return self._newest.manifest.step
+        damaged = [folder.name for store in (self._commits, self._durable) for folder in store.root.glob("*.bad*")]
+        if damaged or self._last is not None:
+            raise CheckpointMissing(
+                f"no commit of run {self.roots.run} is left: {', '.join(damaged) or 'all are gone'}"
+            )
+        return None
+
+    def last_known(self) -> LastCommit | None:
+        return self._last
+
+    def _remember_writers(self, manifest: Manifest, step: int = 0) -> None:
+        """Remember the incarnations that wrote ``manifest``, and its step, or ``step`` if that is later."""
+        writers = dict(self._last.incarnations) if self._last is not None else {}
+        for name, file in manifest.files.items():
+            if name != _TRAINER:
+                role, _, rank = name.rpartition("-")
+                member = ProcessId(role, int(rank))
+                writers[member] = max(incarnation_of(file), writers.get(member, 0))
+        self._last = LastCommit(max(manifest.step, step), writers)
+
+    def _newest_in(self, *stores: CheckpointStore | None) -> _Generation | None:
+        """The generation of the latest step; the first, faster store has precedence."""
+        best: _Generation | None = None
+        for store in stores:
+            for manifest in store.manifests() if store is not None else ():
+                if best is not None and manifest.step <= best.manifest.step:
+                    break
+                if store is not None and store.valid(manifest):
+                    best = _Generation(store, manifest)
+                    break
+        return best
+
+    def load(self, step: int) -> Mapping[str, Any]:
+        if self._newest is None or self._newest.manifest.step != step:
+            raise CheckpointMissing(f"step {step} is not the newest commit")
+        state: Mapping[str, Any] = self._newest.store.read(self._newest.manifest, _TRAINER)
+        return state
+
+    def discard(self, step: int, why: str) -> None:
+        self._publish_complete()
+        for generation in self._offered:
+            if generation.manifest.step == step:
+                generation.store.quarantine(generation.manifest, why)
+        self._newest, self._offered = None, []
+        if self._copying is not None and self._copying.step == step:
+            self._end_copy()
+
+    def restore_request(self, step: int) -> RestoreRequest:
+        self._offered = [
+            _Generation(store, manifest)
+            for store in (self._commits, self._durable, self.before)
+            if store is not None
+            for manifest in store.manifests()
+            if manifest.step == step
+        ]
+        sources = ((self._folder_of(item), item.manifest.files) for item in self._offered)
+        return RestoreRequest(step, tuple(sources), self.roots)
+
+    def _folder_of(self, generation: _Generation) -> str:
+        folder = generation.manifest.folder
+        return folder if generation.store is self._commits else str(generation.store.root / folder)
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def commit_request(self, step: int, last: bool) -> CommitRequest:
+        self._publish_complete()
+        due = step > 0 and (last or step % self.every == 0)
+        self._copy_asked = due and self._copying is None
+        return CommitRequest(step, self.roots, self._copy_asked, self._copying.step if self._copying else None)
+
+    def commit(self, step: int, answers: Mapping[ProcessId, CommitAnswer], state: Mapping[str, Any]) -> None:
+        if self._copy_asked:
+            self._commits.pinned.add(step)
+        files = {member.file_name: answer.file for member, answer in answers.items()}
+        write = partial(self._write, step, files, dict(state))
+        free_space = partial(self._commits.free_space, step - 1)
+        self._latest = retry_while_full(write, self._commits.root, self.disk_wait, free_space)
+        self._remember_writers(self._latest)
+        self._check_copies(answers)
+        if self._copy_asked:
+            self._copying = self._latest
+
+    def _write(self, step: int, files: Mapping[str, StateFile], state: Mapping[str, Any]) -> Manifest:
+        header: Header = {"role": _TRAINER, "step": step}
+        own = self._commits.write(step, self.roots.epoch, f"{_TRAINER}.state", header, state)
+        own = replace(own, node=self.roots.owner(self.roots.node))
+        return self._commits.commit(step, self.roots.epoch, {**files, _TRAINER: own})
+
+    def _check_copies(self, answers: Mapping[ProcessId, CommitAnswer]) -> None:
+        """Publish the copy under way once all members have finished theirs; abandon it if one has failed."""
+        if self._copying is None:
+            return
+        copies = {member.file_name: answer.copied for member, answer in answers.items() if answer.copied is not None}
+        if len(copies) == len(answers):
+            self._publish(self._copying, copies)
+        elif all(answer.copied is not None or answer.running for answer in answers.values()):
+            return
+        self._end_copy()
+
+    def _publish_complete(self) -> None:
+        """Publish the copy under way if all its files exist, even if members have died since: a file gets its name only
+        after its checksum was verified."""
+        if self._copying is None:
+            return
+        copies = {name: replace(file, node="") for name, file in self._copying.files.items() if name != _TRAINER}
+        try:
+            for copy in copies.values():
+                check_size(self._durable.root / self._copying.folder, copy)
+        except (CheckpointCorrupt, CheckpointMissing, OSError):
+            return
+        self._publish(self._copying, copies)
+        self._end_copy()
+
+    def _end_copy(self) -> None:
+        if self._copying is not None:
+            self._commits.pinned.discard(self._copying.step)
+        self._copying = None
+
+    def persist_request(self) -> PersistRequest | None:
+        newest = self._newest_in(self._commits)
+        if newest is None or any(manifest.step >= newest.manifest.step for manifest in self._durable.manifests()):
+            return None
+        self._latest = manifest = newest.manifest
+        return PersistRequest(manifest.step, manifest.folder, manifest.files, self.roots)
+
+    def persisted(self, answers: Mapping[ProcessId, StateFile]) -> None:
+        if self._latest is not None:
+            self._publish(self._latest, {member.file_name: copy for member, copy in answers.items()})
+
+    def _publish(self, manifest: Manifest, copies: Mapping[str, StateFile]) -> None:
+        try:
+            target = self._durable.folder(manifest.step, self.roots.epoch)
+            own = copy_file(self._commits.root / manifest.folder, target, manifest.files[_TRAINER], durable=True)
+            self._durable.commit(manifest.step, self.roots.epoch, {**copies, _TRAINER: own})
+        except (CheckpointCorrupt, CheckpointMissing, OSError) as error:
+            _LOG.warning("step %d was not copied to %s: %s", manifest.step, self._durable.root, error)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store of the master's journal: append-only lines, in a file or in memory.
+
+The file, one line each::
+
+    rl-journal 1 owner=0000000002 lines=000000000041 1f0c22aa     current owner; number of lines safe on disk; crc32
+    <line> 5d3aa810                                               each ends with the crc32 of all lines up to itself
+
+Lines that were changed, lost, repeated or exchanged are detected anywhere in the file. Only the loss of the last line
+is not, if its writer crashed before the next one: it looks like a line that a crash cut short, and such a line was
+never acted upon.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from uuid import uuid4
+
+from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.runtime.checkpoint.manifest import take_lock
+from dlrover.python.rl.runtime.checkpoint.state_file import sync_folder
+
+_LOG = get_logger(__name__)
+
+
+class StateStore(Protocol):
+    """An append-only list of lines."""
+
+    def append(self, line: bytes) -> None:
+        """Add a line: durable when this returns, absent when it raises."""
+        ...
+
+    def read(self) -> list[bytes]: ...
+
+    def close(self) -> None:
+        """Close the store; may be called twice."""
+        ...
+
+
+class MemoryStateStore:
+    def __init__(self) -> None:
+        self._lines: list[bytes] = []
+
+    def append(self, line: bytes) -> None:
+        self._lines.append(line)
+
+    def read(self) -> list[bytes]:
+        return list(self._lines)
+
+    def close(self) -> None:
+        pass
+
+
+class FileStateStore:
+    """Lines in a file, each synced to disk before :meth:`append` returns. Not thread safe.
+
+    Opening takes the file over: another process that has it open can no longer append. A last line that a crash cut
+    short is dropped; a last line that only lacks its newline is kept.
+
+    Args:
+        path: the file; created if it is missing.
+        must_exist: refuse to create it.
+
+    Raises:
+        JournalCorrupt: the file cannot be read, or is not what was written; or it is missing with ``must_exist``.
+        TimeoutError: the process that has it open is stuck in the middle of an append.
+        OSError: it cannot be created or taken over (disk full, ...).
+    """
+
+    def __init__(self, path: Path, must_exist: bool = False) -> None:
+        if must_exist and not path.exists():
+            raise JournalCorrupt(f"the journal {path} is not there")
+        if not path.exists():
+            _create(path)
+        # Its creator may have died before the name was durable: the lines would be lost with the name.
+        sync_folder(path.parent)
+        self._path, self._broken = path, False
+        try:
+            self._file = os.open(path, os.O_RDWR)
+        except OSError as error:
+            raise JournalCorrupt(f"the journal {path} cannot be read: {error}") from error
+        try:
+            with self._locked():
+                journal = _parse(path, _content(path))
+                self._owner, self._lines = journal.owner + 1, journal.lines
+                self._chain, self._end = journal.chain, journal.end
+                self._header = _header(self._owner, len(self._lines))
+                self._take_over(journal)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def append(self, line: bytes) -> None:
+        """Add a line without a newline.
+
+        Raises:
+            StaleEpoch: another process has taken the journal over.
+            JournalCorrupt: another process has changed the file, or an earlier line may not have reached the disk.
+            OSError: the disk is full, or failed. The file is as before.
+        """
+        if b"\n" in line:
+            raise ValueError("a line of the journal holds a newline")
+        record, chain = _record(line, self._chain)
+        with self._locked():
+            self._check_ours()
+            header = _header(self._owner, len(self._lines))
+            try:
+                _write(self._file, record, self._end)
+                _write(self._file, header, 0)
+                os.fsync(self._file)
+            except OSError as error:
+                self._undo(error)
+                raise
+        self._lines.append(line)
+        self._header, self._chain, self._end = header, chain, self._end + len(record)
+
+    def read(self) -> list[bytes]:
+        return list(self._lines)
+
+    def close(self) -> None:
+        """Write the number of lines to the header, and close the file."""
+        if self._file < 0:
+            return
+        with suppress(OSError, JournalCorrupt, StaleEpoch), self._locked():
+            self._check_ours()
+            _write(self._file, _header(self._owner, len(self._lines)), 0)
+        os.close(self._file)
+        self._file = -1
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        take_lock(self._file, self._path)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _take_over(self, journal: "_Journal") -> None:
+        if journal.repair:
+            _write(self._file, journal.repair, journal.end - len(journal.repair))
+        os.ftruncate(self._file, journal.end)
+        os.fsync(self._file)  # the lines are safe before the header says so
+        _write(self._file, self._header, 0)
+        os.fsync(self._file)
+
+    def _check_ours(self) -> None:
+        if self._broken:
+            raise JournalCorrupt(f"the journal {self._path} may have lost a line: open it again")
+        header, status = os.pread(self._file, len(self._header), 0), os.fstat(self._file)
+        match = _HEADER.fullmatch(header)
+        if match and int(match["owner"]) > self._owner:
+            raise StaleEpoch(f"another master has taken over the journal {self._path}")
+        if header != self._header or status.st_size != self._end or status.st_nlink == 0:
+            raise JournalCorrupt(f"the journal {self._path} was changed or removed by another process")
+
+    def _undo(self, error: OSError) -> None:
+        """Remove a half-written line. After a failed sync for another reason than space, the content on the disk is
+        unknown: the store is then broken."""
+        self._broken = error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        try:
+            os.ftruncate(self._file, self._end)
+            _write(self._file, self._header, 0)
+            os.fsync(self._file)
+        except OSError as second:
+            self._broken = True
+            _LOG.warning("the half line at the end of %s could not be removed: %s", self._path, second)
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """The lines of a journal that may be in use, without taking it over. Raises JournalCorrupt."""
+    return _parse(path, _content(path)).lines
+
+
+# -- the format -------------------------------------------------------------------------------------------------------
+
+_HEADER = re.compile(rb"(?P<text>rl-journal 1 owner=(?P<owner>\d{10}) lines=(?P<lines>\d{12})) (?P<crc>[0-9a-f]{8})\n")
+_SEED = zlib.crc32(b"rl-journal 1")
+_CRC_SIZE = 9
+
+
+@dataclass(frozen=True)
+class _Journal:
+    """``end`` is the offset of the next line; ``repair`` the last line as it should be."""
+
+    owner: int
+    lines: list[bytes]
+    chain: int
+    end: int
+    repair: bytes = b""
+
+
+def _header(owner: int, lines: int) -> bytes:
+    text = b"rl-journal 1 owner=%010d lines=%012d" % (owner, lines)
+    return b"%s %08x\n" % (text, zlib.crc32(text))
+
+
+def _record(line: bytes, chain: int) -> tuple[bytes, int]:
+    chain = zlib.crc32(line + b"\n", chain)
+    return b"%s %08x\n" % (line, chain), chain
+
+
+def _parse(path: Path, content: bytes) -> _Journal:
+    match = _HEADER.match(content)
+    if not match or zlib.crc32(match["text"]) != int(match["crc"], 16):
+        raise JournalCorrupt(f"the journal {path} does not begin as one: {content[:60]!r}")
+    lines, chain, end = [], _SEED, match.end()
+    *records, tail = content[end:].split(b"\n")
+    for number, text in enumerate(records, 2):
+        line = text[:-_CRC_SIZE]
+        record, chain = _record(line, chain)
+        if record[:-1] != text:
+            raise JournalCorrupt(f"journal line {number} does not match its checksum ({path})")
+        lines.append(line)
+        end += len(record)
+    repair = b""
+    for text in (tail, tail[:-1]):  # cut short by the newline alone, or something else is in the newline's place
+        record, after = _record(text[:-_CRC_SIZE], chain)
+        if text and record[:-1] == text:
+            lines, chain, end, repair = [*lines, text[:-_CRC_SIZE]], after, end + len(record), record
+            break
+    if tail:
+        _LOG.warning("the last line of %s is incomplete: %s", path, "repaired" if repair else "dropped")
+    if len(lines) < int(match["lines"]):
+        raise JournalCorrupt(f"the journal {path} has {len(lines)} lines left of {int(match['lines'])}")
+    return _Journal(int(match["owner"]), lines, chain, end, repair)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise JournalCorrupt(f"the journal {path} cannot be read: {error}") from error
+
+
+def _write(file: int, content: bytes, at: int) -> None:
+    while content:
+        count = os.pwrite(file, content, at)
+        content, at = content[count:], at + count
+
+
+def _create(path: Path) -> None:
+    """Create an empty journal, named only once its header is durable; one that another process creates meanwhile
+    stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            os.fchmod(file.fileno(), 0o600)  # the last log lines of a process may hold anything
+            file.write(_header(0, 0))
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

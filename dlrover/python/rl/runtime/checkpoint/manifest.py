@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two files that decide what a store holds: the manifest, whose appearance makes a generation valid, and the epoch
+fence, which refuses a replaced process."""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.runtime.checkpoint.state_file import StateFile, new_file
+
+_LOG = get_logger(__name__)
+
+MANIFEST = "manifest.json"
+VERSION = 1
+
+_FOLDER = re.compile(r"step-(?P<step>\d{8,})\.e(?P<epoch>\d+)")
+_LARGEST = 1 << 28
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One generation: the state of every stateful member and of the trainer after ``step``.
+
+    Attributes:
+        files: its files by process (``"ROLLOUT-0"``, ``"trainer"``).
+        serial: rises with each commit in its folder; the highest is the newest.
+    """
+
+    step: int
+    epoch: int
+    run: str
+    files: Mapping[str, StateFile]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    serial: int = 0
+    committed_at: float = 0.0
+
+    @property
+    def folder(self) -> str:
+        return folder_name(self.step, self.epoch)
+
+
+def folder_name(step: int, epoch: int) -> str:
+    return f"step-{step:08d}.e{epoch}"
+
+
+def step_and_epoch(name: str) -> tuple[int, int] | None:
+    """The inverse of :func:`folder_name`; None for another name."""
+    match = _FOLDER.fullmatch(name)
+    return (int(match["step"]), int(match["epoch"])) if match else None
+
+
+def encode(manifest: Manifest) -> bytes:
+    body = json.dumps({"version": VERSION, **asdict(manifest)}, sort_keys=True, allow_nan=False)
+    return b'{"crc32": "%08x", "manifest": %s}\n' % (zlib.crc32(body.encode()), body.encode())
+
+
+def decode(content: bytes) -> Manifest:
+    """Raises ValueError if a byte is not as :func:`encode` wrote it."""
+    fields = json.loads(content)["manifest"]
+    version = fields.pop("version")
+    if version != VERSION:
+        raise ValueError(f"format {version!r} instead of {VERSION}")
+    files = {name: StateFile(**file) for name, file in fields.pop("files").items()}
+    manifest = Manifest(files=files, **fields)
+    if encode(manifest) != content:  # more than the checksum: JSON has many spellings of one value
+        raise ValueError("it does not match its checksum")
+    return manifest
+
+
+def read_manifest(folder: Path, run: str) -> Manifest:
+    """The manifest in ``folder``. Raises CheckpointMissing if there is none of this run, CheckpointCorrupt, OSError."""
+    path = folder / MANIFEST
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_LARGEST)
+        manifest = decode(content)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointMissing(f"{path} is not there") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointCorrupt(str(path), f"not a manifest: {error}") from error
+    if manifest.run != run:
+        raise CheckpointMissing(f"{path} belongs to run {manifest.run}, not to {run}")
+    if manifest.folder != folder.name:
+        raise CheckpointCorrupt(str(path), f"it belongs to {manifest.folder}")
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest, durable: bool) -> None:
+    """Make the files in ``folder`` a generation, or leave no manifest and raise OSError."""
+    path, content = folder / MANIFEST, encode(manifest)
+    try:
+        with new_file(path, durable, len(content)) as file:
+            file.write(content)
+    except OSError:
+        path.unlink(missing_ok=True)  # it may have its name already, while the name is not safe yet
+        raise
+
+
+# -- epoch fence ------------------------------------------------------------------------------------------------------
+
+LOCK_TIMEOUT_S = 30.0
+
+_LOCK_POLL_S = 0.002
+
+
+def take_lock(handle: int, path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> None:
+    """flock ``handle``, an open file at ``path``, until it is closed or the process ends. Raises TimeoutError."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                message = f"another process has had the lock for {timeout_s:g} s"
+                raise TimeoutError(errno.ETIMEDOUT, message, str(path)) from None
+            time.sleep(_LOCK_POLL_S)
+        else:
+            return
+
+
+class EpochFence:
+    """The highest epoch that has claimed a folder, in the folder's file ``EPOCH``.
+
+    Args:
+        durable: sync the file to disk.
+        fallback: estimates the highest epoch if the file is damaged.
+    """
+
+    def __init__(self, root: Path, durable: bool, fallback: Callable[[], int]) -> None:
+        self._root, self._durable, self._fallback = root, durable, fallback
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep every other process from changing the folder. Raises CheckpointMissing if it is missing,
+        TimeoutError."""
+        path = self._root / "LOCK"
+        try:
+            handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        except FileNotFoundError:
+            raise CheckpointMissing(f"{self._root} is not there") from None
+        try:
+            take_lock(handle, path)
+            yield
+        finally:
+            os.close(handle)
+
+    def check(self, epoch: int) -> None:
+        """Raise StaleEpoch if a higher epoch than ``epoch`` has claimed the folder."""
+        highest = self._highest()
+        if epoch < highest:
+            raise StaleEpoch(f"epoch {epoch} has ended: epoch {highest} has taken over {self._root}")
+
+    def claim(self, epoch: int) -> None:
+        """Refuse every lower epoch from now on; call it under the lock. Raises StaleEpoch after a higher claim."""
+        self.check(epoch)
+        if self._content() != _line(epoch):
+            with new_file(self._path, self._durable) as file:
+                file.write(_line(epoch))
+
+    @property
+    def _path(self) -> Path:
+        return self._root / "EPOCH"
+
+    def _content(self) -> bytes | None:
+        try:
+            return self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def _highest(self) -> int:
+        content = self._content()
+        digits = (content or b"").partition(b" ")[0]
+        if digits.isdigit() and content == _line(int(digits)):
+            return int(digits)
+        if content is not None:
+            _LOG.warning("%s is damaged: using the highest epoch that has written", self._path)
+        return self._fallback()
+
+
+def _line(epoch: int) -> bytes:
+    text = b"%d" % epoch
+    return b"%s %08x\n" % (text, zlib.crc32(text))

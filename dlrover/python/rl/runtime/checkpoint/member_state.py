@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A member's part of commits: its state file, in a folder in the node's memory, the copy to the job's directory, and
+restoring."""
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, retry_while_full
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.runtime.checkpoint.state_file import StateFile, copy_file, read_state
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
+
+_LOG = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Roots:
+    """The folders of a run's generations, for its trainer of ``epoch`` on ``node`` (``""`` in one process): ``durable``
+    in the job's directory for copies, and ``commits`` for each step (None: in the memory of each node). ``shared``: the
+    commits are on a disk that every node sees, and must outlive them."""
+
+    job: str
+    run: str
+    epoch: int
+    durable: Path
+    commits: Path | None = None
+    node: str = ""
+    shared: bool = False
+
+    def commit_root(self) -> Path:
+        return self.commits or memory_root(self.job, self.run)
+
+    def commit_store(self, node: str) -> CheckpointStore:
+        """The store of each step's commit on this node, ``node``."""
+        return CheckpointStore(self.commit_root(), self.run, durable=self.shared, node=self.owner(node))
+
+    def owner(self, node: str) -> str:
+        """The ``StateFile.node`` of files that ``node`` writes there."""
+        return "" if self.shared else node
+
+    def durable_store(self, keep: int = 2) -> CheckpointStore:
+        return CheckpointStore(self.durable, self.run, durable=True, keep=keep)
+
+
+@dataclass(frozen=True)
+class CommitRequest:
+    """Write the state after ``step``; ``persist``: begin to copy it to the job's directory; ``copying``: the step whose
+    copy is under way."""
+
+    step: int
+    roots: Roots
+    persist: bool = False
+    copying: int | None = None
+
+
+@dataclass(frozen=True)
+class CommitAnswer:
+    """The state's file, and the copy of ``CommitRequest.copying``: finished, or still running."""
+
+    file: StateFile
+    copied: StateFile | None = None
+    running: bool = False
+
+
+@dataclass(frozen=True)
+class PersistRequest:
+    """Finish the copy of generation ``step``."""
+
+    step: int
+    folder: str
+    files: Mapping[str, StateFile]
+    roots: Roots
+
+
+@dataclass(frozen=True)
+class RestoreRequest:
+    """Go back to ``step``, from the nearest of ``sources`` (folder and files); a relative folder is in the member's own
+    commit root."""
+
+    step: int
+    sources: tuple[tuple[str, Mapping[str, StateFile]], ...]
+    roots: Roots
+
+
+@dataclass
+class _Copy:
+    step: int
+    thread: threading.Thread | None = None
+    file: StateFile | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+
+def incarnation_of(file: StateFile) -> int:
+    return int(file.name.split(".")[-2])
+
+
+class MemberState:
+    """Writes and reads the state of one member, in its process of ``incarnation`` on ``node``."""
+
+    def __init__(
+        self, role: str, rank: int, incarnation: int, node: str, disk_wait: DiskWait = DEFAULT_DISK_WAIT
+    ) -> None:
+        self._disk_wait = disk_wait
+        self.key = ProcessId(role, rank).file_name
+        self._incarnation, self._node = incarnation, node
+        self._header: dict[str, str | int] = {"role": str(role), "rank": rank}
+        self._copy: _Copy | None = None
+
+    def commit(self, workload: Any, request: CommitRequest) -> CommitAnswer:
+        """Write the workload's ``state_dict``. Raises DataError for values that cannot be saved, StaleEpoch,
+        OSError."""
+        roots, copy = request.roots, self._copy
+        store = roots.commit_store(self._node)
+        if request.copying is not None:
+            store.pinned.add(request.copying)
+        if copy is not None and copy.running:
+            store.pinned.add(copy.step)
+        header = {**self._header, "step": request.step}
+        state = workload.state_dict()  # only once: ranks may meet in it
+
+        def write() -> StateFile:
+            return store.write(request.step, roots.epoch, f"{self.key}.{self._incarnation}.state", header, state)
+
+        file = retry_while_full(write, store.root, self._disk_wait, partial(store.free_space, request.step - 1))
+        if not roots.shared and self._node != roots.node:
+            store.drop_older(request.step - 2)
+        if request.persist:
+            self._begin_copy(request.step, store.folder(request.step, roots.epoch), file, roots)
+        file = replace(file, node=roots.owner(self._node))
+        if copy is None or copy.step != request.copying:
+            return CommitAnswer(file)
+        return CommitAnswer(file, copy.file, copy.running)
+
+    def restore(self, workload: Any, request: RestoreRequest) -> None:
+        """Load the state from the first intact source; raises CheckpointCorrupt or CheckpointMissing if there is
+        none."""
+        root = request.roots.commit_root()
+        header = {**self._header, "step": request.step}
+        failure: CheckpointCorrupt | CheckpointMissing = CheckpointMissing(f"step {request.step} has no {self.key}")
+        for folder, files in request.sources:
+            file = files.get(self.key)
+            if file is None:
+                continue
+            try:
+                state = read_state(root / folder / file.name, file, header)
+            except (CheckpointCorrupt, CheckpointMissing) as error:
+                failure = error
+                continue
+            except OSError as error:
+                failure = CheckpointCorrupt(str(root / folder / file.name), f"it cannot be read: {error}")
+                continue
+            workload.load_state_dict(state)
+            return
+        raise failure
+
+    def persist(self, request: PersistRequest) -> StateFile:
+        """Finish the copy of a generation, or make it; raises CheckpointCorrupt, CheckpointMissing, OSError."""
+        copy = self._copy
+        if copy is not None and copy.step == request.step and copy.thread is not None:
+            copy.thread.join()  # waits: for a copy on this machine, which ends or fails
+            if copy.file is not None:
+                return copy.file
+        root = request.roots.commit_root()
+        target = request.roots.durable_store().folder(request.step, request.roots.epoch)
+        return copy_file(root / request.folder, target, request.files[self.key], durable=True)
+
+    def _begin_copy(self, step: int, source: Path, file: StateFile, roots: Roots) -> None:
+        copy = _Copy(step)
+
+        def run() -> None:
+            try:
+                target = roots.durable_store().folder(step, roots.epoch)
+                copy.file = copy_file(source, target, file, durable=True)
+            except Exception as error:  # noqa: BLE001 -- the run continues without the copy
+                _LOG.warning("%s of step %d was not copied to %s: %s", self.key, step, roots.durable, error)
+
+        copy.thread = threading.Thread(target=run, name=f"dlrover-copy-{step}", daemon=True)
+        copy.thread.start()
+        self._copy = copy
+
+
+# -- the folder in a node's memory ------------------------------------------------------------------------------------
+
+_HELD = "held"
+_PAUSE_S = 0.05
+_SHARED_MEMORY = Path("/dev/shm")
+_MEMORY_VARIABLE = "DLROVER_RL_MEMORY"
+_LEAST_SHARED_MEMORY = 1 << 28  # containers often come with 64 MB, which is no place for a model
+
+
+def memory_path(job: str, run: str) -> Path:
+    """The path of :func:`memory_root`: in the folder of the environment variable ``DLROVER_RL_MEMORY``, else in
+    ``/dev/shm``, or in the temporary folder if that is missing or too small to hold a model."""
+    return _memory_folder() / f"{job}-{run}"
+
+
+def memory_root(job: str, run: str) -> Path:
+    """Create the folder of a run's memory-backed generations on this node, for this user only, and lock it until this
+    process ends."""
+    root = memory_path(job, run)
+    shared = root.parent
+    for _ in range(100):
+        with suppress(FileExistsError):
+            shared.mkdir(parents=True)
+            shared.chmod(0o1777)  # other users have their own jobs in it
+        with suppress(FileNotFoundError):  # the last job that was in it has just removed it
+            root.mkdir(mode=0o700, exist_ok=True)
+            break
+    if root.is_symlink() or root.stat().st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "belongs to another user", str(root))
+    _hold(root)
+    return root
+
+
+def forget_memory(job: str, run: str | None = None, patience_s: float = 0.0) -> None:
+    """Remove the files of a run from this node's memory; without ``run``, those of all runs without living processes: a
+    job of the same name may run in another directory or cluster. Killed processes get ``patience_s`` seconds to end."""
+    deadline_s = time.monotonic() + patience_s
+    for root in _roots(job):
+        while run in (None, root.name.rpartition("-")[2]) and _is_held(root) and time.monotonic() < deadline_s:
+            time.sleep(_PAUSE_S)
+        if root.name.rpartition("-")[2] == run or (run is None and not _is_held(root)):
+            shutil.rmtree(root, ignore_errors=True)
+    with suppress(OSError):
+        _memory_folder().rmdir()  # only when it was the last one there
+
+
+def _roots(job: str) -> list[Path]:
+    return [root for root in _memory_folder().glob(f"{job}-*") if root.name.rpartition("-")[0] == job]
+
+
+_locks: dict[Path, int] = {}
+"""Folder to the descriptor of its lock file, which this process holds until it ends."""
+
+
+def _hold(root: Path) -> None:
+    path = root / _HELD
+    if root in _locks and path.exists():
+        return
+    if root in _locks:
+        os.close(_locks.pop(root))
+    with suppress(FileNotFoundError):  # the run has ended
+        _locks[root] = os.open(path, os.O_CREAT | os.O_RDONLY, 0o600)
+        fcntl.flock(_locks[root], fcntl.LOCK_SH)  # waits: while another process checks the lock
+
+
+def _is_held(root: Path) -> bool:
+    try:
+        with (root / _HELD).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _memory_folder() -> Path:
+    if folder := os.environ.get(_MEMORY_VARIABLE):
+        return Path(folder) / "dlrover-rl"
+    memory = _SHARED_MEMORY if _is_usable(_SHARED_MEMORY) else Path(tempfile.gettempdir())
+    return memory / "dlrover-rl"
+
+
+def _is_usable(folder: Path) -> bool:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    disk = os.statvfs(folder)
+    return disk.f_blocks * disk.f_frsize >= _LEAST_SHARED_MEMORY

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One saved state in one file, with a checksum over every byte.
+
+The file, all numbers little-endian::
+
+    magic 8 | version u32 | 0 u32 | total length u64 | length of table u64 | length of skeleton u64
+    table     JSON: {"header": the writer's, "sizes": bytes in each buffer}
+    skeleton  JSON, see data/state_tree.py
+    buffers   each at a multiple of 64
+    crc32     u32, of all bytes before it
+
+A file is written under another name and renamed once it is complete. Its last four bytes are the checksum of
+:class:`StateFile`, so that it can be checked with and without the manifest.
+"""
+
+import errno
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+from uuid import uuid4
+
+import numpy as np
+from isal.isal_zlib import crc32
+
+from dlrover.python.rl.common.disk_space import disk_full_error, is_disk_full
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, DataError
+from dlrover.python.rl.data.state_tree import dump, load
+
+VERSION = 1
+
+_MAGIC = b"DLRLstat"
+_PREFIX = struct.Struct("<8sIIQQQ")
+_CRC = struct.Struct("<I")
+_ALIGN = 64
+_BUFFER = 1 << 16
+_CHUNK = 1 << 20
+_RESIDUE = 0x2144DF1C  # crc32 of anything that ends with its own crc32
+
+Header = Mapping[str, str | int]
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """The expected properties of a state file.
+
+    Attributes:
+        name: inside its folder.
+        checksum: crc32 of all but the last four bytes, which hold the same number.
+        node: id of the node that has it, ``""`` for a folder that every node sees.
+    """
+
+    name: str
+    nbytes: int
+    checksum: int
+    node: str = ""
+
+
+def write_state(path: Path, header: Header, tree: Any, durable: bool, recycled: Path | None = None) -> StateFile:
+    """Write ``tree`` (see data/state_tree.py) to ``path``, whole or not at all. It must not change meanwhile.
+
+    Args:
+        header: the owner of the state (role, rank, step, ...), to detect files that were mixed up.
+        durable: sync file and folder to disk before returning.
+        recycled: a file on the same disk that is not needed: its pages are overwritten.
+
+    Raises:
+        DataError: ``tree`` cannot be saved.
+        OSError: the disk is full (with the bytes needed and free), read-only, ...; ``path`` is unchanged.
+    """
+    state = dump(tree)
+    parts, total = _layout(header, state.skeleton, state.buffers)
+    checksum = 0
+    with new_file(path, durable, total, recycled) as file:
+        for chunk in _chunks(parts):
+            checksum = crc32(chunk, checksum)
+            file.write(chunk)
+        file.write(_CRC.pack(checksum))
+    return StateFile(path.name, total, checksum)
+
+
+def read_state(path: Path, expected: StateFile | None = None, header: Header | None = None) -> Any:
+    """The tree in the file at ``path``, decoded after every byte was checked.
+
+    Arrays and tensors are writable views of the one buffer that holds the file.
+
+    Args:
+        expected: the manifest's entry.
+        header: items that the file's header must have.
+
+    Raises:
+        CheckpointMissing: the file does not exist.
+        CheckpointCorrupt: it is not what was written, or belongs to another owner.
+        OSError: it cannot be read.
+    """
+    with _opened(path) as file:
+        content = _read(file, expected)
+    _check(path, len(content), crc32(content), _ending(content), expected)
+    return _decode(path, content, header or {})
+
+
+def check_file(folder: Path, expected: StateFile) -> None:
+    """Read a whole file and compare length and checksum; raises as :func:`read_state`."""
+    _pass_through(folder, expected, lambda chunk: None)
+
+
+def check_size(folder: Path, expected: StateFile) -> None:
+    """Compare only the length; raises as :func:`read_state`."""
+    try:
+        nbytes = (folder / expected.name).stat().st_size
+    except FileNotFoundError:
+        raise CheckpointMissing(f"{folder / expected.name} is not there") from None
+    if nbytes != expected.nbytes:
+        raise CheckpointCorrupt(str(folder / expected.name), f"{nbytes} bytes instead of {expected.nbytes}")
+
+
+def copy_file(source: Path, target: Path, file: StateFile, durable: bool) -> StateFile:
+    """Copy ``file`` from one folder to another, and check it meanwhile; if the source is not intact, the target is
+    unchanged. Raises as :func:`read_state` and :func:`write_state`."""
+    with new_file(target / file.name, durable, file.nbytes) as copy:
+        _pass_through(source, file, copy.write)
+    return StateFile(file.name, file.nbytes, file.checksum)
+
+
+@contextmanager
+def new_file(path: Path, durable: bool, nbytes: int = 0, recycled: Path | None = None) -> Iterator[BinaryIO]:
+    """A file to write; it gets its name if the block succeeds, and is removed otherwise.
+
+    Args:
+        durable: sync file and folder to disk.
+        nbytes: its length, 0: unknown. Nothing is written if the disk has less space.
+        recycled: a file whose pages it may overwrite.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    _check_space(path.parent, nbytes, recycled)
+    try:
+        with _open_new(temporary, recycled) as file:
+            yield file
+            file.truncate()
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError) and is_disk_full(error):
+            raise disk_full_error(error.errno or errno.ENOSPC, path.parent, nbytes) from error
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def _layout(header: Header, skeleton: bytes, buffers: list[memoryview]) -> tuple[list[memoryview], int]:
+    sizes = [len(buffer) for buffer in buffers]
+    table = json.dumps({"header": dict(header), "sizes": sizes}).encode()
+    at = _PREFIX.size + len(table) + len(skeleton)
+    body: list[memoryview] = []
+    for buffer in buffers:
+        body += [memoryview(bytes(-at % _ALIGN)), buffer]
+        at += -at % _ALIGN + len(buffer)
+    total = at + _CRC.size
+    prefix = _PREFIX.pack(_MAGIC, VERSION, 0, total, len(table), len(skeleton))
+    return [memoryview(prefix), memoryview(table), memoryview(skeleton), *body], total
+
+
+def _chunks(parts: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The same bytes in pieces that stay in the CPU cache between checksum and write."""
+    for part in parts:
+        for start in range(0, len(part), _CHUNK):
+            yield part[start : start + _CHUNK]
+
+
+def _open_new(path: Path, recycled: Path | None) -> BinaryIO:
+    """Open ``recycled`` as ``path``, to overwrite it; a new file if it is missing."""
+    if recycled is not None:
+        with suppress(OSError):
+            recycled.rename(path)
+    return open(path, "r+b" if path.exists() else "xb", buffering=_BUFFER)
+
+
+def _check_space(folder: Path, nbytes: int, recycled: Path | None) -> None:
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    with suppress(OSError):
+        free += recycled.stat().st_size if recycled is not None else 0
+    if free < nbytes:
+        raise disk_full_error(errno.ENOSPC, folder, nbytes)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        file = open(path, "rb", buffering=0)  # noqa: SIM115 -- only the opening may say that the file is missing
+    except FileNotFoundError:
+        raise CheckpointMissing(f"{path} is not there") from None
+    with file:
+        yield file
+
+
+def _read(file: Any, expected: StateFile | None) -> memoryview:
+    """The whole file, aligned like the buffers in it. A file of another length than expected is not read: a damaged one
+    may be too large for the memory."""
+    nbytes = os.fstat(file.fileno()).st_size
+    if expected is not None and nbytes != expected.nbytes:
+        raise CheckpointCorrupt(file.name, f"{nbytes} bytes instead of {expected.nbytes}")
+    memory = np.empty(nbytes + _ALIGN, np.uint8)
+    start = -memory.ctypes.data % _ALIGN
+    content = memory[start : start + nbytes].data
+    filled = 0
+    while filled < nbytes and (count := file.readinto(content[filled:])):
+        filled += count
+    return content[:filled]
+
+
+def _pass_through(folder: Path, expected: StateFile, consume: Callable[[memoryview], Any]) -> None:
+    """Pass a file on in chunks; raises at its end if it is not intact."""
+    path = folder / expected.name
+    memory = memoryview(bytearray(_CHUNK))
+    nbytes, checksum, ending = 0, 0, b""
+    with _opened(path) as file:
+        while nbytes <= expected.nbytes and (count := file.readinto(memory)):  # type: ignore[attr-defined]
+            chunk = memory[:count]
+            nbytes, checksum = nbytes + count, crc32(chunk, checksum)
+            ending = (ending + bytes(chunk[-_CRC.size :]))[-_CRC.size :]
+            consume(chunk)
+    _check(path, nbytes, checksum, ending, expected)
+
+
+def _ending(content: memoryview) -> bytes:
+    return bytes(content[-_CRC.size :])
+
+
+def _check(path: Path, nbytes: int, checksum: int, ending: bytes, expected: StateFile | None) -> None:
+    if expected is not None and nbytes != expected.nbytes:
+        raise CheckpointCorrupt(str(path), f"{nbytes} bytes instead of {expected.nbytes}")
+    if checksum != _RESIDUE or nbytes < _PREFIX.size + _CRC.size:
+        raise CheckpointCorrupt(str(path), "the content does not match the checksum at its end")
+    if expected is not None and _CRC.unpack(ending) != (expected.checksum,):
+        raise CheckpointCorrupt(str(path), "it is another file than the manifest's")
+
+
+class _Parts(NamedTuple):
+    header: dict[str, str | int]
+    skeleton: bytes
+    buffers: list[memoryview]
+
+
+def _decode(path: Path, content: memoryview, header: Header) -> Any:
+    magic, version, _, total, *lengths = _PREFIX.unpack_from(content)
+    if magic != _MAGIC or version != VERSION or total != len(content):
+        raise CheckpointCorrupt(str(path), f"not a state file of format {VERSION} ({magic!r}, format {version})")
+    try:
+        parts = _cut(content, *lengths)
+        wrong = {name: parts.header.get(name) for name, value in header.items() if parts.header.get(name) != value}
+        if wrong:
+            raise CheckpointCorrupt(str(path), f"it belongs to {wrong}, not to {dict(header)}")
+        return load(parts.skeleton, parts.buffers)
+    except (ValueError, KeyError, DataError) as error:
+        raise CheckpointCorrupt(str(path), f"it holds no state: {error}") from error
+
+
+def _cut(content: memoryview, table_size: int, skeleton_size: int) -> _Parts:
+    at = _PREFIX.size + table_size
+    table = json.loads(bytes(content[_PREFIX.size : at]))
+    skeleton = bytes(content[at : at + skeleton_size])
+    at += skeleton_size
+    buffers = []
+    for size in table["sizes"]:
+        at += -at % _ALIGN
+        buffers.append(content[at : at + size])
+        at += size
+    return _Parts(table["header"], skeleton, buffers)

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generations of state files in a folder: committed by a manifest, fenced by the trainer's epoch, the newest kept.
+
+::
+
+    root/
+      LOCK                        flock for every change of the set of generations
+      EPOCH                       the highest epoch that has claimed the folder; lower ones are refused
+      step-00000007.e1/           a generation
+        manifest.json             its appearance makes the generation valid
+        ACTOR-0.1.state
+        trainer.state
+      step-00000008.e1/           no manifest: being written, or left by a crash
+      step-00000006.e1.bad.1/     damaged: set aside, never loaded
+      step-00000005.e1.gone/      being removed
+      spare/                      the generation removed last, in memory: its files are overwritten
+
+A generation is changed as a whole, by renaming its folder, so readers see all of it or nothing.
+"""
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.runtime.checkpoint.manifest import (
+    EpochFence,
+    Manifest,
+    folder_name,
+    read_manifest,
+    step_and_epoch,
+    write_manifest,
+)
+from dlrover.python.rl.runtime.checkpoint.state_file import (
+    Header,
+    StateFile,
+    check_file,
+    check_size,
+    read_state,
+    sync_folder,
+    write_state,
+)
+
+_LOG = get_logger(__name__)
+
+_BAD, _GONE, _SPARE = ".bad", ".gone", "spare"
+_KEPT_BAD = 2
+
+
+class CheckpointStore:
+    """The generations under one root folder. Any number of processes may use one root at once.
+
+    Args:
+        root: the folder; :meth:`claim` creates it.
+        run: generations of other runs are ignored.
+        durable: sync to disk (False for a memory-backed root).
+        keep: how many generations to keep.
+        node: id of this node, if members on other nodes write to their own folders: their files are not checked here.
+
+    Attributes:
+        pinned: steps that are not removed, because they are being copied.
+    """
+
+    def __init__(self, root: Path, run: str, durable: bool, keep: int = 2, node: str = "") -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, not {keep}")
+        self.root, self.run, self.durable = root, run, durable
+        self.pinned: set[int] = set()
+        self._keep, self._node = keep, node
+        self._fence = EpochFence(root, durable, lambda: max((epoch for _, epoch in self._folders()), default=0))
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def claim(self, epoch: int) -> None:
+        """From now on, refuse every lower epoch; raises StaleEpoch if a higher one has claimed the folder."""
+        missing = [folder for folder in (self.root, *self.root.parents) if not folder.exists()]
+        self.root.mkdir(parents=True, exist_ok=True)
+        for folder in missing if self.durable else ():
+            sync_folder(folder.parent)
+        with self._fence.locked():
+            self._fence.claim(epoch)
+
+    def folder(self, step: int, epoch: int) -> Path:
+        """Create and return the folder of generation ``step``; raises StaleEpoch, or CheckpointMissing after the job's
+        end."""
+        self._fence.check(epoch)
+        folder = self.root / folder_name(step, epoch)
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            raise CheckpointMissing(f"{self.root} is not there") from None
+        return folder
+
+    def write(self, step: int, epoch: int, name: str, header: Header, tree: Any) -> StateFile:
+        """Write file ``name`` of generation ``step``; raises as :meth:`folder` and ``write_state``. In memory it
+        overwrites an old file: new pages take three times as long."""
+        path = self.folder(step, epoch) / name
+        return write_state(path, header, tree, self.durable, self._spare(name.partition(".")[0]))
+
+    def commit(
+        self, step: int, epoch: int, files: Mapping[str, StateFile], extra: Mapping[str, Any] | None = None
+    ) -> Manifest:
+        """Make the members' files the newest generation, and remove superfluous ones. Idempotent. Raises StaleEpoch, or
+        CheckpointMissing, CheckpointCorrupt and OSError, after which the generation is not valid."""
+        with self._fence.locked():
+            self._fence.claim(epoch)
+            folder = self.root / folder_name(step, epoch)
+            for file in self._files_here(files):
+                check_size(folder, file)
+            existing = self.manifests()
+            manifest = Manifest(step, epoch, self.run, dict(files), dict(extra or {}))
+            for old in existing:
+                if replace(old, serial=0, committed_at=0.0) == manifest:
+                    return old
+            serial = 1 + max((old.serial for old in existing), default=0)
+            manifest = replace(manifest, serial=serial, committed_at=time.time())
+            write_manifest(folder, manifest, self.durable)
+            if self.durable:
+                sync_folder(self.root)
+            self._prune(manifest, [old for old in existing if old.folder != manifest.folder])
+        return manifest
+
+    def drop_older(self, step: int) -> None:
+        """Remove the folders of the steps before ``step``: for a node with a separate root, where no manifest is ever
+        committed."""
+        for folder in self._folders():
+            if folder[0] < step and folder[0] not in self.pinned:
+                self._retire(self.root / folder_name(*folder))
+
+    def free_space(self, step: int, pinned: bool) -> bool:
+        """Remove the folders of the steps before ``step``, and damaged ones; with ``pinned`` also pinned ones, whose
+        copies then fail. Returns False if there were none."""
+        protected = set() if pinned else self.pinned
+        spared = [folder_name(*ids) for ids in self._folders() if ids[0] < step and ids[0] not in protected]
+        damaged = [folder.name for folder in self.root.glob(f"*{_BAD}*") if folder.suffix != _GONE]
+        names = sorted((*spared, *damaged, *(path.name for path in self.root.glob(_SPARE))))
+        for name in names:
+            self._remove(self.root / name)
+        if names:
+            _LOG.warning("no disk space in %s: removed %s", self.root, ", ".join(names))
+        return bool(names)
+
+    def remove(self) -> None:
+        self._remove(self.root)  # renamed first, so that nothing new can be written into it
+        with suppress(OSError):
+            self.root.parent.rmdir()  # fails unless it is empty
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def manifests(self) -> list[Manifest]:
+        """All generations, newest first. One whose manifest is damaged is set aside."""
+        manifests = []
+        for step, epoch in self._folders():
+            folder = self.root / folder_name(step, epoch)
+            try:
+                manifests.append(read_manifest(folder, self.run))
+            except CheckpointMissing:
+                continue
+            except CheckpointCorrupt as error:
+                self._set_aside(folder, str(error))
+        return sorted(manifests, key=lambda manifest: manifest.serial, reverse=True)
+
+    def newest_valid(
+        self, at_most: int | None = None, verify: Callable[[Path, StateFile], None] = check_file
+    ) -> Manifest | None:
+        """The newest intact generation up to step ``at_most``, None if there is none; damaged ones are set aside. A
+        caller that goes back to an older one should :meth:`quarantine` the newer ones, or the next process takes them
+        again. :func:`check_size` is a quicker and less strict ``verify``."""
+        manifest = self._newest_valid(at_most, verify)
+        if manifest is not None or not self.root.is_dir():
+            return manifest
+        try:
+            with self._fence.locked():  # or another process commits one and removes another meanwhile
+                return self._newest_valid(at_most, verify)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            return None
+
+    def _newest_valid(self, at_most: int | None, verify: Callable[[Path, StateFile], None]) -> Manifest | None:
+        for manifest in self.manifests():
+            if (at_most is None or manifest.step <= at_most) and self.valid(manifest, verify):
+                return manifest
+        return None
+
+    def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None] = check_file) -> bool:
+        """Return True if every file is intact; otherwise the generation is set aside."""
+        folder = self.root / manifest.folder
+        try:
+            for file in self._files_here(manifest.files):
+                verify(folder, file)
+        except (CheckpointCorrupt, CheckpointMissing) as error:
+            self._set_aside(folder, str(error))  # does nothing if it was just removed as superfluous
+            return False
+        return True
+
+    def read(self, manifest: Manifest, name: str) -> Any:
+        """The tree in file ``name`` of a generation. Raises CheckpointMissing, or CheckpointCorrupt: :meth:`quarantine`
+        it then and take the next older one."""
+        file = manifest.files.get(name)
+        if file is None:
+            raise CheckpointMissing(f"generation {manifest.folder} has no '{name}'")
+        return read_state(self.root / manifest.folder / file.name, file)
+
+    def quarantine(self, manifest: Manifest, why: str) -> None:
+        """Set a generation aside: it is never loaded again, but kept for inspection."""
+        self._set_aside(self.root / manifest.folder, why)
+
+    # -- folders ------------------------------------------------------------------------------------------------------
+
+    def _folders(self) -> list[tuple[int, int]]:
+        try:
+            names = os.listdir(self.root)
+        except FileNotFoundError:
+            return []
+        return [ids for ids in map(step_and_epoch, names) if ids]
+
+    def _files_here(self, files: Mapping[str, StateFile]) -> list[StateFile]:
+        return [file for file in files.values() if file.node in ("", self._node)]
+
+    def _prune(self, newest: Manifest, existing: list[Manifest]) -> None:
+        """Keep the newest generations, pinned ones, and folders that may still become one."""
+        recent = {newest.folder}
+        for manifest in existing:
+            if len(recent) < self._keep and self.valid(manifest, check_size):
+                recent.add(manifest.folder)
+        committed = {manifest.folder for manifest in existing}
+        for step, epoch in self._folders():
+            name = folder_name(step, epoch)
+            old = name in committed or (step <= newest.step and epoch <= newest.epoch)
+            if old and name not in recent and step not in self.pinned:
+                self._retire(self.root / name)
+        self._sweep(self.root / newest.folder)
+
+    def _sweep(self, newest: Path) -> None:
+        """Remove the remains of crashed processes: partial files, half-removed folders, all but two damaged ones."""
+        for path in (*self.root.glob(".*.tmp"), *newest.glob(".*.tmp")):
+            with suppress(OSError):
+                path.unlink()
+        for folder in self.root.glob(f"*{_GONE}"):
+            shutil.rmtree(folder, ignore_errors=True)
+        for folder in sorted(self.root.glob(f"*{_BAD}*"), key=_changed_at)[:-_KEPT_BAD]:
+            _LOG.warning("removing %s: keeping the %d newer damaged ones", folder, _KEPT_BAD)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _set_aside(self, folder: Path, why: str) -> None:
+        names = (f"{folder.name}{_BAD}.{number}" for number in count(1))
+        target = next(path for path in map(self.root.joinpath, names) if not path.exists())
+        try:
+            folder.rename(target)
+        except FileNotFoundError:
+            return  # removed, or set aside by another process
+        except OSError as error:
+            _LOG.warning("%s is not used (%s), and cannot be set aside: %s", folder, why, error)
+            return
+        _LOG.warning("%s is not used: %s; it is now %s", folder, why, target.name)
+
+    def _retire(self, folder: Path) -> None:
+        """Remove a generation; in memory, its files stay until they are overwritten or the next one is removed."""
+        if self.durable:
+            return self._remove(folder)
+        spare = self.root / _SPARE
+        shutil.rmtree(spare, ignore_errors=True)
+        try:
+            folder.rename(spare)
+        except OSError:  # another process has removed it, or retires another one
+            self._remove(folder)
+
+    def _spare(self, process: str) -> Path | None:
+        with suppress(OSError):  # another process replaces it with a newer generation
+            return next((self.root / _SPARE).glob(f"{process}.*"), None)
+        return None
+
+    def _remove(self, folder: Path) -> None:
+        target = folder.with_name(folder.name + _GONE)
+        try:
+            folder.rename(target)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            _LOG.warning("%s cannot be removed: %s", folder, error)
+            return
+        shutil.rmtree(target, ignore_errors=True)
+
+
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_ctime
+    except OSError:
+        return 0.0
+
+
+def newest_of_any_run(checkpoints_dir: Path) -> tuple[str, Manifest] | None:
+    """The valid generation committed last by any run under ``checkpoints_dir``, and its run."""
+    folders = (
+        [folder for folder in checkpoints_dir.iterdir() if folder.is_dir() and folder.suffix != _GONE]
+        if checkpoints_dir.is_dir()
+        else []
+    )
+    stores = [CheckpointStore(folder, folder.name, durable=True) for folder in folders]
+    pairs = [(store, manifest) for store in stores for manifest in store.manifests()]
+    for store, manifest in sorted(pairs, key=lambda item: (item[1].committed_at, item[1].step), reverse=True):
+        if store.valid(manifest, check_size):
+            return store.run, manifest
+    return None

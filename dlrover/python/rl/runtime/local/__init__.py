@@ -1,1 +1,0 @@
-"""Everything in one process, without Ray: breakpoints work."""

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ports that start processes, for a job and for the engines of a script; the user's classes and errors in them."""
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+from dlrover.python.rl.common.errors import (
+    ClassNotFound,
+    InvocationError,
+    JobFailed,
+    MasterLost,
+    WorkloadDied,
+    WorkloadStartError,
+)
+from dlrover.python.rl.common.names import ProcessId, hint
+from dlrover.python.rl.control.commands import Command
+from dlrover.python.rl.control.events import Cause, CauseKind, Event, Process
+from dlrover.python.rl.trainer.port import Port
+from dlrover.python.rl.trainer.workload import undecorated
+
+Emit: TypeAlias = Callable[[Event], None]
+
+
+class Executor(Protocol):
+    def execute(self, command: Command, emit: Emit) -> None:
+        """Begin ``command``; emit its outcome, now or later, on the caller's thread."""
+        ...
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device for one process of an engine: ``name`` is the driver's (``"0"``), ``""`` for a logical device on a
+    machine without accelerators."""
+
+    node: str
+    address: str
+    kind: Literal["cuda", "cpu"] = "cpu"
+    name: str = ""
+
+
+class Hosting(Protocol):
+    """Starts the processes of a script's engines, each of which hosts one workload. They end with the script."""
+
+    @property
+    def devices(self) -> Sequence[Device]: ...
+
+    @property
+    def port(self) -> Port:
+        """The port to the workloads; an engine's name is the role."""
+        ...
+
+    @property
+    def separate(self) -> bool:
+        """Return True if each slot is a separate process."""
+        ...
+
+    def start(self, name: str, slots: Sequence[Sequence[int]], where: str) -> list[Process]:
+        """Start a process for each slot and construct its workload.
+
+        Args:
+            name: of the engine; upper-case letters, digits and ``_``.
+            slots: for each rank the indices of its devices, all on one node.
+            where: the class of the workloads, ``package.module:Class``.
+
+        Raises:
+            WorkloadStartError: a process did not start in time, or its workload could not be constructed. None is left.
+        """
+        ...
+
+    def end(self, name: str) -> None:
+        """Close the workloads, and end the processes; busy or dead ones get only a short time."""
+        ...
+
+    def forget(self, job: str, run: str) -> None:
+        """``forget_memory`` on every node that answers."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def cause_of(error: BaseException, who: str, remote_traceback: str = "") -> Cause:
+    if isinstance(error, WorkloadDied):
+        return Cause(CauseKind.PROCESS_DIED, str(ProcessId(error.role, error.rank)), _first_line(error))
+    if isinstance(error, InvocationError):
+        return Cause(
+            CauseKind.USER_ERROR,
+            str(ProcessId(error.role, error.rank)),
+            _first_line(error),
+            error.remote_traceback or remote_traceback,
+        )
+    if isinstance(error, WorkloadStartError):
+        return Cause(CauseKind.START_FAILED, error.who, f"could not start: {error.summary}", error.remote_traceback)
+    kind = CauseKind.RETRYABLE_ERROR if isinstance(error, JobFailed | MasterLost) else CauseKind.USER_ERROR
+    message = f"{type(error).__name__}: {_first_line(error)}".rstrip(": ")
+    return Cause(kind, who, message, remote_traceback)
+
+
+@contextmanager
+def starting(who: str) -> Iterator[None]:
+    """Raise every error inside as a WorkloadStartError of ``who``, with its message and traceback."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
+        raise WorkloadStartError(who, f"{type(error).__name__}: {error}", traceback.format_exc()) from None
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), "")
+
+
+# -- the user's classes -----------------------------------------------------------------------------------------------
+
+
+def enter_folder(folder: str) -> None:
+    """Change to the folder of the job file, which its relative paths start from; no change on a node without it."""
+    if folder and Path(folder).is_dir():
+        os.chdir(folder)
+
+
+def load_class(module: str, name: str, search_path: Sequence[str] = ()) -> Any:
+    """Import ``module`` and return its (possibly nested) class ``name`` without any ``@ray.remote``; ``search_path`` is
+    added to ``sys.path``. Raises ClassNotFound with the nearest name, or caused by the module's own error."""
+    for folder in search_path:
+        if folder not in sys.path:
+            sys.path.append(folder)
+    try:
+        target: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ClassNotFound(f"module '{module}' cannot be imported: no module named '{error.name}'") from error
+    except (Exception, SystemExit) as error:
+        raise ClassNotFound(f"module '{module}' cannot be imported: {type(error).__name__}: {error}") from error
+    for part in name.split("."):
+        if not hasattr(target, part):
+            classes = [key for key, value in vars(target).items() if isinstance(undecorated(value), type)]
+            raise ClassNotFound(f"module '{module}' has no class '{name}'{hint(part, classes)}")
+        target = getattr(target, part)
+    target = undecorated(target)
+    if not isinstance(target, type):
+        raise ClassNotFound(f"'{module}.{name}' is a {type(target).__name__}, not a class")
+    return target
+
+
+def class_at(path: str, search_path: Sequence[str] = ()) -> Any:
+    """The class at ``package.module:Class``; see :func:`load_class`."""
+    module, _, name = path.partition(":")
+    return load_class(module, name, search_path)
+
+
+def own_search_path() -> list[str]:
+    """The folders of ``sys.path``, with which other processes can find the user's modules."""
+    return [os.path.abspath(folder or ".") for folder in sys.path]

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heartbeats of a process to the master, the lease without which it ends itself, and the stacks of one that hangs.
+
+::
+
+    process --observe--> Heartbeat --send--> master          every ``beat_s``
+       '<-- current: continue | replaced: end at once --'
+    no answer for ``lease_s``: the process ends itself
+
+Ray leaves the processes of a partitioned node running beside their replacements; a lease ends them.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlrover.python.rl.common.clock import Clock, SystemClock
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import ProcessId
+
+_LOG = get_logger(__name__)
+
+LEASE_OVER = 75
+"""Exit code of a process whose lease ran out, or that learned of its replacement (EX_TEMPFAIL)."""
+
+
+CONSTRUCTING = "__init__"
+"""The method of a process that is being started; the time limit of calls does not apply."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """The activity of a process.
+
+    Attributes:
+        number: its incarnation, or its epoch.
+        method: the current call, ``""`` when it is idle or waits for other processes.
+        age_s: seconds since that call began.
+        step: of that call, -1 for none.
+    """
+
+    process_id: ProcessId
+    number: int
+    method: str = ""
+    age_s: float = 0.0
+    step: int = -1
+
+
+@dataclass(frozen=True)
+class HeartbeatSettings:
+    """The interval, and how long a process lives without an answer; seconds."""
+
+    beat_s: float = 0.5
+    lease_s: float = 60.0
+
+
+def leave(why: str) -> None:
+    _LOG.error("this process ends itself: %s", why)
+    os._exit(LEASE_OVER)
+
+
+class HeartbeatSender:
+    """Sends heartbeats from a separate thread, also while the process is busy.
+
+    Args:
+        send: sends a heartbeat to the master; returns False if this process was replaced; raises if the master was not
+            reached.
+        end: called once with the reason when this process must end.
+    """
+
+    def __init__(
+        self,
+        observe: Callable[[], Heartbeat],
+        send: Callable[[Heartbeat], bool],
+        settings: HeartbeatSettings,
+        end: Callable[[str], None] = leave,
+        clock: Clock | None = None,
+    ) -> None:
+        self._observe, self._send, self._settings, self._end = observe, send, settings, end
+        self._clock = clock or SystemClock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="dlrover-beats", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        reached_s = self._clock.now_s()
+        while not self._stopped.wait(self._settings.beat_s):
+            try:
+                is_current = self._send(self._observe())
+            except Exception as error:  # noqa: BLE001 -- whatever the error, the lease decides
+                silent_s = self._clock.now_s() - reached_s
+                if silent_s > self._settings.lease_s:
+                    self._end(f"no master for {silent_s:.0f} s ({type(error).__name__})")
+                    return
+                continue
+            reached_s = self._clock.now_s()
+            if not is_current:
+                self._end("another process has taken its place")
+                return
+
+
+# -- stacks and log lines -------------------------------------------------------------------------------------------
+# They are read from outside: no answer of the process is needed, nothing raises or exceeds its deadline.
+
+
+_TAIL_BYTES = 64 * 1024
+_MOST_THREADS = 20
+_AGAIN_S = 0.05
+# Ray's log reader reads in these lines which process wrote the next one.
+_RAYS_MARKS = (":job_id:", ":actor_name:", ":task_name:")
+
+
+def stacks_of(pid: int, deadline_s: float = 2.0, dumper: str = "py-spy") -> str:
+    """The Python stacks of all threads of a process on this machine.
+
+    They are read without stopping the process, which may be running, waiting, stopped (SIGSTOP), or hold the GIL. If
+    that is forbidden or impossible: the kernel's view of its threads, and the reason.
+
+    Args:
+        dumper: the program that reads the stacks, a name or a path.
+    """
+    until_s = time.monotonic() + deadline_s
+    program = _find(dumper)
+    if program is None:
+        return _from_kernel(pid, f"{dumper} is not installed")
+    why = ""
+    while (remaining_s := until_s - time.monotonic()) > 0.1:
+        # A stack that changes while it is read is unreadable: look again.
+        text, why, final = _dump(program, pid, remaining_s)
+        if text or final:
+            return text or _from_kernel(pid, why)
+        time.sleep(_AGAIN_S)
+    return _from_kernel(pid, why or "no time")
+
+
+def ray_worker_log_tail(session_dir: str | Path, pid: int, lines: int = 20) -> str:
+    """The last lines that a Ray worker process wrote, dead or alive; stderr takes precedence over stdout.
+
+    Args:
+        session_dir: Ray's session folder on that worker's node.
+    """
+    tail: list[str] = []
+    for ending in ("err", "out"):
+        count = lines - len(tail)
+        if count > 0:
+            tail = _tail(_newest(Path(session_dir) / "logs", f"worker-*-{pid}.{ending}"), count) + tail
+    return "\n".join(tail)
+
+
+def _find(dumper: str) -> str | None:
+    beside = Path(sys.executable).parent / dumper
+    return str(beside) if beside.exists() else shutil.which(dumper)
+
+
+def _dump(program: str, pid: int, timeout_s: float) -> tuple[str, str, bool]:
+    """The stacks, or the reason why there are none and whether a retry is useless."""
+    name, command = Path(program).name, [program, "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"{name} took longer than {timeout_s:.1f} s", True
+    except OSError as error:
+        return "", f"{name} could not be started: {error}", True
+    # A process that is just starting or ending has no threads to show.
+    if result.returncode == 0 and "\nThread " in result.stdout:
+        return result.stdout.strip(), "", True
+    errors = [line for line in result.stderr.splitlines() if line.strip()]
+    why = errors[-1].strip() if errors else f"{name} found no stacks"
+    return "", why, not _is_alive(pid) or "ermission" in result.stderr or "not permitted" in result.stderr
+
+
+def _from_kernel(pid: int, why: str) -> str:
+    """State, memory and the place where each thread sleeps, from ``/proc``."""
+    report = [f"no Python stacks of process {pid}: {why}"]
+    process = Path(f"/proc/{pid}")
+    if not _is_alive(pid):
+        return report[0] if "No such process" in why else f"{report[0]}; there is no such process"
+    command = _read(process / "cmdline").replace("\0", " ").strip()
+    keys = ("State:", "Threads:", "VmRSS:")
+    states = [" ".join(line.split()) for line in _read(process / "status").splitlines() if line.startswith(keys)]
+    report += [line for line in (command[:200], ", ".join(states)) if line]
+    with contextlib.suppress(OSError):
+        report += [_thread(folder) for folder in sorted((process / "task").iterdir())[:_MOST_THREADS]]
+    kernel = _read(process / "stack").strip()
+    return "\n".join([*report, f"kernel stack:\n{kernel}"] if kernel else report)
+
+
+def _thread(folder: Path) -> str:
+    name, place = _read(folder / "comm").strip(), _read(folder / "wchan").strip()
+    state = _read(folder / "stat").rpartition(") ")[2][:1]
+    asleep = f" in {place}" if place not in ("", "0") else ""
+    return f"thread {folder.name} {name}: {state or '?'}{asleep}"
+
+
+def _is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _newest(folder: Path, pattern: str) -> Path | None:
+    try:
+        return max(folder.glob(pattern), key=lambda file: file.stat().st_mtime, default=None)
+    except OSError:
+        return None
+
+
+def _tail(file: Path | None, lines: int) -> list[str]:
+    if file is None:
+        return []
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, file.stat().st_size - _TAIL_BYTES))
+            text = stream.read(_TAIL_BYTES).decode(errors="replace")
+    except OSError:
+        return []
+    tail = [line.rstrip() for line in text.splitlines() if line.strip() and not line.startswith(_RAYS_MARKS)]
+    return tail[-lines:]

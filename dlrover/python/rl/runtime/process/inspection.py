@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation of a job's classes before it starts: that they import, their types, and their ``check_config``.
+
+The classes are the user's code, so the master and the command line never import them: :func:`inspect_in_child` does, in
+a separate process with a deadline.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvalidJob
+from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.config.layout import job_to_yaml
+from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.events import RecoveryScope
+from dlrover.python.rl.runtime.checkpoint.commits import resumed_layout
+from dlrover.python.rl.runtime.process.executor import load_class
+from dlrover.python.rl.trainer.role_group import public_methods
+from dlrover.python.rl.trainer.trainer import BaseTrainer
+from dlrover.python.rl.trainer.workload import BaseWorkload, is_stateful
+
+DEADLINE_S = 180.0
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The result of an inspection: errors, methods by role, errors that only arise in one process, and the roles whose
+    ranks meet in collectives, which recover together."""
+
+    errors: tuple[ConfigError, ...] = ()
+    methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    single_process_refusals: tuple[ConfigError, ...] = ()
+    collectives: tuple[str, ...] = ()
+
+    def scope_of(self, role: str) -> RecoveryScope:
+        """The scope that restarts when a member of ``role`` fails."""
+        return RecoveryScope.GROUP if role in self.collectives else RecoveryScope.MEMBER
+
+
+def inspect_job(job: JobSpec) -> Inspection:
+    errors: list[ConfigError] = []
+    refusals: list[ConfigError] = []
+    methods: dict[str, tuple[str, ...]] = {}
+    collectives: list[str] = []
+    stateful: dict[str, int] = {}
+    roles = {role: spec.num for role, spec in job.workloads.items()}
+    trainer = _load(errors, "trainer", job.trainer.module, job.trainer.class_, BaseTrainer, job)
+    if trainer is not None:
+        missing = sorted(trainer.__abstractmethods__)
+        if missing:
+            errors.append(ConfigError("trainer.class", f"{job.trainer.class_} does not define {', '.join(missing)}"))
+        errors += _ask("trainer", lambda: trainer.check_config(job.config, roles))
+    for role, spec in job.workloads.items():
+        where = f"workload.{role.lower()}"
+        workload = _load(errors, where, spec.module, spec.class_, BaseWorkload, job)
+        if workload is None:
+            continue
+        methods[role] = tuple(public_methods(workload))
+        stateful |= {str(role): spec.num} if is_stateful(workload) else {}
+        errors += [item for item in _ask(where, _question(workload, job)) if item not in errors]
+        if not workload.needs_own_process:
+            continue
+        collectives.append(str(role))
+        if spec.num > 1:
+            reason = f"{spec.num} members of {spec.class_} meet in collectives, which one process cannot hold"
+            refusals.append(ConfigError(f"{where}.num", f"{reason}; use num=1"))
+    errors += _validate_resume(job, stateful) if len(methods) == len(roles) else []
+    return Inspection(tuple(errors), methods, tuple(refusals), tuple(collectives))
+
+
+def _validate_resume(job: JobSpec, stateful: Mapping[str, int]) -> list[ConfigError]:
+    """A job cannot continue from a copy with other members."""
+    resumed = resumed_layout(job)
+    if resumed is None or resumed[1] == stateful:
+        return []
+    folder, saved = resumed
+    advice = "make them the same, or choose another job_dir or 'never'"
+    members = f"{folder} holds the state of {_format(saved)}, and this job's members with state are {_format(stateful)}"
+    return [ConfigError("checkpoint.resume", f"{members}: {advice}")]
+
+
+def _format(members: Mapping[str, int]) -> str:
+    return ", ".join(f"{role} x{number}" for role, number in sorted(members.items())) or "none"
+
+
+def _question(workload: Any, job: JobSpec) -> Callable[[], Iterable[ConfigError]]:
+    return lambda: workload.check_config(job.config)
+
+
+def _load(errors: list[ConfigError], where: str, module: str, name: str, base: type, job: JobSpec) -> Any:
+    if not module or not name:
+        return None  # reported already: such a job comes from salvage
+    try:
+        loaded = load_class(module, name, job.search_path)
+    except ClassNotFound as error:
+        errors.append(ConfigError(f"{where}.class", str(error)))
+        return None
+    if not issubclass(loaded, base):
+        errors.append(ConfigError(f"{where}.class", f"{name} does not extend {base.__name__}"))
+        return None
+    return loaded
+
+
+def _ask(where: str, question: Callable[[], Iterable[ConfigError]]) -> list[ConfigError]:
+    """The errors of a class's ``check_config``; an exception in it is an error too."""
+    try:
+        return list(question())
+    except InvalidJob as error:
+        return list(error.errors)
+    except Exception as error:  # noqa: BLE001 -- the user's code may raise anything: it is reported
+        return [ConfigError(where, f"check_config raised {type(error).__name__}: {error}")]
+
+
+def inspect_in_child(job: JobSpec, deadline_s: float = DEADLINE_S) -> Inspection:
+    """:func:`inspect_job` in a child process that ends at the deadline."""
+    with tempfile.TemporaryDirectory(prefix="dlrover-rl-") as folder:
+        request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
+        request.write_text(json.dumps({"job": job_to_yaml(job), "name": job.name, "search_path": job.search_path}))
+        command = [sys.executable, "-m", "dlrover.python.rl.runtime.process.inspection", str(request), str(answer)]
+        try:
+            child = subprocess.run(
+                command,
+                timeout=deadline_s,
+                capture_output=True,
+                text=True,
+                check=False,
+                env={**os.environ, **{"OMP_NUM_THREADS": "1"}, **job.env},
+            )
+        except subprocess.TimeoutExpired:
+            return Inspection((ConfigError("job", f"importing its classes took longer than {deadline_s:g} s"),))
+        if child.returncode or not answer.exists():
+            last = (child.stderr.strip().splitlines() or ["no output"])[-1]
+            return Inspection(
+                (ConfigError("job", f"importing its classes ended with code {child.returncode}: {last}"),)
+            )
+        return _from_json(json.loads(answer.read_text()))
+
+
+def _from_json(data: Mapping[str, Any]) -> Inspection:
+    return Inspection(
+        tuple(ConfigError(*item) for item in data["errors"]),
+        {RLRoleType(role): tuple(names) for role, names in data["methods"].items()},
+        tuple(ConfigError(*item) for item in data["single_process_refusals"]),
+        tuple(data["collectives"]),
+    )
+
+
+def _serve(request: Path, answer: Path) -> None:
+    data = json.loads(request.read_text())
+    job = load_job_text(data["job"], data["name"], search_path=tuple(data["search_path"]))
+    inspection = inspect_job(job)
+    answer.write_text(
+        json.dumps(
+            {
+                "errors": [(item.where, item.what) for item in inspection.errors],
+                "methods": inspection.methods,
+                "single_process_refusals": [(item.where, item.what) for item in inspection.single_process_refusals],
+                "collectives": inspection.collectives,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The progress of a run: a live bar on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dlrover.python.rl.trainer.trainer import StepReport
+
+_HEADLINE = ("reward", "score", "loss", "kl", "accuracy", "eval_loss", "tokens_per_s")
+_PLAIN_INTERVAL_S = 2.0
+
+
+def format_metrics(metrics: Mapping[str, float]) -> str:
+    """The headline metrics of a step: ``reward 0.53  kl 0.012  4,812 tok/s``."""
+    parts = []
+    for name in _HEADLINE:
+        if name in metrics:
+            value = metrics[name]
+            parts.append(f"{value:,.0f} tok/s" if name == "tokens_per_s" else f"{name} {value:.4g}")
+    return "  ".join(parts)
+
+
+class ProgressView:
+    """Shows step reports. Use it as a context manager and call it with each report.
+
+    Args:
+        title: the job's name.
+        stream: where to write.
+        live: draw a bar where the stream is a terminal; plain lines otherwise.
+    """
+
+    def __init__(self, title: str, stream: TextIO | None = None, live: bool = True) -> None:
+        self._title, self._stream, self._live = title, stream or sys.stderr, live
+        self._bar: Progress | None = None
+        self._task: int | None = None
+        self._began_s = self._printed_s = 0.0
+        self._first = 0
+
+    def __enter__(self) -> "ProgressView":
+        console = Console(file=self._stream)
+        if self._live and console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[metrics]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, report: StepReport) -> None:
+        if not self._began_s:
+            self._began_s, self._first = time.monotonic(), report.step
+        if self._bar is None:
+            self._line(report)
+            return
+        total = report.total_steps or None
+        if self._task is None:
+            self._task = self._bar.add_task(self._title, total=total, metrics="")
+        # Rich has a separate type for task numbers.
+        task = self._bar.tasks[self._task].id
+        metrics = format_metrics(report.metrics) + self._rate(report)
+        self._bar.update(task, completed=report.step, total=total, metrics=metrics)
+
+    def _line(self, report: StepReport) -> None:
+        now_s = time.monotonic()
+        last = report.step == report.total_steps
+        if now_s - self._printed_s < _PLAIN_INTERVAL_S and not last:
+            return
+        self._printed_s = now_s
+        of = f"/{report.total_steps}" if report.total_steps else ""
+        metrics = f"{format_metrics(report.metrics)}{self._rate(report)}{self._eta(report)}"
+        self._stream.write(f"{self._title}  step {report.step}{of}  {metrics}\n")
+        self._stream.flush()
+
+    def _seconds_per_step(self, report: StepReport) -> float | None:
+        steps = report.step - self._first
+        return (time.monotonic() - self._began_s) / steps if steps > 0 else None
+
+    def _rate(self, report: StepReport) -> str:
+        each_s = self._seconds_per_step(report)
+        return f"  {1 / each_s:.3g} steps/s" if each_s else ""
+
+    def _eta(self, report: StepReport) -> str:
+        each_s = self._seconds_per_step(report)
+        if each_s is None or not report.total_steps:
+            return ""
+        return f"  eta {each_s * (report.total_steps - report.step):.0f} s"

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the executor needs of a Ray cluster, as a protocol, and its implementation on Ray.
+
+Every method but :meth:`ClusterApi.run_on` and :meth:`ClusterApi.kill_actor` waits for Ray's head: call it in a thread.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+from ray._raylet import PlacementGroupID
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from dlrover.python.rl.common.names import NAMESPACE
+from dlrover.python.rl.control.events import Process
+from dlrover.python.rl.runtime.process.heartbeat import stacks_of
+from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, node_table
+
+MEGABYTE = 1024 * 1024
+CREATED, REMOVED = "CREATED", "REMOVED"
+RAY_NAMES = {"cpu": "CPU", "gpu": "GPU"}
+
+_REMOTE_S = 20.0
+_GONE_S = 10.0
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class ActorPlacement:
+    """Where an actor goes.
+
+    Attributes:
+        resources: ``cpu``, ``gpu``, ``memory`` in MB, and custom ones.
+        group: id of a placement group, ``""`` for none.
+        bundle: index in the group, -1 for any.
+        excluded: ids of nodes not to use; only without a group.
+    """
+
+    resources: Mapping[str, float] = field(default_factory=dict)
+    group: str = ""
+    bundle: int = -1
+    excluded: tuple[str, ...] = ()
+
+    def to_ray(self) -> dict[str, Any]:
+        """Ray's actor options."""
+        amounts = dict(self.resources)
+        options: dict[str, Any] = {
+            "num_cpus": amounts.pop("cpu", 0.0),
+            "num_gpus": amounts.pop("gpu", 0.0),
+            "memory": int(amounts.pop("memory", 0.0) * MEGABYTE) or None,
+            "resources": {name: amount for name, amount in amounts.items() if amount} or None,
+        }
+        if self.group:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(_group(self.group), self.bundle)
+        elif self.excluded:
+            options["label_selector"] = _all_but(self.excluded)
+        return options
+
+
+@dataclass(frozen=True)
+class ActorRequest:
+    """A detached, named actor to start; ``name`` is in the system's namespace."""
+
+    name: str
+    cls: type
+    arguments: tuple[Any, ...]
+    env: Mapping[str, str]
+    placement: ActorPlacement
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """A placement group; ``nodes`` are the ids of the nodes that have its bundles."""
+
+    id: str
+    name: str
+    state: str
+    nodes: frozenset[str]
+
+
+class ClusterApi(Protocol):
+    """Actors, placement groups and nodes. An actor's handle has Ray's shape: ``handle.method.remote(...)`` returns an
+    awaitable, which raises RayActorError once the actor is dead."""
+
+    def list_actors(self, prefix: str) -> list[str]: ...
+
+    def find_actor(self, name: str) -> Any: ...
+
+    def start_actor(self, request: ActorRequest) -> Any: ...
+
+    def kill_actor(self, handle: Any) -> None: ...
+
+    def list_groups(self) -> list[GroupRow]: ...
+
+    def create_group(
+        self, bundles: Sequence[Mapping[str, float]], name: str, excluded: tuple[str, ...] = ()
+    ) -> str: ...
+
+    def remove_group(self, group: str) -> None: ...
+
+    def free_resources(self) -> dict[str, float]: ...
+
+    def list_nodes(self) -> list[NodeRow]: ...
+
+    async def run_on(self, node: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a function of this package on a node; None if the node does not answer in time."""
+        ...
+
+
+class RayClusterApi:
+    """Implements :class:`ClusterApi` on the cluster that this process is connected to."""
+
+    def list_actors(self, prefix: str) -> list[str]:
+        rows = ray.util.list_named_actors(all_namespaces=True)
+        return [row["name"] for row in rows if row["namespace"] == NAMESPACE and row["name"].startswith(prefix)]
+
+    def find_actor(self, name: str) -> Any:
+        try:
+            return ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            return None
+
+    def start_actor(self, request: ActorRequest) -> Any:
+        options = {
+            "name": request.name,
+            "namespace": NAMESPACE,
+            # Without it the process would end with the master that started it.
+            "lifetime": "detached",
+            # The master replaces processes: Ray's own restart would hide the loss and run the constructor again.
+            "max_restarts": 0,
+            "runtime_env": {"env_vars": dict(request.env)},
+            **request.placement.to_ray(),
+        }
+        return ray.remote(request.cls).options(**options).remote(*request.arguments)
+
+    def kill_actor(self, handle: Any) -> None:
+        ray.kill(handle)
+
+    def list_groups(self) -> list[GroupRow]:
+        return [
+            GroupRow(group, row["name"], row["state"], frozenset(row["bundles_to_node_id"].values()) - {""})
+            for group, row in placement_group_table().items()
+        ]
+
+    def create_group(self, bundles: Sequence[Mapping[str, float]], name: str, excluded: tuple[str, ...] = ()) -> str:
+        selectors = [_all_but(excluded)] * len(bundles) if excluded else None
+        group = placement_group(
+            [dict(bundle) for bundle in bundles],
+            "STRICT_PACK",
+            name=name,
+            lifetime="detached",
+            bundle_label_selector=selectors,
+        )
+        return str(group.id.hex())
+
+    def remove_group(self, group: str) -> None:
+        remove_placement_group(_group(group))
+
+    def free_resources(self) -> dict[str, float]:
+        return dict(ray.available_resources())
+
+    def list_nodes(self) -> list[NodeRow]:
+        return node_table()
+
+    async def run_on(self, node: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        if node == ray.get_runtime_context().get_node_id():
+            return await asyncio.to_thread(function, *arguments)
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+        with suppress(TimeoutError, ray.exceptions.RayError):  # the node may be lost, and its processes with it
+            return await asyncio.wait_for(_result(task.remote(*arguments)), _REMOTE_S)
+        return None
+
+
+async def _result(ref: Any) -> Any:
+    return await ref  # waits: the caller's deadline
+
+
+def _group(identity: str) -> PlacementGroup:
+    return PlacementGroup(PlacementGroupID(bytes.fromhex(identity)))
+
+
+def _all_but(nodes: Sequence[str]) -> dict[str, str]:
+    return {"ray.io/node-id": f"!in({','.join(nodes)})"}
+
+
+# -- processes of the cluster -----------------------------------------------------------------------------------------
+
+
+async def kill_process(cluster: ClusterApi, process: Process) -> None:
+    """SIGKILL a process. Ray's own kill asks the process to end itself, which a stopped one does not."""
+    if process.pid:
+        await cluster.run_on(process.node, kill_and_wait, (process.pid,))
+
+
+async def read_stacks(cluster: ClusterApi, process: Process) -> str:
+    """The stacks of a process, or the reason why there are none."""
+    return await cluster.run_on(process.node, stacks_of, process.pid) or "its node does not answer"
+
+
+def kill_and_wait(pids: Iterable[int]) -> None:
+    """SIGKILL Ray workers of this machine and wait for their end; a pid that was reused is left alone."""
+    pids = [pid for pid in pids if _is_ray_worker(pid)]
+    for pid in pids:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    deadline_s = time.monotonic() + _GONE_S
+    while any(map(_is_ray_worker, pids)) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+
+
+def _is_ray_worker(pid: int) -> bool:
+    """Return True if the process runs; a zombie has no command line."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
+    except OSError:
+        return False

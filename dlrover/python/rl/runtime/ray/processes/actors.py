@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting, finding and asking the system's own actors; the environment of a job's processes; causes of failures."""
+
+import asyncio
+import time
+import warnings
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+
+from dlrover.python.rl.common.errors import (
+    DLRoverRLError,
+    JobConflict,
+    MasterLost,
+    PlacementTimeout,
+    WorkloadStartError,
+)
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import NAMESPACE, RLRoleType
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.events import Cause, CauseKind, Process
+from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
+from dlrover.python.rl.runtime.process.executor import cause_of
+from dlrover.python.rl.runtime.process.heartbeat import ray_worker_log_tail
+from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE, REMOVED, RayClusterApi
+
+_LOG = get_logger(__name__)
+
+_RETRY_S = 0.1
+_GONE_S = 10.0
+_HEAD, _HEAD_SHARE = "node:__internal_head__", 0.0001
+
+VISIBLE_DEVICES_OFF = {
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES": "1",
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
+}
+
+ON_CPU = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+"""Several processes share the cores: threads that spin while they wait take them from the others."""
+
+
+def process_env(job: JobSpec) -> dict[str, str]:
+    """The environment variables of every process of the job."""
+    if job.trainer.device_type != "CPU":
+        return dict(job.env)
+    return {**ON_CPU, **job.env}
+
+
+def member_env(job: JobSpec, role: RLRoleType) -> dict[str, str]:
+    spec = job.workloads[role]
+    env = {**process_env(job), **spec.env}
+    return env if spec.env.get("DLROVER_RL_RAY_VISIBLE_DEVICES") == "1" else {**VISIBLE_DEVICES_OFF, **env}
+
+
+def current_actor() -> Any:
+    """The handle of the actor this code runs in."""
+    return ray.get_runtime_context().current_actor
+
+
+def session_folder() -> str:
+    """Where Ray keeps the logs of this node's processes."""
+    return str(ray._private.worker.global_worker.node.get_session_dir_path())
+
+
+def was_restarted() -> bool:
+    """Return True if this actor's process replaces one that has died."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray asks itself in a way that it calls deprecated, on the user's terminal
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
+def launch(cls: type, name: str, args: tuple[Any, ...], resources: Mapping[str, float], max_restarts: int = 0) -> Any:
+    """Start a detached actor and return its handle. It runs on the node of Ray's head if it fits there, so that it
+    survives the loss of a worker node.
+
+    Args:
+        cls: its class.
+        name: in the system's namespace.
+        args: of the constructor.
+        resources: ``cpu``, and ``memory`` in MB.
+        max_restarts: how often Ray starts it again, with the same arguments.
+
+    Raises:
+        JobConflict: an actor of this name is alive.
+    """
+    options: dict[str, Any] = {
+        "name": name,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "max_restarts": max_restarts,
+        # Calls wait while it is started again, instead of failing.
+        "max_task_retries": -1 if max_restarts else 0,
+        "num_cpus": resources.get("cpu", 0),
+        "memory": int(resources.get("memory", 0) * MEGABYTE) or None,
+    }
+    if _fits_the_head(options["num_cpus"], options["memory"] or 0):
+        options["resources"] = {_HEAD: _HEAD_SHARE}
+    try:
+        return ray.remote(cls).options(**options).remote(*args)
+    except ValueError as error:
+        raise JobConflict(
+            f"'{name}' is already running on this cluster: stop it first or choose another name"
+        ) from error
+
+
+def _fits_the_head(cpus: float, memory: int) -> bool:
+    """Return True if the node of Ray's head can ever have this much: it is often kept free of work."""
+    heads = [node["Resources"] for node in ray.nodes() if node["Alive"] and _HEAD in node["Resources"]]
+    return any(head.get("CPU", 0) >= cpus and head.get("memory", 0) >= memory for head in heads)
+
+
+def find(name: str) -> Any:
+    """The handle of a running actor of the system, or None."""
+    return RayClusterApi().find_actor(name)
+
+
+def ask(request: Callable[[], Any], timeout_s: float) -> Any:
+    """The answer of a master; the request is repeated while the master restarts.
+
+    Args:
+        request: sends the question and returns the ref of its answer.
+        timeout_s: in total.
+
+    Raises:
+        MasterLost: the master did not answer in time, or is gone.
+        DLRoverRLError: the error that the master answered with.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _answer(request(), deadline_s - time.monotonic(), timeout_s)
+        except ActorUnavailableError as error:
+            if time.monotonic() > deadline_s:
+                raise MasterLost(f"the master did not come back within {timeout_s:g} s") from error
+            time.sleep(_RETRY_S)
+
+
+def _answer(ref: Any, remaining_s: float, timeout_s: float) -> Any:
+    try:
+        return ray.get(ref, timeout=max(remaining_s, 0.0))
+    except ActorUnavailableError:
+        raise
+    except GetTimeoutError as error:
+        raise MasterLost(f"the master did not answer within {timeout_s:g} s") from error
+    except RayTaskError as error:
+        if isinstance(error.cause, DLRoverRLError):
+            raise error.cause from None
+        raise MasterLost(f"the master failed: {error}") from error
+    except RayActorError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise MasterLost(f"the master is gone: {lines[0] if lines else type(error).__name__}") from error
+
+
+def sweep(job: str) -> list[str]:
+    """Remove what a job without a master has left: its actors, its placement groups, and its memory on this node.
+
+    Returns:
+        The names of the actors and placement groups.
+    """
+    cluster, names = RayClusterApi(), []
+    for name in cluster.list_actors(f"{job}/"):
+        handle = cluster.find_actor(name)
+        if handle is not None:
+            cluster.kill_actor(handle)
+            names.append(name)
+    for row in cluster.list_groups():
+        if row.name.startswith(f"{job}/") and row.state != REMOVED:
+            cluster.remove_group(row.id)
+            names.append(row.name)
+    for name in names:
+        with suppress(TimeoutError):
+            wait_gone(name, _GONE_S)
+    forget_memory(job, patience_s=_GONE_S if names else 0.0)
+    return names
+
+
+def wait_gone(name: str, timeout_s: float) -> None:
+    """Wait until no actor has this name.
+
+    Raises:
+        TimeoutError: one still has it after ``timeout_s`` seconds.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while find(name) is not None:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"the actor {name} is still there after {timeout_s:g} s")
+        time.sleep(0.05)
+
+
+def end(handle: Any) -> None:
+    """Kill an actor."""
+    ray.kill(handle)
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+WATCH_INTERVAL_S = 0.5
+_UNAVAILABLE_TRIES = 20
+_UNAVAILABLE_PAUSE_S = 0.1
+_TRIES = 3
+_PAUSE_S = 2.0
+
+
+class MemberGone(Exception):
+    """A process of the job is gone; ``who`` it was, and Ray's error."""
+
+    def __init__(self, who: str, error: RayError) -> None:
+        super().__init__(who)
+        self.who, self.error = who, error
+
+
+def classify(error: Exception) -> Cause:
+    """The cause of an exception of one of the executor's tasks."""
+    if isinstance(error, MemberGone):
+        return Cause(_death(error.error), error.who, _one_line(error.error), str(error.error))
+    if isinstance(error, PlacementTimeout):
+        return Cause(CauseKind.NO_RESOURCES, "job", str(error))
+    inner = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(inner, WorkloadStartError):
+        return cause_of(inner, inner.who)
+    return Cause(CauseKind.INTERNAL, "job", f"{type(inner).__name__}: {inner}".splitlines()[0], str(error))
+
+
+def _death(error: RayError) -> CauseKind:
+    # Ray names the memory monitor in the text of an actor's death; its general advice mentions memory as well.
+    if isinstance(error, OutOfMemoryError) or "running low on memory" in str(error):
+        return CauseKind.OUT_OF_MEMORY
+    if isinstance(error, NodeDiedError) or (isinstance(error, ActorDiedError) and "node has died" in str(error)):
+        return CauseKind.NODE_LOST
+    return CauseKind.PROCESS_DIED
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def cause_with_log(error: Exception, process: Process | None) -> Cause:
+    """The cause of an error, with the last log lines of the process if they can be read."""
+    cause = classify(error)
+    if process is None or not isinstance(error, MemberGone):
+        return cause
+    tail = ray_worker_log_tail(session_folder(), process.pid)
+    detail = "\n\n".join(part for part in (cause.detail, f"its last log lines:\n{tail}" if tail else "") if part)
+    return replace(cause, detail=detail)
+
+
+async def until_gone(who: str, handle: Any) -> MemberGone:
+    """Keep a ping pending on a process: it fails the moment the process is gone, busy or not."""
+    unavailable = 0
+    while True:
+        try:
+            await handle.dlrover_ping.remote()  # waits: for the end of the process, which may never come
+            unavailable = 0
+        except ActorUnavailableError as error:
+            unavailable += 1  # a broken connection is not yet a death
+            if unavailable > _UNAVAILABLE_TRIES:
+                return MemberGone(who, error)
+            await asyncio.sleep(_UNAVAILABLE_PAUSE_S)
+            continue
+        except RayActorError as error:
+            return MemberGone(who, error)
+        await asyncio.sleep(WATCH_INTERVAL_S)
+
+
+async def answer_of(who: str, ref: Any, timeout_s: float) -> Any:
+    """The answer of a process.
+
+    Raises:
+        MemberGone: it died.
+        TimeoutError: it did not answer in time.
+    """
+    try:
+        return await asyncio.wait_for(_awaited(ref), timeout_s)
+    except RayActorError as error:
+        raise MemberGone(who, error) from error
+
+
+async def _awaited(ref: Any) -> Any:
+    return await ref  # waits: the caller's deadline
+
+
+class Threads:
+    """Blocking calls of one executor, off the event loop. A thread cannot be cancelled: an actor that is being started
+    will exist even if its task was cancelled."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Future[Any]] = set()
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """The result of a call in a thread, which a cancellation leaves running."""
+        work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+        self._running.add(work)
+        work.add_done_callback(self._running.discard)
+        return await asyncio.shield(work)
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until all calls have ended."""
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=timeout_s)
+
+
+class Detached:
+    """Coroutines that the end of the job does not cancel; their errors are logged under the job's name."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._running: set[asyncio.Task[None]] = set()
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception:  # noqa: BLE001 -- no caller waits for it
+                _LOG.exception("%s: a process could not be ended", self._job)
+
+        task = asyncio.get_running_loop().create_task(guarded())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def retry(self, action: Callable[[], Awaitable[None]]) -> None:
+        """Retry an action that ends or releases something: Ray's head may be away for a while."""
+        for attempt in range(1, _TRIES + 1):
+            try:
+                await action()
+                return
+            except Exception:  # noqa: BLE001 -- the remaining actions run all the same
+                _LOG.exception("%s: not everything could be ended or released (attempt %d)", self._job, attempt)
+                await asyncio.sleep(_PAUSE_S)

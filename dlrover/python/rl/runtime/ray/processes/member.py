@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The actor that hosts one workload.
+
+The workload's class is imported only here, in the process that runs it. The actor has a method for each public method
+of the workload, so that raw handles (``trainer.actors[0].update.remote(...)``) work; role groups call
+:meth:`MemberActor.dlrover_invoke`.
+
+::
+
+    locate -> start -> invoke ...            a member
+    locate -> prepare ... -> locate -> start a standby: its imports are done before it is needed
+"""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from dlrover.python.rl.common.errors import CallSkipped, InvocationError
+from dlrover.python.rl.common.log import configure_logging
+from dlrover.python.rl.common.names import ProcessId, RLRoleType
+from dlrover.python.rl.common.sockets import HeldPort
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.events import Process
+from dlrover.python.rl.runtime.process.arg_codec import decode
+from dlrover.python.rl.runtime.process.executor import enter_folder, load_class, starting
+from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSender, HeartbeatSettings
+from dlrover.python.rl.runtime.process.host import CallHeader, MemberHost
+from dlrover.python.rl.trainer.shard import row_count
+from dlrover.python.rl.trainer.workload import MemberContext
+
+_BEAT_S = 5.0
+"""Time limit for the answer to a heartbeat."""
+
+
+@dataclass(frozen=True)
+class MemberStart:
+    """Makes a process a member."""
+
+    job: JobSpec
+    context: MemberContext
+    incarnation: int
+
+
+def reserved_devices() -> tuple[int, ...]:
+    """The accelerators that Ray reserved for this process, as this process numbers them: from 0 if Ray hides the
+    others."""
+    reserved = ray.get_runtime_context().get_accelerator_ids().values()
+    numbers: list[str] = next(filter(None, reserved), [])
+    hidden = os.environ.get("DLROVER_RL_RAY_VISIBLE_DEVICES") == "1"
+    return tuple(range(len(numbers))) if hidden else tuple(map(int, numbers))
+
+
+def locate() -> Process:
+    return Process(
+        node=ray.get_runtime_context().get_node_id(),
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        address=ray.util.get_node_ip_address(),
+    )
+
+
+def locate_with_port(port: HeldPort, preferred: Sequence[int] = ()) -> Process:
+    """Where this process runs, and a TCP port that ``port`` keeps free for it."""
+    here = locate()
+    return replace(here, port=port.take(preferred, here.address))
+
+
+def send_to(master: Any) -> Any:
+    """A function that sends a heartbeat to the master."""
+
+    def send(beat: Heartbeat) -> bool:
+        is_current: bool = ray.get(master.beat.remote(beat), timeout=_BEAT_S)
+        return is_current
+
+    return send
+
+
+class MemberActor:
+    """Hosts one workload; ``number`` is a member's incarnation or a standby's number.
+
+    Without a master, ``beats`` is None, and the actor ends with its owner.
+    """
+
+    def __init__(self, process_id: ProcessId, number: int, master: Any, beats: HeartbeatSettings | None) -> None:
+        configure_logging(str(process_id))
+        self._role, self._master = RLRoleType(process_id.role), master
+        self._identity = process_id, number  # one value: the heartbeat thread reads it
+        self._host: MemberHost | None = None
+        self._port = HeldPort()
+        if beats is not None:
+            HeartbeatSender(self._beat, send_to(master), beats).start()
+
+    def dlrover_locate(self, preferred_ports: Sequence[int]) -> Process:
+        return locate_with_port(self._port, preferred_ports)
+
+    def dlrover_prepare(self, job: JobSpec) -> None:
+        """Import the role's workload, so that starting it later is fast.
+
+        Raises:
+            WorkloadStartError: importing it failed.
+        """
+        enter_folder(job.work_dir)
+        with starting(ProcessId.standby(self._role, 0).pool):
+            self._load(job).warm_up()
+
+    def dlrover_start(self, start: MemberStart) -> None:
+        """Construct the workload.
+
+        Raises:
+            WorkloadStartError: importing or constructing it failed.
+        """
+        context = replace(start.context, devices=reserved_devices())
+        os.environ.update(context.to_env())
+        enter_folder(start.job.work_dir)
+        process_id = ProcessId(self._role, context.rank)
+        self._identity = process_id, start.incarnation
+        configure_logging(str(process_id))
+        self._host = host = MemberHost(start.incarnation, ray.get_runtime_context().get_node_id())
+        with starting(str(process_id)):
+            host.start(self._load(start.job), context, self._master, start.job.config)
+
+    def _load(self, job: JobSpec) -> Any:
+        spec = job.workloads[self._role]
+        return load_class(spec.module, spec.class_, job.search_path)
+
+    def _beat(self) -> Heartbeat:
+        process_id, number = self._identity
+        doing = self._host.current_call() if self._host is not None else None
+        if doing is None:
+            return Heartbeat(process_id, number)
+        return Heartbeat(process_id, number, doing.method, doing.age_s, doing.call_id[0])
+
+    def dlrover_ping(self) -> bool:
+        """Answer once no other call is running: the master keeps a ping pending to notice the end of the process."""
+        return True
+
+    def dlrover_close(self) -> None:
+        """Let the workload give back what it holds."""
+        if self._host is not None:
+            self._host.close()
+
+    def dlrover_executed(self) -> dict[str, int]:
+        """Number of executions of each method in this process."""
+        return dict(self._host.executed) if self._host is not None else {}
+
+    def dlrover_invoke(self, header: CallHeader, *values: Any) -> Any:
+        """Run a method for a role group; see :func:`serve`."""
+        host = self._host
+        if host is None or host.workload is None:
+            raise CallSkipped("it has not started yet", role=self._role, rank=-1, method=header.method)
+
+        return serve(host, header, values)
+
+    def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        assert self._host is not None, "dlrover_start comes first"
+        return self._host.run(method, args, kwargs)
+
+
+def serve(host: MemberHost, header: CallHeader, values: Sequence[Any]) -> Any:
+    """Run a method of what ``host`` holds; ``values`` are the positional arguments, then the keyword ones.
+
+    Raises:
+        InvocationError: see :meth:`~dlrover.python.rl.runtime.process.host.MemberHost.invoke`.
+    """
+
+    def load_arguments() -> tuple[Sequence[Any], Mapping[str, Any]]:
+        decoded = [decode(value, _get) for value in values]
+        cut = len(decoded) - len(header.keywords)
+        return decoded[:cut], dict(zip(header.keywords, decoded[cut:], strict=True))
+
+    try:
+        result = host.invoke(header, load_arguments)
+    except InvocationError:
+        raise
+    except ray.exceptions.RayTaskError as upstream:
+        raise (upstream.cause if isinstance(upstream.cause, InvocationError) else upstream) from None
+    return (result, row_count(result)) if header.sized else result
+
+
+def _get(refs: Any) -> Any:
+    return ray.get(refs)  # waits: for another member's call, which has its own time limit
+
+
+def member_class(name: str, methods: Sequence[str]) -> type[MemberActor]:
+    """A :class:`MemberActor` with one more method for each name in ``methods``."""
+
+    def forward(method: str) -> Any:
+        def call(self: MemberActor, *args: Any, **kwargs: Any) -> Any:
+            return self._run(method, args, kwargs)
+
+        call.__name__ = method
+        return call
+
+    own = [method for method in methods if not hasattr(MemberActor, method)]
+    return type(name, (MemberActor,), {method: forward(method) for method in own})

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calling members that are Ray actors, and measuring how long the trainer's own code runs in between."""
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    GetTimeoutError,
+    NodeDiedError,
+    ObjectLostError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+
+from dlrover.python.rl.common.clock import Clock, SystemClock
+from dlrover.python.rl.common.errors import InvocationError, ResultLost, WorkloadDied
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.runtime.process.arg_codec import encode
+from dlrover.python.rl.runtime.process.host import CallHeader
+from dlrover.python.rl.trainer.port import Call, Outcome, Ref
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+_SETTLE_S = 30.0
+"""How long fetching a result that is already there may take."""
+
+
+class RayPort:
+    """The port over Ray actors. Thread safe.
+
+    Args:
+        handles: role to actor handles, in rank order.
+        incarnations: of the members behind them; 1 by default.
+    """
+
+    def __init__(
+        self, handles: Mapping[Any, Sequence[Any]], incarnations: Mapping[ProcessId, int] | None = None
+    ) -> None:
+        self._lock = threading.Lock()
+        self._handles: dict[ProcessId, Any] = {}
+        self._incarnations: dict[ProcessId, int] = {}
+        self._owners: dict[str, tuple[str, int, int]] = {}
+        for role, members in handles.items():
+            for rank, handle in enumerate(members):
+                self.replace(role, rank, handle, (incarnations or {}).get(ProcessId(role, rank), 1))
+
+    def replace(self, role: str, rank: int, handle: Any, incarnation: int) -> None:
+        """Call ``handle`` from now on. Running calls of the former member go on."""
+        with self._lock:
+            process_id = ProcessId(role, rank)
+            self._handles[process_id] = handle
+            self._incarnations[process_id] = incarnation
+            self._owners[_actor_id(handle)] = (role, rank, incarnation)
+
+    def incarnations(self) -> dict[ProcessId, int]:
+        with self._lock:
+            return dict(self._incarnations)
+
+    def put(self, value: Any) -> Ref:
+        return Ref(self, ray.put(value))
+
+    def submit(self, role: str, rank: int, call: Call) -> Ref:
+        with self._lock:
+            process_id = ProcessId(role, rank)
+            handle, incarnation = self._handles[process_id], self._incarnations[process_id]
+        header = CallHeader.of(call, incarnation)
+        values = [encode(value) for value in (*call.args, *call.kwargs.values())]
+        if not call.sized:
+            result, size = handle.dlrover_invoke.remote(header, *values), None
+        else:
+            result, size = handle.dlrover_invoke.options(num_returns=2).remote(header, *values)
+        return Ref(self, result, size, role, rank, call.method, incarnation)
+
+    def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
+        # One get for the whole list: it ends at the first error, wherever in the list that is.
+        try:
+            return [Outcome(value) for value in ray.get([ref.token for ref in refs], timeout=timeout_s)]
+        except (GetTimeoutError, RayError):
+            return self._poll(refs)
+
+    def _poll(self, refs: Sequence[Ref]) -> list[Outcome]:
+
+        tokens = list(dict.fromkeys(ref.token for ref in refs))
+        ready, _ = ray.wait(tokens, num_returns=len(tokens), timeout=0, fetch_local=False)
+        arrived = set(ready)
+        return [self._settle(ref) if ref.token in arrived else Outcome(late=True) for ref in refs]
+
+    def _settle(self, ref: Ref) -> Outcome:
+        try:
+            return Outcome(ray.get(ref.token, timeout=_SETTLE_S))
+        except RayError as error:
+            return Outcome(error=self._as_invocation_error(error, ref))
+
+    def _as_invocation_error(self, error: RayError, ref: Ref) -> InvocationError:
+        for link in _chain(error):
+            with self._lock:
+                owner = self._owners.get(str(getattr(link, "actor_id", "")))
+            if owner is not None:
+                return _death_of(link, ref, owner)
+            if isinstance(link, ObjectLostError):
+                return _with_cause(ResultLost(_summarize(link), role=ref.role, rank=ref.rank, method=ref.method), link)
+        if isinstance(error, RayActorError | NodeDiedError | WorkerCrashedError):
+            return _death_of(error, ref, (ref.role, ref.rank, ref.incarnation))
+        if not isinstance(error, RayTaskError):
+            return _with_cause(
+                InvocationError(_summarize(error), role=ref.role, rank=ref.rank, method=ref.method), error
+            )
+        cause = error.cause
+        if isinstance(cause, InvocationError):
+            cause.__cause__ = cause.original
+            return cause
+        failure = InvocationError(
+            f"{type(cause).__name__}: {cause}",
+            role=ref.role,
+            rank=ref.rank,
+            method=ref.method,
+            remote_traceback=str(error),
+        )
+        return _with_cause(failure, cause)
+
+
+def _death_of(error: BaseException, ref: Ref, owner: tuple[str, int, int]) -> WorkloadDied:
+    """The death of ``owner``, the member called or one whose result was an argument of the call of ``ref``."""
+    role, rank, incarnation = owner
+    died = WorkloadDied(_summarize(error), role=role, rank=rank, method=ref.method)
+    died.incarnation, died.__cause__ = incarnation, error
+    return died
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """``error`` and its causes: Ray wraps the errors of a call's arguments, and so does the member."""
+    link: BaseException | None = error
+    visited: set[int] = set()
+    while link is not None and id(link) not in visited:
+        visited.add(id(link))
+        yield link
+        link = link.cause if isinstance(link, RayTaskError) else getattr(link, "original", None)
+
+
+def _with_cause(failure: InvocationError, cause: BaseException) -> InvocationError:
+    failure.__cause__ = cause
+    return failure
+
+
+def _summarize(error: BaseException) -> str:
+    """One line without colours; of a traceback the last one."""
+    lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
+    if isinstance(error, RayTaskError):
+        return lines[-1] if lines else type(error).__name__
+    return lines[0] if lines else type(error).__name__
+
+
+def _actor_id(handle: Any) -> str:
+    return str(handle._actor_id.hex())
+
+
+class Activity:
+    """Records when the trainer calls its members, and when it waits for them. Thread safe."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._lock = threading.Lock()
+        self._waits = 0
+        self._since_s = self._clock.now_s()
+
+    def touch(self) -> None:
+        """Record a call of a member."""
+        with self._lock:
+            self._since_s = self._clock.now_s()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, the trainer waits for others."""
+        with self._lock:
+            self._waits += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waits -= 1
+                self._since_s = self._clock.now_s()
+
+    def own_s(self) -> float | None:
+        """Seconds that its own code has run since the last call; None while it waits."""
+        with self._lock:
+            return None if self._waits else self._clock.now_s() - self._since_s
+
+
+class WatchedPort(RayPort):
+    """The port over Ray actors that records every use in ``activity``."""
+
+    def __init__(self, activity: Activity) -> None:
+        super().__init__({})
+        self.activity = activity
+
+    def submit(self, role: str, rank: int, call: Call) -> Ref:
+        self.activity.touch()
+        return super().submit(role, rank, call)
+
+    def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
+        with self.activity.waiting():
+            return super().wait(refs, timeout_s)

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The actors of one run and the executor's table of them: starting, finding and ending them.
+
+Every process is a detached, named actor, so a master that has restarted finds them all by name.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import (
+    TRAINER_ID,
+    ProcessId,
+    ProcessKind,
+    RLRoleType,
+    member_name,
+    standby_name,
+    trainer_name,
+)
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.events import Cause, Event, Process, make_lost_event
+from dlrover.python.rl.control.state import JobState
+from dlrover.python.rl.runtime.process.heartbeat import HeartbeatSettings
+from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ActorRequest, ClusterApi
+from dlrover.python.rl.runtime.ray.processes.actors import Threads, member_env, process_env
+from dlrover.python.rl.runtime.ray.processes.member import member_class
+from dlrover.python.rl.runtime.ray.processes.trainer import TrainerActor
+from dlrover.python.rl.trainer.port import RestartInfo
+from dlrover.python.rl.trainer.workload import MemberContext
+
+_LOG = get_logger(__name__)
+
+
+@dataclass
+class ProcessEntry:
+    """A process that was started.
+
+    Attributes:
+        number: its incarnation or epoch, 0 for a standby.
+        slot: index of its slot among those of its role.
+        standby: number of the standby it is or was, -1 for none.
+        process: where it runs, None until that is known.
+    """
+
+    process_id: ProcessId
+    number: int = 0
+    slot: int = -1
+    standby: int = -1
+    handle: Any = None
+    process: Process | None = None
+    up: bool = False
+    tasks: list["asyncio.Task[None]"] = field(default_factory=list)
+
+    @property
+    def role(self) -> RLRoleType:
+        return RLRoleType(self.process_id.role)
+
+    @property
+    def is_standby(self) -> bool:
+        return self.process_id.kind is ProcessKind.STANDBY
+
+    def cancel_tasks(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+
+    def loss(self, cause: Cause) -> Event:
+        """The event of its loss."""
+        # A trainer that failed may name a member as the cause.
+        if self.process_id != TRAINER_ID or cause.who == "job":
+            cause = replace(cause, who=str(self.process_id))
+        return make_lost_event(self.process_id, self.number, cause, self.process.node if self.process else "")
+
+
+class ProcessTable:
+    """The current process of each id of a run. Removing an entry cancels its tasks."""
+
+    def __init__(self, job: JobSpec) -> None:
+        self._job = job
+        self._entries: dict[ProcessId, ProcessEntry] = {}
+
+    def put(self, entry: ProcessEntry) -> None:
+        self.pop(entry.process_id)
+        self._entries[entry.process_id] = entry
+
+    def pop(self, process_id: ProcessId) -> ProcessEntry | None:
+        entry = self._entries.pop(process_id, None)
+        if entry is not None:
+            entry.cancel_tasks()
+        return entry
+
+    def find(self, process_id: ProcessId) -> ProcessEntry | None:
+        return self._entries.get(process_id)
+
+    def clear(self) -> list[Process]:
+        """Remove all entries; returns where the processes run."""
+        entries = [self._entries[process_id] for process_id in list(self._entries)]
+        for entry in entries:
+            self.pop(entry.process_id)
+        return [entry.process for entry in entries if entry.process is not None]
+
+    def free_slot(self, role: str, preferred: int) -> int:
+        """The preferred slot of a role, or another free one if a standby has taken that."""
+        used = {entry.slot for entry in self._entries.values() if entry.process_id.role == role}
+        spec = self._job.workloads[RLRoleType(role)]
+        free = [slot for slot in range(spec.num + spec.standby) if slot not in used]
+        return preferred if preferred in free or not free else free[0]
+
+    def context(self, entry: ProcessEntry, name: str, restart: RestartInfo) -> MemberContext:
+        """The context of a member whose role is located."""
+        role, rank = entry.role, entry.process_id.rank
+        peers = [peer for peer in self._entries.values() if peer.process_id.pool == entry.process_id.pool]
+        processes = {peer.process_id.rank: peer.process or Process() for peer in peers}
+        ranks_on_node = sorted(peer for peer, process in processes.items() if process.node == processes[rank].node)
+        first = processes.get(0, Process())
+        return MemberContext(
+            name=name,
+            role=role,
+            rank=rank,
+            world_size=self._job.workloads[role].num,
+            local_rank=ranks_on_node.index(rank),
+            local_world_size=len(ranks_on_node),
+            master_addr=first.address,
+            master_port=first.port,
+            collocation=",".join(self._job.collocation_of(role)),
+            restart=restart,
+        )
+
+
+def entries_of(state: JobState) -> Iterator[ProcessEntry]:
+    """The processes that are up in a state, without their handles."""
+    for process_id, member in state.members.items():
+        if member.process is not None:
+            slot = member.process.slot
+            yield ProcessEntry(process_id, member.incarnation, slot, member.standby, process=member.process)
+    for role, standbys in state.standbys.items():
+        for number, standby in standbys.items():
+            if standby.process is not None:
+                process_id = ProcessId.standby(role, number)
+                yield ProcessEntry(process_id, 0, standby.process.slot, number, process=standby.process)
+    if state.trainer.process is not None:
+        yield ProcessEntry(TRAINER_ID, state.epoch, process=state.trainer.process)
+
+
+# -- starting and ending ----------------------------------------------------------------------------------------------
+
+_POLL_S = 0.05
+_GONE_S = 20.0
+_CLOSE_GRACE_S = 1.0
+
+
+@dataclass
+class ActorPool:
+    """Starts, finds and ends the actors of one run; ``methods`` are the public ones of each role's workload."""
+
+    job: JobSpec
+    run: str
+    methods: Mapping[str, tuple[str, ...]]
+    master: Any
+    beats: HeartbeatSettings
+    cluster: ClusterApi
+    _threads: Threads = field(default_factory=Threads)
+
+    # -- names --------------------------------------------------------------------------------------------------------
+
+    def member_name(self, role: str, rank: int, incarnation: int, standby: int = -1) -> str:
+        """The actor name of a member; one that was a standby has kept the standby's."""
+        if standby >= 0:
+            return standby_name(self.job.name, self.run, role, standby)
+        return member_name(self.job.name, self.run, role, rank, incarnation)
+
+    def name_of(self, entry: ProcessEntry) -> str:
+        if entry.process_id == TRAINER_ID:
+            return trainer_name(self.job.name, self.run, entry.number)
+        return self.member_name(entry.process_id.role, entry.process_id.rank, entry.number, entry.standby)
+
+    def list_names(self) -> list[str]:
+        """The names of all actors of the run."""
+        return self.cluster.list_actors(f"{self.job.name}/{self.run}/")
+
+    # -- starting -----------------------------------------------------------------------------------------------------
+
+    async def start_member(self, entry: ProcessEntry, placement: ActorPlacement) -> Any:
+        """Start the actor of a member or a standby."""
+        process_id, role = entry.process_id, entry.role
+        cls = member_class(self.job.workloads[role].class_, self.methods.get(role, ()))
+        number = process_id.rank if entry.is_standby else entry.number
+        arguments = (process_id, number, self.master, self.beats)
+        env = member_env(self.job, role)
+        return await self._start(ActorRequest(self.name_of(entry), cls, arguments, env, placement))
+
+    async def start_trainer(self, entry: ProcessEntry, placement: ActorPlacement) -> Any:
+        arguments = (entry.number, self.master, self.beats)
+        env = process_env(self.job)
+        return await self._start(ActorRequest(self.name_of(entry), TrainerActor, arguments, env, placement))
+
+    async def _start(self, request: ActorRequest) -> Any:
+        await self.end_named([request.name])  # a master that died may have started it
+        return await self._threads.run(self.cluster.start_actor, request)
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    async def find(self, name: str) -> Any:
+        return await asyncio.to_thread(self.cluster.find_actor, name)
+
+    async def end_named(self, names: Sequence[str]) -> None:
+        """Kill the actors of these names and wait until all names are free."""
+        for name in names:
+            handle = await self.find(name)
+            if handle is not None:
+                self.cluster.kill_actor(handle)
+        await self._wait_until_free(names)
+
+    async def end_once_started(self, name: str) -> None:
+        """End an actor that may still be starting and is no longer needed."""
+        await self._threads.settle(_GONE_S)
+        await self.end_named([name])
+
+    async def end_all(self) -> None:
+        """End every process of the run: the trainer first, then the members, which may close what they hold."""
+        await self._threads.settle(_GONE_S)
+        names = await asyncio.to_thread(self.list_names)
+        trainers = [name for name in names if "/trainer/" in name]
+        await self.end_named(trainers)
+        members = [name for name in names if name not in trainers]
+        await asyncio.gather(*map(self._close, members))
+        await self.end_named(members)
+
+    async def _close(self, name: str) -> None:
+        """Let an idle workload close; a busy or dead one gets a moment only."""
+        handle = await self.find(name)
+        if handle is None:
+            return
+        try:
+            await asyncio.wait_for(_answer(handle.dlrover_close.remote()), _CLOSE_GRACE_S)
+        except (TimeoutError, RayActorError):
+            pass
+        except Exception as error:  # noqa: BLE001 -- the user's code: it is ended all the same
+            _LOG.warning("%s did not close: %s", name, error)
+
+    async def _wait_until_free(self, names: Sequence[str]) -> None:
+        deadline_s = asyncio.get_running_loop().time() + _GONE_S
+        for name in names:
+            while await self.find(name) is not None:
+                if asyncio.get_running_loop().time() > deadline_s:
+                    _LOG.warning("the actor %s is still there after %g s", name, _GONE_S)
+                    return
+                await asyncio.sleep(_POLL_S)
+
+
+async def _answer(ref: Any) -> Any:
+    return await ref  # waits: the caller's deadline

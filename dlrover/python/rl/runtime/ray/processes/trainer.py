@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The actor that runs the user's trainer, and how lost members come back to it.
+
+The trainer asks the master for the replacement of a lost member, and calls that from then on. While the master is away
+the request is repeated.
+"""
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from dlrover.python.rl.common.errors import JobFailed, MasterLost, WorkloadDied
+from dlrover.python.rl.common.log import configure_logging, get_logger
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, RLRoleType
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.commands import StartTrainer
+from dlrover.python.rl.control.events import Cause, CauseKind, Process
+from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
+from dlrover.python.rl.runtime.process.executor import cause_of, enter_folder, load_class, starting
+from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSender, HeartbeatSettings
+from dlrover.python.rl.runtime.ray.processes.actors import ask, find
+from dlrover.python.rl.runtime.ray.processes.member import locate, send_to
+from dlrover.python.rl.runtime.ray.processes.port import Activity, WatchedPort
+from dlrover.python.rl.trainer.port import Renewed, RestartInfo
+from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLink, run_trainer
+
+_LOG = get_logger(__name__)
+
+OWN_CODE = "its own code"
+"""The method that a trainer's heartbeat names while it waits for no member."""
+
+_RENEWAL_S = 600.0
+"""How long to wait for a lost member's replacement, besides the time that placing it may take."""
+
+_WAIT_S = 5.0
+_ASK_S = 30.0
+_REPORT_EVERY = 20
+"""Steps after which progress is reported even if nothing was lost: the master may have missed a report."""
+
+
+@dataclass(frozen=True)
+class MemberHandle:
+    """A member as a starting trainer finds it: incarnation 0 and no handle for one that is being replaced."""
+
+    process_id: ProcessId
+    incarnation: int
+    handle: Any
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """The members of a role after a replacement: rank to incarnation and actor name."""
+
+    members: Mapping[int, tuple[int, str]]
+
+
+@dataclass(frozen=True)
+class TrainerStart:
+    """What the trainer's process is given: ``members`` in rank order, ``resources`` of one member of each role."""
+
+    job: JobSpec
+    run: str
+    command: StartTrainer
+    members: tuple[MemberHandle, ...]
+    resources: Mapping[str, Mapping[str, float]]
+
+
+class RayRecovery:
+    """Implements :class:`~dlrover.python.rl.trainer.port.Recovery` by asking the master.
+
+    Args:
+        master: the master's handle.
+        port: calls the members.
+        members: the first ones; those without a handle are waited for.
+        command: the brain's command for this epoch.
+        timeout_s: how long to wait for a replacement.
+    """
+
+    def __init__(
+        self, master: Any, port: WatchedPort, members: Sequence[MemberHandle], command: StartTrainer, timeout_s: float
+    ) -> None:
+        self.epoch, self.fresh = command.epoch, command.fresh
+        self.restart_info = RestartInfo(command.restarts, command.reason)
+        self.step = 0
+        self._master, self._port, self._timeout_s = master, port, timeout_s
+        self._handles: dict[ProcessId, Any] = {}
+        self._lock = threading.RLock()
+        self._should_report = True
+        for member in members:
+            if member.handle is not None:
+                self._set_handle(member.process_id, member.handle, member.incarnation)
+        for member in members:
+            if member.handle is None:
+                process_id = member.process_id
+                self.renew(process_id.role, process_id.rank, 0, "it was being replaced when the trainer started")
+
+    def handles(self) -> dict[RLRoleType, list[Any]]:
+        """Role to the handles of its members, in rank order."""
+        with self._lock:
+            handles: dict[RLRoleType, list[Any]] = {}
+            for process_id in sorted(self._handles):
+                handles.setdefault(RLRoleType(process_id.role), []).append(self._handles[process_id])
+            return handles
+
+    def incarnations(self) -> Mapping[ProcessId, int]:
+        return self._port.incarnations()
+
+    def renew(self, role: str, rank: int, incarnation: int, why: str) -> Renewed:
+        process_id = ProcessId(role, rank)
+        with self._port.activity.waiting(), self._lock:
+            handles: dict[int, Any] = {}
+            dead = incarnation
+            while self.incarnations().get(process_id, 0) <= dead:
+                self._should_report = True
+                members = self._wait_for_replacement(process_id, dead, why).members
+                handles.update(self._adopt(role, members))
+                if self.incarnations().get(process_id, 0) <= dead and rank in members:
+                    dead = max(dead, members[rank][0])  # the replacement is gone again already
+            numbers = {peer.rank: number for peer, number in self.incarnations().items() if peer.role == role}
+            return Renewed(role, numbers, handles)
+
+    def _wait_for_replacement(self, process_id: ProcessId, incarnation: int, why: str) -> Replaced:
+        """Wait until the master has replaced a dead incarnation.
+
+        Raises:
+            JobFailed: there will be no replacement.
+            MasterLost: the master does not answer.
+        """
+        cause = Cause(CauseKind.PROCESS_DIED, str(process_id), why)
+        deadline_s = time.monotonic() + self._timeout_s
+        request = (self.epoch, process_id.role, process_id.rank, incarnation, cause, _WAIT_S)
+        while True:
+            try:
+                replaced: Replaced | None = ask(lambda: self._master.renew.remote(*request), _ASK_S)
+            except MasterLost as error:
+                if time.monotonic() > deadline_s:
+                    raise
+                _LOG.warning("waiting for the replacement of %s: %s", process_id, error)
+                continue
+            if replaced is not None:
+                return replaced
+            if time.monotonic() > deadline_s:
+                raise JobFailed(f"{process_id} was not replaced within {self._timeout_s:g} s")
+
+    def _adopt(self, role: str, members: Mapping[int, tuple[int, str]]) -> dict[int, Any]:
+        """Call these members from now on; returns the handles of those that are new and alive."""
+        handles = {}
+        for rank, (incarnation, name) in members.items():
+            process_id = ProcessId(role, rank)
+            handle = find(name) if incarnation != self.incarnations().get(process_id, 0) else None
+            if handle is not None:
+                self._set_handle(process_id, handle, incarnation)
+                handles[rank] = handle
+        return handles
+
+    def _set_handle(self, process_id: ProcessId, handle: Any, incarnation: int) -> None:
+        self._port.replace(process_id.role, process_id.rank, handle, incarnation)
+        self._handles[process_id] = handle
+
+    def opened(self) -> None:
+        ask(lambda: self._master.opened.remote(self.epoch), _ASK_S)
+
+    def began(self, step: int) -> None:
+        self.step = step
+
+    def progressed(self, step: int) -> None:
+        if self._should_report or step % _REPORT_EVERY == 0:
+            self._master.progressed.remote(self.epoch, step)
+            self._should_report = False
+
+
+class TrainerActor:
+    """Constructs the trainer, binds it to its role groups, and runs it."""
+
+    def __init__(self, epoch: int, master: Any, beats: HeartbeatSettings) -> None:
+        configure_logging(str(TRAINER_ID))
+        self._epoch, self._master = epoch, master
+        self._start: TrainerStart | None = None
+        self._recovery: RayRecovery | None = None
+        self._activity = Activity()
+        self._outcome: Cause | None = None
+        self._running = self._ended = False
+        HeartbeatSender(self._beat, send_to(master), beats).start()
+
+    def start(self, start: TrainerStart) -> Process:
+        """Import the job's classes; returns where this process runs.
+
+        Raises:
+            WorkloadStartError: importing them failed.
+        """
+        job = start.job
+        enter_folder(job.work_dir)
+        with starting(str(TRAINER_ID)):
+            self._trainer_class = load_class(job.trainer.module, job.trainer.class_, job.search_path)
+            self._classes = {
+                role: load_class(spec.module, spec.class_, job.search_path) for role, spec in job.workloads.items()
+            }
+        self._start = start
+        return locate()
+
+    def _beat(self) -> Heartbeat:
+        step = self._recovery.step if self._recovery is not None else -1
+        own_s = self._activity.own_s() if self._running else None
+        return Heartbeat(TRAINER_ID, self._epoch, "" if own_s is None else OWN_CODE, own_s or 0.0, step)
+
+    def dlrover_ping(self) -> bool:
+        """Answer once no other call is running: the master keeps a ping pending to notice the end of the process."""
+        return True
+
+    def run(self) -> Cause | None:
+        """Run ``init`` and ``fit``; returns the cause of a failure. A second call returns the same outcome."""
+        if not self._ended:
+            self._activity.touch()
+            self._running = True
+            self._outcome, self._ended, self._running = self._run(), True, False
+        return self._outcome
+
+    def _run(self) -> Cause | None:
+        start = self._start
+        assert start is not None, "start() comes first"
+        try:
+            link, make = self._bind(start)
+            run_trainer(make, link)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
+            return cause_of(_root(error), str(TRAINER_ID), traceback.format_exc())
+        return None
+
+    def _bind(self, start: TrainerStart) -> tuple[TrainerLink, Callable[[], BaseTrainer]]:
+        """The link of trainers to this process, and their factory."""
+        job, master = start.job, self._master
+        port = WatchedPort(self._activity)
+        timeout_s = _RENEWAL_S + job.placement_timeout_s
+        self._recovery = recovery = RayRecovery(master, port, start.members, start.command, timeout_s)
+        job.job_dir.mkdir(parents=True, exist_ok=True)
+        node = ray.get_runtime_context().get_node_id()
+        checkpoints = checkpoints_of(job, start.run, start.command.epoch, node)
+
+        def report(step: StepReport) -> None:
+            master.report.remote(step)
+
+        def make() -> BaseTrainer:
+            with starting(str(TRAINER_ID)):
+                trainer: BaseTrainer = self._trainer_class(recovery.handles(), self._classes, job.config)
+                return trainer
+
+        return TrainerLink(port, report, job.name, job.job_dir, start.resources, recovery, checkpoints), make
+
+
+def _root(error: BaseException) -> BaseException:
+    """The death of a member that caused ``error``, or ``error`` itself."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, WorkloadDied):
+            return link
+        link = link.__cause__ or link.__context__
+    return error

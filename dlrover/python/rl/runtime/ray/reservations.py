@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run holds on the cluster besides its processes: placement groups, and memory on its nodes."""
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dlrover.python.rl.common.errors import PlacementTimeout
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.events import Process
+from dlrover.python.rl.control.placement import Placement
+from dlrover.python.rl.runtime.checkpoint.commits import forget_commits
+from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
+from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ClusterApi, kill_and_wait
+from dlrover.python.rl.runtime.ray.placement_groups import (
+    is_usable,
+    placement_of,
+    placement_timeout,
+    release_groups,
+    reserve,
+    reserve_node,
+    wait_until_reserved,
+)
+from dlrover.python.rl.runtime.ray.processes.actors import Threads
+
+_LOG = get_logger(__name__)
+
+_SETTLE_S = 20.0
+_MEMORY_RELEASED_S = 5.0
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run of a job, where its members go, and the public methods of each role's workload."""
+
+    job: JobSpec
+    run: str
+    placement: Placement
+    methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+class Reservations:
+    """Reserves, finds and releases what one run needs of the cluster."""
+
+    def __init__(self, plan: RunPlan, cluster: ClusterApi) -> None:
+        self._job, self._run, self._placement, self._cluster = plan.job, plan.run, plan.placement, cluster
+        self._prefix = f"{plan.job.name}/{plan.run}"
+        self._groups: list[str] = []
+        self._nodes: set[str] = set()
+        self._readmitted: set[str] = set()
+        self._lock = asyncio.Lock()
+        self._threads = Threads()
+
+    @property
+    def uses_groups(self) -> bool:
+        """Return True if resources are reserved before processes start."""
+        return self._job.scheduling_strategy != "SIMPLE"
+
+    def add_node(self, node: str) -> None:
+        """Record that a process runs on ``node``, where it may leave memory."""
+        self._nodes.add(node)
+
+    def has_node(self, node: str) -> bool:
+        """Return True if a process of the run is or was on ``node``."""
+        return node in self._nodes
+
+    async def reserve(self, incarnation: int, excluded: tuple[str, ...]) -> None:
+        """Reserve the whole plan.
+
+        Raises:
+            PlacementTimeout: the cluster does not have the resources in time.
+        """
+        if not self.uses_groups:
+            return
+        prefix, excluded = f"{self._prefix}/{incarnation}", self._still_excluded(excluded)
+        try:
+            await self._reserve(prefix, excluded)
+        except PlacementTimeout as error:
+            self._readmit(excluded, error)
+            await asyncio.to_thread(release_groups, self._cluster, prefix)
+            await self._reserve(prefix)
+
+    async def _reserve(self, prefix: str, excluded: tuple[str, ...] = ()) -> None:
+        self._groups = await self._threads.run(reserve, self._cluster, self._placement, prefix, excluded)
+        await self._wait(self._groups)
+
+    async def _wait(self, groups: Sequence[str]) -> None:
+        await wait_until_reserved(self._cluster, groups, self._placement, self._job.placement_timeout_s)
+
+    async def find(self, incarnation: int, excluded: tuple[str, ...]) -> None:
+        """Find what an earlier master has reserved, and request what it has not."""
+        if self.uses_groups:
+            prefix = f"{self._prefix}/{incarnation}"
+            self._groups = await asyncio.to_thread(reserve, self._cluster, self._placement, prefix, excluded)
+
+    async def place(self, role: RLRoleType, slot: int, excluded: tuple[str, ...]) -> ActorPlacement:
+        """Where a process of ``role`` goes. A node that was lost is replaced first.
+
+        Raises:
+            PlacementTimeout: no other node has the resources in time.
+        """
+        slots = (*self._placement.slots[role], *self._placement.standbys.get(role, ()))
+        if not self.uses_groups:
+            return ActorPlacement(slots[slot].resources, excluded=excluded)
+        await self._ensure_node(self._placement.bundles[slots[slot].bundle].node, excluded)
+        return placement_of(slots[slot], self._placement, self._groups)
+
+    async def place_trainer(self, excluded: tuple[str, ...]) -> ActorPlacement:
+        """Where the trainer goes: to the node of the plan's first members, whose memory has its commits.
+
+        Raises:
+            PlacementTimeout: no other node has the resources in time.
+        """
+        if not self.uses_groups:
+            return ActorPlacement(excluded=excluded)
+        await self._ensure_node(0, excluded)
+        return ActorPlacement(group=self._groups[0])
+
+    async def _ensure_node(self, node: int, excluded: tuple[str, ...]) -> None:
+        """Reserve one node of the plan unless it is reserved."""
+        async with self._lock:
+            former, excluded = self._groups[node], self._still_excluded(excluded)
+            if await asyncio.to_thread(is_usable, self._cluster, former, excluded):
+                return
+            try:
+                await self._replace_node(node, excluded)
+            except PlacementTimeout as error:
+                self._readmit(excluded, error)
+                await asyncio.to_thread(self._cluster.remove_group, self._groups[node])
+                self._groups[node] = former
+                if not await asyncio.to_thread(is_usable, self._cluster, former):
+                    await self._replace_node(node)
+
+    async def _replace_node(self, node: int, excluded: tuple[str, ...] = ()) -> None:
+        former = self._groups[node]
+        work = self._threads.run(reserve_node, self._cluster, self._placement, node, former, excluded)
+        self._groups[node] = await work
+        await self._wait([self._groups[node]])
+
+    def _still_excluded(self, excluded: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(node for node in excluded if node not in self._readmitted)
+
+    def _readmit(self, excluded: tuple[str, ...], error: PlacementTimeout) -> None:
+        """Use excluded nodes again: a node that has lost some processes is better than none. Without any, raise."""
+        if not excluded:
+            raise error
+        self._readmitted.update(excluded)
+        _LOG.warning("%s: nodes that were excluded are used again: %s", self._job.name, error)
+
+    async def timeout_error(self) -> PlacementTimeout:
+        """The error of a cluster that lacks the plan's resources."""
+        limit_s = self._job.placement_timeout_s
+        return await asyncio.to_thread(placement_timeout, self._cluster, self._placement, limit_s)
+
+    async def release(self) -> None:
+        """Remove all placement groups of the run."""
+        await self._threads.settle(_SETTLE_S)
+        self._groups = []
+        await asyncio.to_thread(release_groups, self._cluster, self._prefix)
+
+    async def forget_commits(self, processes: Iterable[Process]) -> None:
+        """Remove the run's commits from the memory of its nodes and from the job's directory.
+
+        Args:
+            processes: of the run. A killed actor's name is free before its process has ended, and a process that is
+                still starting would write into memory again: all are dead before the memory is removed.
+        """
+        # A master that lost its journal knows no node.
+        nodes = self._nodes or {row.node_id for row in await asyncio.to_thread(self._cluster.list_nodes) if row.alive}
+        pids: dict[str, list[int]] = {node: [] for node in nodes}
+        for process in processes:
+            pids.setdefault(process.node, []).append(process.pid)
+        job, run = self._job.name, self._run
+        await asyncio.gather(*(self._cluster.run_on(node, _end_and_forget, pids[node], job, run) for node in pids))
+        await asyncio.to_thread(forget_commits, self._job.job_dir, self._run)
+
+
+def _end_and_forget(pids: Sequence[int], job: str, run: str) -> None:
+    kill_and_wait(pids)
+    forget_memory(job, run, patience_s=_MEMORY_RELEASED_S)

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workloads of a script's engines, and prompts and completions as a script writes and reads them.
+
+A method name that begins with ``engine.`` is a verb of the engine; every other name is a method of the user's module.
+Model code is imported in ``open``, so that a script can name these classes without it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.engine.api.base import Rendezvous, RolloutSettings, SamplingParams, TrainSettings
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
+from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.model.train_module import CallShare
+from dlrover.python.rl.engine.rollout.requests import sampling_params
+from dlrover.python.rl.engine.weight_sync.base import Ticket
+from dlrover.python.rl.session.split import NeedParallel
+from dlrover.python.rl.session.weight_sync import Endpoints, Route
+from dlrover.python.rl.trainer.workload import current_member
+
+TEXT, TOKENS = "prompt", "prompt_token_ids"
+
+_VLLM_NAMES = {"max_tokens": "max_new_tokens", "n": "samples_per_prompt", "include_stop_str_in_output": "keep_stop"}
+
+
+@dataclass(frozen=True)
+class Logprob:
+    logprob: float
+
+
+@dataclass(frozen=True, eq=False)
+class CompletionOutput:
+    index: int  # its number among those of the prompt
+    text: str  # without special tokens
+    token_ids: list[int]  # the end-of-sequence token included
+    token_logprobs: npt.NDArray[np.float32]  # [tokens]
+    finish_reason: str  # "stop" for an end-of-sequence token or stop string, "length" for max_new_tokens
+    version: int  # of the weights that sampled the last token; -1 for those that the engine was built with
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]]:
+        pairs = zip(self.token_ids, self.token_logprobs.tolist(), strict=True)
+        return [{token: Logprob(value)} for token, value in pairs]
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return float(self.token_logprobs.sum(dtype=np.float64))
+
+
+@dataclass(frozen=True, eq=False)
+class RequestOutput:
+    request_id: str  # the prompt's number in the call
+    prompt: Any  # as the script gave it: a text, tokens, or a dict
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True  # always: ``generate`` returns when all are done
+
+
+def as_outputs(prompts: Sequence[Any], first: int, completions: Batch) -> list[RequestOutput]:
+    """The outputs of ``prompts``, numbered from ``first``, from the columns of ``BaseRolloutEngine.generate``."""
+    tokens, masks = completions.ragged("tokens"), completions.ragged("action_mask")
+    logprobs, texts = completions.ragged("logprobs"), completions.objects("completion")
+    finished, versions = completions.dense("finished"), completions.dense("version")
+    prompt_tokens: list[list[int]] = [[] for _ in prompts]
+    outputs: list[list[CompletionOutput]] = [[] for _ in prompts]
+    for row, number in enumerate(completions.dense("prompt_id").tolist()):
+        mask, at = masks[row], number - first
+        prompt_tokens[at] = tokens[row][: int(mask.argmax()) if mask.any() else len(mask)].tolist()
+        outputs[at].append(
+            CompletionOutput(
+                index=int(completions.dense("sample_index")[row]),
+                text=texts[row],
+                token_ids=tokens[row][mask].tolist(),
+                token_logprobs=logprobs[row][mask],
+                finish_reason="stop" if finished[row] else "length",
+                version=int(versions[row]),
+            )
+        )
+    return [RequestOutput(str(first + at), prompt, prompt_tokens[at], outputs[at]) for at, prompt in enumerate(prompts)]
+
+
+def as_sampling(values: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+    """Sampling parameters as a script gives them, with vLLM's names for some. Raises EngineError for an unknown key
+    (gives the nearest), a key that comes twice, or a wrong value."""
+    if values is None:
+        return SamplingParams()
+    if isinstance(values, SamplingParams):
+        return values
+    if not isinstance(values, Mapping):
+        raise EngineError(f"sampling parameters are a dict or SamplingParams, not {type(values).__name__}")
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    params: dict[str, Any] = {}
+    for key, value in values.items():
+        name = _VLLM_NAMES.get(key, key)
+        if name not in fields:
+            raise EngineError(f"sampling has no parameter '{key}'{hint(key, fields | set(_VLLM_NAMES))}")
+        if name in params:
+            raise EngineError(f"sampling parameter '{name}' is given twice, as '{key}' as well")
+        params[name] = (value,) if name == "stop" and isinstance(value, str) else value
+    if params.get("top_k") == -1:
+        params["top_k"] = None
+    return sampling_params(params)
+
+
+def as_prompts(value: Any) -> list[Any]:
+    """A list of prompts; a text, a dict, or a sequence of token ids is a single one. Raises EngineError for others."""
+    value = value.value if isinstance(value, NeedParallel) else value
+    prompts = [value] if isinstance(value, str | Mapping) or _is_tokens(value) else list(value)
+    for number, prompt in enumerate(prompts):
+        inner = prompt
+        if isinstance(prompt, Mapping):
+            if (TEXT in prompt) == (TOKENS in prompt):
+                raise EngineError(f"prompt {number} is a dict: it has either '{TEXT}' or '{TOKENS}'")
+            inner = prompt[TEXT] if TEXT in prompt else prompt[TOKENS]
+        if not isinstance(inner, str) and not _is_tokens(inner):
+            raise EngineError(f"prompt {number} is {type(inner).__name__}: a text, a list of token ids, or a dict")
+    return prompts
+
+
+def _is_tokens(value: Any) -> bool:
+    if hasattr(value, "dtype") and hasattr(value, "ndim"):
+        return int(value.ndim) == 1
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        return False
+    return all(isinstance(token, int | np.integer) for token in value)
+
+
+def as_batch(prompts: Sequence[Any], first: int, tokenizer: Any, columns: Collection[str]) -> Batch:
+    """Prompts as a rollout engine takes them, numbered from ``first``; ``columns`` are the entries of a dict that it
+    takes. Raises EngineError for any other entry."""
+    dicts = [
+        prompt if isinstance(prompt, Mapping) else {TEXT if isinstance(prompt, str) else TOKENS: prompt}
+        for prompt in prompts
+    ]
+    extra: dict[str, list[Any]] = {}
+    for number, prompt in enumerate(dicts):
+        for name in set(prompt) - {TEXT, TOKENS}:
+            if name not in columns:
+                raise EngineError(
+                    f"prompt {first + number} has '{name}', which the engine does not take{hint(name, columns)}"
+                )
+            extra.setdefault(name, [None] * len(prompts))[number] = prompt[name]
+    rows = [
+        np.asarray(prompt[TOKENS]) if TOKENS in prompt else np.asarray(tokenizer(prompt[TEXT])["input_ids"])
+        for prompt in dicts
+    ]
+    texts = {TEXT: [prompt.get(TEXT) for prompt in dicts]} if TEXT in columns else {}
+    return Batch(
+        {
+            "prompt_id": np.arange(first, first + len(rows), dtype=np.int64),
+            "tokens": Ragged.from_rows(rows, dtype=np.int64),
+            **texts,
+            **extra,
+        }
+    )
+
+
+# -- members ---------------------------------------------------------------------------------------------------------
+
+VERB = "engine."
+
+
+class EngineMember:
+    """Hosts an engine. A plain class with one public method: the names of a user's module are free."""
+
+    def __init__(self, _master_handle: Any, _config: Any) -> None:
+        self._member = current_member()
+        self._engine: Any = None
+        self._memory = DeviceMemory()
+        self._endpoints: Endpoints | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if not name.startswith(VERB):
+            return self._users_method(name)
+        verb = name.removeprefix(VERB)
+        own = f"_{verb}"
+        return getattr(self, own) if hasattr(type(self), own) else getattr(self._engine, verb)
+
+    def _users_method(self, name: str) -> Callable[..., Any]:
+        raise AttributeError(f"an inference engine has no method '{name}'")
+
+    def _connect(self, leads: bool, device: str) -> None:
+        self._endpoints = Endpoints(self._member.name, leads, device, self._memory)
+
+    def _endpoint(self, route: Route) -> Any:
+        assert self._endpoints is not None, "open() comes first"
+        return self._endpoints.endpoint(route)
+
+    def _take(self, ticket: Ticket, route: Route) -> WeightStamp:
+        return self._receive(self._endpoint(route).receive(ticket))
+
+    def _receive(self, weights: WeightSnapshot) -> WeightStamp:
+        raise NotImplementedError
+
+    def _release_cache(self) -> None:
+        self._memory.release_cache()
+
+    def close(self) -> None:
+        if self._endpoints is not None:
+            self._endpoints.close()
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            engine.close()
+
+
+class TrainMember(EngineMember):
+    """A rank's part of the user's module."""
+
+    def _open(self, settings: TrainSettings, payload: bytes) -> None:
+        from dlrover.python.rl.engine.module.engine import ModuleEngine
+
+        member = self._member
+        rendezvous = Rendezvous(member.rank, member.world_size, member.master_addr, member.master_port)
+        self._memory = DeviceMemory(settings.device)
+        self._engine = ModuleEngine(member.name, payload, settings, rendezvous, self._memory)
+        self._connect(member.rank == 0, settings.device)
+
+    def _users_method(self, name: str) -> Callable[..., Any]:
+        return partial(self._call, name)
+
+    def _call(self, name: str, shares: Sequence[CallShare], split: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module with this rank's part: ``split`` lists the positions and names of the arguments
+        that come as a list of one part."""
+        values = [value[0] if at in split else value for at, value in enumerate(args)]
+        named = {key: value[0] if key in split else value for key, value in kwargs.items()}
+        return self._engine.call(name, shares[0], values, named)
+
+    def _in_training(self) -> bool:
+        return bool(self._engine.training)
+
+    def _offer(self, route: Route) -> Ticket:
+        ticket: Ticket = self._endpoint(route).offer(self._engine)
+        return ticket
+
+    def _send(self, ticket: Ticket, route: Route) -> WeightStamp | None:
+        """Send the weights; returns their stamp on the rank that leads."""
+        stamp: WeightStamp | None = self._endpoint(route).send(ticket, self._engine)
+        return stamp
+
+    def _receive(self, weights: WeightSnapshot) -> WeightStamp:
+        stamp: WeightStamp = self._engine.receive(weights)
+        return stamp
+
+
+class InferenceMember(EngineMember):
+    """A rollout engine. One that takes more of a prompt than its tokens lists that in an attribute
+    ``prompt_columns``."""
+
+    def _open(self, engine: Any, model: str | Path, settings: RolloutSettings) -> None:
+        self._memory = DeviceMemory(settings.device)
+        kind = engine_class(ROLLOUT_ENGINES, engine) if isinstance(engine, str) else engine
+        self._engine = kind(model, settings, self._memory)
+        self._connect(False, settings.device)
+
+    def _generate(
+        self, parts: Sequence[tuple[int, Sequence[Any]]], sampling: SamplingParams, seed: tuple[int, ...]
+    ) -> Batch | None:
+        """Complete this rank's part of the prompts: the number of its first one, and the prompts."""
+        ((first, prompts),) = parts
+        if not prompts:
+            return None
+        takes = getattr(self._engine, "prompt_columns", ())
+        completions: Batch = self._engine.generate(
+            as_batch(prompts, first, self._engine.tokenizer, takes), sampling, seed
+        )
+        return completions
+
+    def _receive(self, weights: WeightSnapshot) -> WeightStamp:
+        """Take weights, older ones too: the script decides."""
+        self._engine.receive(weights, rewind=True)
+        if self._engine.version != weights.version:
+            raise EngineError(f"the engine serves version {self._engine.version}, not {weights.version}")
+        return weights.stamp

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights from a train engine to another engine of the script: the script sees names and numbers, never the bytes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+from dlrover.python.rl.common.errors import SessionError, WeightSyncError
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.engine.api.weights import WeightStamp
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTransport
+from dlrover.python.rl.engine.weight_sync.collective import BroadcastTransport
+from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
+from dlrover.python.rl.engine.weight_sync.disk import DiskTransport
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
+from dlrover.python.rl.runtime.checkpoint.member_state import memory_root
+from dlrover.python.rl.session.session import MEMORY, Members, Session
+
+Way: TypeAlias = Literal["device memory", "shared memory", "broadcast", "disk"]
+WAYS: tuple[Way, ...] = get_args(Way)
+"""In the order of preference; ``disk`` only where a folder is given."""
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    stamp: WeightStamp  # of the weights that every rank of the receiver has now, equal to the sender's
+    way: Way
+
+
+@dataclass(frozen=True)
+class Route:
+    """From the ranks of one engine to those of another."""
+
+    # "device memory": a CUDA buffer that both sides have open; "shared memory" of a node; "broadcast": by NCCL, or by
+    # gloo where engines share a device or have none; "disk": files in a folder that both sides see.
+    way: Way
+    session: str  # its id names the folder in the node's memory where the sides meet
+    name: str  # of the sender and the receiver
+    sinks: int  # ranks that receive
+    at: str = ""  # of a broadcast the address of the sender's node, of files their folder
+    by_host: bool = False  # a broadcast goes from host to host
+
+
+class Endpoints:
+    """A process's ends of routes, kept from sync to sync."""
+
+    def __init__(self, who: str, leads: bool, device: str, memory: DeviceMemory) -> None:
+        self._who, self._leads, self._device, self._memory = who, leads, device, memory
+        self._open: dict[Route, WeightTransport] = {}
+
+    def endpoint(self, route: Route) -> WeightTransport:
+        """This process's end of ``route``; that of an earlier route between the same engines is closed."""
+        if route not in self._open:
+            for other in [other for other in self._open if other.name == route.name]:
+                self._open.pop(other).close()
+            self._open[route] = self._make(route)
+        return self._open[route]
+
+    def _make(self, route: Route) -> WeightTransport:
+        device = "cpu" if route.by_host else self._device
+        settings = SyncSettings(
+            name=self._who,
+            is_leader=self._leads,
+            receivers=route.sinks,
+            address=route.at if route.way == "broadcast" else "127.0.0.1",
+            folder=Path(route.at) if route.way == "disk" else memory_root(MEMORY, route.session),
+            channel=route.name,
+            device=device,
+            memory=self._memory,
+        )
+        if route.way == "broadcast":
+            return BroadcastTransport(settings)
+        if route.way == "disk":
+            return DiskTransport(settings)
+        return CudaIpcTransport(settings) if route.way == "device memory" else PullTransport(settings)
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+def choose_route(
+    source: Members, target: Members, session: Session, way: Way | None = None, folder: str | Path | None = None
+) -> Route:
+    """How weights go from one engine to another; ``way`` None takes the shortest. Raises SessionError with the reason
+    why a way is closed."""
+    obstacles = _find_obstacles(source, target, session, folder)
+    on_cuda = session.slots[source.slots[0][0]].kind == "cuda"
+    if way is None:
+        free = [name for name in WAYS if not obstacles[name] and (on_cuda or name != "device memory")]
+        if not free:
+            raise SessionError(f"weights have no way from {source.name} to {target.name}: {obstacles}")
+        way = free[0]
+    if way not in obstacles:
+        raise SessionError(f"weights have no way '{way}'{hint(way, WAYS)}")
+    if obstacles[way]:
+        raise SessionError(f"weights cannot go from {source.name} to {target.name} by '{way}': {obstacles[way]}")
+    at = {"broadcast": source.processes[0].address, "disk": str(folder)}.get(way, "")
+    shared = {slot for slots in source.slots for slot in slots} & {slot for slots in target.slots for slot in slots}
+    by_host = way == "broadcast" and (not on_cuda or bool(shared))  # NCCL takes each device once
+    return Route(way, session.id, f"{source.name}-{target.name}", len(target.slots), at, by_host)
+
+
+def _find_obstacles(source: Members, target: Members, session: Session, folder: str | Path | None) -> dict[Way, str]:
+    """Why each way is closed; "" if it is open."""
+    (first,) = source.slots[0]
+    nodes = {process.node for process in (source.processes[0], *target.processes)}
+    apart = f"they are on {len(nodes)} nodes" if len(nodes) > 1 else ""
+    alone = "" if session.hosting.separate else "init(local=True) has one process, which cannot wait for itself"
+    # A process sees its own devices only, and CUDA opens memory on the device of the same number.
+    same = session.slots[first].kind != "cuda" or all(slots[0] == first for slots in target.slots)
+    unseen = "" if same else f"{source.name}[0] has not the first device of {target.name}"
+    return {
+        "device memory": alone or apart or unseen,
+        "shared memory": apart,
+        "broadcast": alone,
+        "disk": "" if folder else "it takes a folder that both see",
+    }
+
+
+def sync(
+    source: Any, target: Any, timeout_s: float, way: Way | None = None, folder: str | Path | None = None
+) -> SyncReport:
+    """Send the weights of the ranks of ``source`` to every rank of ``target``. Raises WeightSyncError, or
+    InvocationError with that cause, if names, shapes or bytes differ: the receiver has its old weights then."""
+    senders, receivers = source._running("a weight sync"), target._running("a weight sync")
+    session = source._session
+    route = choose_route(senders, receivers, session, way, folder)
+    ticket = source._ask("engine.offer", route, timeout_s=timeout_s)[0]
+    sends = source._submit("engine.send", ticket, route)
+    takes = target._submit("engine.take", ticket, route)
+    stamps = session.gather([*sends, *takes], timeout_s)
+    stamp, received = stamps[0], stamps[len(sends) :]
+    if set(received) != {stamp}:
+        ranks = "; ".join(f"{target.name}[{rank}] {other}" for rank, other in enumerate(received))
+        raise WeightSyncError(f"{target.name} has other weights than {source.name} sent, {stamp}: {ranks}")
+    return SyncReport(stamp, route.way)

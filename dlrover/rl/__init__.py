@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DLRover RL's short front door. Importing it loads nothing heavy: each name is fetched when it is first used."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dlrover.python.rl.classic import (
+        EnvBase,
+        Evaluator,
+        GRPOTrainer,
+        MathDataset,
+        OnPolicyDistillationTrainer,
+        SFTTrainer,
+    )
+    from dlrover.python.rl.common.names import RLRoleType
+    from dlrover.python.rl.master.job import RLJob, RLJobBuilder
+    from dlrover.python.rl.session.inference import InferenceEngine
+    from dlrover.python.rl.session.session import init, shutdown
+    from dlrover.python.rl.session.split import NeedParallel
+    from dlrover.python.rl.session.train import TrainEngine
+    from dlrover.python.rl.trainer.shard import Replicate, Shard
+    from dlrover.python.rl.trainer.trainer import BaseTrainer
+    from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
+    from dlrover.rl import nn
+
+_HOME = {
+    "BaseTrainer": "dlrover.python.rl.trainer.trainer",
+    "BaseWorkload": "dlrover.python.rl.trainer.workload",
+    "EnvBase": "dlrover.python.rl.classic",
+    "Evaluator": "dlrover.python.rl.classic",
+    "GRPOTrainer": "dlrover.python.rl.classic",
+    "InferenceEngine": "dlrover.python.rl.session.inference",
+    "MathDataset": "dlrover.python.rl.classic",
+    "NeedParallel": "dlrover.python.rl.session.split",
+    "OnPolicyDistillationTrainer": "dlrover.python.rl.classic",
+    "RLJob": "dlrover.python.rl.master.job",
+    "RLJobBuilder": "dlrover.python.rl.master.job",
+    "RLRoleType": "dlrover.python.rl.common.names",
+    "Replicate": "dlrover.python.rl.trainer.shard",
+    "SFTTrainer": "dlrover.python.rl.classic",
+    "Shard": "dlrover.python.rl.trainer.shard",
+    "TrainEngine": "dlrover.python.rl.session.train",
+    "init": "dlrover.python.rl.session.session",
+    "shutdown": "dlrover.python.rl.session.session",
+    "trainer_invocation": "dlrover.python.rl.trainer.workload",
+}
+
+__all__ = [
+    "BaseTrainer",
+    "BaseWorkload",
+    "EnvBase",
+    "Evaluator",
+    "GRPOTrainer",
+    "InferenceEngine",
+    "MathDataset",
+    "NeedParallel",
+    "OnPolicyDistillationTrainer",
+    "RLJob",
+    "RLJobBuilder",
+    "RLRoleType",
+    "Replicate",
+    "SFTTrainer",
+    "Shard",
+    "TrainEngine",
+    "init",
+    "nn",
+    "shutdown",
+    "trainer_invocation",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("dlrover.python.rl.common.names").package_version()
+    if name == "nn":
+        return importlib.import_module("dlrover.rl.nn")
+    if name not in _HOME:
+        raise AttributeError(f"module 'dlrover.rl' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules of your own for a train engine: ``class Policy(rl.nn.TrainModule, Qwen2ForCausalLM)``."""
+
+from dlrover.python.rl.engine.model.train_module import TrainModule, empty_weights
+
+__all__ = ["TrainModule", "empty_weights"]

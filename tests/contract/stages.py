@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages of the contract suite: the same workloads, on each runtime."""
+
+import asyncio
+import itertools
+import signal
+import threading
+from pathlib import Path
+
+import ray
+from launched import Launcher
+from omegaconf import OmegaConf
+from toys import Pairs, Toy
+
+from dlrover.python.rl.common.names import ProcessId, RLRoleType
+from dlrover.python.rl.config.builder import JobBuilder
+from dlrover.python.rl.control.commands import Place, Release, StartMembers
+from dlrover.python.rl.control.events import MemberStarted, Placed, Released
+from dlrover.python.rl.control.placement import plan
+from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort
+from dlrover.python.rl.runtime.process.host import MemberHost
+from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
+from dlrover.python.rl.runtime.ray.executor import RayExecutor
+from dlrover.python.rl.runtime.ray.processes.port import RayPort
+from dlrover.python.rl.runtime.ray.reservations import RunPlan
+from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, accept_all
+from dlrover.python.rl.runtime.torchrun.port import TorchrunPort
+from dlrover.python.rl.trainer.role_group import public_methods
+from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
+from dlrover.python.rl.trainer.workload import MemberContext
+
+CLASSES = {"ACTOR": Toy, "ROLLOUT": Toy, "REWARD": Pairs}
+SIZES = {"ACTOR": 5, "ROLLOUT": 2, "REWARD": 4}
+CONFIG = OmegaConf.create({"lr": 0.5})
+
+_numbers = itertools.count(1)
+
+
+class StageTrainer(BaseTrainer):
+    """A trainer that the test drives by hand."""
+
+    def init(self):
+        pass
+
+    def fit(self):
+        pass
+
+
+def make_trainer(handles, port, tmp_path, classes=CLASSES):
+    trainer = StageTrainer(handles, {role: classes[role] for role in handles}, CONFIG)
+    trainer.bind(TrainerLink(port, lambda report: None, "contract", tmp_path))
+    return trainer
+
+
+class LocalStage:
+    """All members in this process."""
+
+    def __init__(self, tmp_path):
+        self._path = tmp_path
+        members = {role: [self._member(role, rank) for rank in range(size)] for role, size in SIZES.items()}
+        self.port = LocalPort(members)
+        self.handles = {
+            RLRoleType(role): [LocalHandle(self.port, role, rank) for rank in range(size)]
+            for role, size in SIZES.items()
+        }
+
+    def _member(self, role, rank):
+        size = SIZES[role]
+        context = MemberContext(f"job/{role}-{rank}", RLRoleType(role), rank, size, rank, size, "127.0.0.1", 4321)
+        host = MemberHost()
+        host.start(CLASSES[role], context, None, CONFIG)
+        return LocalMember(host, context.to_env())
+
+    def close(self):
+        for member in (member for members in self.port.members.values() for member in members):
+            member.host.close()
+
+    def trainer(self, **sizes):
+        return make_trainer(_some(self.handles, sizes), self.port, self._path)
+
+    def kill(self, role, rank):
+        self.port.kill(role, rank)
+
+    def call_raw(self, handle, method, *args):
+        return getattr(handle, method).remote(*args).result()
+
+
+class RayStage:
+    """Members as detached actors, started by the production executor."""
+
+    def __init__(self, tmp_path):
+        self._path = tmp_path
+        builder = JobBuilder().device_type("CPU").device_per_node(11).config(CONFIG).trainer("toys", "unused")
+        builder.liveness(lease_s=3600.0)  # there is no master to answer
+        for role, size in SIZES.items():
+            builder.role(role, "toys", CLASSES[role].__name__).total(size)
+        job = builder.spec(f"contract-{next(_numbers)}", (str(Path(__file__).parent),))
+        placement, problems = plan(job)
+        assert not problems
+        methods = {role: tuple(public_methods(cls)) for role, cls in CLASSES.items()}
+        self._executor = RayExecutor(RunPlan(job, "0", placement, methods), None, RayClusterApi())
+        asyncio.run(self._start())
+        self.handles = {
+            RLRoleType(role): [self._executor.find_handle(ProcessId(role, rank)) for rank in range(size)]
+            for role, size in SIZES.items()
+        }
+        self.port = RayPort(self.handles)
+
+    async def _start(self):
+        events = asyncio.Queue()
+        self._executor.execute(Place(1), events.put_nowait)
+        assert isinstance(await asyncio.wait_for(events.get(), 60), Placed)
+        for role, size in SIZES.items():
+            members = tuple((rank, 1) for rank in range(size))
+            self._executor.execute(StartMembers(role, members), events.put_nowait)
+        for _ in range(sum(SIZES.values())):
+            event = await asyncio.wait_for(events.get(), 120)
+            assert isinstance(event, MemberStarted), event
+
+    def close(self):
+        asyncio.run(self._release())
+
+    async def _release(self):
+        events = asyncio.Queue()
+        self._executor._tasks.clear()  # they ended with the loop they ran on
+        self._executor._table.clear()
+        self._executor.execute(Release(1, final=True), events.put_nowait)
+        assert isinstance(await asyncio.wait_for(events.get(), 60), Released)
+
+    def trainer(self, **sizes):
+        return make_trainer(_some(self.handles, sizes), self.port, self._path)
+
+    def kill(self, role, rank):
+        ray.kill(self.handles[role][rank])
+
+    def call_raw(self, handle, method, *args):
+        return ray.get(getattr(handle, method).remote(*args), timeout=30)
+
+
+class TorchrunStage:
+    """Rank r of every role in process r of a launch; this process is rank 0."""
+
+    def __init__(self, tmp_path):
+        self._path = tmp_path
+        launch = LaunchEnv(0, max(SIZES.values()), 0, max(SIZES.values()))
+        builder = JobBuilder().device_type("CPU").config(CONFIG).trainer("toys", "unused")
+        for role, size in SIZES.items():
+            builder.role(role, "toys", CLASSES[role].__name__).total(size)
+        job = builder.spec("contract", (str(Path(__file__).parent),))
+        self._launcher = Launcher(launch.world_size)
+        self.port = TorchrunPort(launch, accept_all(launch, self._launcher))
+        self._thread = threading.Thread(target=self.port.worker.run, daemon=True)
+        self._thread.start()
+        for role, rank in job.members():
+            context = MemberContext(f"job/{role}-{rank}", role, rank, SIZES[role], 0, 1, "127.0.0.1", 4321)
+            self.port.start(job, "run", context).result(60)
+        self.handles = {
+            RLRoleType(role): [LocalHandle(self.port, role, rank) for rank in range(size)]
+            for role, size in SIZES.items()
+        }
+
+    def close(self):
+        self.port.end(clean=True)
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        for child in self._launcher.children:
+            assert child.wait(20) in (0, -signal.SIGKILL)
+
+    def trainer(self, **sizes):
+        return make_trainer(_some(self.handles, sizes), self.port, self._path)
+
+    def kill(self, role, rank):
+        self._launcher.children[rank - 1].kill()
+
+    def call_raw(self, handle, method, *args):
+        return getattr(handle, method).remote(*args).result()
+
+
+def _some(handles, sizes):
+    """The first members of each role: a group of any size without starting another one."""
+    return {role: members[: sizes.get(role, len(members))] for role, members in handles.items()}

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wheel installs beside upstream ``dlrover`` from the package index, which owns ``dlrover/__init__.py``."""
+
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+UPSTREAM = "dlrover==0.6.1"
+UPSTREAM_NEEDS = ("psutil", "nvidia-ml-py", "pynvml", "deprecated", "wrapt")
+TRAINER = """
+from dlrover.rl import BaseTrainer, BaseWorkload
+
+class Adder(BaseWorkload):
+    def add(self, number):
+        return number + 1
+
+class Loop(BaseTrainer):
+    def init(self):
+        pass
+
+    def fit(self):
+        self.log(1, reward=self.RG_ACTOR.add(41)[0])
+"""
+JOB = """
+trainer: {module: hello, class: Loop, device_type: CPU, device_per_node: 1}
+workload: {actor: {module: hello, class: Adder}}
+"""
+RUN_OURS = (
+    "-c",
+    "from dlrover.python.rl.master.main import main; main()",
+    *("run", "hello.yaml", "--local"),
+)
+RUN_UPSTREAM = ("-c", "from dlrover.trainer.torch.elastic_run import parse_args; print(parse_args(['script.py']))")
+
+pytestmark = pytest.mark.slow
+
+
+def run(*command, cwd, succeeds=True):
+    ran = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600, check=False)
+    assert (ran.returncode == 0) is succeeds, ran.stdout + ran.stderr
+    return ran.stdout + ran.stderr
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """Folder with our wheel, upstream's, and what upstream needs at run time."""
+    folder = tmp_path_factory.mktemp("wheels")
+    pip = (sys.executable, "-m", "pip")
+    run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT), cwd=folder)
+    run(*pip, "download", "--quiet", "--no-deps", "--dest", str(folder), UPSTREAM, *UPSTREAM_NEEDS, cwd=folder)
+    return folder
+
+
+class Environment:
+    """A virtual environment that takes the dependencies, and nothing of ours, from the one that runs the tests."""
+
+    def __init__(self, folder, wheels):
+        venv.create(folder, with_pip=True)
+        self.folder, self.wheels, self.python = folder, wheels, str(folder / "bin/python")
+        site = Path(
+            run(self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+        )
+        # A plain path in a .pth file: the .pth files behind it, that of an editable install among them, are not read.
+        (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+        (folder / "hello.py").write_text(TRAINER)
+        (folder / "hello.yaml").write_text(JOB)
+        self.pip("install", *UPSTREAM_NEEDS)
+
+    def pip(self, command, *packages):
+        local = (
+            ("--ignore-installed", "--no-index", "--no-deps", "--find-links", str(self.wheels))
+            if command == "install"
+            else ("--yes",)
+        )
+        run(self.python, "-m", "pip", command, "--quiet", *local, *packages, cwd=self.folder)
+
+    def runs(self, command, succeeds=True):
+        return run(self.python, *command, cwd=self.folder, succeeds=succeeds)
+
+
+@pytest.fixture
+def environment(tmp_path, wheels):
+    return Environment(tmp_path / "env", wheels)
+
+
+@pytest.mark.parametrize("order", [("dlrover-rl", UPSTREAM), (UPSTREAM, "dlrover-rl")], ids=["ours first", "ours last"])
+def test_each_runs_beside_the_other_and_after_the_other_is_gone(environment, order):
+    for package in order:
+        environment.pip("install", package)
+    assert "reward 42" in environment.runs(RUN_OURS)
+    assert "script.py" in environment.runs(RUN_UPSTREAM)
+    environment.pip("uninstall", "dlrover")
+    assert "reward 42" in environment.runs(RUN_OURS)
+    environment.runs(RUN_UPSTREAM, succeeds=False)
+    environment.pip("install", UPSTREAM)
+    environment.pip("uninstall", "dlrover-rl")
+    assert "script.py" in environment.runs(RUN_UPSTREAM)
+    assert "reward 42" not in environment.runs(RUN_OURS, succeeds=False)

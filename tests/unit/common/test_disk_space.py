@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes on a full disk: free what is not needed, wait, free what is in use, then raise."""
+
+import errno
+import logging
+from pathlib import Path
+
+import pytest
+
+from dlrover.python.rl.common.disk_space import DiskWait, disk_full_error, retry_while_full
+
+FILE = Path("metrics.jsonl")
+QUICK = DiskWait(limit_s=20.0, pause_s=0.001)
+SHORT = DiskWait(limit_s=0.02, pause_s=0.001)
+
+
+class FailingWrite:
+    """Fails ``times`` times with ``error``, then returns 7."""
+
+    def __init__(self, times, error):
+        self.times, self.error = times, error
+
+    def __call__(self):
+        self.times -= 1
+        if self.times >= 0:
+            raise self.error
+        return 7
+
+
+class RustError(Exception):
+    """Libraries written in Rust raise errors without errno."""
+
+
+FULL = [
+    OSError(errno.ENOSPC, "full"),
+    OSError(errno.EDQUOT, "quota"),
+    RustError("Error while serializing: I/O error: No space left on device (os error 28)"),
+]
+OTHERS = [OSError(errno.EIO, "broken"), RustError("os error 280"), ValueError("28"), OSError("os error 28")]
+
+
+@pytest.mark.parametrize("error", FULL, ids=str)
+def test_a_full_disk_is_waited_for_and_logged_once(error, caplog):
+    with caplog.at_level(logging.WARNING, "dlrover"):
+        assert retry_while_full(FailingWrite(5, error), FILE, QUICK) == 7
+    assert [record.getMessage() for record in caplog.records] == [
+        f"no disk space for metrics.jsonl; waiting up to 20 s: {error}"
+    ]
+
+
+@pytest.mark.parametrize("error", FULL, ids=str)
+def test_a_disk_that_stays_full_raises_its_error(error):
+    with pytest.raises(type(error)) as raised:
+        retry_while_full(FailingWrite(1_000_000, error), FILE, SHORT)
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=str)
+def test_any_other_error_is_raised_at_once(error, caplog):
+    with pytest.raises(type(error)):
+        retry_while_full(FailingWrite(1, error), FILE, QUICK, lambda in_use: True)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_files_that_are_not_needed_are_freed_before_waiting(number, caplog):
+    freed = [True, False]
+    write = FailingWrite(1, OSError(number, "full"))
+    assert retry_while_full(write, FILE, DiskWait(0.0), lambda in_use: freed.pop(0)) == 7
+    assert freed == [False]
+    assert not caplog.records
+
+
+def test_files_in_use_are_freed_after_the_wait_and_then_the_error_is_raised():
+    in_use_files = ["a copy", "another"]
+
+    def free_space(in_use):
+        return in_use and bool(in_use_files) and bool(in_use_files.pop())
+
+    with pytest.raises(OSError, match="full"):
+        retry_while_full(FailingWrite(1_000, OSError(errno.ENOSPC, "full")), FILE, SHORT, free_space)
+    assert in_use_files == []
+
+
+def test_the_error_names_the_folder_and_the_bytes(tmp_path):
+    error = disk_full_error(errno.EDQUOT, tmp_path, 77)
+    assert error.errno == errno.EDQUOT
+    assert f"{tmp_path}" in str(error)
+    assert "77 bytes do not fit, " in str(error)
+    assert str(error).count("bytes are free") == 1

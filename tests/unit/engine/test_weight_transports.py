@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of a weight transport in a job's config."""
+
+import pytest
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.weight_sync.base import SyncSettings
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
+from dlrover.python.rl.engine.weight_sync.transports import check_collocation, make_transport, validate_transport
+
+
+class OwnTransport(PullTransport):
+    waits_for_receivers = True
+
+
+OWN = f"{__name__}:OwnTransport"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "device", "expected"),
+    [
+        ("auto", {}, "cpu", []),
+        ("pull", {"timeout_s": 3.0}, "cuda", []),
+        ("disk", {"folder": "/weights"}, "cpu", []),
+        ("broadcast", {}, "cpu", []),
+        ("cuda_ipc", {}, "cuda", []),
+        (OWN, {}, "cpu", []),
+        ("brodcast", {}, "cpu", ["config.engine.weight_sync: no weight transport is called 'brodcast'; did you mean"]),
+        ("nowhere:Transport", {}, "cpu", ["config.engine.weight_sync: module 'nowhere' cannot be imported"]),
+        ("disk", {}, "cpu", ["config.engine.weight_sync_options.folder: 'disk' needs a folder"]),
+        ("disk", {"foldr": "x"}, "cpu", ["config.engine.weight_sync_options.foldr"]),
+        ("cuda_ipc", {}, "cpu", ["config.engine.weight_sync: 'cuda_ipc' needs engine.device cuda"]),
+        ("broadcast", {}, "cuda:0", ["config.engine.weight_sync: 'broadcast' needs a device for each member"]),
+    ],
+)
+def test_a_choice_that_cannot_work_is_refused_with_its_key(name, options, device, expected):
+    errors = [str(error) for error in validate_transport(name, options, device)]
+    assert len(errors) == len(expected)
+    assert all(error.startswith(start) for error, start in zip(errors, expected, strict=True)), errors
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "is_collocated", "is_refused"),
+    [
+        ("broadcast", "cuda:0", True, True),
+        ("broadcast", "cuda:0", False, False),
+        ("broadcast", "cpu", True, False),
+        ("cuda_ipc", "cuda:0", False, True),
+        ("cuda_ipc", "cuda:0", True, False),
+        ("auto", "cuda:0", True, False),
+    ],
+)
+def test_collocated_roles_restrict_the_choice(name, device, is_collocated, is_refused):
+    if not is_refused:
+        check_collocation(name, device, is_collocated)
+        return
+    with pytest.raises(EngineError, match=f"engine.weight_sync '{name}' needs actor and rollout"):
+        check_collocation(name, device, is_collocated)
+
+
+def test_a_transport_is_made_with_the_options_and_a_longer_timeout_where_it_waits(tmp_path):
+    settings = SyncSettings("ACTOR[0]", timeout_s=5.0, channel="ACTOR")
+    options = {"folder": str(tmp_path), "bucket_bytes": 4096, "receivers": 3}
+    assert make_transport("auto", {}, settings).settings == settings
+    made = make_transport(OWN, options, settings).settings
+    assert (made.folder, made.bucket_bytes, made.receivers, made.timeout_s) == (tmp_path, 4096, 3, 60.0)
+    assert make_transport("disk", options, settings).settings.timeout_s == 5.0

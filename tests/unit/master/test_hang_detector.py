@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Beats come in, hangs go out. A beat tells how long its call has taken, so nothing has to be waited for here."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from toy_jobs import toy_job
+
+from dlrover.python.rl.common.clock import ManualClock
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.control.events import (
+    Cause,
+    CauseKind,
+    MemberLost,
+    MemberStarted,
+    Placed,
+    Process,
+    RecoveryScope,
+    StandbyLost,
+    StandbyReady,
+    StepsOpened,
+    TrainerLost,
+    TrainerStarted,
+)
+from dlrover.python.rl.master.brain import Brain, submission
+from dlrover.python.rl.master.hang_detector import HangDetector
+from dlrover.python.rl.runtime.checkpoint.journal_store import MemoryStateStore
+from dlrover.python.rl.runtime.process.heartbeat import CONSTRUCTING, Heartbeat, HeartbeatSettings
+from dlrover.python.rl.runtime.process.inspection import Inspection
+
+LIMIT_S, BEATS = 60.0, HeartbeatSettings()
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Two actors and two rewards with one standby; a minute for each, and for the trainer."""
+    job = toy_job(tmp_path)
+    workloads = {
+        role: replace(spec, hang_after_s=LIMIT_S, standby=int(role == "REWARD")) for role, spec in job.workloads.items()
+    }
+    return replace(job, workloads=workloads, trainer=replace(job.trainer, hang_after_s=LIMIT_S))
+
+
+async def no_stacks(process):
+    return ""
+
+
+def running(job, *more, collectives=()):
+    """The state of a job of which everything is up, after further events."""
+    brain = Brain(MemoryStateStore())
+    members = [MemberStarted(str(role), rank, 1, Process(f"node-{rank}", 7)) for role, rank in job.members()]
+    begun = [submission(job, "run", Inspection(collectives=collectives), brain), Placed(1)]
+    for event in (*begun, *members, TrainerStarted(1, Process("node-0", 8)), StepsOpened(1), *more):
+        brain.handle(event)
+    return brain.state
+
+
+def hangs(detector, state):
+    return [condemned.event for condemned in asyncio.run(detector.hangs(state))]
+
+
+def detector_of(job):
+    return HangDetector(job, BEATS, lambda process_id: None, ManualClock(), no_stacks)
+
+
+def beat(process, *status):
+    return Heartbeat(ProcessId.parse(process), *status)
+
+
+def test_who_has_been_replaced_is_told_so(job):
+    dead = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")
+    state = running(job, MemberLost("ACTOR", 0, 1, dead), TrainerLost(1, replace(dead, who="trainer")))
+    detector = detector_of(job)
+    assert [detector.take(beat("ACTOR[0]", number), state) for number in (1, 2)] == [False, True]
+    assert [detector.take(beat("trainer", number), state) for number in (1, 2)] == [False, True]
+    assert detector.take(beat("ACTOR[1]", 1), state)
+
+
+def test_a_standby_may_live_as_long_as_the_job_knows_of_it(job):
+    state, detector = running(job, StandbyReady("REWARD", 0, Process("node-0", 9))), detector_of(job)
+    assert [detector.take(beat("REWARD-standby[0]", number), state) for number in (0, 1)] == [True, False]
+    assert not detector.take(beat("CRITIC-standby[0]", 0), state)
+
+
+def test_a_call_that_takes_too_long_is_a_hang_of_its_member(job):
+    state, detector = running(job), detector_of(job)
+    detector.take(beat("ACTOR[0]", 1, "update", LIMIT_S - 1.0, 3), state)
+    detector.take(beat("ACTOR[1]", 1, "update", LIMIT_S + 1.0, 3), state)
+    (lost,) = hangs(detector, state)
+    assert (type(lost), lost.role, lost.rank, lost.incarnation) == (MemberLost, "ACTOR", 1, 1)
+    assert (lost.cause.kind, lost.cause.who) == (CauseKind.HUNG, "ACTOR[1]")
+    assert lost.cause.message.startswith("in update for 61.0 s")
+    assert hangs(detector, state) == [], "told once"
+
+
+def test_the_trainer_hangs_too(job):
+    state, detector = running(job), detector_of(job)
+    detector.take(beat("trainer", 1, "fit", LIMIT_S + 1.0, 3), state)
+    (lost,) = hangs(detector, state)
+    assert (type(lost), lost.epoch, lost.cause.who) == (TrainerLost, 1, "trainer")
+
+
+def test_nobody_hangs_who_has_just_come(job):
+    """One that has not been heard yet is taken as heard now: by a master that has just come itself as well."""
+    assert hangs(detector_of(job), running(job)) == []
+
+
+def test_what_a_process_does_before_it_is_up_has_a_limit_of_its_own(job):
+    dead = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")
+    starting, detector = running(job, MemberLost("ACTOR", 0, 1, dead)), detector_of(job)
+    assert detector.take(beat("ACTOR[0]", 2, CONSTRUCTING, LIMIT_S + 1.0), starting)
+    up = running(job, MemberLost("ACTOR", 0, 1, dead), MemberStarted("ACTOR", 0, 2, Process("node-0", 10)))
+    assert hangs(detector, up) == []
+
+
+def test_a_beat_of_the_start_that_comes_after_the_news_of_its_end_is_no_hang(job):
+    state, detector = running(job), detector_of(job)
+    assert detector.take(beat("ACTOR[0]", 1, CONSTRUCTING, LIMIT_S + 1.0), state)
+    assert hangs(detector, state) == []
+
+
+def test_a_standby_that_hangs_is_lost_too(job):
+    state, detector = running(job, StandbyReady("REWARD", 0, Process("node-0", 9))), detector_of(job)
+    detector.take(beat("REWARD-standby[0]", 0, "warm_up", LIMIT_S + 1.0), state)
+    (lost,) = hangs(detector, state)
+    assert (type(lost), lost.role, lost.number, lost.cause.kind) == (StandbyLost, "REWARD", 0, CauseKind.HUNG)
+
+
+def test_what_a_replaced_process_last_said_is_not_held_against_the_new_one(job):
+    state, detector = running(job), detector_of(job)
+    detector.take(beat("ACTOR[0]", 1, "update", LIMIT_S + 1.0, 3), state)
+    dead = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")
+    renewed = running(job, MemberLost("ACTOR", 0, 1, dead), MemberStarted("ACTOR", 0, 2, Process("node-0", 10)))
+    assert hangs(detector, renewed) == []
+
+
+def test_taking_stacks_is_not_mistaken_for_a_pause_of_the_master(job):
+    """A process that went silent meanwhile is found as soon as without."""
+    clock = ManualClock(1000.0)
+
+    async def read_stacks(process):
+        clock.advance(5.0)
+        return "stacks"
+
+    state = running(job)
+    detector = HangDetector(job, BEATS, lambda process_id: Process("node-0", 7), clock, read_stacks)
+    found_s = {}
+    for number in range(200):
+        clock.advance(BEATS.beat_s)
+        for process in ("ACTOR[1]", "REWARD[1]", "trainer"):
+            detector.take(beat(process, 1), state)
+        if number == 60:
+            detector.take(beat("ACTOR[0]", 1, "update", LIMIT_S + 1.0, 3), state)
+        elif number < 60:
+            detector.take(beat("ACTOR[0]", 1), state)
+        found_s |= {
+            event.cause.who: clock.now_s() for event in hangs(detector, state) if event.cause.who not in found_s
+        }
+    assert list(found_s) == ["ACTOR[0]", "REWARD[0]"]
+    assert found_s["REWARD[0]"] <= 1000.0 + LIMIT_S + 2 * 5.0 + 3 * BEATS.beat_s
+
+
+def test_of_ranks_that_wait_for_each_other_the_one_that_is_waited_for_is_lost(job):
+    """All of a group are in their calls for too long; the one that began first is where the others wait for it."""
+    state, detector = running(job, collectives=("ACTOR",)), detector_of(job)
+    assert state.settings.roles["ACTOR"].scope is RecoveryScope.GROUP
+    detector.take(beat("ACTOR[0]", 1, "update", LIMIT_S + 1.0, 3), state)
+    detector.take(beat("ACTOR[1]", 1, "update", LIMIT_S + 9.0, 3), state)
+    (lost,) = hangs(detector, state)
+    assert lost.rank == 1
+    assert "odd one out: ACTOR[1], in update" in lost.cause.message
+
+
+def test_members_that_do_not_wait_for_each_other_hang_each_for_itself(job):
+    state, detector = running(job), detector_of(job)
+    for rank in (0, 1):
+        detector.take(beat(f"REWARD[{rank}]", 1, "score", LIMIT_S + 1.0, 3), state)
+    assert [lost.rank for lost in hangs(detector, state)] == [0, 1]

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Roles on one device, here a simulated one: each has it for its own calls, and the run is the same to the bit."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[4]))
+sys.path.append(str(Path(__file__).parents[1]))
+
+from recipe_stage import Stage, kill  # noqa: E402
+
+from dlrover.python.rl.common.errors import InvocationError  # noqa: E402
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine  # noqa: E402
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory  # noqa: E402
+from dlrover.python.rl.recipe.base.engine_workload import physical_device  # noqa: E402
+from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
+from dlrover.python.rl.recipe.workloads import (  # noqa: E402
+    ActorWorkload,
+    ReferenceWorkload,
+    RewardWorkload,
+    RolloutWorkload,
+)
+from tests.chaos.job import tiny_job  # noqa: E402
+
+SHARING = ("ACTOR", "ROLLOUT", "REFERENCE")
+
+
+class TurnActor(ActorWorkload):
+    takes_turns = True
+
+
+class TurnRollout(RolloutWorkload):
+    takes_turns = True
+
+
+class TurnReference(ReferenceWorkload):
+    takes_turns = True
+
+
+def stage(folder, classes, collocation="", **drawing):
+    actor, rollout, reference = classes
+    roles = {"ACTOR": (actor, 1), "ROLLOUT": (rollout, 1), "REFERENCE": (reference, 1), "REWARD": (RewardWorkload, 1)}
+    small = {"samples_per_prompt": 4, "max_new_tokens": 3, "temperature": 1.0, **drawing}
+    job = tiny_job(folder, 2, reference=True, rollout=small, prompts_per_step=4)
+    return Stage(folder / "out", GRPOTrainer, roles, job.config, collocation)
+
+
+def end_of(made, faults=None):
+    made.run(faults)
+    made.workload("REWARD").close()
+    return (made.folder / "samples.jsonl").read_bytes(), (made.folder / "model/model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    classes = (ActorWorkload, RolloutWorkload, ReferenceWorkload)
+    return end_of(stage(tmp_path_factory.mktemp("undisturbed"), classes))
+
+
+@pytest.mark.feature(17)
+@pytest.mark.parametrize("dies", [False, True])
+def test_collocated_roles_have_the_device_in_turn_and_the_run_is_the_same(tmp_path, undisturbed, monkeypatch, dies):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
+    made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING))
+    together, publish, submit = [], DeviceMemory.publish, made.port.submit
+
+    def memories():
+        return [lock._memory for role in SHARING for lock in getattr(made.workload(role), "_device_locks", ())]
+
+    def told(memory):
+        together.append(sum(each.total() for each in memories()))
+        publish(memory)
+
+    def checked(role, rank, call):
+        ref = submit(role, rank, call)
+        assert [memory.total() for memory in memories()] == [0] * len(memories()), call.method
+        return ref
+
+    def gathering(engine):
+        held.append([lock.is_held for lock in made.workload("ACTOR")._device_locks])
+        return gather(engine)
+
+    gather, held = Fsdp2TrainEngine.named_weights, []
+    monkeypatch.setattr(Fsdp2TrainEngine, "named_weights", gathering)
+    monkeypatch.setattr(DeviceMemory, "publish", told)
+    made.port.submit = checked
+    faults = {(40, "before"): kill("ACTOR", 0), (40, "after"): kill("ROLLOUT", 0)} if dies else None
+    assert end_of(made, faults) == undisturbed
+    assert len(held) > 2 and all(held_now == [True] for held_now in held)
+    peaks = [memory.peak for memory in memories()]
+    assert len(peaks) == len(SHARING)
+    assert 0 < max(together) <= max(peaks) < sum(peaks)
+    assert list((tmp_path / "dlrover-rl" / "job-run1" / "devices" / "cpu-0").glob("*.wait")) == []
+
+
+def test_roles_that_share_nothing_or_only_cores_keep_what_they_have(tmp_path, undisturbed):
+    made = stage(tmp_path, (ActorWorkload, RolloutWorkload, ReferenceWorkload), ",".join(SHARING))
+    assert end_of(made) == undisturbed
+    assert made.workload("ACTOR")._device_locks == ()
+    assert made.workload("ACTOR")._engine.place() == "cuda"
+
+
+def test_a_rollout_that_takes_turns_cannot_run_ahead(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
+    made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), max_staleness=1)
+    with pytest.raises(InvocationError, match="cannot run ahead: rollout.max_staleness has to be 0"):
+        made.run()
+    made.workload("REWARD").close()
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "known_as"),
+    [
+        ("cuda", None, "cuda-0"),
+        ("cuda:1", None, "cuda-1"),
+        ("cuda", "3,5", "cuda-3"),
+        ("cuda:1", "3,5", "cuda-5"),
+        ("cuda", "GPU-8f2a", "cuda-GPU-8f2a"),
+        ("cpu", "3", "cpu-0"),
+    ],
+)
+def test_a_device_has_one_name_whatever_each_process_sees(monkeypatch, device, visible, known_as):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert physical_device(device) == known_as

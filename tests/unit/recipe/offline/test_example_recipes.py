@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SFT, reward model and DPO: the first step by hand, what is learned, what is written, and what is refused."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from example_jobs import EXAMPLES, PAIRS, log_probs, metrics_of, stage, write_rows
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.config.typed import require
+from dlrover.python.rl.data.conversation import encode_raw
+from dlrover.python.rl.data.source import SourceRows
+from dlrover.python.rl.engine.api.base import OptimizerConfig
+from dlrover.python.rl.engine.model.spec import ModelSpec
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.recipe.dpo import DPOTrainer
+from dlrover.python.rl.recipe.offline.config import DPOConfig, RMConfig, SFTConfig
+from dlrover.python.rl.recipe.offline.examples import ScoredPairData
+from dlrover.python.rl.recipe.rm import RMTrainer
+from dlrover.python.rl.recipe.sft import SFTTrainer
+
+SEEDS = (0, 1, 2)
+LEARNING = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[1:])]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Models of three seeds, examples and pairs."""
+    folder = tmp_path_factory.mktemp("inputs")
+    for seed in SEEDS:
+        write_tiny_model(folder / f"model-{seed}", hidden=64, layers=2, max_positions=64, seed=seed)
+    write_rows(folder / "examples.jsonl", EXAMPLES)
+    write_rows(folder / "pairs.jsonl", PAIRS)
+    return folder
+
+
+def config_of(inputs, kind, seed=0, **more):
+    file = "examples.jsonl" if kind == "sft" else "pairs.jsonl"
+    return {
+        "model": str(inputs / f"model-{seed}"),
+        "data": {"train": str(inputs / file)},
+        "batch_size": 4,
+        "epochs": 1.0,
+        "optimizer": {"lr": 1e-3},
+        "engine": {"threads": 1},
+        **more,
+    }
+
+
+def ran(kind, folder, config):
+    job = stage(kind, folder, config)
+    job.run()
+    return metrics_of(folder)
+
+
+# -- the first step by hand -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature(108)
+def test_the_first_loss_of_sft_is_the_mean_over_the_trained_tokens(inputs, tmp_path):
+    (first,) = ran("sft", tmp_path, config_of(inputs, "sft"))
+    told = np.concatenate(log_probs(str(inputs / "model-0"), EXAMPLES))
+    assert first["loss"] == pytest.approx(-told.mean(), abs=1e-5)
+
+
+@pytest.mark.feature(109)
+def test_the_first_loss_of_a_reward_model_is_that_of_its_scores(inputs, tmp_path):
+    (first,) = ran("rm", tmp_path, config_of(inputs, "rm"))
+    blueprint = ModelSpec.of(inputs / "model-0", "token")
+    module = AutoModelForCausalLM.from_pretrained(inputs / "model-0")
+    head = blueprint.absent("score.weight", (1, 64))
+    scores = {}
+    for side in ("chosen", "rejected"):
+        tokens = [encode_raw(blueprint.tokenizer, row["prompt"], row[side]).tokens for row in PAIRS]
+        with torch.no_grad():
+            hidden = [module.model(torch.tensor([row])).last_hidden_state[0, -1] for row in tokens]
+        scores[side] = np.array([float(state @ head[0]) for state in hidden])
+    margins = scores["chosen"] - scores["rejected"]
+    assert first["loss"] == pytest.approx(np.log1p(np.exp(-margins)).mean(), abs=1e-5)
+    assert first["margins"] == pytest.approx(margins.mean(), abs=1e-5)
+    assert first["rewards/chosen"] == pytest.approx(scores["chosen"].mean(), abs=1e-5)
+    assert first["rewards/rejected"] == pytest.approx(scores["rejected"].mean(), abs=1e-5)
+    assert first["accuracy"] == np.mean(margins > 0)
+
+
+@pytest.mark.feature(110)
+def test_dpo_begins_with_the_logarithm_of_two_and_goes_on_as_by_hand(inputs, tmp_path):
+    first, second = ran("dpo", tmp_path, config_of(inputs, "dpo", epochs=2.0, keep={"save_every": 1, "keep_last": 9}))
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["margins"] == pytest.approx(0.0, abs=1e-6)
+    before, after = str(inputs / "model-0"), str(tmp_path / "steps/step-1")
+    gain = {
+        side: np.array([row.sum() for row in log_probs(after, PAIRS, side)])
+        - np.array([row.sum() for row in log_probs(before, PAIRS, side)])
+        for side in ("chosen", "rejected")
+    }
+    margins = 0.1 * (gain["chosen"] - gain["rejected"])
+    assert second["loss"] == pytest.approx(np.log1p(np.exp(-margins)).mean(), abs=1e-5)
+    assert second["rewards/chosen"] == pytest.approx(0.1 * gain["chosen"].mean(), abs=1e-5)
+    assert second["rewards/rejected"] == pytest.approx(0.1 * gain["rejected"].mean(), abs=1e-5)
+
+
+@pytest.mark.feature(110)
+@pytest.mark.parametrize(("name", "first"), [("ipo", 25.0), ("conservative_dpo", math.log(2))])
+def test_the_kin_of_dpo_begin_where_their_formulas_say(inputs, tmp_path, name, first):
+    (row,) = ran("dpo", tmp_path, config_of(inputs, "dpo", algorithm={"name": name}))
+    assert row["loss"] == pytest.approx(first, abs=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "rate"), [(SFTConfig, 1e-5), (RMConfig, 1e-5), (DPOConfig, 1e-6)])
+def test_a_learning_rate_that_nobody_gives_is_one_for_what_is_learned(kind, rate):
+    given = {"model": "m", "data": {"train": "rows.jsonl"}}
+    assert require(kind, given, "config").optimizer == OptimizerConfig(lr=rate)
+    warming_up = {**given, "optimizer": {"warmup_steps": 3}}
+    assert require(kind, warming_up, "config").optimizer == OptimizerConfig(lr=rate, warmup_steps=3)
+
+
+# -- learning ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature(108)
+@pytest.mark.parametrize("seed", LEARNING)
+def test_sft_learns_four_rows(inputs, tmp_path, seed):
+    rows = ran("sft", tmp_path, config_of(inputs, "sft", seed, epochs=50.0, optimizer={"lr": 1e-2}))
+    assert len(rows) == 50
+    assert rows[-1]["loss"] < 0.1 * rows[0]["loss"]
+
+
+@pytest.mark.feature(109)
+@pytest.mark.parametrize("seed", LEARNING)
+def test_a_reward_model_learns_four_pairs(inputs, tmp_path, seed):
+    rows = ran("rm", tmp_path, config_of(inputs, "rm", seed, epochs=50.0, optimizer={"lr": 3e-3}))
+    assert len(rows) == 50
+    assert rows[-1]["accuracy"] == 1.0
+
+
+@pytest.mark.feature(110)
+@pytest.mark.parametrize("seed", LEARNING)
+def test_dpo_learns_four_pairs(inputs, tmp_path, seed):
+    rows = ran("dpo", tmp_path, config_of(inputs, "dpo", seed, epochs=20.0))
+    assert rows[-1]["margins"] > 0
+    assert rows[-1]["accuracy"] == 1.0
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.feature(133)
+def test_a_reward_model_loads_as_a_sequence_classifier_with_the_same_scores(inputs, tmp_path):
+    job = stage("rm", tmp_path, config_of(inputs, "rm", epochs=3.0))
+    job.run()
+    actor = job.workload("ACTOR")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    module = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1)
+    assert module.config.architectures == ["Qwen2ForSequenceClassification"]
+    batch, _ = ScoredPairData(train="").encode(SourceRows("pairs", list(enumerate(PAIRS))), tokenizer)
+    trained = actor._engine.evaluate(batch.select("tokens", "action_mask")).ragged("scores")
+    longest = int(batch.ragged("tokens").lengths.max())
+    padded = torch.full((len(batch), longest), module.config.pad_token_id)
+    for row, tokens in enumerate(batch.ragged("tokens")):
+        padded[row, : len(tokens)] = torch.tensor(tokens)
+    with torch.no_grad():
+        scores = module(padded, attention_mask=(padded != module.config.pad_token_id).long()).logits[:, 0].numpy()
+    np.testing.assert_allclose(scores, [row[-1] for row in trained], atol=1e-5)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").state_dict()
+    assert "score.bias" not in again and again["score.weight"].shape == (1, 64)
+
+
+@pytest.mark.feature(133)
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_language_model_loads_with_the_logits_it_had(inputs, tmp_path, kind):
+    job = stage(kind, tmp_path, config_of(inputs, kind, epochs=2.0))
+    job.run()
+    module = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    trained = dict(job.workload("ACTOR")._engine.named_weights())
+    for name, tensor in module.state_dict().items():
+        if name in trained:
+            assert torch.equal(tensor, trained[name].detach())
+
+
+@pytest.mark.feature(59, 64)
+def test_rows_that_are_cut_or_dropped_are_counted_in_the_summary(inputs, tmp_path):
+    long = {"prompt": "x" * 20, "response": "yes"}
+    where = write_rows(tmp_path / "rows.jsonl", [*EXAMPLES, {"prompt": "1+1=", "response": "2" * 30}, long])
+    config = config_of(inputs, "sft", data={"train": where, "max_length": 12})
+    ran("sft", tmp_path / "cut", config)
+    told = json.loads((tmp_path / "cut/summary.json").read_text())
+    assert (told["examples"], told["cut rows"], told["dropped rows"]) == (5, 1, 1)
+    ran("sft", tmp_path / "drop", config | {"data": {"train": where, "max_length": 12, "over_long": "drop"}})
+    told = json.loads((tmp_path / "drop/summary.json").read_text())
+    assert (told["examples"], told["cut rows"], told["dropped rows"]) == (4, 0, 2)
+
+
+@pytest.mark.feature(80)
+def test_an_epoch_takes_each_row_once_and_its_last_batch_what_is_left(inputs, tmp_path):
+    job = stage("sft", tmp_path, config_of(inputs, "sft", batch_size=3))
+    trained = []
+    job.port.submit, submit = (
+        lambda role, rank, call: (trained.append(call), submit(role, rank, call))[1],
+        job.port.submit,
+    )
+    job.run()
+    batches = [call.args[0].token.value() for call in trained if call.method == "train"]
+    assert [len(batch) for batch in batches] == [3, 1]
+    assert sorted(line for batch in batches for line in batch.dense("line").tolist()) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", ["rm", "dpo"])
+def test_a_batch_that_is_larger_than_the_data_has_pairs_several_times(inputs, tmp_path, kind):
+    (row,) = ran(kind, tmp_path / "thrice", config_of(inputs, kind, batch_size=12, epochs=3.0))
+    (once,) = ran(kind, tmp_path / "once", config_of(inputs, kind))
+    assert row["loss"] == pytest.approx(once["loss"], abs=1e-6)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def problems_of(trainer, config, **roles):
+    sizes = {RLRoleType(role): size for role, size in (roles or {"ACTOR": 1, "REFERENCE": 1}).items()}
+    return {problem.where: problem.what for problem in trainer.check_config(config, sizes)}
+
+
+@pytest.mark.parametrize("trainer", [SFTTrainer, RMTrainer, DPOTrainer])
+def test_what_is_right_has_no_problems(inputs, trainer):
+    kind = trainer.__name__.removesuffix("Trainer").lower()
+    assert problems_of(trainer, config_of(inputs, kind)) == {}
+
+
+@pytest.mark.feature(147)
+def test_each_number_that_is_not_positive_names_its_argument(inputs):
+    wrong = {
+        "batch_size": 0,
+        "epochs": 0,
+        "eval_every": -1,
+        "seed": -1,
+        "keep": {"patience": -1, "save_every": -1, "keep_last": 0},
+        "data": {"train": str(inputs / "examples.jsonl"), "max_length": 0, "eval_share": 0.0},
+        "optimizer": {"lr": 0, "warmup_steps": -1},
+        "engine": {"threads": 0, "max_tokens_per_microbatch": 0},
+    }
+    found = problems_of(SFTTrainer, config_of(inputs, "sft") | wrong)
+    names = {f"config.{name}" for name in ("batch_size", "epochs", "eval_every", "seed")}
+    for group in ("keep", "data", "optimizer", "engine"):
+        names |= {f"config.{group}.{name}" for name in wrong[group] if name != "train"}
+    assert names <= set(found)
+
+
+def test_what_does_not_go_together_is_refused_with_its_place(inputs):
+    found = problems_of(DPOTrainer, config_of(inputs, "dpo", algorithm={"name": "grpo"}), ACTOR=1)
+    assert "is one of dpo" in found["config.algorithm.name"]
+    found = problems_of(DPOTrainer, config_of(inputs, "dpo", algorithm={"name": "dpo", "bta": 1}), ACTOR=1)
+    assert "did you mean 'beta'" in found["config.algorithm.bta"]
+    assert "'reference' is required" in problems_of(DPOTrainer, config_of(inputs, "dpo"), ACTOR=1)["workload"]
+    assert "5 actor members" in problems_of(RMTrainer, config_of(inputs, "rm"), ACTOR=5)["config.batch_size"]
+    found = problems_of(SFTTrainer, config_of(inputs, "sft", keep={"best": "eval_loss", "patience": 1}))
+    assert "set config.eval_every" in found["config.keep.best"]
+    found = problems_of(SFTTrainer, config_of(inputs, "sft", eval_every=1, keep={"best": "eval_los"}))
+    assert "did you mean 'eval_loss'" in found["config.keep.best"]
+    found = problems_of(RMTrainer, config_of(inputs, "rm", eval_every=1, keep={"patience": 2}))
+    assert "set config.keep.best" in found["config.keep.patience"]
+
+
+def test_bad_rows_are_named_by_their_lines(inputs, tmp_path):
+    where = write_rows(tmp_path / "bad.jsonl", [PAIRS[0], {"prompt": "1", "chosen": "2"}, PAIRS[1]])
+    found = problems_of(RMTrainer, config_of(inputs, "rm", data={"train": where}))
+    assert "needs 'chosen' and 'rejected'" in found[f"{where}:2"]
+
+
+def test_data_too_small_to_hold_any_out_are_refused(inputs, tmp_path):
+    where = write_rows(tmp_path / "one.jsonl", EXAMPLES[:1])
+    found = problems_of(SFTTrainer, config_of(inputs, "sft", data={"train": where}, eval_every=1))
+    assert "both sides need a row" in found["config.data.eval_share"]

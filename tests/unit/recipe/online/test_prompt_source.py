@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompts of a run: their ids when a batch holds one twice."""
+
+import json
+
+import pytest
+
+from dlrover.python.rl.common.errors import ConfigError, DataError
+from dlrover.python.rl.recipe.base.config import GRPOConfig, PromptData
+from dlrover.python.rl.recipe.online.prompts import PromptSource
+
+
+def source(folder, rows, **more):
+    path = folder / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{row}+1=", "answer": row + 1}) + "\n" for row in range(rows)))
+    return PromptSource(GRPOConfig("m", PromptData(str(path), eval=str(path), eval_rows=3), **more))
+
+
+def test_rows_are_drawn_epoch_after_epoch_however_many_at_a_time(tmp_path):
+    drawn, prompts = [], source(tmp_path, 8, prompts_per_step=5)
+    for count in (3, 0, 8, 5, 16):
+        drawn += prompts.next_rows(count)
+        assert prompts.select(drawn[-2:]).objects("prompt") == [f"{row}+1=" for row in drawn[-2:]]
+    assert [sorted(drawn[start : start + 8]) for start in (0, 8, 16, 24)] == [list(range(8))] * 4
+
+
+def test_every_prompt_has_a_place(tmp_path):
+    prompts = source(tmp_path, 8)
+    path = tmp_path / "p.jsonl"
+    assert prompts.places.objects("place") == [f"{path}:{line}" for line in [*range(1, 9), 1, 2, 3]]
+
+
+def too_long(folder, *lines):
+    return [ConfigError(f"{folder}/p.jsonl:{line}", "9 tokens, 5 at most") for line in lines]
+
+
+@pytest.mark.feature(64)
+def test_what_is_left_out_is_neither_drawn_nor_evaluated_on_also_by_a_run_that_goes_on(tmp_path, caplog):
+    prompts = source(tmp_path, 8)
+    prompts.drop(too_long(tmp_path, 2, 7))
+    assert sorted(prompts.next_rows(6)) == [0, 2, 3, 4, 5, 7]
+    assert prompts.held_out.dense("prompt_id").tolist() == [0, 2]
+    assert prompts.summary() == {"held-out prompts": 2, "dropped prompts": 3}
+    assert "3 of 11 prompts are too long and dropped" in caplog.text
+    again = source(tmp_path, 8)
+    again.load_state_dict(json.loads(json.dumps(prompts.state_dict())))
+    assert again.summary() == prompts.summary()
+    assert again.next_rows(12) == prompts.next_rows(12)
+
+
+@pytest.mark.feature(64)
+def test_a_run_that_goes_back_to_its_beginning_has_everything_again(tmp_path):
+    prompts = source(tmp_path, 8)
+    state = prompts.state_dict()
+    prompts.drop(too_long(tmp_path, 5))
+    prompts.load_state_dict(state)
+    assert sorted(prompts.next_rows(8)) == list(range(8))
+    assert prompts.summary() == {"held-out prompts": 3}
+
+
+@pytest.mark.feature(64)
+def test_rows_held_out_of_the_training_file_are_left_out_too(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{row}", "answer": row}) + "\n" for row in range(8)))
+    prompts = PromptSource(GRPOConfig("m", PromptData(str(path), eval_rows=3)))
+    train, held_out = sorted(prompts.next_rows(5)), prompts.held_out.dense("prompt_id").tolist()
+    prompts.drop(too_long(tmp_path, train[0] + 1, held_out[1] + 1))
+    assert sorted(prompts.next_rows(4)) == train[1:]
+    assert prompts.held_out.dense("prompt_id").tolist() == [held_out[0], held_out[2]]
+
+
+@pytest.mark.feature(64)
+@pytest.mark.parametrize(("lines", "what"), [(range(1, 9), "to train on"), (range(1, 4), "to evaluate on")])
+def test_a_run_is_left_something(tmp_path, lines, what):
+    with pytest.raises(DataError, match=f"max_prompt_tokens: leaves no prompt {what}"):
+        source(tmp_path, 8).drop(too_long(tmp_path, *lines))
+
+
+@pytest.mark.feature(64)
+def test_a_run_that_goes_on_has_the_limit_that_it_began_with(tmp_path):
+    state = source(tmp_path, 8).state_dict()
+    path = str(tmp_path / "p.jsonl")
+    data = PromptData(path, eval=path, eval_rows=3, max_prompt_tokens=4, over_long="drop")
+    with pytest.raises(DataError, match=r"was \[None, 'refuse'\] when the run began, and is \[4, 'drop'\]"):
+        PromptSource(GRPOConfig("m", data)).load_state_dict(state)

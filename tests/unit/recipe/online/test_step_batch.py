@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a step's samples are divided over the members that train on them."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.recipe.online.batch import StepBatch
+from dlrover.python.rl.trainer.port import Pending
+
+
+def batch_of(*tokens):
+    scored = Batch({"token_count": np.array(tokens, dtype=np.int64)})
+    return StepBatch.from_rollouts(Pending([]), scored, np.arange(len(tokens)), len(tokens))
+
+
+@pytest.mark.feature(63)
+def test_tokens_are_balanced_within_each_update():
+    # Balanced over the step as a whole, 40 + 40 and 70 + 10, one rank would have all of the first update.
+    tokens, update = [40, 40, 70, 10], np.array([0, 0, 1, 1])
+    parts = batch_of(*tokens).balance(2, update)
+    loads = [[sum(tokens[row] for row in part if update[row] == number) for part in parts] for number in (0, 1)]
+    assert [max(load) for load in loads] == [40, 70]
+
+
+@given(st.lists(st.tuples(st.integers(1, 99), st.integers(-1, 3)), min_size=1, max_size=20), st.integers(1, 5))
+def test_every_row_goes_to_one_rank(rows, ranks):
+    tokens, update = zip(*rows, strict=True)
+    parts = batch_of(*tokens).balance(ranks, np.array(update))
+    assert len(parts) == ranks
+    assert sorted(row for part in parts for row in part) == list(range(len(rows)))
+
+
+@pytest.mark.feature(97)
+def test_a_trajectory_of_several_rows_is_scored_as_a_whole():
+    """Prompt 0 has samples worth 1 and 2, prompt 1 two that are worth 1."""
+    scored = Batch(
+        {
+            "prompt_id": np.array([0, 0, 0, 1, 1, 1, 1]),
+            "trajectory": np.array([0, 1, 1, 2, 2, 3, 3]),
+            "action_tokens": np.ones(7, dtype=np.int64),
+            "reward": np.array([1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]),
+        }
+    )
+    filtered = StepBatch.from_rollouts(Pending([]), scored, np.arange(7), 2).drop_uniform_groups(scored.dense("reward"))
+    assert filtered.rows == (0, 1, 2)
+    assert filtered.groups == 1
+    assert filtered.scored.dense("prompt_id").tolist() == [0, 0, 0]
+    assert filtered.metrics() == {"filtered_groups": 1.0}
+
+
+@pytest.mark.feature(97)
+def test_the_order_in_which_turns_earned_it_makes_no_difference():
+    turns = np.array([0.1, 0.2, 0.3, 0.3, 0.2, 0.1])
+    scored = Batch(
+        {
+            "prompt_id": np.zeros(6, dtype=np.int64),
+            "trajectory": np.repeat([0, 1], 3),
+            "action_tokens": np.ones(6, dtype=np.int64),
+            "reward": turns,
+        }
+    )
+    assert sum(turns[:3]) != sum(turns[3:])
+    assert StepBatch.from_rollouts(Pending([]), scored, np.arange(6), 1).drop_uniform_groups(turns).groups == 0
+
+
+def test_how_stale_a_sample_is_says_its_stalest_row():
+    scored = Batch(
+        {
+            "trajectory": np.array([0, 0, 1]),
+            "action_tokens": np.ones(3, dtype=np.int64),
+            "staleness": np.array([1, 2, 0]),
+        }
+    )
+    metrics = StepBatch.from_rollouts(Pending([]), scored, np.arange(3), 1).metrics()
+    assert metrics == {"staleness": 1.0, "staleness_max": 2.0}

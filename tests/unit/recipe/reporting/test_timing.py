@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a step's time goes, and how fast that is."""
+
+import pytest
+from example_jobs import EXAMPLES, metrics_of, stage, write_rows
+
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.recipe import workloads
+from dlrover.python.rl.recipe.reporting.metrics import PHASES, Machine
+from dlrover.python.rl.trainer.port import COMMIT
+
+
+def test_every_method_with_a_phase_is_a_method_of_a_workload():
+    classes = [getattr(workloads, name) for name in workloads.__all__]
+    missing = [name for name in PHASES if not any(callable(getattr(cls, name, None)) for cls in classes)]
+    assert missing == [COMMIT], "rename the method in PHASES as well: its time would be a phase of its own"
+
+
+@pytest.mark.feature(140)
+def test_the_phases_of_a_step_add_up_to_it(tmp_path):
+    write_tiny_model(tmp_path / "model", hidden=32, layers=1, max_positions=32)
+    data = {name: write_rows(tmp_path / "rows.jsonl", EXAMPLES) for name in ("train", "eval")}
+    config = {"model": str(tmp_path / "model"), "data": data, "batch_size": 1, "engine": {"threads": 1}}
+    stage("sft", tmp_path / "out", config | {"eval_every": 2}).run()
+    rows = metrics_of(tmp_path / "out")
+    assert len(rows) == 4
+    for row in rows:
+        phases = {name: value for name, value in row.items() if name.startswith("time/")}
+        assert sum(phases.values()) == pytest.approx(row["step_s"], rel=0.05)
+        assert phases["time/update"] > 0.0
+        assert ("time/evaluation" in phases) == (row["step"] % 2 == 0)
+        assert phases["time/commit"] > 0.0
+
+
+def test_speed_by_hand():
+    times = {"step_s": 4.0, "time/update": 2.0}
+    told = Machine(1000, 1e9).metrics(tokens=500, members=2, times=times)
+    assert told == pytest.approx({"tokens_per_s": 125.0, "train_tflops": 1.5e-6, "mfu": 1.5e6 / 2e9})
+    assert Machine(1000).metrics(500, 2, times).keys() == {"tokens_per_s", "train_tflops"}
+    assert Machine(0).metrics(500, 2, times).keys() == {"tokens_per_s"}
+    assert Machine(10).metrics(500, 2, {"step_s": 1.0}).keys() == {"tokens_per_s"}
+
+
+def test_a_machine_is_told_by_its_engine(tmp_path):
+    write_tiny_model(tmp_path / "model", hidden=32, layers=1, max_positions=32)
+    from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+
+    engine = Fsdp2TrainEngine(tmp_path / "model", None)
+    count = sum(tensor.numel() for _, tensor in engine.named_weights())
+    assert Machine.of(engine, "cpu", "bf16") == Machine(count)
+    assert Machine.of(object(), "cpu", "fp32") == Machine(0)

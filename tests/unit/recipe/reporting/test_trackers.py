@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trackers, with fake modules in place of wandb and mlflow; samples on the console."""
+
+import json
+import logging
+import math
+import sys
+import types
+
+import pytest
+from example_jobs import EXAMPLES, stage, write_rows
+from recipe_stage import kill_trainer
+
+from dlrover.python.rl.config.typed import parse
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.recipe.reporting.run_log import RunLog
+from dlrover.python.rl.recipe.reporting.trackers import LogConfig
+
+
+class FakeWandb(types.ModuleType):
+    """Runs by their ids."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.runs, self.begun, self.fails = {}, [], False
+
+    def init(self, **told):
+        self.begun.append(told)
+        run = self.runs.setdefault(told["id"], types.SimpleNamespace(steps=[], finished=0))
+        return types.SimpleNamespace(
+            log=lambda metrics, step: self._log(run, step, metrics),
+            finish=lambda: setattr(run, "finished", run.finished + 1),
+        )
+
+    def _log(self, run, step, metrics):
+        if self.fails:
+            raise ConnectionError("no network")
+        run.steps.append((step, metrics))
+
+
+class FakeMlflow(types.ModuleType):
+    """Runs by the ids that it gives them."""
+
+    def __init__(self):
+        super().__init__("mlflow")
+        self.runs, self.said, self.now = {}, [], None
+
+    def set_tracking_uri(self, uri):
+        self.said.append(uri)
+
+    def set_experiment(self, name):
+        self.said.append(name)
+
+    def start_run(self, run_id=None, run_name=None):
+        self.now = run_id or f"run-{len(self.runs)}"
+        self.runs.setdefault(self.now, {"name": run_name, "steps": [], "config": None, "ended": 0})
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=self.now))
+
+    def log_dict(self, config, file):
+        self.runs[self.now]["config"] = config
+
+    def log_metrics(self, metrics, step):
+        self.runs[self.now]["steps"].append((step, metrics))
+
+    def end_run(self):
+        self.runs[self.now]["ended"] += 1
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    found = {"wandb": FakeWandb(), "mlflow": FakeMlflow()}
+    for name, module in found.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return found
+
+
+BOTH = {
+    "wandb": {"project": "sums", "name": "first"},
+    "mlflow": {"experiment": "sums", "uri": "http://tracking"},
+}
+
+
+def log_of(folder, settings=None, **config):
+    folder.mkdir(exist_ok=True)
+    made, problems = parse(LogConfig, config, "log")
+    assert not problems
+    return RunLog(folder, config=made, settings=settings)
+
+
+def written(log, steps):
+    for step in steps:
+        log.begin_step(step)
+        log.write_step(step, {"loss": step / 2, "nothing": math.nan})
+
+
+@pytest.mark.feature(136)
+def test_names_settings_and_steps_from_one(modules, tmp_path):
+    log = log_of(tmp_path / "job", {"seed": 3}, **BOTH)
+    written(log, [1, 2])
+    log.write_summary({})
+    (begun,) = modules["wandb"].begun
+    assert (begun["project"], begun["name"], begun["config"]) == ("sums", "first", {"seed": 3})
+    (run,) = modules["wandb"].runs.values()
+    assert run.steps == [(1, {"loss": 0.5}), (2, {"loss": 1.0})]
+    assert run.finished == 1
+    (run,) = modules["mlflow"].runs.values()
+    assert (run["name"], run["config"], run["ended"]) == ("job", {"seed": 3}, 1)
+    assert run["steps"] == [(1, {"loss": 0.5}), (2, {"loss": 1.0})]
+    assert modules["mlflow"].said == ["http://tracking", "sums"]
+
+
+@pytest.mark.feature(136)
+def test_a_run_that_goes_on_is_the_same_one_and_no_step_comes_twice(modules, tmp_path):
+    first = log_of(tmp_path, **BOTH)
+    written(first, [1, 2, 3])
+    second = log_of(tmp_path, **BOTH)
+    second.load_state_dict(first.state_dict())
+    written(second, [2, 3, 4])
+    (run,) = modules["wandb"].runs.values()
+    assert [step for step, _ in run.steps] == [1, 2, 3, 4]
+    assert [told["resume"] for told in modules["wandb"].begun] == ["allow", "allow"]
+    (run,) = modules["mlflow"].runs.values()
+    assert [step for step, _ in run["steps"]] == [1, 2, 3, 4]
+    third = log_of(tmp_path, **BOTH)
+    written(third, [1])
+    assert len(modules["wandb"].runs) == len(modules["mlflow"].runs) == 2, "another run has another name"
+
+
+@pytest.mark.feature(136)
+def test_an_absent_package_is_one_warning(monkeypatch, tmp_path, caplog):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with caplog.at_level(logging.WARNING):
+        written(log_of(tmp_path, wandb={"project": "sums"}), [1, 2, 3])
+    (said,) = [record.message for record in caplog.records]
+    assert said == "wandb is not installed; continuing without it"
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_tracker_that_fails_is_left_and_the_run_goes_on(modules, tmp_path, caplog):
+    log = log_of(tmp_path, **BOTH)
+    written(log, [1])
+    modules["wandb"].fails = True
+    with caplog.at_level(logging.WARNING):
+        written(log, [2, 3])
+    assert [record.message for record in caplog.records] == [
+        "wandb failed; continuing without it: ConnectionError: no network"
+    ]
+    (run,) = modules["mlflow"].runs.values()
+    assert [step for step, _ in run["steps"]] == [1, 2, 3]
+
+
+@pytest.mark.feature(136)
+def test_a_trainer_that_dies_goes_on_with_its_run(modules, tmp_path):
+    write_tiny_model(tmp_path / "model", hidden=32, layers=1, max_positions=32)
+    config = {
+        "model": str(tmp_path / "model"),
+        "data": {"train": write_rows(tmp_path / "rows.jsonl", EXAMPLES)},
+        "batch_size": 1,
+        "engine": {"threads": 1},
+        "log": {"wandb": {"project": "sums"}},
+    }
+    whole = stage("sft", tmp_path / "whole", config)
+    whole.run()
+    at = [number for number, call in enumerate(whole.port.calls) if call[2] == "train"]
+    modules["wandb"].runs.clear()
+    stage("sft", tmp_path / "out", config).run({(at[2], "after"): kill_trainer})
+    (run,) = modules["wandb"].runs.values()
+    assert [step for step, _ in run.steps] == [1, 2, 3, 4]
+    assert run.finished == 1
+    told = [json.loads(line)["loss"] for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert [metrics["loss"] for _, metrics in run.steps] == told
+
+
+@pytest.mark.feature(139)
+def test_samples_on_the_console_are_cut_and_whole_in_the_file(tmp_path, caplog):
+    log = log_of(tmp_path, show_samples=1, max_chars=10)
+    log.begin_step(1)
+    with caplog.at_level(logging.INFO):
+        log.write_samples(1, ({"prompt": "1+1=", "completion": "two\n" * 20, "reward": row} for row in (0.5, 1.0)))
+    (said,) = [record.message for record in caplog.records]
+    assert said == "step 1: prompt 1+1=  completion two\\ntwo\\n... (80 characters)  reward 0.5"
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [row["completion"] for row in rows] == ["two\n" * 20] * 2

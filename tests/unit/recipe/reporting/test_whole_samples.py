@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows as whole samples, as every figure counts them."""
+
+import numpy as np
+import pytest
+
+from dlrover.python.rl.algorithm.losses.samples import SampleView
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.recipe.online.batch import format_samples, sample_metrics
+from dlrover.python.rl.recipe.reporting.metrics import merge_rows, number_samples
+
+NAN = float("nan")
+
+ROWS = Batch(
+    {
+        "prompt_id": np.array([7, 7, 7, 4, 4]),
+        "sample_index": np.array([0, 0, 1, 0, 0]),
+        "retry": np.array([1, 1, 1, 0, 0]),
+        "turns": np.array([3, 3, 1, 2, 2]),
+        "trajectory": np.array([70, 70, 71, 40, 40]),
+        "reward": np.array([0.5, 0.25, 1.0, NAN, NAN]),
+        "score": np.array([0.0, 1.0, 0.0, NAN, NAN]),
+        "action_tokens": np.array([3, 4, 5, 6, 8]),
+        "token_count": np.array([10, 20, 30, 40, 50]),
+        "finished": np.array([False, True, False, True, False]),
+        "staleness": np.array([0, 2, 1, 3, 1]),
+        "completion": ["a", "b", "c", "d", "e"],
+    }
+)
+
+
+def test_a_sample_of_several_rows_is_one():
+    samples = {name: np.asarray(column).tolist() for name, column in merge_rows(ROWS).columns.items()}
+    assert samples.pop("reward")[:2] == [0.75, 1.0]
+    assert samples.pop("score")[:2] == [1.0, 0.0]
+    assert samples == {
+        "prompt_id": [7, 7, 4],
+        "sample_index": [0, 1, 0],
+        "retry": [1, 1, 0],
+        "turns": [3, 1, 2],
+        "finished": [True, False, False],
+        "action_tokens": [7, 5, 14],
+        "token_count": [30, 30, 90],
+        "staleness": [2, 1, 3],
+    }
+    assert np.isnan(merge_rows(ROWS).dense("reward")[2])
+
+
+def test_they_are_the_algorithms_samples_in_the_order_of_the_rows():
+    of_row = SampleView.of(ROWS).of_row
+    assert number_samples(ROWS).tolist() == [0, 0, 1, 2, 2]
+    assert len(set(zip(of_row.tolist(), number_samples(ROWS).tolist(), strict=True))) == 3
+
+
+def test_rows_that_name_no_trajectory_are_a_sample_each():
+    alone = Batch({name: column for name, column in ROWS.columns.items() if name != "trajectory"})
+    np.testing.assert_array_equal(merge_rows(alone).dense("reward"), ROWS.dense("reward"))
+    assert len(merge_rows(ROWS.take([]))) == 0
+
+
+def test_a_steps_figures_are_means_over_samples():
+    assert sample_metrics(ROWS) == {"reward": 0.875, "score": 0.5, "completion_tokens": 26 / 3, "finished": 1 / 3}
+
+
+@pytest.mark.feature(89)
+def test_rows_for_people_have_the_score_and_say_whose_they_are():
+    told = list(format_samples(ROWS, rows=5))
+    assert [row["trajectory"] for row in told] == [0, 0, 1, 2, 2]
+    assert [row["score"] for row in told[:3]] == [0.0, 1.0, 0.0]
+    assert [row["row"] for row in told] == [2, 2, 2, 4, 4]

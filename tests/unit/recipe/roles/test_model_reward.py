@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trained reward model scores completions."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.data.conversation import encode_raw
+from dlrover.python.rl.data.pairs import encode_pair
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.master.job import check_job
+from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig
+from dlrover.python.rl.recipe.roles.reward import ModelRewardWorkload
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from example_jobs import PAIRS, stage, write_rows  # noqa: E402
+from policy_jobs import finished, policy_job, write_inputs  # noqa: E402
+
+SHAPE = {"heads": 4, "kv_heads": 2, "max_positions": 32}
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory):
+    """One that recipe.rm has trained, with token ids of its own and a chat template."""
+    folder = tmp_path_factory.mktemp("rm")
+    base = write_tiny_model(folder / "base", hidden=16, layers=1, seed=1, **SHAPE)
+    tokenizer = json.loads((base / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["1"], vocabulary["A"] = vocabulary["A"], vocabulary["1"]
+    (base / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    (base / "chat_template.jinja").write_text(TEMPLATE)
+    data = write_rows(folder / "pairs.jsonl", PAIRS)
+    config = {"model": str(base), "data": {"train": data}, "batch_size": 4, "epochs": 10.0, "optimizer": {"lr": 1e-2}}
+    stage("rm", folder, config).run()
+    return folder / "model"
+
+
+def judged_by_model(folder, model, **config):
+    job = policy_job(folder, "grpo", **({"reward": {"model": str(model)}} | config))
+    object.__setattr__(job.workloads["REWARD"], "class_", "ModelRewardWorkload")
+    return job
+
+
+@torch.no_grad()
+def plain_score(model, tokens):
+    """By transformers alone."""
+    module = AutoModelForSequenceClassification.from_pretrained(model)
+    return float(module(torch.tensor([tokens])).logits[0, 0])
+
+
+def rollouts(prompts, completions):
+    tokens = Ragged.from_rows([[1, 2]] * len(prompts), dtype=np.int64)
+    mask = tokens.like(np.array([False, True] * len(prompts)))
+    answers = [None] * len(prompts)
+    columns = {"prompt": prompts, "completion": completions, "answer": answers, "extra_info": answers}
+    return Batch({"tokens": tokens, "action_mask": mask, **columns})
+
+
+def workload(model):
+    judge = ModelRewardWorkload(None, {})
+    judge.init_verifier(RewardConfig(model=str(model)), EngineConfig(threads=1))
+    return judge
+
+
+@pytest.mark.feature(109)
+def test_a_run_is_rewarded_by_what_the_model_says_of_prompt_and_completion(reward_model, tmp_path):
+    folder, steps = finished(judged_by_model(tmp_path, reward_model, steps=2))
+    assert all(step["failed_samples"] == 0 for step in steps)
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert len({sample["reward"] for sample in samples}) > 8
+    for sample in samples[:16]:
+        encoded = encode_raw(tokenizer, sample["prompt"], sample["completion"])
+        assert sample["reward"] == pytest.approx(plain_score(reward_model, encoded.tokens), abs=1e-5)
+
+
+@pytest.mark.feature(109)
+def test_a_score_is_the_same_alone_and_beside_longer_ones(reward_model):
+    judge = workload(reward_model)
+    talk = [{"role": "user", "content": "1+1="}]
+    prompts, completions = ["1+1=", talk, "10+10=", talk], ["2", "2", "20, or so it seems", "it is 2"]
+    told = judge.score(rollouts(prompts, completions))
+    assert told.objects("error") == [None] * 4
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        alone = judge.score(rollouts([prompt], [completion])).dense("reward")
+        np.testing.assert_allclose(told.dense("reward")[row], alone[0], atol=1e-5)
+        side = "messages" if isinstance(prompt, list) else "prompt"
+        chosen, _ = encode_pair(judge._engine.tokenizer, {side: prompt, "chosen": completion, "rejected": "no"})
+        assert alone[0] == pytest.approx(plain_score(reward_model, chosen.tokens), abs=1e-5)
+    judge.close()
+
+
+@pytest.mark.feature(109)
+def test_a_completion_that_the_model_cannot_read_has_failed_alone(reward_model):
+    judge = workload(reward_model)
+    told = judge.score(rollouts(["1+1=", "1+1="], ["2" * 40, "2"]))
+    assert told.objects("error") == ["the reward model reads 32 tokens at most, not 45", None]
+    assert np.isnan(told.dense("reward")).tolist() == [True, False]
+    judge._engine.evaluate = lambda batch: batch.with_columns(
+        scores=batch.ragged("tokens").like(np.full(len(batch.ragged("tokens").values), np.inf, dtype=np.float32))
+    )
+    told = judge.score(rollouts(["1+1="], ["2"]))
+    assert told.objects("error") == ["the reward model's score is inf"]
+    assert np.isnan(told.dense("reward")).all()
+    judge.close()
+
+
+def problems_of(job):
+    with pytest.raises(InvalidJob) as caught:
+        check_job(job, local=True)
+    return {problem.where: problem.what for problem in caught.value.errors}
+
+
+def test_what_does_not_go_together_is_said_before_the_start(reward_model, tmp_path):
+    write_inputs(tmp_path)
+    found = problems_of(policy_job(tmp_path, "grpo", reward={"model": str(reward_model)}))
+    assert found["workload.reward.class"] == (
+        "RewardWorkload calls reward.function: with reward.model it has to be ModelRewardWorkload"
+    )
+    found = problems_of(judged_by_model(tmp_path, reward_model, reward={"function": "policy_rewards:low"}))
+    assert "is required by ModelRewardWorkload" in found["config.reward.model"]
+    found = problems_of(judged_by_model(tmp_path, tmp_path / "model"))
+    assert "holds Qwen2ForCausalLM, which gives no score" in found["config.reward.model"]
+    assert "no such folder: ./none" in problems_of(judged_by_model(tmp_path, "./none"))["config.reward.model"]
+    both = {"model": str(reward_model), "function": "policy_rewards:low"}
+    found = problems_of(judged_by_model(tmp_path, reward_model, reward=both))
+    assert "is not called if there is a reward.model" in found["config.reward.function"]
+    found = problems_of(judged_by_model(tmp_path, reward_model, engine={"train": "megatron"}))
+    assert "a reward model must not have" in found["config.engine.train"]

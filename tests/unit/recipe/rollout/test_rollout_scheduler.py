@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples and their environments: many at once, turn by turn, whatever the environment does."""
+
+import asyncio
+import math
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dlrover.python.rl.algorithm.grpo import GRPO
+from dlrover.python.rl.algorithm.losses.samples import SampleView
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import rolled_environments  # noqa: E402
+from scripted import SAMPLING, Rolling, groups, rolling, texts  # noqa: E402
+
+HERE = Path(__file__).parents[1]
+RL2, OURS = str(HERE / "rl2_environment.py"), "rolled_environments"
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen():
+    rolled_environments.seen.clear(), rolled_environments.asleep.clear(), rolled_environments.napping.clear()
+
+
+def word(context, index):
+    return "word "
+
+
+def seen(call):
+    return [told[1:] for told in rolled_environments.seen if told[0] == call]
+
+
+def searching(context, index):
+    """Searches once, then answers; every other sample wrongly."""
+    if "<information>" not in context:
+        return "<search>six plus one</search>"
+    return f"<answer>{7 + index % 2}</answer>"
+
+
+@pytest.mark.feature(86)
+@pytest.mark.parametrize("isolated", [False, True])
+def test_the_readmes_environment_loaded_from_its_path(isolated):
+    with rolling(searching, RL2, isolated=isolated) as rolled:
+        taken = rolled.fetch(groups({"answer": "7"}, {"answer": "8"}), samples=2)
+    assert taken.dense("reward").tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert taken.dense("turns").tolist() == [2] * 4
+    assert taken.objects("completion")[1] == (
+        "<search>six plus one</search>\n<information>six plus one is 7</information>\n<answer>8</answer>"
+    )
+
+
+@pytest.mark.feature(74)
+def test_extra_info_reaches_the_steps_unchanged():
+    info = {"answer": "7", "nested": {"list": [1, None]}}
+    with rolling(word, OURS) as rolled:
+        taken = rolled.fetch(groups(info, {}))
+    first = [told[2] for told in seen("step") if "answer" in told[2]]
+    assert first[0] == {**info, "number": 0}
+    assert first[1] == {**info, "number": 0, "turns": 1}
+    assert taken.objects("extra_info") == [{"answer": "7", "nested": {"list": [1, None]}}, {}]
+
+
+@pytest.mark.feature(75)
+def test_without_data_the_environment_says_what_it_begins_with():
+    with rolling(word, OURS) as rolled:
+        taken = rolled.fetch(groups({"seed": 4}, {"seed": 9}, prompt=""), samples=2)
+    assert taken.objects("prompt") == ["game 4: "] * 2 + ["game 9: "] * 2
+    assert taken.objects("error") == [None] * 4
+
+
+@pytest.mark.feature(87)
+def test_states_that_go_on_are_one_sequence_of_the_engines_own_ids():
+    with rolling(word, OURS) as rolled:
+        taken = rolled.fetch(groups({}))
+        eos = rolled.engine.tokenizer.eos_token_id
+    assert len(taken) == 1
+    (mask,), (tokens,), (rewards,) = (list(taken.ragged(n)) for n in ("action_mask", "tokens", "token_rewards"))
+    action = [*b"word ", eos]
+    assert tokens.tolist() == [*b"ask ", *action, *b"seen ", *action]
+    assert mask.tolist() == [False] * 4 + [True] * 6 + [False] * 5 + [True] * 6
+    assert rewards.tolist() == [0.0] * 9 + [0.25] + [0.0] * 10 + [0.5]
+    assert taken.ragged("logprobs")[0].tolist() == [-float(chosen) for chosen in mask]
+    assert taken.ragged("versions")[0].tolist() == [int(chosen) - 1 for chosen in mask]
+    assert taken.dense("reward").tolist() == [0.75]
+    assert taken.objects("completion") == ["word seen word "]
+
+
+@pytest.mark.feature(88)
+def test_another_state_is_another_sequence_of_the_same_sample_with_one_advantage():
+    with rolling(word, OURS) as rolled:
+        both = groups({"habit": "unrelated", "until": 3}, {"until": 1})
+        taken = rolled.fetch(both, samples=2)
+    assert taken.dense("prompt_id").tolist() == [0] * 6 + [1] * 2
+    assert taken.dense("sample_index").tolist() == [0, 0, 0, 1, 1, 1, 0, 1]
+    assert taken.objects("prompt") == ["ask ", "another ", "another "] * 2 + ["ask "] * 2
+    assert texts(taken, "action_mask")[:3] == ["word <|im_end|>"] * 3
+    numbers = taken.dense("trajectory")
+    assert len(set(numbers.tolist())) == 4
+    assert (numbers[:3] == numbers[0]).all()
+    samples = SampleView.of(summarize_rows(taken))
+    assert sorted(samples.reward.tolist()) == [0.25, 0.25, 1.5, 1.5]
+    rewarded = summarize_rows(taken).with_columns(reward=np.array([1.0, 0, 0, 0, 0, 0, 0, 0]))
+    advantages = GRPO().annotate(rewarded).dense("advantage")
+    assert len(set(advantages[:3].tolist())) == 1
+    assert advantages[0] == -advantages[3] > 0
+
+
+@pytest.mark.feature(89)
+def test_the_reward_is_trained_on_and_the_score_is_shown():
+    with rolling(word, OURS) as rolled:
+        taken = rolled.fetch(groups({"until": 1}, {"until": 2}))
+    assert taken.dense("reward").tolist() == [0.25, 0.75]
+    assert taken.dense("score").tolist() == [1.0, 1.0]
+    told = summarize_rows(taken)
+    assert told.dense("score").tolist() == [1.0, 1.0]
+    assert SampleView.of(told).reward.tolist() == [0.25, 0.75]
+
+
+@pytest.mark.feature(90)
+def test_a_sample_ends_when_it_is_done_and_at_the_limit_its_episode_is_closed():
+    with rolling(word, OURS, 3) as rolled:
+        taken = rolled.fetch(groups({"until": 2}, {"until": 99}))
+    assert taken.dense("turns").tolist() == [2, 3]
+    assert [told[0]["turns"] for told in seen("close")] == [2, 3]
+    assert taken.dense("reward").tolist() == [0.75, 1.5]
+    assert taken.objects("error") == [None, None]
+    assert texts(taken, "action_mask")[1].endswith("word <|im_end|>")
+    assert seen("shutdown") == [()]
+
+
+def test_a_state_that_leaves_no_room_ends_the_sample_which_keeps_what_it_has():
+    with rolling(word, OURS, longest=1000) as rolled:
+        taken = rolled.fetch(groups({"habit": "long"}, {"reset": "x" * 2000}))
+    assert taken.dense("turns").tolist() == [1, 0]
+    assert taken.objects("error") == [None, "the first state leaves no room for an action: it has 2000 tokens"]
+    assert taken.dense("reward")[0] == 0.25
+    assert taken.ragged("tokens")[0].tolist() == [*b"ask word ", 257 + 1]
+    assert taken.ragged("action_mask")[0][-1]
+
+
+WHY = {
+    "raise": "step raised RuntimeError: out of order",
+    "none": "step returned None",
+    "fallthrough": "step returned no 'next_state', and is not done",
+    "sleep": "step gave no answer within 2 s",
+    "huge": "next_state has 10000000 characters",
+    "bomb": "within 2 s",
+}
+
+
+@pytest.mark.feature(91)
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_failed_environment_marks_its_sample_and_the_group_finishes(isolated):
+    """A call that holds the interpreter takes the others along that are in the same process, which is replaced."""
+    habits = [habit for habit in WHY if habit != "bomb"]
+    infos = [*({"habit": habit} for habit in habits), {"reset": "raise"}, {}]
+    with rolling(word, OURS, isolated=isolated, timeout_s=2.0) as rolled:
+        taken = rolled.fetch(groups(*infos), samples=2)
+        assert rolled.guard.failures.total() == 2 * (len(habits) + 1)
+        if isolated:
+            (why,) = rolled.fetch(groups({"habit": "bomb"}, created_step=2)).objects("error")
+            assert WHY["bomb"] in why
+        for again in range(3, 9):  # What begins before the process is found to be stuck ends with it.
+            after = rolled.fetch(groups({}, created_step=again))
+            if after.objects("error") == [None]:
+                break
+    errors = taken.objects("error")
+    for at, why in enumerate([*(WHY[habit] for habit in habits), "no such game"]):
+        assert why in errors[2 * at]
+        assert why in errors[2 * at + 1]
+    assert errors[-2:] == [None, None]
+    failed = [error is not None for error in errors]
+    assert np.isnan(taken.dense("reward")).tolist() == np.isnan(taken.dense("score")).tolist() == failed
+    assert after.objects("error") == [None]
+    assert SampleView.of(summarize_rows(taken)).counted.sum() == 2
+
+
+@pytest.mark.feature(92)
+def test_a_pool_of_two_worlds_serves_eight_samples_half_of_which_come_to_the_limit():
+    with rolling(word, f"{OURS}:Pool", 3) as rolled:
+        taken = rolled.fetch(groups({"ends": True}, {"ends": False}), samples=4)
+    assert taken.objects("error") == [None] * 8
+    assert taken.dense("turns").tolist() == [1] * 4 + [3] * 4
+
+
+def test_a_pool_serves_an_evaluation_while_samples_are_under_way():
+    with rolling(word, f"{OURS}:Pool", 3) as rolled:
+        under_way = groups({"ends": False}, {"ends": False}, {"ends": False})
+        rolled.sample(under_way, enough=1)
+        told = rolled.loop.run(rolled.scheduler.generate(groups({"ends": True}), SAMPLING, (5, 0)))
+        assert told.objects("error") == [None]
+        assert rolled.fetch(under_way).objects("error") == [None] * 3
+
+
+@pytest.mark.feature(93)
+def test_environments_wait_side_by_side_while_the_engine_draws():
+    with rolling(word, OURS) as rolled:
+        took = []
+        for attempt in range(3):  # The machine may have had other things to do.
+            began = time.monotonic()
+            taken = rolled.fetch(groups(*[{"nap": 0.2, "until": 1}] * 8, created_step=attempt))
+            took.append(time.monotonic() - began)
+    assert taken.objects("error") == [None] * 8
+    assert max(rolled_environments.asleep) == 8
+    assert min(took) < 0.6
+
+
+@pytest.mark.feature(94)
+def test_a_hook_after_each_generation_gives_two_outputs_of_each_prompt_in_order():
+    """The environment is that hook: what it returns as next state is generated from again."""
+    say = lambda context, index: f"out {index} of {context.split()[0]} "  # noqa: E731
+    with rolling(say, OURS) as rolled:
+        taken = rolled.fetch(groups(*[{"habit": "unrelated"}] * 3), samples=2)
+    assert (
+        taken.objects("completion") == ["out 0 of ask ", "out 0 of another ", "out 1 of ask ", "out 1 of another "] * 3
+    )
+
+
+@pytest.mark.feature(96)
+def test_a_turn_under_new_weights_says_so_and_the_sample_its_oldest():
+    with rolling(word, OURS) as rolled:
+        wanted = groups({"until": 3}, {"until": 1})
+        rolled.sample(wanted, enough=1)
+        rolled.engine.version = 4
+        taken = rolled.fetch(wanted)
+    versions, mask = taken.ragged("versions")[0], taken.ragged("action_mask")[0]
+    drawn = versions[mask].tolist()
+    assert drawn == sorted(drawn)
+    assert set(drawn) == {0, 4}
+    assert (taken.dense("min_version").tolist(), taken.dense("version").tolist()) == ([0, 0], [4, 0])
+
+
+def test_turns_after_the_first_have_seeds_of_their_own_and_the_first_the_samples():
+    with rolling(word, OURS) as rolled:
+        rolled.fetch(groups({"until": 3}, created_step=6))
+        assert list(rolled.engine.seeds.values()) == [(5, 6), (5, 6, 0, 1), (5, 6, 0, 2)]
+
+
+def test_who_waits_for_the_environment_makes_room_for_others():
+    """One place in the engine, and samples whose environment takes its time: others are under way."""
+    with rolling(word, OURS, room=1) as rolled:
+        rolled.sample(groups(*[{"nap": 0.4, "until": 1}] * 4))
+    assert max(rolled_environments.asleep) > 1
+
+
+def test_an_episode_that_is_given_up_is_closed():
+    with rolling(word, OURS, 50) as rolled:
+        endless = groups({"until": 99, "nap": 0.05})
+        rolled.sample(endless, patience_s=0.1)
+        rolled.sample(groups({"until": 1}, created_step=2))
+        assert len(seen("close")) == 2
+    assert seen("shutdown") == [()]
+
+
+def test_closing_ends_open_episodes_and_does_not_wait_for_one_that_hangs(monkeypatch):
+    monkeypatch.setattr("dlrover.python.rl.recipe.rollout.scheduler._CLOSING_S", 0.3)
+    with rolling(word, OURS, 50) as rolled:
+        rolled.sample(groups({"until": 99}, {"until": 99, "close": "late"}), enough=1, patience_s=0.2)
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    assert len(seen("close")) == 2
+
+
+def test_time_stands_for_an_environment_between_calls():
+    """A call of it that was under way has its whole time left."""
+    with rolling(word, OURS, timeout_s=2.0) as rolled:
+        wanted = groups({"nap": 0.2, "until": 1})
+        while not seen("step"):
+            rolled.sample(wanted, patience_s=0.05)
+        time.sleep(2.2)
+        assert rolled.fetch(wanted).objects("error") == [None]
+
+
+def test_a_scheduler_goes_on_in_a_loop_that_runs_already():
+    """As in a notebook's cell."""
+
+    async def cell():
+        made = Rolling(word)
+        return made.fetch(groups({}, {})), made.loop.close()
+
+    taken, _ = asyncio.run(cell())
+    assert taken.objects("completion") == ["word ", "word "]
+
+
+def test_patience_is_asked_between_steps():
+    with rolling(lambda context, index: "x" * 60) as rolled:
+        standing = rolled.sample(groups({}), patience_s=0.0)
+        assert (rolled.engine.steps, standing.dense("started").tolist()) == (0, [False])
+        assert rolled.sample(groups({}), patience_s=math.inf).dense("complete").all()
+        assert rolled.engine.steps == 61
+
+
+@pytest.mark.feature(97)
+def test_all_that_an_algorithm_filters_by_is_told():
+    with rolling(word, OURS) as rolled:
+        told = summarize_rows(rolled.fetch(groups({"until": 1}, {"until": 2}), samples=3))
+    by_prompt = {number: told.dense("reward")[told.dense("prompt_id") == number].std() for number in (0, 1)}
+    assert by_prompt == {0: 0.0, 1: 0.0}
+
+
+def test_no_group_at_all():
+    with rolling(word, OURS) as rolled:
+        nothing = groups()
+        assert (
+            len(rolled.sample(nothing)) == len(rolled.fetch(nothing)) == len(summarize_rows(rolled.fetch(nothing))) == 0
+        )
+        assert isinstance(rolled.fetch(nothing), Batch)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which accelerators a member is told are its own."""
+
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.recipe.base.engine_workload import device_of
+from dlrover.python.rl.recipe.workloads import RolloutWorkload
+from dlrover.python.rl.runtime.ray.processes.member import reserved_devices
+from dlrover.python.rl.trainer.workload import MemberContext, member_context
+
+
+@pytest.mark.parametrize(
+    ("reserved", "hides", "devices"),
+    [
+        ({"GPU": ["2", "3"]}, "", (2, 3)),
+        ({"GPU": ["2", "3"]}, "1", (0, 1)),
+        ({"GPU": [], "NPU": ["5"]}, "", (5,)),
+        ({"GPU": []}, "", ()),
+    ],
+)
+def test_they_are_numbered_as_the_process_sees_them(monkeypatch, reserved, hides, devices):
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_accelerator_ids=lambda: reserved))
+    monkeypatch.setenv("DLROVER_RL_RAY_VISIBLE_DEVICES", hides)
+    assert reserved_devices() == devices
+
+
+@pytest.mark.parametrize(
+    ("context", "device", "found"),
+    [
+        (MemberContext(role=RLRoleType.ROLLOUT, local_rank=1, devices=(6, 7)), "cuda", "cuda:6"),
+        (MemberContext(role=RLRoleType.ROLLOUT, local_rank=1), "cuda", "cuda:1"),
+        (MemberContext(role=RLRoleType.ROLLOUT, local_rank=1, devices=(6,)), "cuda:2", "cuda:2"),
+        (MemberContext(role=RLRoleType.ROLLOUT, local_rank=1), "cpu", "cpu"),
+    ],
+)
+def test_an_engine_runs_where_its_member_was_placed(context, device, found):
+    with member_context(context):
+        workload = RolloutWorkload(None, {})
+    assert workload.devices == context.devices
+    assert device_of(workload, EngineConfig(device=device)) == found
+
+
+def test_the_environment_tells_them_too():
+    context = MemberContext(devices=(2, 3))
+    assert context.to_env()["DEVICES"] == "2,3"
+    assert MemberContext.from_env(context.to_env()) == context
+    assert MemberContext.from_env({**context.to_env(), "DEVICES": ""}).devices == ()

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commits on several nodes: what a lost node takes with it, and what it cannot."""
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import disks
+import numpy as np
+import pytest
+from durable_toys import CLASSES, Policy, Stage
+
+from dlrover.python.rl.common.disk_space import DiskWait
+from dlrover.python.rl.common.errors import CheckpointMissing
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints, checkpoints_of, forget_commits, roots_of
+from dlrover.python.rl.runtime.checkpoint.member_state import MemberState, Roots
+
+ACTORS = [("ACTOR", 0), ("ACTOR", 1)]
+
+
+class Loner(Policy):
+    """Its ranks restart one by one."""
+
+    needs_own_process = False
+
+
+def stage_on(path, nodes, **options):
+    return Stage(path, nodes=dict(zip([*ACTORS, "trainer"], nodes, strict=True)), **options)
+
+
+def run_through(path, nodes, lost, at_update=4, **options):
+    """An undisturbed run's outcome, one's that loses a node in the middle of step ``at_update``, and its stage."""
+    reference = stage_on(path / "undisturbed", nodes, **options)
+    expected = reference.run()
+    updates = [number for number, call in enumerate(reference.port.calls) if call == ("ACTOR", 0, "update")]
+    stage = stage_on(path / "job", nodes, **options)
+    return expected, stage.run({(updates[at_update - 1], "before"): stage.lose(lost)}), stage
+
+
+def steps_gone_on_from(stage):
+    return [trainer.restart_info.step for trainer in stage.attempts]
+
+
+# -- in the nodes' memory ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nodes", "lost"), [("aba", "b"), ("abb", "b"), ("aaa", "a"), ("bba", "b"), ("aba", "a")])
+def test_without_a_copy_a_lost_node_costs_all_steps_and_that_is_said(tmp_path, caplog, nodes, lost):
+    with caplog.at_level(logging.WARNING, "dlrover"):
+        expected, outcome, stage = run_through(tmp_path, nodes, lost, steps=5, every=100)
+    assert outcome == expected
+    assert steps_gone_on_from(stage)[-1] == 0
+    assert "all stateful members are new: the job begins again at step 1" in caplog.text
+
+
+@pytest.mark.parametrize(("nodes", "lost"), [("aba", "b"), ("abb", "b"), ("aaa", "a"), ("bba", "b"), ("aba", "a")])
+def test_with_a_copy_it_costs_the_steps_after_it(tmp_path, caplog, nodes, lost):
+    with caplog.at_level(logging.WARNING, "dlrover"):
+        expected, outcome, stage = run_through(tmp_path, nodes, lost, at_update=6, steps=7, every=3)
+    assert outcome == expected
+    assert steps_gone_on_from(stage)[-1] == 3
+    assert "continuing from its copy in" in caplog.text
+    assert "begins again" not in caplog.text
+
+
+def test_a_survivor_of_a_later_state_is_not_thrown_away_in_silence(tmp_path):
+    with pytest.raises(CheckpointMissing) as caught:
+        run_through(tmp_path, "aba", "b", steps=5, every=100, classes={**CLASSES, "ACTOR": Loner})
+    assert caught.value.retryable is False
+    assert "the steps up to 3 are lost, and ACTOR[0] cannot begin again: they hold a later state" in str(caught.value)
+
+
+# -- where all nodes see them -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nodes", "lost"), [("aba", "b"), ("abb", "b"), ("aaa", "a"), ("bba", "b"), ("aab", "b")])
+def test_in_the_jobs_directory_no_committed_step_is_lost(tmp_path, nodes, lost):
+    expected, outcome, stage = run_through(tmp_path, nodes, lost, steps=5, every=100, shared=True)
+    assert outcome == expected
+    assert steps_gone_on_from(stage) == ([0, 3] if nodes[2] == lost else [0])
+    (newest, *_) = stage.attempts and StoreCheckpoints(replace(stage.roots(), epoch=9))._commits.manifests()
+    assert {file.node for file in newest.files.values()} == {""}, "nothing is taken on trust"
+
+
+JOB = """
+job_dir: {folder}
+trainer: {{module: m, class: c, node_number: {nodes}}}
+workload: {{actor: {{module: m, class: c}}}}
+scheduling_strategy: {strategy}
+checkpoint: {{commit_to: {commit_to}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "strategy", "commit_to", "shared"),
+    [
+        (1, "AUTO", "auto", False),
+        (1, "GROUP", "auto", False),
+        (1, "SIMPLE", "auto", True),
+        (2, "AUTO", "auto", True),
+        (2, "AUTO", "memory", False),
+        (1, "AUTO", "job_dir", True),
+    ],
+)
+def test_one_function_says_where_commits_go(tmp_path, monkeypatch, nodes, strategy, commit_to, shared):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
+    text = JOB.format(folder=tmp_path, nodes=nodes, strategy=strategy, commit_to=commit_to)
+    job = load_job_text(text, "job")
+    where = tmp_path / "commits" / "run1" if shared else tmp_path / "memory" / "dlrover-rl" / "job-run1"
+    roots = roots_of(job, "run1", 1, "n")
+    assert checkpoints_of(job, "run1", 1, "n").roots == roots
+    assert (roots.commit_root(), roots.shared) == (where, shared)
+
+
+def test_commits_are_forgotten_and_nothing_is_written_after_that(tmp_path):
+    for run in ("run1", "run2", "run3"):
+        Store(tmp_path, run=run).commit(1)
+    forget_commits(tmp_path, "run1")
+    assert sorted(os.listdir(tmp_path / "commits")) == ["run2", "run3"]
+    forget_commits(tmp_path)
+    forget_commits(tmp_path)
+    assert not (tmp_path / "commits").exists()
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+class Weights:
+    """A workload of ``size`` bytes."""
+
+    def __init__(self, size=80):
+        self.weights, self.saved = np.zeros(size // 8), 0
+
+    def state_dict(self):
+        self.saved += 1
+        return {"w": self.weights}
+
+    def load_state_dict(self, state):
+        self.weights = state["w"]
+
+
+class Store:
+    """One member, and the trainer's side."""
+
+    def __init__(self, path, size=80, disk_wait=DiskWait(0.02, 0.001), run="run1", shared=True):  # noqa: B008
+        self.roots = Roots("job", run, 1, path / "checkpoints" / run, path / "commits" / run, shared=shared)
+        self.checkpoints = StoreCheckpoints(self.roots, every=2, disk_wait=disk_wait)
+        self.member, self.workload = MemberState("ACTOR", 0, 1, "", disk_wait), Weights(size)
+
+    def commit(self, step):
+        answer = self.member.commit(self.workload, self.checkpoints.commit_request(step, last=False))
+        self.checkpoints.commit(step, {ProcessId("ACTOR", 0): answer}, {"step": step})
+
+    def restore(self, step):
+        self.member.restore(self.workload, self.checkpoints.restore_request(step))
+
+    def copied(self):
+        """Wait until the copy under way is made."""
+        self.member._copy.thread.join(30)
+
+    def damage(self, pattern):
+        for path in self.roots.commits.glob(pattern):
+            path.write_bytes(path.read_bytes()[:-1] + b"!")
+
+
+def test_an_unpublished_copy_is_published_rather_than_thrown_away(tmp_path):
+    store = Store(tmp_path)
+    store.commit(1)
+    store.commit(2)
+    store.copied()
+    assert not list(store.roots.durable.glob("*/manifest.json"))
+    store.damage("step-*2.e1/ACTOR*")
+    store.checkpoints.discard(2, "a member could not read it")
+    assert store.checkpoints.newest() == 2
+    assert store.checkpoints.load(2) == {"step": 2}
+    store.restore(2)
+
+
+@pytest.mark.parametrize("file", ["trainer", "ACTOR"])
+def test_a_valid_copy_of_the_same_step_is_used_and_stays(tmp_path, file):
+    store = Store(tmp_path)
+    for step in (1, 2):
+        store.commit(step)
+    store.copied()
+    store.commit(3)
+    assert store.checkpoints.newest() == 3
+    store.checkpoints.discard(3, "a test")
+    store.damage(f"step-*2.e1/{file}*")
+    assert store.checkpoints.newest() == 2
+    assert store.checkpoints.load(2) == {"step": 2}
+    store.restore(2)
+    assert [path.name for path in store.roots.durable.glob("step-*")] == ["step-00000002.e1"]
+
+
+def test_only_what_was_offered_is_set_aside(tmp_path):
+    store = Store(tmp_path)
+    store.commit(1)
+    store.commit(2)
+    store.checkpoints.restore_request(2)
+    (tmp_path / "checkpoints" / "run1" / "step-00000002.e2").mkdir()
+    store.copied()
+    store.checkpoints.discard(2, "a test")
+    left = {path.name for path in store.roots.durable.glob("step-*")}
+    assert left == {"step-00000002.e2", "step-00000002.e1"}
+    assert {path.name for path in store.roots.commits.glob("step-*")} == {"step-00000001.e1", "step-00000002.e1.bad.1"}
+
+
+# -- no room ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path):
+    with disks.small_disk(tmp_path / "disk") as disk:
+        if disk is None:
+            pytest.skip("needs the right to mount a file system")
+        (tmp_path / "commits").symlink_to(disk)
+        yield disk
+
+
+def fill(disk, leave):
+    """Leave ``leave`` bytes free."""
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    (disk / "filler").write_bytes(bytes(free - leave))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_older_generation_makes_room_for_the_next(tmp_path, small, caplog, shared):
+    store = Store(tmp_path, size=700_000, shared=shared)
+    with caplog.at_level(logging.WARNING, "dlrover"):
+        for step in range(1, 6):
+            store.commit(step)
+    assert "no disk space in" in caplog.text
+    assert store.checkpoints.newest() == 5
+    store.restore(5)
+    assert store.workload.saved == 5, "a state is asked for once, however often it is written"
+
+
+@pytest.mark.parametrize("leave", [0, 300_000])
+def test_without_room_there_is_an_error_with_the_figures_and_no_half_generation(tmp_path, small, leave):
+    store = Store(tmp_path, size=400_000)
+    store.commit(1)
+    fill(small, leave)
+    with pytest.raises(
+        OSError, match=r"No space left on device: 40\d{4} bytes do not fit, \d+ bytes are free: '.*step-"
+    ):
+        store.commit(2)
+    assert [path.name for path in Path(store.roots.commits).rglob("*2.e1/*")] == []
+    assert store.checkpoints.newest() == 1
+    (small / "filler").unlink()
+    store.commit(2)
+    assert store.checkpoints.newest() == 2
+
+
+def test_a_trainers_file_that_does_not_fit_leaves_the_last_commit(tmp_path, small):
+    store = Store(tmp_path, size=80)
+    store.commit(1)
+    answer = store.member.commit(store.workload, store.checkpoints.commit_request(2, last=False))
+    fill(small, 0)
+    with pytest.raises(OSError, match="bytes do not fit, 0 bytes are free"):
+        store.checkpoints.commit(2, {ProcessId("ACTOR", 0): answer}, {"step": 2})
+    assert store.checkpoints.newest() == 1
