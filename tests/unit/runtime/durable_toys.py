@@ -2,6 +2,7 @@
 """A small training job in one process that faults can be put into, call by call."""
 
 import shutil
+import threading
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -142,6 +143,14 @@ class Flaky(EngineError):
     retryable = True
 
 
+def wait_for_copies():
+    """Copies in the background end before the next call, however slow the disk is: what a fault finds is the same in
+    every run."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("dlrover-copy-"):
+            thread.join()
+
+
 @dataclass
 class FaultyPort(LocalPort):
     """Counts what is submitted, and lets something happen before or after one of the calls.
@@ -157,6 +166,7 @@ class FaultyPort(LocalPort):
     def submit(self, role, rank, call):
         number = len(self.calls)
         self.calls.append((str(role), rank, call.method))
+        wait_for_copies()
         self.faults.pop((number, "before"), lambda stage: None)(self)
         ref = super().submit(role, rank, call)
         self.faults.pop((number, "after"), lambda stage: None)(self)
