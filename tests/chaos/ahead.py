@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from dlrover.python.rl.data.prompts import PromptCursor, load_prompts
+from dlrover.python.rl.data.prompts import load_prompts
+from dlrover.python.rl.data.sampler import PromptCursor
 from dlrover.python.rl.data.source import hold_out
 from tests.chaos.verdict import final_states, read_rows, sample_faults, step_faults
 

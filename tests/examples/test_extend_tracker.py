@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.recipe.reporting.trackers import LogConfig, validate_log
+from dlrover.python.rl.recipe.base.config import LogConfig
+from dlrover.python.rl.recipe.reporting.trackers import validate_log
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs/guides/learn-from-examples.md"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.python.rl.algorithm.registry import make_algorithm
-from dlrover.python.rl.data.examples import read_sft
+from dlrover.python.rl.data.conversation import read_sft
 from dlrover.python.rl.data.pairs import read_pairs
 from dlrover.python.rl.data.prompts import load_prompts
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model

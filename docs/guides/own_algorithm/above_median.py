@@ -7,8 +7,8 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Gt, Lt
 
+from dlrover.python.rl.algorithm.losses.columns import SampleView
 from dlrover.python.rl.algorithm.losses.policy_gradient import PolicyGradient
-from dlrover.python.rl.algorithm.losses.samples import SampleView
 from dlrover.python.rl.data.batch import Column
 
 

@@ -11,8 +11,7 @@ from annotated_types import Ge
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.losses.columns import Metrics, Needs, TokenColumns
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.recipe.base.config import GRPOConfig
-from dlrover.python.rl.recipe.grpo import GRPOTrainer
+from dlrover.python.rl.recipe.grpo import GRPOConfig, GRPOTrainer
 from dlrover.python.rl.recipe.online.batch import AuxOutput
 from dlrover.python.rl.trainer.workload import BaseWorkload
 

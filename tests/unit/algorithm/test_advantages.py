@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover.python.rl.algorithm.losses.samples import check_group_size, group_advantages
+from dlrover.python.rl.algorithm.losses.columns import check_group_size, group_advantages
 
 
 def advantages(prompt_id, reward, normalize="std"):

@@ -21,8 +21,8 @@ from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.dr_grpo import DrGRPO
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.gspo import GSPO
+from dlrover.python.rl.algorithm.losses.columns import whiten
 from dlrover.python.rl.algorithm.losses.policy_gradient import correction_weights, kl_estimate
-from dlrover.python.rl.algorithm.losses.samples import whiten
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from dlrover.python.rl.algorithm.rloo import RLOO

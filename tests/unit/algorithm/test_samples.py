@@ -6,7 +6,7 @@ import pytest
 from ragged_updates import rows_of
 
 from dlrover.python.rl.algorithm.grpo import GRPO
-from dlrover.python.rl.algorithm.losses.samples import SampleView
+from dlrover.python.rl.algorithm.losses.columns import SampleView
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.batch import Ragged

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.balance import Partition, largest_differencing, lightest_first, partition
 from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.data.sampler import Partition, largest_differencing, lightest_first, partition
 from dlrover.python.rl.trainer.shard import Shard, divide
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.prompts import PromptCursor
+from dlrover.python.rl.data.sampler import PromptCursor
 
 
 @pytest.mark.feature(80)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.examples import (
+from dlrover.python.rl.data.conversation import (
     Counts,
     Encoding,
     collect_sft,

@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.conversation import encode_prompt
-from dlrover.python.rl.data.examples import Counts
+from dlrover.python.rl.data.conversation import Counts, encode_prompt
 from dlrover.python.rl.data.pairs import (
     PairEncoding,
     encode_pairs,

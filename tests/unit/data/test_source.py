@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dlrover.python.rl.common.errors import MissingExtra
-from dlrover.python.rl.data.examples import load_sft
+from dlrover.python.rl.data.conversation import load_sft
 from dlrover.python.rl.data.pairs import encode_pairs, read_pairs
 from dlrover.python.rl.data.prompts import load_prompts
 from dlrover.python.rl.data.source import scan_rows

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.data.balance import partition
 from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.data.sampler import partition
 from dlrover.python.rl.engine.model.packing import balance_by_tokens, check_actions, pack
 
 rows = st.lists(st.lists(st.booleans(), max_size=12), max_size=12)

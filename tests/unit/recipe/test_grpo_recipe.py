@@ -22,8 +22,11 @@ from dlrover.python.rl.control.state import Phase  # noqa: E402
 from dlrover.python.rl.engine.api.settings import ParallelSizes  # noqa: E402
 from dlrover.python.rl.master.job import check_job, run_here  # noqa: E402
 from dlrover.python.rl.recipe.base.checks import validate_roles  # noqa: E402
-from dlrover.python.rl.recipe.base.config import EngineConfig, GRPOConfig, PromptData, RolloutConfig  # noqa: E402
-from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
+from dlrover.python.rl.recipe.base.config import EngineConfig, PromptData, RolloutConfig  # noqa: E402
+from dlrover.python.rl.recipe.grpo import (
+    GRPOConfig,
+    GRPOTrainer,  # noqa: E402
+)
 
 
 @pytest.fixture(scope="module")

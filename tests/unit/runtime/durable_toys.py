@@ -10,7 +10,7 @@ import numpy as np
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.data.prompts import PromptCursor
+from dlrover.python.rl.data.sampler import PromptCursor
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
 from dlrover.python.rl.runtime.checkpoint.member_state import Roots
 from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort, LocalRecovery, process_environment

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 from annotated_types import Ge, Gt
 
+from dlrover.python.rl.algorithm.losses.columns import Floats, SampleView
 from dlrover.python.rl.algorithm.losses.fields import changed_fields
 from dlrover.python.rl.algorithm.losses.policy_gradient import GroupRelative
-from dlrover.python.rl.algorithm.losses.samples import Floats, SampleView
 
 
 @dataclass(frozen=True)

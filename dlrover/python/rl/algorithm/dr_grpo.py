@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from annotated_types import Gt
 
+from dlrover.python.rl.algorithm.losses.columns import SampleView, group_advantages
 from dlrover.python.rl.algorithm.losses.policy_gradient import PolicyGradient
-from dlrover.python.rl.algorithm.losses.samples import SampleView, group_advantages
 from dlrover.python.rl.data.batch import Column
 
 

@@ -6,9 +6,8 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Gt, Le
 
-from dlrover.python.rl.algorithm.losses.columns import Needs
+from dlrover.python.rl.algorithm.losses.columns import Needs, SampleView, whiten
 from dlrover.python.rl.algorithm.losses.policy_gradient import KLEstimator, KLTerm, PolicyGradient
-from dlrover.python.rl.algorithm.losses.samples import SampleView, whiten
 from dlrover.python.rl.algorithm.losses.values import ValueLoss, gae
 from dlrover.python.rl.data.batch import Batch
 

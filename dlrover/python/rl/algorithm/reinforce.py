@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar
 import numpy as np
 from annotated_types import Ge, Le
 
+from dlrover.python.rl.algorithm.losses.columns import SampleView, group_advantages, whiten
 from dlrover.python.rl.algorithm.losses.policy_gradient import KLEstimator, KLTerm, PolicyGradient
-from dlrover.python.rl.algorithm.losses.samples import SampleView, group_advantages, whiten
 from dlrover.python.rl.algorithm.losses.values import rewards_to_go
 from dlrover.python.rl.data.batch import Column
 

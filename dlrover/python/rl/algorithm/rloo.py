@@ -4,8 +4,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from dlrover.python.rl.algorithm.losses.columns import SampleView, leave_one_out
 from dlrover.python.rl.algorithm.losses.policy_gradient import KLEstimator, KLTerm, PolicyGradient
-from dlrover.python.rl.algorithm.losses.samples import SampleView, leave_one_out
 from dlrover.python.rl.data.batch import Column
 
 

@@ -20,7 +20,7 @@ from dlrover.python.rl.classic.settings import (
     sampling_params,
 )
 from dlrover.python.rl.classic.training import ClassicTrainer, LogOptions, read_launch
-from dlrover.python.rl.data.examples import Encoding, collect_sft, encode_sft
+from dlrover.python.rl.data.conversation import Encoding, collect_sft, encode_sft
 from dlrover.python.rl.engine.api.base import Rendezvous
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
 from dlrover.python.rl.engine.api.settings import ParallelSizes

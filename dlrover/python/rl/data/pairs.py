@@ -10,8 +10,17 @@ import numpy as np
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.data.conversation import Encoded, Tokenizer, answer_span, encode_pieces, encode_raw
-from dlrover.python.rl.data.examples import Counts, OverLong, messages_before_answer, to_batch
+from dlrover.python.rl.data.conversation import (
+    Counts,
+    Encoded,
+    OverLong,
+    Tokenizer,
+    answer_span,
+    encode_pieces,
+    encode_raw,
+    messages_before_answer,
+    to_batch,
+)
 from dlrover.python.rl.data.jsonl import find_message_faults, normalize_row, raise_errors, sort_by_line
 from dlrover.python.rl.data.source import SourceRows, scan_rows
 

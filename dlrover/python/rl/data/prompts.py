@@ -7,79 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from dlrover.python.rl.common.errors import ConfigError, DataError
+from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.data.jsonl import find_message_faults, raise_errors, sort_by_line
 from dlrover.python.rl.data.source import scan_rows
-
-
-class PromptCursor:
-    """Samples row indices without replacement, each epoch shuffled by (seed, epoch).
-
-    The state is three integers; the position is the number of indices sampled so far. A batch that reaches the end of
-    an epoch continues in the next: no row is dropped. With ``total`` the last batch is shorter, and later ones are
-    empty.
-
-    Args:
-        rows: how many there are.
-        batch_size: indices in each batch; may differ between runs that share a state.
-        seed: determines the order.
-        total: number of indices in all (``rows`` for one epoch); None: unlimited. May differ between runs too.
-
-    Raises:
-        ValueError: ``rows`` or ``batch_size`` is not positive, or ``seed`` or ``total`` is negative.
-    """
-
-    def __init__(self, rows: int, batch_size: int, seed: int = 0, total: int | None = None) -> None:
-        if rows < 1 or batch_size < 1 or seed < 0:
-            raise ValueError(f"need rows >= 1, batch_size >= 1 and seed >= 0, not {rows}, {batch_size} and {seed}")
-        if total is not None and total < 0:
-            raise ValueError(f"total must be at least 0, not {total}")
-        self._rows, self._batch_size, self._seed, self._total = rows, batch_size, seed, total
-        self._position = 0
-        self._order_epoch = 0
-        self._order = self._shuffled(0)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next index, from 0; equally, the number of finished epochs."""
-        return self._position // self._rows
-
-    def next(self, count: int | None = None) -> list[int]:
-        """The next ``count`` (``batch_size``) row indices; fewer, or none, at the end of ``total``."""
-        batch: list[int] = []
-        size = self._batch_size if count is None else count
-        if self._total is not None:
-            size = min(size, max(self._total - self._position, 0))
-        while len(batch) < size:
-            epoch, offset = divmod(self._position, self._rows)
-            if epoch != self._order_epoch:
-                self._order_epoch, self._order = epoch, self._shuffled(epoch)
-            indices = self._order[offset : offset + size - len(batch)].tolist()
-            batch += indices
-            self._position += len(indices)
-        return batch
-
-    def state_dict(self) -> dict[str, int]:
-        return {"rows": self._rows, "seed": self._seed, "drawn": self._position}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume; raise DataError if the state belongs to data of another size or to another seed."""
-        expected = {"rows": self._rows, "seed": self._seed}
-        actual = {name: state.get(name) for name in expected}
-        position = state.get("drawn")
-        if actual != expected or not isinstance(position, int) or position < 0:
-            raise DataError(f"the cursor's state {state} does not fit {expected}: data or seed have changed")
-        self._position = position
-
-    def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:
-        # RandomState's stream is frozen by numpy's policy; Generator's may change, and with it a resumed run's order.
-        bits = np.random.MT19937(np.random.SeedSequence((self._seed, epoch)))
-        return np.random.RandomState(bits).permutation(self._rows).astype(np.int64)
-
 
 _KEYS = ("prompt", "messages", "answer", "extra_info")
 

@@ -3,25 +3,30 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Gt
 
 from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.names import RLRoleType, hint
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info
-from dlrover.python.rl.recipe.base.config import (
-    PolicyConfig,
-    Positive,
-    RewardConfig,
-    RolloutConfig,
-    TeacherConfig,
-    validate_model,
-)
+from dlrover.python.rl.recipe.base.config import PolicyConfig, Positive, RewardConfig, RolloutConfig, validate_model
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
 from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
 
 _TEACHER_COLUMNS = {"teacher_logprobs": "float32", "candidates": "int64"}
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """One of the teachers."""
+
+    model: str
+    """Folder or hub name of a causal language model with the policy's own vocabulary."""
+
+    weight: Annotated[float, Gt(0.0)] = 1.0
+    """Its weight among several teachers."""
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """DPO, IPO and conservative DPO: raise the likelihood of the better of two answers over that of a frozen reference."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.registry import make_algorithm
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.recipe.offline.config import DPOConfig
-from dlrover.python.rl.recipe.offline.example_trainer import ExampleTrainer
+from dlrover.python.rl.recipe.offline.example_trainer import ExampleConfig, ExampleTrainer
+from dlrover.python.rl.recipe.offline.examples import PairData
 from dlrover.python.rl.recipe.rm import METRICS
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig(ExampleConfig):
+    """Direct preference optimisation."""
+
+    data: PairData
+    algorithm: Mapping[str, Any] = field(default_factory=lambda: {"name": "dpo"})
+    """``name``, which is ``dpo``, ``ipo`` or ``conservative_dpo``, and its options: ``beta``, ``label_smoothing``."""
 
 
 class DPOTrainer(ExampleTrainer):

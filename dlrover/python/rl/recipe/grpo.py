@@ -1,8 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """GRPO-family algorithms: sample groups of completions, score them, and reinforce the better ones of each group."""
 
-from dlrover.python.rl.recipe.base.config import GRPOConfig
+from dataclasses import dataclass
+
+from dlrover.python.rl.recipe.base.config import PolicyConfig
 from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
+
+
+@dataclass(frozen=True)
+class GRPOConfig(PolicyConfig):
+    """Group-relative policy optimisation, and others that need no further model."""
 
 
 class GRPOTrainer(PolicyTrainer):

@@ -8,8 +8,9 @@ from typing import Any
 from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.recipe.base.checks import require_role, validate_train_engine
-from dlrover.python.rl.recipe.base.config import CriticConfig, PolicyConfig, Positive, RolloutConfig, validate_model
+from dlrover.python.rl.recipe.base.config import NonNegative, PolicyConfig, Positive, RolloutConfig, validate_model
 from dlrover.python.rl.recipe.base.engine_workload import average_metrics
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
 from dlrover.python.rl.recipe.online.policy_trainer import AuxResults, PolicyTrainer
@@ -18,6 +19,21 @@ from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Shard
 
 _CRITIC_COLUMNS = ("returns", "values", "weight", "update", "digest")
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The critic of PPO. It runs on the engine of the policy, in the same precision and layout."""
+
+    model: str | None = None
+    """Folder or hub name of its initial model; None: that of the policy. A model without a head of one score gets a new
+    head."""
+
+    optimizer: OptimizerConfig = OptimizerConfig(lr=5e-6)
+    """Its optimizer."""
+
+    warmup_steps: NonNegative = 0
+    """Steps at the beginning in which only the critic is trained."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reward model, trained on pairs of a better and a worse answer."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.reward_model import RewardModel
-from dlrover.python.rl.recipe.offline.config import RMConfig
-from dlrover.python.rl.recipe.offline.example_trainer import ExampleTrainer
+from dlrover.python.rl.engine.api.base import OptimizerConfig
+from dlrover.python.rl.recipe.offline.example_trainer import ExampleConfig, ExampleTrainer
+from dlrover.python.rl.recipe.offline.examples import ScoredPairData
+
+
+@dataclass(frozen=True, kw_only=True)
+class RMConfig(ExampleConfig):
+    """A reward model from pairs of answers."""
+
+    data: ScoredPairData
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+
 
 METRICS = {
     "accuracy": "accuracy",

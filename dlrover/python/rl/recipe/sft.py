@@ -3,18 +3,32 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.sft import SFT
 from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.typed import require
-from dlrover.python.rl.recipe.offline.config import SFTConfig
-from dlrover.python.rl.recipe.offline.evaluating import Measured
-from dlrover.python.rl.recipe.offline.example_trainer import ExampleTrainer
-from dlrover.python.rl.recipe.online.answers import METRIC, Answers, validate_answers
+from dlrover.python.rl.engine.api.base import OptimizerConfig
+from dlrover.python.rl.recipe.offline.example_trainer import ExampleConfig, ExampleTrainer
+from dlrover.python.rl.recipe.offline.examples import Measured, SFTData
+from dlrover.python.rl.recipe.online.answers import METRIC, Answers, AnswersConfig, validate_answers
 from dlrover.python.rl.trainer.port import Pending
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(ExampleConfig):
+    """Supervised fine-tuning."""
+
+    data: SFTData
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    averaging: Literal["token", "sequence"] = "token"
+    """Mean over the tokens of the whole batch, or over rows of their token means."""
+
+    answers: AnswersConfig = AnswersConfig()
+    """Evaluation by generated answers, where the job has the roles ``rollout`` and ``reward``."""
 
 
 class SFTTrainer(ExampleTrainer):

@@ -13,9 +13,9 @@ from dlrover.python.rl.common.errors import InvalidJob, NonFiniteUpdate
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.recipe.base.model_saver import KeepConfig, ModelSaver
-from dlrover.python.rl.recipe.offline.evaluating import Measured
-from dlrover.python.rl.recipe.offline.examples import PairData, load_examples
+from dlrover.python.rl.recipe.base.config import KeepConfig
+from dlrover.python.rl.recipe.offline.examples import Measured, PairData, load_examples
+from dlrover.python.rl.recipe.reporting.run_log import ModelSaver
 from dlrover.python.rl.recipe.sft import SFTTrainer
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.trainer.workload import trainer_invocation

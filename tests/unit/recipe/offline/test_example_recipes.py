@@ -17,11 +17,10 @@ from dlrover.python.rl.data.source import SourceRows
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.engine.model.spec import ModelSpec
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.recipe.dpo import DPOTrainer
-from dlrover.python.rl.recipe.offline.config import DPOConfig, RMConfig, SFTConfig
+from dlrover.python.rl.recipe.dpo import DPOConfig, DPOTrainer
 from dlrover.python.rl.recipe.offline.examples import ScoredPairData
-from dlrover.python.rl.recipe.rm import RMTrainer
-from dlrover.python.rl.recipe.sft import SFTTrainer
+from dlrover.python.rl.recipe.rm import RMConfig, RMTrainer
+from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
 
 SEEDS = (0, 1, 2)
 LEARNING = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[1:])]

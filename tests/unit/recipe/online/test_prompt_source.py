@@ -6,7 +6,8 @@ import json
 import pytest
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
-from dlrover.python.rl.recipe.base.config import GRPOConfig, PromptData
+from dlrover.python.rl.recipe.base.config import PromptData
+from dlrover.python.rl.recipe.grpo import GRPOConfig
 from dlrover.python.rl.recipe.online.prompts import PromptSource
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrover.python.rl.engine.rollout.requests import uniforms
-from dlrover.python.rl.recipe.online.staleness import StalenessTracker
+from dlrover.python.rl.recipe.online.collector import StalenessTracker
 
 
 class Rollouts:

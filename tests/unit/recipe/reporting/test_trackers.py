@@ -13,8 +13,8 @@ from recipe_stage import kill_trainer
 
 from dlrover.python.rl.config.typed import parse
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.recipe.base.config import LogConfig
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
-from dlrover.python.rl.recipe.reporting.trackers import LogConfig
 
 
 class FakeWandb(types.ModuleType):

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from dlrover.python.rl.algorithm.losses.samples import SampleView
+from dlrover.python.rl.algorithm.losses.columns import SampleView
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.online.batch import format_samples, sample_metrics
 from dlrover.python.rl.recipe.reporting.metrics import merge_rows, number_samples

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dlrover.python.rl.algorithm.grpo import GRPO
-from dlrover.python.rl.algorithm.losses.samples import SampleView
+from dlrover.python.rl.algorithm.losses.columns import SampleView
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
 

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The columns of a micro-batch that a loss reads, and weights per token that hold the global normaliser."""
+"""The columns of a loss: of a micro-batch, weights per token that hold the global normaliser, samples and advantages.
+
+A sample is one row, or several: a trajectory of an environment.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -11,6 +15,7 @@ import torch
 
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.data.batch import Array, Batch, Ragged
 
 TokenColumns: TypeAlias = Mapping[str, torch.Tensor]
 """Columns aligned with the action tokens of a micro-batch, each ``[tokens]``, a few ``[tokens, n]``."""
@@ -112,3 +117,213 @@ class TokenUnits:
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         return values[self.index]
+
+
+_ROUNDING = 1e-9
+"""Relative difference of sums of the same numbers in another order."""
+
+Normalize: TypeAlias = Literal["none", "std"]
+"""``std`` divides a group's centred rewards by their standard deviation; ``none`` does not."""
+
+STD_EPS = 1e-6
+"""Added to the standard deviation of a group's rewards before dividing."""
+
+
+def group_advantages(
+    prompt_id: npt.NDArray[np.int64],
+    reward: npt.NDArray[np.floating],
+    normalize: Normalize,
+    valid: npt.NDArray[np.bool_] | None = None,
+) -> npt.NDArray[np.float32]:
+    """Center rewards on the mean of their group, the rows of one prompt: ``[rows]``.
+
+    GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1.2): ``(r - mean(r)) / std(r)``. The paper leaves the deviation
+    open; this is the **population** one (divisor n, plus 1e-6): rewards 1 and 0 give +1 and -1. verl, TRL and RL2 use
+    divisor n - 1 (+0.71 and -0.71), a factor that a learning rate absorbs. Dr. GRPO (arXiv:2503.20783) does not divide.
+
+    Rows that are not ``valid`` or have reward NaN are left out; they get 0, as do groups of one row or equal rewards.
+
+    Raises:
+        ValueError: unknown ``normalize``, or an infinite reward.
+    """
+    if normalize not in get_args(Normalize):
+        raise ValueError(f"unknown normalize '{normalize}'{hint(normalize, get_args(Normalize))}")
+    if np.isinf(reward).any():
+        raise ValueError(f"infinite rewards in rows {np.flatnonzero(np.isinf(reward)).tolist()}")
+    counted = ~np.isnan(reward) if valid is None else valid & ~np.isnan(reward)
+    advantage = np.zeros(len(reward), dtype=np.float32)
+    _, group = np.unique(prompt_id[counted], return_inverse=True)
+    advantage[counted] = _centred(group, reward[counted].astype(np.float64), normalize)
+    return advantage
+
+
+def leave_one_out(
+    prompt_id: npt.NDArray[np.int64], reward: npt.NDArray[np.floating], valid: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.float32]:
+    """Center each reward on the mean of its prompt's *other* rows (RLOO, arXiv:2402.14740, section 3.2): ``[rows]``.
+
+    That is ``n / (n - 1)`` times the deviation from the mean of all n; 0 for rows left out or alone."""
+    centred = group_advantages(prompt_id, reward, "none", valid).astype(np.float64)
+    _, group = np.unique(prompt_id, return_inverse=True)
+    count = np.bincount(group, weights=valid)[group]
+    return (centred * count / np.maximum(count - 1, 1)).astype(np.float32)
+
+
+def find_varied_groups(
+    prompt_id: npt.NDArray[np.int64], reward: npt.NDArray[np.floating], valid: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """``[samples]``: True where the valid rewards of the sample's prompt differ by more than rounding.
+
+    DAPO's dynamic sampling (arXiv:2503.14476, eq. 11) replaces the other prompts, which teach nothing."""
+    _, group = np.unique(prompt_id, return_inverse=True)
+    low, high = np.full(len(reward), np.inf), np.full(len(reward), -np.inf)
+    np.minimum.at(low, group[valid], reward[valid])
+    np.maximum.at(high, group[valid], reward[valid])
+    varied: npt.NDArray[np.bool_] = high - low > _ROUNDING * np.maximum(1.0, np.abs(high))
+    return varied[group]
+
+
+def whiten(values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float64]:
+    """``(values - mean) / sqrt(var + 1e-8)`` with the unbiased variance (divisor n - 1); equal values give 0.
+
+    Over an update's action tokens, as in the code of PPO and REINFORCE++ (TRL, verl, RL2). ``counts`` are the values'
+    multiplicities, by default 1; a value of multiplicity 0 is excluded and becomes 0.
+    """
+    counts = np.ones(len(values), dtype=np.int64) if counts is None else counts
+    counted = values[counts > 0]
+    if not len(counted) or counted.min() == counted.max():
+        return np.zeros(len(values))
+    total = counts.sum()
+    centred = np.where(counts > 0, values - (counts * np.where(counts > 0, values, 0.0)).sum() / total, 0.0)
+    deviation = float(np.sqrt((counts * centred**2).sum() / (total - 1) + 1e-8))
+    return centred / deviation
+
+
+def check_group_size(samples_per_prompt: int) -> None:
+    if samples_per_prompt < 2:
+        raise ValueError(
+            f"samples_per_prompt is {samples_per_prompt}: the baseline is the mean over a prompt's samples, so a single"
+            " sample always has advantage 0 and nothing is learned; use at least 2"
+        )
+
+
+def _centred(
+    group: npt.NDArray[np.int64], reward: npt.NDArray[np.float64], normalize: Normalize
+) -> npt.NDArray[np.float64]:
+    count = np.bincount(group)
+    low, high = np.full(len(count), np.inf), np.full(len(count), -np.inf)
+    np.minimum.at(low, group, reward)
+    np.maximum.at(high, group, reward)
+    # The mean of equal numbers may be off by a rounding error, which a division by eps would blow up.
+    varies = (high > low)[group]
+    centred = np.where(varies, reward - (np.bincount(group, weights=reward) / count)[group], 0.0)
+    if normalize == "none":
+        return centred
+    deviation = np.sqrt(np.bincount(group, weights=centred**2) / count)
+    return centred / (deviation[group] + STD_EPS)
+
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class SampleView:
+    """The samples of an update. ``of_row`` ``[rows]``: the sample of each row, from 0.
+
+    ``action_tokens`` and ``counted`` are ``[samples]``; ``counted`` is False for samples that failed or have no
+    action."""
+
+    rows: Batch
+    of_row: npt.NDArray[np.int64]
+    action_tokens: npt.NDArray[np.int64]
+    counted: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, rows: Batch, by: str = "trajectory") -> "SampleView":
+        """Rows with the same number in the column ``by`` are one sample; without that column each row is one."""
+        numbers = rows.dense(by) if by in rows else np.arange(len(rows))
+        _, of_row = np.unique(numbers, return_inverse=True)
+        of_row = of_row.astype(np.int64)
+        action_tokens = np.bincount(of_row, weights=rows.dense("action_tokens")).astype(np.int64)
+        counted = action_tokens > 0
+        if "reward" in rows:
+            counted &= ~np.isnan(np.bincount(of_row, weights=rows.dense("reward")))
+        return cls(rows, of_row, action_tokens, counted)
+
+    @property
+    def reward(self) -> Floats:
+        return np.bincount(self.of_row, weights=self.rows.dense("reward")).astype(np.float64)
+
+    @property
+    def prompt_id(self) -> npt.NDArray[np.int64]:
+        _, first = np.unique(self.of_row, return_index=True)
+        prompt_id: npt.NDArray[np.int64] = self.rows.dense("prompt_id")[first]
+        return prompt_id
+
+    def weights(self, mode: Averaging, max_tokens: int | None = None) -> npt.NDArray[np.float32]:
+        return self.spread(token_weights(self.action_tokens, self.counted, mode, max_tokens))
+
+    def spread(self, values: Array) -> npt.NDArray[np.float32]:
+        """Each sample's value on its rows that have action tokens, 0 on others: ``[samples]`` to float32 ``[rows]``."""
+        return np.where(self.rows.dense("action_tokens") > 0, values[self.of_row], 0).astype(np.float32)
+
+    @cached_property
+    def tokens(self) -> "ActionTokens":
+        return ActionTokens.of(self)
+
+
+@dataclass(frozen=True, eq=False)
+class ActionTokens:
+    """Action tokens sample by sample, each in the order they were chosen; observations are left out.
+
+    ``mask`` is ``action_mask``, ``[rows, seq]``; ``flat`` ``[actions]`` are positions among all tokens of the batch;
+    ``lengths`` ``[samples]`` are 0 for samples that do not count.
+    """
+
+    samples: SampleView
+    mask: Ragged
+    flat: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, samples: SampleView) -> "ActionTokens":
+        mask = samples.rows.ragged("action_mask")
+        flat = np.flatnonzero(mask.values)
+        row = np.searchsorted(mask.offsets, flat, side="right") - 1
+        if not np.array_equal(np.bincount(row, minlength=len(mask)), samples.rows.dense("action_tokens")):
+            raise DataError("'action_tokens' differ from the token counts of 'action_mask'")
+        sample = samples.of_row[row]
+        counted = samples.counted[sample]
+        order = np.argsort(sample[counted], kind="stable")
+        return cls(samples, mask, flat[counted][order], np.where(samples.counted, samples.action_tokens, 0))
+
+    def of_column(self, name: str) -> Floats:
+        """The ragged column at these tokens, ``[actions]``."""
+        values = self.samples.rows.ragged(name)
+        if not np.array_equal(values.offsets, self.mask.offsets):
+            raise DataError(f"'{name}' and 'action_mask' have rows of different lengths")
+        return values.values[self.flat].astype(np.float64)
+
+    def sums(self, values: Floats) -> Floats:
+        sample = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        return np.bincount(sample, values, len(self.lengths)).astype(np.float64)
+
+    def ragged(self, values: Floats) -> Ragged:
+        """``[actions]`` as a float32 column ``[rows, seq]``, 0 elsewhere."""
+        column = np.zeros(len(self.mask.values), dtype=np.float32)
+        column[self.flat] = values
+        return self.mask.like(column)
+
+    def rewards(self) -> Floats:
+        """``[actions]``: ``token_rewards``, or each row's ``reward`` on its last action; the reward of a row without
+        actions goes to the action before it."""
+        samples = self.samples
+        if "token_rewards" in samples.rows:
+            return self.of_column("token_rewards")
+        rows = np.flatnonzero(samples.counted[samples.of_row])
+        rows = rows[np.argsort(samples.of_row[rows], kind="stable")]
+        starts = np.cumsum(self.lengths) - self.lengths
+        last = np.cumsum(samples.rows.dense("action_tokens")[rows]) - 1
+        rewards = np.zeros(len(self.flat))
+        np.add.at(rewards, np.maximum(last, starts[samples.of_row[rows]]), samples.rows.dense("reward")[rows])
+        return rewards

@@ -21,16 +21,20 @@ import torch
 from annotated_types import Ge, Gt, Lt
 
 from dlrover.python.rl.algorithm.losses.columns import (
+    Floats,
     Metrics,
     Needs,
+    Normalize,
+    SampleView,
     TokenColumns,
     TokenLosses,
     TokenUnits,
+    check_group_size,
     column,
+    group_advantages,
     weighted_sum,
 )
 from dlrover.python.rl.algorithm.losses.fields import changed_fields, check_fields
-from dlrover.python.rl.algorithm.losses.samples import Floats, Normalize, SampleView, check_group_size, group_advantages
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.data.batch import Batch, Column
 

@@ -6,8 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dlrover.python.rl.algorithm.losses.columns import Metrics, TokenColumns, TokenUnits, column, weighted_sum
-from dlrover.python.rl.algorithm.losses.samples import SampleView
+from dlrover.python.rl.algorithm.losses.columns import (
+    Metrics,
+    SampleView,
+    TokenColumns,
+    TokenUnits,
+    column,
+    weighted_sum,
+)
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.batch import Batch
 

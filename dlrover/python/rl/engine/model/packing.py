@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.data.balance import lightest_first
 from dlrover.python.rl.data.batch import Array, Batch, Column, Ragged
+from dlrover.python.rl.data.sampler import lightest_first
 
 Ids = npt.NDArray[np.int64]
 Head = Literal["causal", "token"]

@@ -2,7 +2,7 @@
 """A job file's ``config`` for the ready recipes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,11 +11,11 @@ from annotated_types import Ge, Gt, Le
 from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, SamplingParams
 from dlrover.python.rl.engine.api.settings import ParallelSizes
-from dlrover.python.rl.recipe.base.model_saver import KeepConfig
-from dlrover.python.rl.recipe.reporting.trackers import LogConfig
 
 Positive = Annotated[int, Gt(0)]
 NonNegative = Annotated[int, Ge(0)]
+
+_LOSSES = ("loss", "nll", "perplexity", "kl", "failed")
 
 
 @dataclass(frozen=True)
@@ -192,6 +192,87 @@ class PromptData:
 
 
 @dataclass(frozen=True)
+class KeepConfig:
+    """Models to keep besides the last one, ``model/``, all in Hugging Face format; and early stopping."""
+
+    best: str | None = None
+    """The metric of evaluations by which the best model is kept, in ``best/``: ``eval_loss``. None: none is."""
+
+    best_is: Literal["lowest", "highest"] | None = None
+    """Which value is the best. None: the lowest of what is called a loss, perplexity or kl, the highest of others."""
+
+    patience: Annotated[int, Ge(0)] = 0
+    """The run ends after this many evaluations in a row that were not better than the best; 0: it does not."""
+
+    save_every: Annotated[int, Ge(0)] = 0
+    """Write the model to ``steps/step-<number>`` every this many steps; 0: never."""
+
+    keep_last: Annotated[int, Gt(0)] | None = 2
+    """How many of these folders to keep, the newest ones; all others in ``steps`` are removed. None: keep all."""
+
+    @property
+    def prefers_low(self) -> bool:
+        return self.best_is == "lowest" if self.best_is else (self.best or "").endswith(_LOSSES)
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """Weights & Biases. Its other settings come from its environment variables."""
+
+    project: str
+    """The project's name."""
+
+    name: str | None = None
+    """The run's name; None: the job's."""
+
+
+@dataclass(frozen=True)
+class MlflowConfig:
+    """MLflow."""
+
+    experiment: str
+    """The experiment's name."""
+
+    name: str | None = None
+    """The run's name; None: the job's."""
+
+    uri: str | None = None
+    """The tracking server; None: as MLflow's own environment variables say."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Where the metrics of a run go, beside ``metrics.jsonl`` and TensorBoard's events in its directory."""
+
+    trackers: tuple[str | Mapping[str, Mapping[str, Any]], ...] = ()
+    """Each is ``wandb``, ``mlflow``, an entry point of ``dlrover_rl.trackers`` or ``module:Class``; with options for
+    its constructor, ``{name: {option: value}}``."""
+
+    wandb: WandbConfig | None = None
+    """Short for ``trackers: [{wandb: {...}}]``."""
+
+    mlflow: MlflowConfig | None = None
+    """Short for ``trackers: [{mlflow: {...}}]``."""
+
+    show_samples: Annotated[int, Ge(0)] = 0
+    """How many of a step's samples to show in the log of the console."""
+
+    max_chars: Annotated[int, Gt(0)] = 200
+    """Characters of each text shown there; all of it is in ``samples.jsonl``."""
+
+    @property
+    def tracker_options(self) -> dict[str, dict[str, Any]]:
+        """The constructor arguments of each tracker, by its name."""
+        items = [{item: {}} if isinstance(item, str) else item for item in self.trackers]
+        options = {name: dict(values or {}) for item in items for name, values in item.items()}
+        if self.wandb is not None:
+            options["wandb"] = asdict(self.wandb)
+        if self.mlflow is not None:
+            options["mlflow"] = asdict(self.mlflow)
+        return options
+
+
+@dataclass(frozen=True)
 class PolicyConfig:
     """The keys that trainers on samples share."""
 
@@ -229,37 +310,6 @@ class PolicyConfig:
     engine: EngineConfig = EngineConfig()
     keep: KeepConfig = KeepConfig()
     log: LogConfig = LogConfig()
-
-
-@dataclass(frozen=True)
-class GRPOConfig(PolicyConfig):
-    """Group-relative policy optimisation, and others that need no further model."""
-
-
-@dataclass(frozen=True)
-class CriticConfig:
-    """The critic of PPO. It runs on the engine of the policy, in the same precision and layout."""
-
-    model: str | None = None
-    """Folder or hub name of its initial model; None: that of the policy. A model without a head of one score gets a new
-    head."""
-
-    optimizer: OptimizerConfig = OptimizerConfig(lr=5e-6)
-    """Its optimizer."""
-
-    warmup_steps: NonNegative = 0
-    """Steps at the beginning in which only the critic is trained."""
-
-
-@dataclass(frozen=True)
-class TeacherConfig:
-    """One of the teachers."""
-
-    model: str
-    """Folder or hub name of a causal language model with the policy's own vocabulary."""
-
-    weight: Annotated[float, Gt(0.0)] = 1.0
-    """Its weight among several teachers."""
 
 
 def training_sampling(rollout: RolloutConfig) -> SamplingParams:

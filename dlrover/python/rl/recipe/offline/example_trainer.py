@@ -3,30 +3,72 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, ClassVar
+
+from annotated_types import Gt
 
 from dlrover.python.rl.algorithm.base import Algorithm, select_added
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.typed import require, salvage
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.data.prompts import PromptCursor
-from dlrover.python.rl.engine.api.base import UpdateResult
+from dlrover.python.rl.data.sampler import PromptCursor
+from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_train_engine
-from dlrover.python.rl.recipe.base.config import validate_model
+from dlrover.python.rl.recipe.base.config import (
+    EngineConfig,
+    KeepConfig,
+    LogConfig,
+    NonNegative,
+    Positive,
+    validate_model,
+)
 from dlrover.python.rl.recipe.base.engine_workload import TRAINED
-from dlrover.python.rl.recipe.base.model_saver import ModelSaver, validate_keep
-from dlrover.python.rl.recipe.offline.config import ExampleConfig
-from dlrover.python.rl.recipe.offline.evaluating import Measured
-from dlrover.python.rl.recipe.offline.examples import Examples, partition_segments, select_segments, validate_examples
+from dlrover.python.rl.recipe.offline.examples import (
+    ExampleData,
+    Examples,
+    Measured,
+    partition_segments,
+    select_segments,
+    validate_examples,
+)
 from dlrover.python.rl.recipe.online.batch import annotate_errors_with_samples
 from dlrover.python.rl.recipe.reporting.metrics import Machine, TimedTrainer
-from dlrover.python.rl.recipe.reporting.run_log import RunLog
+from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
 from dlrover.python.rl.recipe.reporting.trackers import validate_log
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleConfig:
+    """The keys that they share."""
+
+    model: str
+    """Folder or hub name of a causal language model."""
+
+    data: ExampleData
+    epochs: Annotated[float, Gt(0.0)] = 1.0
+    """Passes over the data."""
+
+    steps: Positive | None = None
+    """Optimizer steps, instead of ``epochs``."""
+
+    batch_size: Positive = 32
+    """Examples, or pairs, of one optimizer step."""
+
+    seed: NonNegative = 0
+    """Decides the order of the data, and which are held out."""
+
+    eval_every: NonNegative = 0
+    """Evaluate every this many steps, and after the last; 0: never."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    engine: EngineConfig = EngineConfig()
+    keep: KeepConfig = KeepConfig()
+    log: LogConfig = LogConfig()
 
 
 class ExampleTrainer(TimedTrainer):

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples of a run: their sources, their encoding as tokens, and the held-out ones."""
+"""The examples of a run: sources, encoding as tokens, the held-out ones and the loss on them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+import torch
 from annotated_types import Gt, Lt
 
+from dlrover.python.rl.algorithm.base import EngineLoss
 from dlrover.python.rl.common.errors import ConfigError, DataError
-from dlrover.python.rl.data.balance import Partition, partition
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.data.examples import Counts, Encoding, encode_sft, read_sft, sft_prompt, validate_sft
+from dlrover.python.rl.data.conversation import Counts, Encoding, encode_sft, read_sft, sft_prompt, validate_sft
 from dlrover.python.rl.data.jsonl import first_errors
 from dlrover.python.rl.data.pairs import Masked, PairEncoding, encode_pairs, pair_prompt, read_pairs, validate_pairs
+from dlrover.python.rl.data.sampler import Partition, partition
 from dlrover.python.rl.data.source import HELD_OUT_SHARE, SourceRows, hold_out
+from dlrover.python.rl.engine.api.base import BaseTrainEngine
+from dlrover.python.rl.engine.model.packing import select_columns
+from dlrover.python.rl.engine.model.ranks import preserve_random_state
 from dlrover.python.rl.recipe.base.config import Positive
 from dlrover.python.rl.recipe.base.engine_workload import TRAINED
 
@@ -202,3 +207,35 @@ def select_segments(batch: Batch, segment_rows: int, numbers: Iterable[int]) -> 
 def partition_segments(batch: Batch, segment_rows: int, members: int) -> Partition:
     """The rows of each member, with about as many tokens each; of few segments some members get none."""
     return partition(batch.ragged("tokens").lengths.tolist(), members, segment_rows)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A loss and its metrics: a rank's weighted sums, whose weights add up to 1 over all ranks."""
+
+    loss: float
+    metrics: dict[str, float]
+
+    @classmethod
+    def total(cls, parts: Sequence["Measured"]) -> "Measured":
+        """Sum over ranks; a rank without rows has no metrics."""
+        names = {name: None for part in parts for name in part.metrics}
+        metrics = {name: sum(part.metrics.get(name, 0.0) for part in parts) for name in names}
+        return cls(sum(part.loss for part in parts), metrics)
+
+
+def measure(engine: BaseTrainEngine, batch: Batch, loss: EngineLoss) -> Measured:
+    """This rank's part of the loss on annotated rows; a collective call. Weights and random state stay unchanged."""
+    with preserve_random_state(), torch.no_grad():
+        outputs = compute_outputs(engine, batch)
+        flat = np.flatnonzero(batch.ragged("action_mask").values)
+        if not len(flat):
+            return Measured(0.0, {})
+        value, metrics = loss(torch.from_numpy(outputs[flat]), select_columns(batch, flat, "cpu"))
+    return Measured(float(value), {name: float(amount) for name, amount in metrics.items()})
+
+
+def compute_outputs(engine: BaseTrainEngine, batch: Batch) -> Any:
+    """Log-probs or scores ``[all tokens]``, 0 outside the action mask."""
+    evaluated = engine.evaluate(batch.select("tokens", "action_mask"))
+    return evaluated.ragged("logprobs" if "logprobs" in evaluated else "scores").values

@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from dlrover.python.rl.algorithm.losses.samples import SampleView, find_varied_groups
+from dlrover.python.rl.algorithm.losses.columns import SampleView, find_varied_groups
 from dlrover.python.rl.common.errors import ConfigError, DataError, InvocationError, NonFiniteUpdate
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.data.balance import partition
 from dlrover.python.rl.data.batch import Array, Batch, Ragged, even_cuts
+from dlrover.python.rl.data.sampler import partition
 from dlrover.python.rl.recipe.base.config import RewardConfig
 from dlrover.python.rl.recipe.reporting.metrics import mean_reward, merge_rows, number_samples
 from dlrover.python.rl.recipe.reporting.run_log import RunLog

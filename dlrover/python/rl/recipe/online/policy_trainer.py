@@ -28,7 +28,6 @@ from dlrover.python.rl.recipe.base.checks import (
 )
 from dlrover.python.rl.recipe.base.config import PolicyConfig, validate_model
 from dlrover.python.rl.recipe.base.engine_workload import UpdatePlan, assign_updates, average_metrics
-from dlrover.python.rl.recipe.base.model_saver import ModelSaver, validate_keep
 from dlrover.python.rl.recipe.online.batch import (
     AuxOutput,
     RewardFailures,
@@ -54,7 +53,7 @@ from dlrover.python.rl.recipe.reporting.metrics import (
     compare_scores,
     step_metrics,
 )
-from dlrover.python.rl.recipe.reporting.run_log import RunLog
+from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
 from dlrover.python.rl.recipe.reporting.trackers import validate_log
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.role_group import RoleGroup

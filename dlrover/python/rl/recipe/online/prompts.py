@@ -10,7 +10,8 @@ from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.jsonl import first_errors
-from dlrover.python.rl.data.prompts import PromptCursor, PromptRow, empty_prompts, load_prompts, validate_prompts
+from dlrover.python.rl.data.prompts import PromptRow, empty_prompts, load_prompts, validate_prompts
+from dlrover.python.rl.data.sampler import PromptCursor
 from dlrover.python.rl.data.source import hold_out
 from dlrover.python.rl.recipe.base.config import PolicyConfig, RewardConfig
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dlrover.python.rl.algorithm.losses.samples import SampleView
+from dlrover.python.rl.algorithm.losses.columns import SampleView
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.runtime.process.timed_port import Stopwatch, TimedPort
 from dlrover.python.rl.trainer.port import COMMIT
@@ -22,7 +22,7 @@ _SUMMED = ("reward", "score", "action_tokens", "token_count")
 
 def number_samples(scored: Batch) -> npt.NDArray[np.int64]:
     """``[rows]``: the sample of each row, from 0, in the order of their first rows; see
-    :class:`~dlrover.python.rl.algorithm.losses.samples.SampleView`."""
+    :class:`~dlrover.python.rl.algorithm.losses.columns.SampleView`."""
     of_row = SampleView.of(scored).of_row
     _, first = np.unique(of_row, return_index=True)
     numbers: npt.NDArray[np.int64] = np.argsort(np.argsort(first))[of_row]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes into its directory: metrics, samples, TensorBoard events, a curve, a summary."""
+"""What a run writes into its directory: metrics, samples, TensorBoard events, a curve, a summary, and models."""
 
-import importlib
 import io
 import json
 import math
@@ -10,7 +9,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -20,14 +19,19 @@ from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import scalar
 
 from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, append, replace, retry_while_full
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.recipe.reporting.trackers import LogConfig, Trackers
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.recipe.base.config import KeepConfig, LogConfig
+from dlrover.python.rl.recipe.reporting.trackers import Trackers
 
 _LOG = get_logger(__name__)
 
 _METRICS, _SAMPLES = "metrics.jsonl", "samples.jsonl"
 _FILES = (_METRICS, _SAMPLES, "held_out.jsonl", "refused.jsonl", "summary.json", "reward.png", "loss.png")
 _TENSORBOARD = "tensorboard"
+_MEAN_OF = 10
+_STEP_FOLDER = re.compile(r"step-[0-9]+")
 _STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
 
 
@@ -171,13 +175,11 @@ class RunLog:
         """Draw one metric over the steps as a PNG, with its running mean; needs matplotlib, the extra ``plot``."""
         points = [(step, values[name]) for step, values in self._history if math.isfinite(values.get(name, math.nan))]
         try:
-            plots = importlib.import_module("dlrover.python.rl.recipe.reporting.plots")
+            self._replace(file, curve_png(name, points))
         except ImportError:
             if self._can_plot:
                 _LOG.warning("matplotlib is not installed (dlrover-rl[plot]); continuing without %s", file)
             self._can_plot = False
-            return
-        self._replace(file, plots.curve_png(name, points))
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         append(self._folder / name, "".join(map(_format_line, rows)).encode(), self._disk_wait)
@@ -222,3 +224,121 @@ def _truncate_at_step(file: Path, step: int) -> None:
 
 def _parse_metrics(row: dict[str, Any]) -> tuple[int, dict[str, float]]:
     return row.pop("step"), {name: math.nan if value is None else value for name, value in row.items()}
+
+
+def curve_png(name: str, points: Sequence[tuple[int, float]]) -> bytes:
+    """``points``, steps and values, as a PNG with the running mean of a few steps; raises ImportError."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), dpi=120)
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    steps, values = [point[0] for point in points], [point[1] for point in points]
+    axes.plot(steps, values, color="tab:blue", alpha=0.35, linewidth=1, label="each step")
+    axes.plot(steps, running_mean(values, _MEAN_OF), color="tab:blue", linewidth=2, label=f"mean of {_MEAN_OF} steps")
+    axes.set_xlabel("step")
+    axes.set_ylabel(name)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
+    figure.tight_layout()
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    return content.getvalue()
+
+
+def running_mean(values: list[float], window: int) -> list[float]:
+    """Each value's mean with up to ``window - 1`` before it."""
+    return [sum(values[max(0, end - window) : end]) / (end - max(0, end - window)) for end in range(1, len(values) + 1)]
+
+
+def validate_keep(config: KeepConfig, eval_every: int, metric_names: Collection[str]) -> list[ConfigError]:
+    """Check ``config`` against how often the run evaluates (0: never) and the metrics of its evaluations."""
+    errors = []
+    if config.best is not None and not eval_every:
+        errors.append(ConfigError("config.keep.best", "needs evaluations: set config.eval_every"))
+    elif config.best is not None and config.best not in metric_names:
+        errors.append(_unknown_metric(config.best, metric_names))
+    if config.patience and config.best is None:
+        errors.append(ConfigError("config.keep.patience", "needs to know what is better: set config.keep.best"))
+    return errors
+
+
+def _unknown_metric(name: str, metric_names: Collection[str]) -> ConfigError:
+    return ConfigError("config.keep.best", f"no metric '{name}'{hint(name, metric_names)}")
+
+
+class ModelSaver:
+    """Saves models, and counts evaluations without progress; belongs into a trainer's ``state``.
+
+    Args:
+        config: which models.
+        folder: the job's directory.
+        save: writes the model to a folder.
+    """
+
+    def __init__(self, config: KeepConfig, folder: Path, save: Callable[[Path], Any]) -> None:
+        self._config, self._folder, self._save = config, folder, save
+        self._best: float | None = None
+        self._best_step = self._worse = 0
+
+    @property
+    def should_stop(self) -> bool:
+        """True after ``patience`` evaluations without a better model."""
+        return 0 < self._config.patience <= self._worse
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Compare an evaluation with the best one so far, and save the model where it is better. NaN is not counted.
+
+        Raises:
+            InvalidJob: the evaluation has no such metric.
+        """
+        name = self._config.best
+        if name is None:
+            return
+        if name not in metrics:
+            raise InvalidJob([_unknown_metric(name, metrics)])
+        if math.isnan(metrics[name]):
+            return
+        if not self._is_better(metrics[name]):
+            self._worse += 1
+            if self.should_stop:
+                _LOG.info("%s has not been better than %g for %d evaluations", name, self._best, self._worse)
+            return
+        self._best, self._best_step, self._worse = metrics[name], step, 0
+        self._save(self._folder / "best")
+
+    def _is_better(self, value: float) -> bool:
+        if self._best is None:
+            return True
+        return value < self._best if self._config.prefers_low else value > self._best
+
+    def save_step(self, step: int) -> None:
+        """Save the model of a step where one is due, and remove the oldest."""
+        every = self._config.save_every
+        if not every or step % every:
+            return
+        folder = self._folder / "steps"
+        self._save(folder / f"step-{step}")
+        if self._config.keep_last is None:
+            return
+        newest = {f"step-{step - every * back}" for back in range(self._config.keep_last)}
+        for path in folder.iterdir():
+            if _STEP_FOLDER.fullmatch(path.name) and path.name not in newest:
+                shutil.rmtree(path)
+
+    def summary(self) -> dict[str, Any]:
+        """The closing metrics."""
+        if self._best is None:
+            return {}
+        return {
+            f"best {self._config.best}": round(self._best, 6),
+            "best step": self._best_step,
+            "best model": str(self._folder / "best"),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "step": self._best_step, "worse": self._worse}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._best, self._best_step, self._worse = state["best"], state["step"], state["worse"]

@@ -10,16 +10,15 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Protocol
-
-from annotated_types import Ge, Gt
+from typing import Any, Protocol
 
 from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, replace
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError
 from dlrover.python.rl.common.extensions import ExtensionPoint
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.recipe.base.config import LogConfig
 
 _LOG = get_logger(__name__)
 
@@ -66,63 +65,6 @@ class Tracker(Protocol):
     def close(self) -> None:
         """End the run."""
         ...
-
-
-@dataclass(frozen=True)
-class WandbConfig:
-    """Weights & Biases. Its other settings come from its environment variables."""
-
-    project: str
-    """The project's name."""
-
-    name: str | None = None
-    """The run's name; None: the job's."""
-
-
-@dataclass(frozen=True)
-class MlflowConfig:
-    """MLflow."""
-
-    experiment: str
-    """The experiment's name."""
-
-    name: str | None = None
-    """The run's name; None: the job's."""
-
-    uri: str | None = None
-    """The tracking server; None: as MLflow's own environment variables say."""
-
-
-@dataclass(frozen=True)
-class LogConfig:
-    """Where the metrics of a run go, beside ``metrics.jsonl`` and TensorBoard's events in its directory."""
-
-    trackers: tuple[str | Mapping[str, Mapping[str, Any]], ...] = ()
-    """Each is ``wandb``, ``mlflow``, an entry point of ``dlrover_rl.trackers`` or ``module:Class``; with options for
-    its constructor, ``{name: {option: value}}``."""
-
-    wandb: WandbConfig | None = None
-    """Short for ``trackers: [{wandb: {...}}]``."""
-
-    mlflow: MlflowConfig | None = None
-    """Short for ``trackers: [{mlflow: {...}}]``."""
-
-    show_samples: Annotated[int, Ge(0)] = 0
-    """How many of a step's samples to show in the log of the console."""
-
-    max_chars: Annotated[int, Gt(0)] = 200
-    """Characters of each text shown there; all of it is in ``samples.jsonl``."""
-
-    @property
-    def tracker_options(self) -> dict[str, dict[str, Any]]:
-        """The constructor arguments of each tracker, by its name."""
-        items = [{item: {}} if isinstance(item, str) else item for item in self.trackers]
-        options = {name: dict(values or {}) for item in items for name, values in item.items()}
-        if self.wandb is not None:
-            options["wandb"] = asdict(self.wandb)
-        if self.mlflow is not None:
-            options["mlflow"] = asdict(self.mlflow)
-        return options
 
 
 def validate_log(config: LogConfig) -> list[ConfigError]:

@@ -30,8 +30,14 @@ from dlrover.python.rl.recipe.base.engine_workload import (
     on_device,
     run_updates,
 )
-from dlrover.python.rl.recipe.offline.evaluating import Measured, compute_outputs, measure
-from dlrover.python.rl.recipe.offline.examples import ExampleData, Examples, load_examples
+from dlrover.python.rl.recipe.offline.examples import (
+    ExampleData,
+    Examples,
+    Measured,
+    compute_outputs,
+    load_examples,
+    measure,
+)
 from dlrover.python.rl.recipe.online.batch import cast_columns, find_nonfinite_rows
 from dlrover.python.rl.recipe.reporting.metrics import Machine
 from dlrover.python.rl.trainer.workload import trainer_invocation
