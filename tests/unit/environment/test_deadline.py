@@ -127,6 +127,17 @@ def test_closing_leaves_no_process():
         verifier("", None)
 
 
+def test_a_verifier_that_is_dropped_leaves_no_process():
+    verifier = DeadlineVerifier(verifiers.obedient, timeout_s=1.0)
+    with pytest.raises(VerifierTimeout):
+        verifier("loop", None)  # Its second process is meant as well.
+    assert verifier("fine", None) == 1.0
+    processes = [verifier._child.pid, verifier._child._process.pid]
+    del verifier
+    for process in processes:
+        wait_until_gone(process)
+
+
 def test_a_killed_parent_leaves_no_process():
     script = (
         "import sys; from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier\n"

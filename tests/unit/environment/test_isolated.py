@@ -108,6 +108,14 @@ def test_what_cannot_be_loaded_is_told_and_leaves_no_process():
         IsolatedEnvironment(f"{SCRIPT}:Countin")
 
 
+def test_an_environment_that_is_dropped_leaves_no_process():
+    environment = IsolatedEnvironment(SCRIPT)
+    pid = environment._running().pid
+    assert is_alive(pid)
+    del environment
+    wait_until_gone(pid)
+
+
 def test_sync_calls_that_hang_take_no_others_place():
     async def hung():
         guard = Guard(IsolatedEnvironment(f"{SCRIPT}:Counting", {"start": 1}), timeout_s=1.0)

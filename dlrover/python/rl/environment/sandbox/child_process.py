@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 READY = "ready"
-"""The number of the first reply, which carries the child's ``pid``, or the ``error`` that it could not start for."""
+"""The number of the first reply, which may carry the ``error`` that the child could not start for."""
 
 _PRINTED_CHARACTERS = 10_000
 """Output of a call that is shown; the rest is dropped."""
@@ -40,8 +41,7 @@ _PRINTED_CHARACTERS = 10_000
 _MESSAGE_CHARACTERS, _TRACEBACK_CHARACTERS = 2_000, 20_000
 _TICK_S = 1.0
 _EXIT_S = 5.0
-_CRASH_S = 10.0
-"""Maximum wait for an exit code after the connection closed, so that a busy machine reports the same reason."""
+_PF_EXITING = 0x4
 _PR_SET_CHILD_SUBREAPER = 36
 _SIZE_BYTES = 8
 
@@ -79,13 +79,14 @@ class ChildProcess:
         max_reply_bytes: int,
         send_timeout_s: float = 0.0,
     ) -> None:
-        self.pid = 0  # Of the child, not of the warden; known once it is ready.
+        self.pid = 0  # Of the child, not of the warden; sent before any user code runs.
         self.ready: Future[dict[str, Any]] = Future()
         self._pending = {READY: self.ready}
         self._max_reply_bytes = max_reply_bytes
         self._lock, self._sending, self._killing = threading.Lock(), threading.Lock(), threading.Lock()
         self._ended: tuple[str, bool] | None = None  # The arguments of ChildEnded.
         self._is_killed = False
+        self._owner: weakref.finalize[..., Any] | None = None
         self._connection, child = socket.socketpair()
         self._send_timeout_s = send_timeout_s or None
         # sys.path goes along, since a function of a script's neighbour module is importable here.
@@ -106,6 +107,11 @@ class ChildProcess:
     @property
     def is_ended(self) -> bool:
         return self._ended is not None
+
+    def end_with(self, owner: object) -> None:
+        """End the process when ``owner`` is garbage collected too; the reader does it: the collector never waits."""
+        self._owner = weakref.finalize(owner, self._hang_up)
+        self._owner.atexit = False  # At exit the connection closes by itself.
 
     def begin(self, number: str) -> "Future[dict[str, Any]]":
         """Return the future of a call's reply, to be followed by :meth:`send`; it fails with :class:`ChildEnded`."""
@@ -131,6 +137,8 @@ class ChildProcess:
 
     def end(self, reason: str = "it was closed", is_garbled: bool = False) -> None:
         """Kill the process and its descendants; pending calls fail with ``reason``. May be called again."""
+        if self._owner is not None:
+            self._owner.detach()
         with self._lock:
             self._ended = self._ended or (reason, is_garbled)
             pending, self._pending = list(self._pending.values()), {}
@@ -144,9 +152,12 @@ class ChildProcess:
         if threading.current_thread() is not self._reader:
             self._reader.join(_EXIT_S)
 
-    def _kill(self) -> None:
+    def _hang_up(self) -> None:
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _kill(self) -> None:
+        self._hang_up()
         self._process.terminate()  # The warden ends its descendants.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)
@@ -161,6 +172,7 @@ class ChildProcess:
         garbled = ""
         try:
             with self._connection.makefile("rb") as replies:
+                self.pid = int(replies.readline() or 0)
                 while line := replies.readline(self._max_reply_bytes + 1):
                     self._settle(line)
         except OSError:
@@ -178,19 +190,32 @@ class ChildProcess:
         reply = json.loads(line)
         with self._lock:
             answer = self._pending.pop(reply["number"])
-        if answer is self.ready:
-            self.pid = int(reply.get("pid", 0))
         if answer.set_running_or_notify_cancel():
             answer.set_result(reply)
 
     def _exit_reason(self) -> str:
-        if self._ended is None:
+        """Why the connection closed; a child that runs on is not waited for."""
+        if self._ended is None and not _is_running(self.pid):
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_CRASH_S)
-        code = self._process.returncode
+                self._process.wait(_EXIT_S)
+        code = self._process.poll()
         if code is None:
             return "it closed its connection"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _is_running(pid: int) -> bool:
+    """False from the moment when the kernel begins to end the process, which is before it closes its connections."""
+    try:
+        status = _read_status(Path(f"/proc/{pid}"))
+    except OSError:
+        return False
+    return status[0] != "Z" and not int(status[6]) & _PF_EXITING
+
+
+def _read_status(process: Path) -> list[str]:
+    """The fields of proc_pid_stat(5) from the third on: state, parent, group, session, terminal, its group, flags."""
+    return (process / "stat").read_text().rpartition(")")[2].split()
 
 
 # -- in the child ------------------------------------------------------------------------------------------------------
@@ -204,11 +229,15 @@ def run_child(serve: Callable[..., None], descriptor: str, memory_mb: str, argum
 
 
 class Channel:
-    """Replies are JSON: data from hostile code is never unpickled."""
+    """Sends the child's process id, then replies in JSON: data from hostile code is never unpickled.
+
+    The kernel closes the connection, not the interpreter on its way out: by then the exit code is certain.
+    """
 
     def __init__(self, descriptor: int, output: "Capped") -> None:
-        self._connection, self._output = socket.socket(fileno=descriptor), output
-        self._incoming = self._connection.makefile("rb")
+        self._descriptor, self._output = descriptor, output
+        self._incoming = os.fdopen(descriptor, "rb", closefd=False)
+        self._write(b"%d\n" % os.getpid())
 
     def receive(self) -> tuple[str, str, tuple[Any, ...]] | None:
         """Wait for a call: its number, name and arguments; None: the parent is gone."""
@@ -223,8 +252,12 @@ class Channel:
         return pickle.loads(request)  # type: ignore[no-any-return]
 
     def send(self, number: str, reply: dict[str, Any]) -> None:
+        self._write(json.dumps({"number": number, **reply}).encode() + b"\n")
+
+    def _write(self, line: bytes) -> None:
         with suppress(OSError):  # The parent is gone, as the next receive reports.
-            self._connection.sendall(json.dumps({"number": number, **reply}).encode() + b"\n")
+            while line:
+                line = line[os.write(self._descriptor, line) :]
 
 
 def error_reply(message: str) -> dict[str, Any]:
@@ -317,5 +350,5 @@ def _kill_children() -> None:
     """Kill every process whose parent is this one."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
-            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid():
+            if int(_read_status(entry)[1]) == os.getpid():
                 os.kill(int(entry.name), signal.SIGKILL)

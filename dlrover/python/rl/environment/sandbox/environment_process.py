@@ -11,7 +11,6 @@ stuck and is replaced. Its other calls fail too, because their episodes lived th
 
 import asyncio
 import base64
-import os
 import secrets
 import threading
 from collections.abc import Mapping
@@ -121,6 +120,7 @@ class IsolatedEnvironment:
                     raise EnvironmentFailed("the environment has been shut down")
                 arguments = [self._where, self._options]
                 self._child = ChildProcess(serve_environment, arguments, self._memory_mb, _MAX_REPLY_BYTES)
+                self._child.end_with(self)
                 try:
                     self.episodes = self._await_ready(self._child)
                 except BaseException:
@@ -181,7 +181,7 @@ def serve_environment(channel: Channel, where: str, options: dict[str, Any]) -> 
     except BaseException as error:  # noqa: BLE001 - the process boundary: importing may even exit
         channel.send(READY, error_reply(str(error)))
         return
-    channel.send(READY, {"pid": os.getpid(), **_encode(environment.episodes)})
+    channel.send(READY, _encode(environment.episodes))
     asyncio.run(_Server(environment, channel).serve())
 
 

@@ -6,7 +6,6 @@ its memory. Verifiers run side by side: a hanging sample uses only its own deadl
 """
 
 import math
-import os
 import queue
 import secrets
 import signal
@@ -44,7 +43,7 @@ def serve_rewards(channel: Channel, weights: dict[str, float], load_limit_s: flo
     except Exception:  # noqa: BLE001 - the process boundary: whatever importing raises the parent reports it
         channel.send(READY, error_reply("could not be loaded"))
         return
-    number, reply = READY, {"pid": os.getpid()}
+    number, reply = READY, dict[str, Any]()
     while True:
         signal.setitimer(signal.ITIMER_REAL, 0)
         channel.send(number, reply)
@@ -147,7 +146,9 @@ class DeadlineVerifier:
     def _start(self) -> ChildProcess:
         limits = [self._start_timeout_s + _ORPHAN_GRACE_S, self._timeout_s + _ORPHAN_GRACE_S]
         arguments = [self._weights, *limits]
-        return ChildProcess(serve_rewards, arguments, self._memory_mb, _MAX_REPLY_BYTES, self._timeout_s)
+        child = ChildProcess(serve_rewards, arguments, self._memory_mb, _MAX_REPLY_BYTES, self._timeout_s)
+        child.end_with(self)
+        return child
 
     def _restart(self) -> None:
         self._child.end()
