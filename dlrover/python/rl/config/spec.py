@@ -20,7 +20,7 @@ SchedulingStrategy = Literal["AUTO", "SIMPLE", "GROUP"]
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """The trainer, and the machines the job may use."""
+    """The trainer and the nodes of the job."""
 
     module: str
     """Module of the trainer class."""
@@ -29,27 +29,27 @@ class TrainerSpec:
     """The trainer class (``class`` in a job file)."""
 
     node_number: Positive = 1
-    """Nodes the job may use."""
+    """Maximum number of nodes."""
 
     device_type: Literal["CPU", "GPU"] = "GPU"
-    """What counts as a device."""
+    """Type of device that the job uses."""
 
     device_per_node: Positive = 8
     """Devices on each node."""
 
     torch_master_port: tuple[Annotated[int, Gt(1000)], ...] = ()
-    """Rendezvous ports to try first, one per role in the file's order; a busy one is replaced by a free one."""
+    """Preferred rendezvous ports, one per role in the order of the file; a free port replaces a busy one."""
 
     type: Literal["USER_DEFINED"] = "USER_DEFINED"
-    """The trainer type of upstream DLRover; here the class decides."""
+    """The trainer type of upstream DLRover; unused, since the class determines it."""
 
     hang_after_s: Seconds = 3600.0
-    """Seconds without progress of the trainer's own code, waiting apart, before it is killed and recovered."""
+    """Seconds without progress in the trainer, waiting for calls excluded, after which it is killed and recovered."""
 
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """One role: its class, how many members, and what each of them needs."""
+    """A role: its class, number of members and resources."""
 
     module: str
     """Module of the workload class."""
@@ -58,88 +58,87 @@ class WorkloadSpec:
     """The workload class (``class`` in a job file)."""
 
     num: Positive = 1
-    """Members of the role."""
+    """Number of members."""
 
     per_node: Positive | None = None
-    """Members on each node, standbys apart; None leaves it to the placement."""
+    """Members per node, standbys excluded; None: decided by the placement."""
 
     resource: Mapping[str, Amount] = field(default_factory=dict)
-    """What one member needs: ``cpu``, ``gpu``, ``memory`` in MB, or a custom resource. A job's device that is not named
-    counts as one (in a group: an equal share of what the others leave): in a GPU job write ``gpu: 0`` for a role
-    without."""
+    """Resources of a member: ``cpu``, ``gpu``, ``memory`` in MB, or a custom resource. The device type of the job
+    defaults to 1 (in a group: an equal share of what the others leave): in a GPU job set ``gpu: 0`` for a role without
+    a device."""
 
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment of the members; wins over the job's."""
+    """Environment variables of the members; they override those of the job."""
 
     standby: NonNegative = 0
-    """Processes kept ready to take a member's place; each reserves what a member needs."""
+    """Number of standby processes, which replace lost members; each reserves the resources of a member."""
 
     hang_after_s: Seconds = 600.0
-    """Seconds without progress of a member before it is killed and recovered."""
+    """Seconds without progress in a member after which it is killed and recovered."""
 
 
 @dataclass(frozen=True)
 class RestartSpec:
-    """Limits of restarts, and the back-off before them."""
+    """Limits and back-off of restarts."""
 
     job_max_restart: NonNegative = 10
-    """Restarts of the whole job within the window."""
+    """Maximum restarts of the job within the window."""
 
     trainer_max_restart: NonNegative = 10
-    """Restarts of the trainer within the window."""
+    """Maximum restarts of the trainer within the window."""
 
     workload_max_restart: Mapping[str, NonNegative] = field(default_factory=dict)
-    """Recoveries of a role within the window; a role not named has the job's limit."""
+    """Maximum recoveries of a role within the window; the default is the limit of the job."""
 
     backoff_s: Annotated[float, Ge(0.0), Lt(float("inf"))] = 1.0
-    """Wait before the second restart of the same thing without progress in between, doubled at each further one up to a
-    minute."""
+    """Delay before the second restart of the same process without progress in between; doubled at each further restart,
+    up to a minute."""
 
     window_s: Seconds = 3600.0
-    """Restarts older than this no longer count."""
+    """Restarts older than this are not counted."""
 
     node_max_failures: Positive = 3
-    """Processes of the job that a node may lose within the window before it is no longer used."""
+    """Processes of the job that a node may lose within the window before it is excluded."""
 
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """Which committed steps are kept, and where."""
+    """Commits to keep, and their location."""
 
     every: Positive = 10
-    """Steps between copies to the job's directory, for good; the last two steps are always kept, see ``commit_to``."""
+    """Steps between permanent copies in ``job_dir``. The last two steps are always kept, see ``commit_to``."""
 
     keep: Positive = 2
-    """Copies to keep, the newest ones."""
+    """Number of newest copies to keep."""
 
     resume: Literal["never", "latest"] = "never"
-    """``never``: a new run starts fresh. ``latest``: it goes on from the newest valid copy that any earlier run left in
-    ``job_dir``."""
+    """``never``: start a new run. ``latest``: continue from the newest valid copy of any earlier run in ``job_dir``."""
 
     commit_to: Literal["auto", "memory", "job_dir"] = "auto"
-    """Where the state after each step is kept until the job ends. ``memory``: in the memory of each node, which is
-    quick; a lost node's part is gone, and the job then goes back to the last copy in ``job_dir``, or to step 1.
-    ``job_dir``: there, where all nodes see it; no node's loss costs a committed step. ``auto``: ``memory`` for a job
-    that reserves a single node, ``job_dir`` for any other."""
+    """Location of the state after each step, until the job ends. ``memory``: the memory of each node, which is fast; if
+    a node is lost, the job goes back to the last copy in ``job_dir``, or to step 1. ``job_dir``: a folder that all
+    nodes share; losing a node loses no committed step. ``auto``: ``memory`` for a job on a single node, else
+    ``job_dir``."""
 
 
 @dataclass(frozen=True)
 class LivenessSpec:
-    """When a silent process is treated as lost."""
+    """Heartbeats and their limits."""
 
     beat_s: Seconds = 0.5
-    """Time between two heartbeats; shorter than every limit that they are compared with."""
+    """Interval of heartbeats; must be below every limit."""
 
     lease_s: Seconds = 60.0
-    """A process that has not reached its master for this time ends itself."""
+    """A process that cannot reach its master for this time ends itself."""
 
     start_timeout_s: Seconds = 300.0
-    """A process whose start takes longer is abandoned."""
+    """Timeout of the start of a process."""
 
 
 @dataclass(frozen=True)
 class MasterSpec:
-    """Resources and restarts of the job's master."""
+    """Resources and restarts of the master."""
 
     cpu: Amount = 0.0
     """Logical CPUs reserved for the master."""
@@ -148,7 +147,7 @@ class MasterSpec:
     """Memory reserved for the master, in MB."""
 
     max_restart: Annotated[int, Ge(-1)] = -1
-    """Restarts of the master's process, -1 for any number; the job's members go on meanwhile."""
+    """Maximum restarts of the master, -1: unlimited; members continue meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -159,40 +158,40 @@ class JobSpec:
     """
 
     name: str
-    """The job's name: a DNS label."""
+    """Name of the job, a DNS label."""
 
     trainer: TrainerSpec
     workloads: Mapping[RLRoleType, WorkloadSpec]
-    """Role to its workload, in the order of the file."""
+    """Workload of each role, in the order of the file."""
 
     groups: tuple[Mapping[RLRoleType, int], ...] = ()
-    """Collocated roles: each group maps its roles to their members in one instance of the group."""
+    """Collocated roles: each group maps roles to their members in one instance of the group."""
 
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment of the trainer and all members."""
+    """Environment variables of the trainer and all members."""
 
     config: Any = None
-    """The user's own configuration, a ``DictConfig``, passed through untouched."""
+    """Configuration of the user, a ``DictConfig``, passed through unchanged."""
 
     job_dir: Path = Path("runs")
-    """Where the job writes."""
+    """Output folder of the job."""
 
     work_dir: str = ""
-    """The folder of relative paths in ``config``; every process works there, on nodes that have it."""
+    """Folder of relative paths in ``config``, and working directory of every process on nodes that have it."""
 
     search_path: tuple[str, ...] = ()
-    """Folders that the job's classes may be imported from, besides the installed packages."""
+    """Folders to import the classes of the job from, besides installed packages."""
 
     restart: RestartSpec = RestartSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     liveness: LivenessSpec = LivenessSpec()
     master: MasterSpec = MasterSpec()
     placement_timeout_s: Seconds = 120.0
-    """How long to wait for the cluster to have the resources."""
+    """Timeout of the reservation of resources."""
 
     scheduling_strategy: SchedulingStrategy = "AUTO"
-    """AUTO and GROUP reserve all resources together before anything starts; SIMPLE reserves nothing and starts every
-    member as its own resources come free."""
+    """AUTO and GROUP reserve all resources before anything starts; SIMPLE reserves nothing and starts each member when
+    its resources are free."""
 
     def members(self) -> Iterator[tuple[RLRoleType, int]]:
         """Every member as role and rank, in the order of the file."""

@@ -20,10 +20,10 @@ _TEACHER_COLUMNS = {"teacher_logprobs": "float32", "candidates": "int64"}
 
 @dataclass(frozen=True)
 class TeacherConfig:
-    """One of the teachers."""
+    """A teacher."""
 
     model: str
-    """Folder or hub name of a causal language model with the policy's own vocabulary."""
+    """Folder or hub name of a causal language model with the vocabulary of the policy."""
 
     weight: Annotated[float, Gt(0.0)] = 1.0
     """Its weight among several teachers."""
@@ -34,17 +34,16 @@ class DistillationConfig(PolicyConfig):
     """On-policy distillation. Rewards are only logged."""
 
     prompts_per_step: Positive = 64
-    """Prompts of one step; each is sampled ``rollout.samples_per_prompt`` times."""
+    """Prompts of a step, each sampled ``rollout.samples_per_prompt`` times."""
 
     rollout: RolloutConfig = RolloutConfig(samples_per_prompt=1)
     reward: RewardConfig = RewardConfig(function="dlrover.python.rl.environment.verifiers:unjudged")
 
     teachers: Mapping[str, TeacherConfig] = field(default_factory=dict)
-    """The teachers by the names of their roles: ``{teacher: {model: ...}}``. Further ones are further roles of the
-    job, of the class ``TeacherWorkload``."""
+    """Teachers by role name: ``{teacher: {model: ...}}``. Each is a role of the job, of class ``TeacherWorkload``."""
 
     top: Positive = 64
-    """Number of most likely ids that each teacher reports at each token, for ``vocabulary_distillation``."""
+    """Number of most likely ids that each teacher reports per token, for ``vocabulary_distillation``."""
 
 
 class DistillationTrainer(PolicyTrainer):

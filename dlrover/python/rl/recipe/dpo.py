@@ -20,7 +20,7 @@ class DPOConfig(ExampleConfig):
 
     data: PairData
     algorithm: Mapping[str, Any] = field(default_factory=lambda: {"name": "dpo"})
-    """``name``, which is ``dpo``, ``ipo`` or ``conservative_dpo``, and its options: ``beta``, ``label_smoothing``."""
+    """``name`` (``dpo``, ``ipo`` or ``conservative_dpo``) and its options: ``beta``, ``label_smoothing``."""
 
 
 class DPOTrainer(ExampleTrainer):

@@ -9,7 +9,7 @@ from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
 
 @dataclass(frozen=True)
 class GRPOConfig(PolicyConfig):
-    """Group-relative policy optimisation, and others that need no further model."""
+    """Group-relative policy optimisation, and other algorithms without a further model."""
 
 
 class GRPOTrainer(PolicyTrainer):

@@ -23,17 +23,17 @@ _CRITIC_COLUMNS = ("returns", "values", "weight", "update", "digest")
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The critic of PPO. It runs on the engine of the policy, in the same precision and layout."""
+    """The critic of PPO. It has the engine, precision and parallelism of the policy."""
 
     model: str | None = None
-    """Folder or hub name of its initial model; None: that of the policy. A model without a head of one score gets a new
-    head."""
+    """Folder or hub name of the initial model; None: that of the policy. A model without a scalar head gets a new
+    one."""
 
     optimizer: OptimizerConfig = OptimizerConfig(lr=5e-6)
-    """Its optimizer."""
+    """Optimizer of the critic."""
 
     warmup_steps: NonNegative = 0
-    """Steps at the beginning in which only the critic is trained."""
+    """Number of first steps that train only the critic."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class PPOConfig(PolicyConfig):
     """Proximal policy optimisation with a critic."""
 
     prompts_per_step: Positive = 64
-    """Prompts of one step; each is sampled ``rollout.samples_per_prompt`` times."""
+    """Prompts of a step, each sampled ``rollout.samples_per_prompt`` times."""
 
     rollout: RolloutConfig = RolloutConfig(samples_per_prompt=1)
     critic: CriticConfig = CriticConfig()

@@ -25,10 +25,10 @@ class SFTConfig(ExampleConfig):
     data: SFTData
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     averaging: Literal["token", "sequence"] = "token"
-    """Mean over the tokens of the whole batch, or over rows of their token means."""
+    """Mean over the tokens of the batch, or over rows of their token means."""
 
     answers: AnswersConfig = AnswersConfig()
-    """Evaluation by generated answers, where the job has the roles ``rollout`` and ``reward``."""
+    """Evaluation by generated answers, if the job has the roles ``rollout`` and ``reward``."""
 
 
 class SFTTrainer(ExampleTrainer):

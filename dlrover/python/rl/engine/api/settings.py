@@ -17,7 +17,7 @@ class ParallelSizes:
     """Sizes of the dimensions of parallelism. The remaining ranks shard the parameters (ZeRO-3)."""
 
     ddp_size: Size = 1
-    """Copies of the sharded model, which stay bitwise equal (hybrid sharding)."""
+    """Replicas of the sharded model, bitwise equal (hybrid sharding)."""
 
     tensor_parallel_size: Size = 1
     """Ranks that split each matrix."""
@@ -86,37 +86,37 @@ class Layout:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """An optimizer with linear warm-up, a schedule, and gradient-norm clipping."""
+    """Optimizer, learning-rate schedule with linear warm-up, and gradient clipping."""
 
     lr: Annotated[float, Gt(0.0)] = 1e-6
     """Peak learning rate."""
 
     warmup_steps: Annotated[int, Ge(0)] = 0
-    """Optimizer steps over which the rate rises linearly from ``lr / warmup_steps`` to ``lr``."""
+    """Optimizer steps over which the learning rate rises linearly from ``lr / warmup_steps`` to ``lr``."""
 
     weight_decay: Annotated[float, Ge(0.0)] = 0.0
     """Decoupled weight decay, not applied to vectors (norms, biases)."""
 
     betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of AdamW's two moments."""
+    """Decay rates of the two moments of AdamW."""
 
     max_grad_norm: Annotated[float, Gt(0.0)] | None = 1.0
-    """Global gradient norm to clip to; None turns clipping off."""
+    """Maximum global gradient norm; None: no clipping."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    """``sgd`` is plain gradient descent, with ``momentum`` where that is above 0."""
+    """``sgd`` is plain gradient descent, with optional ``momentum``."""
 
     momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.0
-    """Of ``sgd``."""
+    """Momentum of ``sgd``."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate goes from ``lr`` to ``min_lr`` between the warm-up and ``decay_steps``."""
+    """Decay of the learning rate from ``lr`` to ``min_lr`` between the warm-up and ``decay_steps``."""
 
     min_lr: Annotated[float, Ge(0.0)] = 0.0
-    """The rate at the end of a schedule that falls."""
+    """Learning rate at the end of the decay."""
 
     decay_steps: Annotated[int, Gt(0)] | None = None
-    """Optimizer steps after which a falling schedule is at its end, warm-up included. None: those of the whole run."""
+    """Optimizer steps at which the decay ends, warm-up included. None: the steps of the run."""
 
     def __post_init__(self) -> None:
         if self.momentum and self.name != "sgd":

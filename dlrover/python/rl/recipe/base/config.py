@@ -20,59 +20,59 @@ _LOSSES = ("loss", "nll", "perplexity", "kl", "failed")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How engines run, the same for every role."""
+    """Settings of the engines, the same for every role."""
 
     train: str = "fsdp2"
-    """The train engine: ``fsdp2``, ``deepspeed``, ``megatron`` an entry point or ``module:Class``."""
+    """The train engine: ``fsdp2``, ``deepspeed``, ``megatron``, an entry point or ``module:Class``."""
 
     train_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of this train engine only: ``{zero_stage: 2}`` of deepspeed."""
+    """Options of this train engine: ``{zero_stage: 2}`` for deepspeed."""
 
     rollout: str = "torch"
-    """The rollout engine: ``torch``, ``vllm``, ``sglang`` an entry point or ``module:Class``."""
+    """The rollout engine: ``torch``, ``vllm``, ``sglang``, an entry point or ``module:Class``."""
 
     rollout_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of this rollout engine only."""
+    """Options of this rollout engine."""
 
     weight_sync: str = "auto"
-    """How weights get from the actor to the rollouts: ``pull`` (rollouts fetch them from the actor's memory or through
-    TCP), ``disk``, ``broadcast`` (gloo, or nccl on cuda), ``cuda_ipc``, an entry point, or ``package.module:Class``.
+    """Transport of weights from the actor to the rollouts: ``pull`` (rollouts fetch them from the actor's memory or
+    over TCP), ``disk``, ``broadcast`` (gloo, or nccl on cuda), ``cuda_ipc``, an entry point or ``module:Class``.
     ``auto`` is ``pull``."""
 
     weight_sync_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the weight sync: ``folder``, ``bucket_bytes``, ``timeout_s``."""
+    """Options of the transport: ``folder``, ``bucket_bytes``, ``timeout_s``."""
 
     device: str = "cpu"
-    """A torch device: ``cuda`` is that which each member was given; with a number, one for all."""
+    """A torch device. ``cuda`` is the device assigned to each member; ``cuda:0`` is the same device for all members."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the passes. Masters, optimizer and gradient reduction are float32 in either case."""
+    """Precision of forward and backward passes. Master weights, optimizer and gradient reduction are always float32."""
 
     parallel: ParallelSizes | None = None
-    """How the actor's members divide the model; those that are left over shard its parameters. None: each holds a copy
-    where the engine can, and comes back from its own file when it is lost."""
+    """Parallelism of the actor; the remaining members shard the parameters. None: each member holds a full copy if the
+    engine supports it, and restores it from its own file after a failure."""
 
     lora: LoraSettings | None = None
-    """Train adapters of the actor only, where the engine can; rollouts are given the merged weights."""
+    """Train LoRA adapters of the actor only, if the engine supports them; rollouts receive the merged weights."""
 
     max_tokens_per_microbatch: Positive = 16384
-    """Most tokens of one forward pass of a train engine; a longer row comes alone."""
+    """Maximum tokens of one forward pass of a train engine; a longer row is a micro-batch by itself."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
 
     max_batch: Positive = 128
-    """Most sequences that a rollout engine decodes at once."""
+    """Maximum sequences that a rollout engine decodes at once."""
 
     rollout_tensor_parallel_size: Positive = 1
-    """Devices over which each rollout member splits the model, where the engine can."""
+    """Devices over which each rollout member splits the model, if the engine supports it."""
 
     gpu_memory_utilization: Annotated[float, Gt(0.0), Le(1.0)] = 0.85
-    """Share of a device that a rollout engine's weights and key-value cache may fill."""
+    """Fraction of device memory for the weights and the key-value cache of a rollout engine."""
 
     threads: Positive | None = None
-    """CPU threads of each member; None leaves it to the environment (``OMP_NUM_THREADS``). Their number decides the
-    order in which some sums are taken: give it for results that agree to the bit on machines of different sizes."""
+    """CPU threads of each member; None: as the environment says (``OMP_NUM_THREADS``). The number affects the order of
+    some sums: set it for results that are bitwise equal on machines of different sizes."""
 
     def with_receivers(self, count: int) -> "EngineConfig":
         """The sender's settings, where ``count`` members receive its weights."""
@@ -83,132 +83,135 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How completions are generated in training."""
+    """Generation of completions in training."""
 
     samples_per_prompt: Positive = 8
-    """Completions of each prompt: a group."""
+    """Completions of each prompt; together they are a group."""
 
     max_new_tokens: Positive = 64
-    """Tokens at most, the end-of-sequence token included."""
+    """Maximum tokens of a completion, the end-of-sequence token included."""
 
     temperature: Annotated[float, Gt(0.0)] = 1.0
-    """Divides the logits."""
+    """Sampling temperature."""
 
     max_staleness: NonNegative = 0
-    """Most weight versions between the one that began a sample and the one that trains on it. 0: rollouts and
-    training take turns; above, rollouts run ahead, and samples under way go on with new weights."""
+    """Maximum weight versions between the weights that started a sample and those that train on it. 0: generation and
+    training alternate. Above 0: rollouts run ahead, and unfinished samples continue with new weights."""
 
     dynamic_filtering: Literal["off", "drop", "refill"] = "off"
-    """For a group whose rewards are all alike, which teaches nothing: train on it; leave it out; or sample other
-    prompts in its place (DAPO's dynamic sampling)."""
+    """Treatment of groups with equal rewards, which have no gradient: train on them; drop them; or replace them with
+    samples of other prompts (dynamic sampling of DAPO)."""
 
     max_refills: Positive = 3
-    """How often a step samples other prompts, with ``dynamic_filtering: refill``; then it uses the groups it has."""
+    """Maximum rounds of replacement in a step, for ``dynamic_filtering: refill``; after them the step uses the groups
+    it has."""
 
     top_k: Positive | None = None
-    """Sample from this many most likely tokens only. Log-probs are over all tokens, here as in training."""
+    """Sample from this many most likely tokens. Log-probs are over all tokens, here and in training."""
 
     top_p: Annotated[float, Gt(0.0), Le(1.0)] = 1.0
-    """Sample from the fewest most likely tokens that together have this probability; log-probs are over all tokens."""
+    """Sample from the smallest set of most likely tokens with this total probability; log-probs are over all tokens."""
 
     stop: tuple[str, ...] = ()
-    """A completion ends once its text contains one of these; an environment sees them in the action."""
+    """Stop strings: a completion ends when its text contains one. With an environment they remain part of the
+    action."""
 
     env_path: str | None = None
-    """The environment that answers completions and rewards them: ``path/to/script.py`` or ``package.module``, whose
-    functions it is made of, or a class in it with ``:Name`` behind. None: one completion, which REWARD scores."""
+    """The environment that rewards completions: ``path/to/script.py`` or ``package.module`` with its functions, or
+    ``...:Name`` for a class. None: a single completion per sample, scored by the role REWARD."""
 
     env_options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's class."""
 
     env_isolated: bool = True
-    """Run the environment in a process of its own, which can be killed; its ``extra_info`` holds plain data then.
-    Otherwise it shares the engine's event loop: a call that blocks holds up every sample."""
+    """Run the environment in a separate process, which can be killed; ``extra_info`` must then be plain data. False: it
+    runs in the event loop of the engine, where a blocking call delays every sample."""
 
     env_timeout_s: Annotated[float, Gt(0.0)] = 60.0
-    """A call of the environment that takes longer is abandoned, and its sample counts as failed."""
+    """Timeout of a call of the environment; its sample then counts as failed."""
 
     max_turns: Positive = 8
-    """Actions of a sample at most, with an environment."""
+    """Maximum actions of a sample, with an environment."""
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """How a completion is scored."""
+    """Scoring of completions."""
 
     function: str | Mapping[str, float] = "dlrover.python.rl.environment.verifiers:exact"
-    """``package.module:function``, called as ``function(completion, answer, extra_info)`` and returning a number; or
-    several of these with their weights, whose weighted sum is the reward. They may be async."""
+    """``package.module:function``, called as ``function(completion, answer, extra_info)``, sync or async, which returns
+    a number; or a mapping of functions to weights, whose weighted sum is the reward."""
 
     model: str | None = None
-    """Folder or hub name of a reward model, as ``recipe.rm`` saves one, whose score is the reward; the class of the
-    role REWARD is ``ModelRewardWorkload`` then. None: ``function`` judges."""
+    """Folder or hub name of a reward model, as saved by ``recipe.rm``, whose score is the reward; the role REWARD must
+    then be of class ``ModelRewardWorkload``. None: use ``function``."""
 
     timeout_s: Annotated[float, Gt(0.0)] = 5.0
-    """A call that takes longer is ended, and its sample counts as failed."""
+    """Timeout of a call; its sample then counts as failed."""
 
     workers: Positive = 2
-    """Processes of each reward member."""
+    """Processes of each member of REWARD."""
 
     memory_mb: Positive | None = None
-    """Address space of such a process in MB, its libraries included; more is a MemoryError there. None: no limit."""
+    """Address space of each process in MB, libraries included; exceeding it raises MemoryError there. None: no
+    limit."""
 
     on_failure: Literal["drop_sample", "drop_group", "redraw"] = "drop_sample"
-    """A failed sample is never trained on: leave it out; leave out its whole group; or generate the group again, and
-    leave it out when one of its samples fails ``max_redraws`` times more."""
+    """Treatment of failed samples, which are never trained on: drop the sample; drop its group; or generate the group
+    again, and drop it after ``max_redraws`` further failures."""
 
     max_redraws: Positive = 1
-    """How often a step generates a group again, with ``on_failure: redraw``."""
+    """Maximum repetitions of a group in a step, for ``on_failure: redraw``."""
 
     give_up_after: Positive = 5
-    """A step whose failures leave nothing to train on is skipped. The run ends after so many of them in a row, or where
-    the first step is one: a judge may be away for a while, a reward function that never worked is an error."""
+    """A step without any usable sample is skipped. The run fails after this many such steps in a row, or if the first
+    step is one."""
 
 
 @dataclass(frozen=True)
 class PromptData:
-    """Prompts to train and to evaluate on: rows of ``prompt`` or ``messages``, with ``answer``."""
+    """Prompts for training and evaluation: rows of ``prompt`` or ``messages``, with ``answer``."""
 
     train: str | None = None
-    """A file (``.json``, ``.jsonl``, ``.csv``, ``.parquet``, ``.arrow``), a folder or a hub name; ``split@`` before it
-    picks a split. None: the environment makes the prompt, from the ``seed`` in ``extra_info``, which differs for each
+    """A file (``.json``, ``.jsonl``, ``.csv``, ``.parquet``, ``.arrow``), a folder or a hub name; the prefix ``split@``
+    selects a split. None: the environment creates prompts from ``extra_info["seed"]``, which is different for each
     prompt."""
 
     eval: str | None = None
-    """The same of prompts to evaluate on; None holds ``eval_rows`` out of ``train``, which are never trained on."""
+    """Prompts for evaluation, given in the same way. None: ``eval_rows`` prompts are held out of ``train``."""
 
     eval_rows: Positive = 200
-    """Number of prompts to evaluate on."""
+    """Number of evaluation prompts."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
-    """The data's names of columns: ``{prompt: question}``."""
+    """Column names of the data: ``{prompt: question}``."""
 
     max_prompt_tokens: Positive | None = None
-    """Tokens of a prompt at most, those of the chat template included. None: as many as the model can go on from."""
+    """Maximum tokens of a prompt, chat template included. None: the limit of the model."""
 
     over_long: Literal["refuse", "drop"] = "refuse"
-    """For a prompt of more than ``max_prompt_tokens``, once the model is loaded: refuse the data, with the place of
-    each; or leave it out, held-out ones too, and count it. A prompt is never cut."""
+    """Treatment of prompts longer than ``max_prompt_tokens``, evaluation prompts included, when the model is loaded:
+    refuse the data and name them; or drop and count them. Prompts are never cut."""
 
 
 @dataclass(frozen=True)
 class KeepConfig:
-    """Models to keep besides the last one, ``model/``, all in Hugging Face format; and early stopping."""
+    """Models to keep besides the final one (``model/``), in Hugging Face format; and early stopping."""
 
     best: str | None = None
-    """The metric of evaluations by which the best model is kept, in ``best/``: ``eval_loss``. None: none is."""
+    """Evaluation metric that selects the best model, kept in ``best/``: ``eval_loss``. None: not kept."""
 
     best_is: Literal["lowest", "highest"] | None = None
-    """Which value is the best. None: the lowest of what is called a loss, perplexity or kl, the highest of others."""
+    """Direction of the metric. None: lowest for losses, perplexities and KLs, highest for others."""
 
     patience: Annotated[int, Ge(0)] = 0
-    """The run ends after this many evaluations in a row that were not better than the best; 0: it does not."""
+    """End the run after this many evaluations in a row without improvement; 0: never."""
 
     save_every: Annotated[int, Ge(0)] = 0
-    """Write the model to ``steps/step-<number>`` every this many steps; 0: never."""
+    """Save the model to ``steps/step-<number>`` every this many steps; 0: never."""
 
     keep_last: Annotated[int, Gt(0)] | None = 2
-    """How many of these folders to keep, the newest ones; all others in ``steps`` are removed. None: keep all."""
+    """Number of newest folders to keep in ``steps``; older ones are removed. None: keep all."""
 
     @property
     def prefers_low(self) -> bool:
@@ -217,13 +220,13 @@ class KeepConfig:
 
 @dataclass(frozen=True)
 class WandbConfig:
-    """Weights & Biases. Its other settings come from its environment variables."""
+    """Weights & Biases. Other settings come from its environment variables."""
 
     project: str
-    """The project's name."""
+    """Project name."""
 
     name: str | None = None
-    """The run's name; None: the job's."""
+    """Run name; None: the job's."""
 
 
 @dataclass(frozen=True)
@@ -231,22 +234,22 @@ class MlflowConfig:
     """MLflow."""
 
     experiment: str
-    """The experiment's name."""
+    """Experiment name."""
 
     name: str | None = None
-    """The run's name; None: the job's."""
+    """Run name; None: the job's."""
 
     uri: str | None = None
-    """The tracking server; None: as MLflow's own environment variables say."""
+    """The tracking server; None: from the environment variables of MLflow."""
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Where the metrics of a run go, beside ``metrics.jsonl`` and TensorBoard's events in its directory."""
+    """Destinations of metrics besides ``metrics.jsonl`` and TensorBoard."""
 
     trackers: tuple[str | Mapping[str, Mapping[str, Any]], ...] = ()
-    """Each is ``wandb``, ``mlflow``, an entry point of ``dlrover_rl.trackers`` or ``module:Class``; with options for
-    its constructor, ``{name: {option: value}}``."""
+    """``wandb``, ``mlflow``, an entry point of ``dlrover_rl.trackers`` or ``module:Class``, each with optional
+    constructor arguments: ``{name: {option: value}}``."""
 
     wandb: WandbConfig | None = None
     """Short for ``trackers: [{wandb: {...}}]``."""
@@ -255,10 +258,10 @@ class LogConfig:
     """Short for ``trackers: [{mlflow: {...}}]``."""
 
     show_samples: Annotated[int, Ge(0)] = 0
-    """How many of a step's samples to show in the log of the console."""
+    """Number of samples per step to print on the console."""
 
     max_chars: Annotated[int, Gt(0)] = 200
-    """Characters of each text shown there; all of it is in ``samples.jsonl``."""
+    """Maximum characters of each printed text; ``samples.jsonl`` has all of it."""
 
     @property
     def tracker_options(self) -> dict[str, dict[str, Any]]:
@@ -274,7 +277,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """The keys that trainers on samples share."""
+    """Settings shared by trainers that learn from samples."""
 
     other_names: ClassVar[Mapping[str, str]] = {"actor.rollout.env_path": "rollout.env_path"}
     """Other names of keys."""
@@ -284,25 +287,25 @@ class PolicyConfig:
 
     data: PromptData = PromptData()
     steps: Positive = 100
-    """Training steps: each generates samples with the current policy, and learns from them."""
+    """Training steps. Each generates samples with the current policy and trains on them."""
 
     updates_per_step: Positive = 1
-    """Optimizer steps of one pass over a step's samples; each is in one of them."""
+    """Optimizer steps of one pass over the samples of a step; each sample is in one of them."""
 
     epochs: Positive = 1
-    """Passes over a step's samples."""
+    """Passes over the samples of a step."""
 
     prompts_per_step: Positive = 16
-    """Prompts of one step; each is sampled ``rollout.samples_per_prompt`` times."""
+    """Prompts of a step, each sampled ``rollout.samples_per_prompt`` times."""
 
     seed: NonNegative = 0
-    """Decides the order of the data and every sample."""
+    """Seed of the data order and of sampling."""
 
     eval_every: NonNegative = 0
-    """Evaluate every this many steps; 0: before and after only."""
+    """Evaluate every this many steps; 0: before and after training only."""
 
     algorithm: Mapping[str, Any] = field(default_factory=dict)
-    """``name`` of the algorithm, and its options; without a name it is the trainer's own."""
+    """``name`` of the algorithm and its options; the default name depends on the recipe."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()

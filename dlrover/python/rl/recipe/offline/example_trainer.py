@@ -44,7 +44,7 @@ from dlrover.python.rl.trainer.shard import Replicate, Shard
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleConfig:
-    """The keys that they share."""
+    """Settings shared by recipes that learn from examples."""
 
     model: str
     """Folder or hub name of a causal language model."""
@@ -54,16 +54,16 @@ class ExampleConfig:
     """Passes over the data."""
 
     steps: Positive | None = None
-    """Optimizer steps, instead of ``epochs``."""
+    """Number of optimizer steps; overrides ``epochs``."""
 
     batch_size: Positive = 32
-    """Examples, or pairs, of one optimizer step."""
+    """Examples, or pairs, per optimizer step."""
 
     seed: NonNegative = 0
-    """Decides the order of the data, and which are held out."""
+    """Seed of the data order and of the choice of held-out rows."""
 
     eval_every: NonNegative = 0
-    """Evaluate every this many steps, and after the last; 0: never."""
+    """Evaluate every this many steps, and after the last one; 0: never."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     engine: EngineConfig = EngineConfig()

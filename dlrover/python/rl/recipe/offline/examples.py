@@ -26,28 +26,28 @@ from dlrover.python.rl.recipe.base.engine_workload import TRAINED
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleData:
-    """Examples to train and to evaluate on."""
+    """Examples for training and evaluation."""
 
     train: str
-    """A file (``.json``, ``.jsonl``, ``.csv``, ``.parquet``, ``.arrow``), a folder or a hub name; ``split@`` before it
-    picks a split."""
+    """A file (``.json``, ``.jsonl``, ``.csv``, ``.parquet``, ``.arrow``), a folder or a hub name; the prefix ``split@``
+    selects a split."""
 
     eval: str | None = None
-    """The same of examples to evaluate on. None: a run that evaluates holds ``eval_share`` out of ``train``, which is
-    never trained on."""
+    """Examples for evaluation, given in the same way. None: a run that evaluates holds ``eval_share`` out of
+    ``train``."""
 
     eval_share: Annotated[float, Gt(0.0), Lt(1.0)] = HELD_OUT_SHARE
-    """Share of the rows that is held out; at least one row is."""
+    """Fraction of rows to hold out; at least one row."""
 
     max_length: Positive = 512
-    """Tokens of a sequence at most."""
+    """Maximum tokens of a sequence."""
 
     over_long: Literal["cut", "drop", "refuse"] = "cut"
-    """For a longer one: cut its tail, and drop it if nothing is left to train; drop it; or refuse the data. Rows cut
-    and dropped are counted."""
+    """Treatment of longer sequences: cut the tail, and drop the row if no trained token is left; drop the row; or
+    refuse the data. Cut and dropped rows are counted."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
-    """The data's names of columns: ``{prompt: question}``."""
+    """Column names of the data: ``{prompt: question}``."""
 
     segment_rows: ClassVar[int] = 1
     """Consecutive sequences that stay together: a segment."""
@@ -77,7 +77,7 @@ class SFTData(ExampleData):
     """Which assistant turns are trained."""
 
     mask_prompt: bool = True
-    """False trains prompts too."""
+    """False also trains prompts."""
 
     def check(self, where: str) -> list[ConfigError]:
         return validate_sft(where, self.keys)

@@ -26,19 +26,19 @@ METRIC = "eval_reward"
 
 @dataclass(frozen=True)
 class AnswersConfig:
-    """How answers are generated and scored, in a job with the roles ``rollout`` and ``reward``."""
+    """Generation and scoring of answers, in a job with the roles ``rollout`` and ``reward``."""
 
     max_new_tokens: Positive = 64
-    """Tokens of an answer at most, the end-of-sequence token included."""
+    """Maximum tokens of an answer, the end-of-sequence token included."""
 
     rows: Positive = 200
-    """How many of the held-out prompts to answer, the first ones."""
+    """Maximum number of held-out prompts to answer."""
 
     prompts: str | None = None
-    """A file of prompts to answer; None: those of the held-out examples."""
+    """A file of prompts; None: those of the held-out examples."""
 
     temperature: Annotated[float, Ge(0.0)] = 0.0
-    """Divides the logits; 0: the most likely token each time."""
+    """Sampling temperature; 0: greedy."""
 
     reward: RewardConfig = RewardConfig()
 
