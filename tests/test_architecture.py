@@ -160,7 +160,7 @@ def test_of_the_data_package_the_contract_sees_the_batch_alone_and_the_runtimes_
         assert faults(f"{package}/x.py", f"from {ROOT}.data.errors import load_prompts\n")
     assert faults("control/x.py", f"from {ROOT}.data.batch import Batch\n")
     assert faults("master/x.py", f"from {ROOT}.data.batch import Batch\n")
-    assert faults("data/batch.py", f"from {ROOT}.data.jsonl import read_jsonl\n")
+    assert faults("data/batch.py", f"from {ROOT}.data.jsonl import scan_jsonl\n")
     assert faults("data/batch.py", "import torch\n")
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from dlrover.python.rl.algorithm.registry import make_algorithm
-from dlrover.python.rl.data.conversation import read_sft
-from dlrover.python.rl.data.pairs import read_pairs
+from dlrover.python.rl.data.conversation import SFT_ROWS
+from dlrover.python.rl.data.pairs import PAIR_ROWS
 from dlrover.python.rl.data.prompts import load_prompts
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from tests.processes import free_port
@@ -27,9 +27,9 @@ DEADLINE_S = 250.0
 
 @pytest.mark.feature(66, 74)
 def test_the_rows_of_the_readme_are_read():
-    assert [row["response"] for row in read_sft(DATA / "sft.json")] == ["Beijing.", "Paris."]
-    assert [len(row["messages"]) for row in read_sft(DATA / "sft_messages.json")] == [2, 2]
-    assert [len(read_pairs(DATA / name)) for name in ("pairs.json", "pairs_messages.json")] == [2, 2]
+    assert [row["response"] for row in SFT_ROWS.read(DATA / "sft.json")] == ["Beijing.", "Paris."]
+    assert [len(row["messages"]) for row in SFT_ROWS.read(DATA / "sft_messages.json")] == [2, 2]
+    assert [len(PAIR_ROWS.read(DATA / name)) for name in ("pairs.json", "pairs_messages.json")] == [2, 2]
     for name in ("ppo.json", "ppo_messages.json"):
         assert [row.extra_info for row in load_prompts(DATA / name)] == [{"answer": "Beijing"}, {"answer": "Paris"}]
 

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.conversation import Encoded, encode_example, encode_prompt
+from dlrover.python.rl.data.conversation import Encoded, encode_example, encode_prompt, fit_length
 
 HIDING = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -136,10 +136,10 @@ def test_exactly_the_answers_are_trained_whatever_they_hold(tokenizer, contents)
 @pytest.mark.feature(64)
 def test_the_tail_is_cut_and_nothing_trained_is_dropped(tokenizer):
     row = {"prompt": "ABC", "response": "DE"}
-    (encoded,) = encode_example(tokenizer, row, max_length=4)
+    (encoded,) = fit_length(encode_example(tokenizer, row), 4, "cut")
     assert encoded.action_mask == [False, False, False, True]
-    assert encode_example(tokenizer, row, max_length=3) == []
-    assert encode_example(tokenizer, row, max_length=1, mask_prompt=False) == []
+    assert fit_length(encode_example(tokenizer, row), 3, "cut") == []
+    assert fit_length(encode_example(tokenizer, row, mask_prompt=False), 1, "cut") == []
 
 
 @pytest.mark.parametrize(
@@ -156,14 +156,6 @@ def test_the_tail_is_cut_and_nothing_trained_is_dropped(tokenizer):
 def test_rows_that_cannot_be_encoded(tokenizer, row, what):
     with pytest.raises(DataError, match=what):
         encode_example(tokenizer, row)
-
-
-def test_wrong_arguments_are_refused(tokenizer):
-    row = {"prompt": "a", "response": "b"}
-    with pytest.raises(ValueError, match="unknown mode 'lst'; did you mean 'last'"):
-        encode_example(tokenizer, row, mode="lst")
-    with pytest.raises(ValueError, match="at least 1, not -1"):
-        encode_example(tokenizer, row, max_length=-1)
 
 
 def test_a_refusing_template_is_a_data_error(make_tokenizer):

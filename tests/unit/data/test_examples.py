@@ -8,14 +8,12 @@ import pytest
 
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.conversation import (
+    SFT_ROWS,
     Counts,
     Encoding,
     collect_sft,
     encode_sft,
-    load_sft,
-    read_sft,
     sft_prompt,
-    validate_sft,
 )
 
 USER = [{"role": "user", "content": "2+2?"}]
@@ -34,13 +32,13 @@ def masks(batch):
 def test_a_file_becomes_one_batch_and_dropped_rows_are_counted(tokenizer, tmp_path):
     rows = [{"prompt": "A", "response": "BC"}, {"prompt": "long" * 5, "response": "x"}, {"prompt": "D", "response": ""}]
     path = write(tmp_path / "sft.jsonl", rows)
-    batch, counts = load_sft(path, tokenizer, Encoding(max_length=8))
+    batch, counts = encode_sft(SFT_ROWS.read(path), tokenizer, Encoding(max_length=8))
     assert (len(batch), counts) == (2, Counts(rows=3, cut=0, dropped=1))
     assert batch.ragged("tokens").values.dtype == np.int64
     assert masks(batch) == [[False, True, True, True], [False, True]]
     assert batch.dense("row").tolist() == [0, 2]
     with pytest.raises(DataError, match="no row with a trained token; 3 dropped at 1 tokens"):
-        load_sft(path, tokenizer, Encoding(max_length=1))
+        encode_sft(SFT_ROWS.read(path), tokenizer, Encoding(max_length=1))
 
 
 @pytest.mark.feature(64)
@@ -51,7 +49,7 @@ def test_a_file_becomes_one_batch_and_dropped_rows_are_counted(tokenizer, tmp_pa
 def test_rows_that_are_too_long_are_cut_or_dropped_and_counted(tokenizer, tmp_path, over_long, sequences, counts):
     rows = [{"prompt": "A", "response": text} for text in ("", "BCDE", "BCDEF")] + [{"prompt": "A" * 5, "response": ""}]
     path = write(tmp_path / "sft.jsonl", rows)
-    batch, found = load_sft(path, tokenizer, Encoding(max_length=5, over_long=over_long))
+    batch, found = encode_sft(SFT_ROWS.read(path), tokenizer, Encoding(max_length=5, over_long=over_long))
     assert batch.ragged("tokens").lengths.tolist() == sequences
     assert found == counts
     assert all(any(mask) for mask in masks(batch))
@@ -61,7 +59,7 @@ def test_rows_that_are_too_long_are_cut_or_dropped_and_counted(tokenizer, tmp_pa
 def test_rows_that_are_too_long_can_be_refused(tokenizer, tmp_path):
     path = write(tmp_path / "sft.jsonl", [{"prompt": "A", "response": "B" * size} for size in (1, 9, 2, 10)])
     with pytest.raises(DataError) as caught:
-        load_sft(path, tokenizer, Encoding(max_length=5, over_long="refuse"))
+        encode_sft(SFT_ROWS.read(path), tokenizer, Encoding(max_length=5, over_long="refuse"))
     assert [str(problem) for problem in caught.value.errors] == [
         f"{path}:2: 11 tokens, 5 at most",
         f"{path}:4: 12 tokens, 5 at most",
@@ -72,9 +70,9 @@ def test_all_bad_rows_of_a_file_are_reported_together(tmp_path):
     path = tmp_path / "sft.jsonl"
     path.write_text('{"prompt": "A"}\n{"prompt": "A", "response": "B"}\n{"messages": 1}\n?\n')
     with pytest.raises(DataError) as caught:
-        read_sft(path)
+        SFT_ROWS.read(path)
     assert [problem.where for problem in caught.value.errors] == [f"{path}:{line}" for line in (1, 3, 4)]
-    assert validate_sft(path) == list(caught.value.errors)
+    assert SFT_ROWS.validate(path) == list(caught.value.errors)
 
 
 @pytest.mark.feature(77)

@@ -4,7 +4,13 @@
 import pytest
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.jsonl import read_jsonl
+from dlrover.python.rl.data.jsonl import raise_errors, scan_jsonl
+
+
+def read_jsonl(path):
+    rows, errors = scan_jsonl(path)
+    raise_errors(errors)
+    return [row for _, row in rows]
 
 
 def test_objects_in_order_without_blank_lines(tmp_path):

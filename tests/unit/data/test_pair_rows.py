@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.conversation import Counts, encode_prompt
 from dlrover.python.rl.data.pairs import (
+    PAIR_ROWS,
     PairEncoding,
     encode_pairs,
     normalize_pair,
     pair_prompt,
-    read_pairs,
-    validate_pairs,
 )
 from dlrover.python.rl.data.source import SourceRows
 
@@ -74,7 +73,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("row", LAYOUTS)
 def test_every_layout_of_messages_gives_the_same(make_tokenizer, row, tmp_path):
     (tmp_path / "p.jsonl").write_text(json.dumps(row))
-    rows = read_pairs(tmp_path / "p.jsonl")
+    rows = PAIR_ROWS.read(tmp_path / "p.jsonl")
     tokenizer = make_tokenizer()
     expected, _ = encoded(tokenizer, LAYOUTS[0])
     batch, _ = encode_pairs(rows, tokenizer)
@@ -198,11 +197,11 @@ def test_pairs_that_are_too_long(tokenizer, tmp_path):
 )
 def test_rows_that_are_no_pairs(tmp_path, row, what):
     (tmp_path / "p.jsonl").write_text(json.dumps(row))
-    problem, *_ = validate_pairs(tmp_path / "p.jsonl")
+    problem, *_ = PAIR_ROWS.validate(tmp_path / "p.jsonl")
     assert problem.where == f"{tmp_path}/p.jsonl:1"
     assert what in problem.what
     with pytest.raises(DataError):
-        read_pairs(tmp_path / "p.jsonl")
+        PAIR_ROWS.read(tmp_path / "p.jsonl")
 
 
 text = st.text(alphabet=st.sampled_from("aä漢🙂 \n<|assistant"), max_size=8)

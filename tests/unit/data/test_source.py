@@ -7,8 +7,8 @@ import json
 import pytest
 
 from dlrover.python.rl.common.errors import MissingExtra
-from dlrover.python.rl.data.conversation import load_sft
-from dlrover.python.rl.data.pairs import encode_pairs, read_pairs
+from dlrover.python.rl.data.conversation import SFT_ROWS, encode_sft
+from dlrover.python.rl.data.pairs import PAIR_ROWS, encode_pairs
 from dlrover.python.rl.data.prompts import load_prompts
 from dlrover.python.rl.data.source import scan_rows
 
@@ -98,8 +98,8 @@ def tokens(batch):
 @pytest.mark.parametrize("rows", [SFT, CHATS], ids=["raw", "messages"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_rows_from_each_kind_of_file_give_equal_tensors(tokenizer, tmp_path, kind, rows):
-    expected, _ = load_sft(write(tmp_path, "jsonl", rows), tokenizer)
-    batch, counts = load_sft(write(tmp_path, kind, rows), tokenizer)
+    expected, _ = encode_sft(SFT_ROWS.read(write(tmp_path, "jsonl", rows)), tokenizer)
+    batch, counts = encode_sft(SFT_ROWS.read(write(tmp_path, kind, rows)), tokenizer)
     assert tokens(batch) == tokens(expected)
     assert counts.rows == 3
 
@@ -229,6 +229,6 @@ def test_tables_without_the_extra_name_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_pairs_from_each_kind_of_file(tokenizer, tmp_path, kind):
     rows = [{"messages": SAY[:1], "chosen": "Beijing.", "rejected": "Shanghai."}]
-    expected, _ = encode_pairs(read_pairs(write(tmp_path, "jsonl", rows)), tokenizer)
-    batch, _ = encode_pairs(read_pairs(write(tmp_path, kind, rows)), tokenizer)
+    expected, _ = encode_pairs(PAIR_ROWS.read(write(tmp_path, "jsonl", rows)), tokenizer)
+    batch, _ = encode_pairs(PAIR_ROWS.read(write(tmp_path, kind, rows)), tokenizer)
     assert tokens(batch) == tokens(expected)

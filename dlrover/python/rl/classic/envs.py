@@ -148,10 +148,9 @@ class _FileDataset(Sequence[EnvBase]):
         if num_samples is not None and num_samples < 1:
             raise ValueError(f"num_samples must be above 0, not {num_samples}")
         rows, errors = scan_rows(path or self.default_path)
-        if errors:
-            raise_errors(errors)
-        rows = rows if num_samples is None else rows[:num_samples]
-        self._samples = [self._make_sample(row, rows.location(number)) for number, row in enumerate(rows)]
+        raise_errors(errors)
+        count = len(rows) if num_samples is None else min(num_samples, len(rows))
+        self._samples = [self._make_sample(rows[number], rows.location(number)) for number in range(count)]
 
     def _make_sample(self, row: Mapping[str, Any], place: str) -> EnvBase:
         raise NotImplementedError

@@ -2,10 +2,9 @@
 """Texts and conversations as tokens, with a mask over the trained ones; supervised examples from source to batch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from os.path import commonprefix
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -14,7 +13,7 @@ from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.jsonl import find_message_faults, normalize_row, raise_errors, sort_by_line
-from dlrover.python.rl.data.source import SourceRows, scan_rows
+from dlrover.python.rl.data.source import RowReader, SourceRows, normalize_rows
 
 Tokenizer: TypeAlias = Any
 """A Hugging Face tokenizer. Conversations need a fast one with a chat template."""
@@ -55,11 +54,7 @@ def prompt_text(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, str]])
 
 
 def encode_example(
-    tokenizer: Tokenizer,
-    row: Mapping[str, Any],
-    max_length: int | None = None,
-    mode: Turns = "all",
-    mask_prompt: bool = True,
+    tokenizer: Tokenizer, row: Mapping[str, Any], mode: Turns = "all", mask_prompt: bool = True
 ) -> list[Encoded]:
     """Encode a supervised example, ``{"prompt": text, "response": text}`` or ``{"messages": [...]}``.
 
@@ -68,22 +63,9 @@ def encode_example(
     assistant turn from its first character after the header to its end marker. If the template rewrites history (hides
     old thoughts), each trained turn becomes a separate sequence, which ends with it.
 
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        row: the example; other keys are ignored.
-        max_length: maximum tokens; the tail is cut.
-        mode: train every assistant turn or the last one only.
-        mask_prompt: False trains every token but the first, prompts included.
-
-    Raises:
-        DataError: the row has neither form, or the tokenizer cannot encode it.
-        ValueError: unknown ``mode``, or ``max_length`` below 1.
+    Other keys are ignored. Raises DataError: the row has neither form, or the tokenizer cannot encode it.
     """
-    _check_arguments(mode, max_length)
     row = normalize_sft(row)
-    faults = find_sft_faults(row)
-    if faults:
-        raise DataError("; ".join(faults))
     if "messages" not in row:
         encoded = [encode_raw(tokenizer, row["prompt"], row["response"])]
     elif mask_prompt:
@@ -91,38 +73,29 @@ def encode_example(
     else:
         encoded = [_encode_spans(tokenizer, _render(tokenizer, row["messages"]), [])]
     finished = [_finish(item, mask_prompt) for item in encoded]
-    if max_length is not None:
-        finished = [item.cut(max_length) for item in finished]
     return [item for item in finished if item.trained]
 
 
-def _check_arguments(mode: str, max_length: int | None) -> None:
-    if mode not in get_args(Turns):
-        raise ValueError(f"unknown mode '{mode}'{hint(mode, get_args(Turns))}")
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"max_length must be at least 1, not {max_length}")
-
-
 def normalize_sft(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a supervised example in one of its two forms; other rows unchanged, for :func:`find_sft_faults`."""
+    """Return a supervised example as ``prompt`` and ``response``, or ``messages`` with the answer; or DataError."""
     row = normalize_row(row)
     messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        return row
-    if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
-        return row
-    answer = row.pop("response", row.get("answer"))
-    if answer is not None:
-        row["messages"] = [*messages, {"role": "assistant", "content": _text(answer)}]
+    if isinstance(messages, list) and messages and not _is_answer(messages[-1]):
+        answer = row.pop("response", row.get("answer"))
+        if isinstance(answer, int | float) and not isinstance(answer, bool):
+            answer = str(answer)
+        if answer is not None:
+            row["messages"] = [*messages, {"role": "assistant", "content": answer}]
+    if faults := _sft_faults(row):
+        raise DataError([ConfigError("data", fault) for fault in faults])
     return row
 
 
-def _text(answer: Any) -> Any:
-    is_number = isinstance(answer, int | float) and not isinstance(answer, bool)
-    return str(answer) if is_number else answer
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
 
 
-def find_sft_faults(row: Mapping[str, Any]) -> list[str]:
+def _sft_faults(row: Mapping[str, Any]) -> list[str]:
     if "messages" in row:
         faults = find_message_faults(row["messages"])
         roles = [] if faults else [message["role"] for message in row["messages"]]
@@ -216,9 +189,6 @@ def _render(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], generat
 OverLong: TypeAlias = Literal["cut", "drop", "refuse"]
 """Sequences of more than ``max_length`` tokens: cut the tail, leave them out, or refuse the data."""
 
-Encode: TypeAlias = Callable[[dict[str, Any]], list[Encoded]]
-"""The sequences of one row."""
-
 
 @dataclass(frozen=True)
 class Encoding:
@@ -233,9 +203,6 @@ class Encoding:
 
     mask_prompt: bool = True
     """False trains every token but the first, prompts included."""
-
-    keys: Mapping[str, str] = field(default_factory=dict)
-    """The source's own names of columns: ``{"prompt": "question"}``."""
 
     def __post_init__(self) -> None:
         if self.over_long not in get_args(OverLong):
@@ -256,34 +223,14 @@ class Counts:
     dropped: int
 
 
-def read_sft(where: str | Path, keys: Mapping[str, str] | None = None) -> SourceRows:
-    """Read the examples of a source; see :func:`~dlrover.python.rl.data.source.scan_rows`.
-
-    Raises:
-        DataError: no rows, or wrong rows (the first 20 are named).
-    """
-    rows, errors = _scan(where, keys)
-    if errors:
-        raise_errors(errors)
-    return rows
-
-
-def validate_sft(where: str | Path, keys: Mapping[str, str] | None = None) -> list[ConfigError]:
-    return _scan(where, keys)[1]
-
-
 def collect_sft(samples: Sequence[Any], name: str = "samples") -> SourceRows:
     """Take examples from memory: dicts, or objects with ``prompt`` and ``answer``; raise DataError naming wrong
     ones."""
-    raw = [sample if isinstance(sample, Mapping) else vars(sample) for sample in (samples[i] for i in _all(samples))]
-    rows, errors = _checked(SourceRows(name, [(number, dict(row)) for number, row in enumerate(raw, start=1)]))
-    if errors:
-        raise_errors(errors)
+    items = [samples[index] for index in range(len(samples))]
+    raw = [dict(item if isinstance(item, Mapping) else vars(item)) for item in items]
+    rows, errors = normalize_rows(SourceRows(name, list(enumerate(raw, start=1))), normalize_sft)
+    raise_errors(errors)
     return rows
-
-
-def _all(samples: Sequence[Any]) -> range:
-    return range(len(samples))
 
 
 def sft_prompt(row: Mapping[str, Any]) -> Any:
@@ -307,39 +254,52 @@ def encode_sft(rows: SourceRows, tokenizer: Tokenizer, encoding: Encoding | None
     """
     settings = encoding or Encoding()
 
-    def encode(row: dict[str, Any]) -> list[Encoded]:
-        return encode_example(tokenizer, row, None, settings.assistant, settings.mask_prompt)
+    def encode(row: Mapping[str, Any]) -> list[Encoded]:
+        return encode_example(tokenizer, row, settings.assistant, settings.mask_prompt)
 
-    encoded, counts = _encode_rows(rows, encode, settings)
-    flat = [item for items in encoded for item in items]
-    from_row = [index for index, items in enumerate(encoded) for _ in items]
-    return to_batch(flat).with_columns(row=np.array(from_row, dtype=np.int64)), counts
+    def fit(items: list[Encoded]) -> list[Encoded]:
+        return fit_length(items, settings.max_length, settings.over_long)
 
-
-def load_sft(where: str | Path, tokenizer: Tokenizer, encoding: Encoding | None = None) -> tuple[Batch, Counts]:
-    return encode_sft(read_sft(where, encoding.keys if encoding is not None else None), tokenizer, encoding)
+    nothing_left = f"no row with a trained token; {len(rows)} dropped at {settings.max_length} tokens"
+    return encode_rows(rows, encode, fit, nothing_left)
 
 
-def _encode_rows(rows: SourceRows, encode: Encode, settings: Encoding) -> tuple[list[list[Encoded]], Counts]:
-    encoded: list[list[Encoded]] = []
+def encode_rows(
+    rows: SourceRows,
+    encode: Callable[[Mapping[str, Any]], list[Encoded]],
+    fit: Callable[[list[Encoded]], list[Encoded]],
+    nothing_left: str,
+) -> tuple[Batch, Counts]:
+    """Encode each row, and ``fit`` its sequences into the maximum length; returns and raises as :func:`encode_sft`."""
+    encoded: list[Encoded] = []
+    from_row: list[int] = []
     errors: list[ConfigError] = []
     cut = 0
     for index, row in enumerate(rows):
         try:
-            items = encode(row)
-            sequences = fit_length(items, settings.max_length, settings.over_long)
+            whole = encode(row)
+            sequences = fit(whole)
         except DataError as error:
             errors += [ConfigError(rows.location(index), fault.what) for fault in error.errors]
             continue
-        encoded.append(sequences)
-        cut += bool(sequences) and sequences != items
-    if errors:
-        raise_errors(sort_by_line(errors))
-    dropped = sum(not items for items in encoded)
-    if dropped == len(rows):
-        message = f"no row with a trained token; {dropped} dropped at {settings.max_length} tokens"
-        raise DataError([ConfigError(rows.where, message)])
-    return encoded, Counts(len(rows), cut, dropped)
+        encoded += sequences
+        from_row += [index] * len(sequences)
+        cut += bool(sequences) and _token_count(sequences) < _token_count(whole)
+    raise_errors(sort_by_line(errors))
+    if not encoded:
+        raise DataError([ConfigError(rows.where, nothing_left)])
+    batch = Batch(
+        {
+            "tokens": Ragged.from_rows([item.tokens for item in encoded], dtype=np.int64),
+            "action_mask": Ragged.from_rows([item.action_mask for item in encoded], dtype=np.bool_),
+            "row": np.array(from_row, dtype=np.int64),
+        }
+    )
+    return batch, Counts(len(rows), cut, dropped=len(rows) - len(set(from_row)))
+
+
+def _token_count(items: Sequence[Encoded]) -> int:
+    return sum(len(item.tokens) for item in items)
 
 
 def fit_length(items: Sequence[Encoded], max_length: int | None, over_long: OverLong) -> list[Encoded]:
@@ -354,22 +314,4 @@ def fit_length(items: Sequence[Encoded], max_length: int | None, over_long: Over
     return [short for item in items if (short := item.cut(max_length)).trained]
 
 
-def to_batch(encoded: Sequence[Encoded]) -> Batch:
-    """Ragged ``tokens`` (int64) and ``action_mask`` (bool), both ``[sequences, seq]``."""
-    tokens = Ragged.from_rows([item.tokens for item in encoded], dtype=np.int64)
-    mask = Ragged.from_rows([item.action_mask for item in encoded], dtype=np.bool_)
-    return Batch({"tokens": tokens, "action_mask": mask})
-
-
-def _scan(where: str | Path, keys: Mapping[str, str] | None) -> tuple[SourceRows, list[ConfigError]]:
-    rows, errors = scan_rows(where, keys)
-    checked, faults = _checked(rows)
-    return checked, sort_by_line([*errors, *faults])
-
-
-def _checked(rows: SourceRows) -> tuple[SourceRows, list[ConfigError]]:
-    numbered = [(number, normalize_sft(row)) for number, row in rows.numbered]
-    faults = [
-        ConfigError(f"{rows.where}:{number}", fault) for number, row in numbered for fault in find_sft_faults(row)
-    ]
-    return SourceRows(rows.where, numbered), faults
+SFT_ROWS = RowReader(normalize_sft)

@@ -63,18 +63,6 @@ _SHOWN = 20
 _MARK = b"\xef\xbb\xbf"
 
 
-def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Read the objects of a UTF-8 JSON Lines file, in order; blank lines are skipped.
-
-    Raises:
-        DataError: the file cannot be read, or lines are not JSON objects (the first 20 are named).
-    """
-    rows, errors = scan_jsonl(path)
-    if errors:
-        raise_errors(errors)
-    return [row for _, row in rows]
-
-
 def scan_jsonl(path: str | Path) -> tuple[list[NumberedRow], list[ConfigError]]:
     """Return the good rows of a JSON Lines file with their line numbers, and an error for each bad line."""
     path = Path(path)
@@ -116,8 +104,10 @@ def _lines(path: Path, content: bytes) -> tuple[list[NumberedRow], list[ConfigEr
     return rows, errors
 
 
-def raise_errors(errors: Sequence[ConfigError]) -> NoReturn:
-    raise DataError(first_errors(errors))
+def raise_errors(errors: Sequence[ConfigError]) -> None:
+    """Raise DataError with the first 20 ``errors``, if there are any."""
+    if errors:
+        raise DataError(first_errors(errors))
 
 
 def first_errors(errors: Sequence[ConfigError]) -> list[ConfigError]:

@@ -3,10 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
-
-import numpy as np
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.data.batch import Batch
@@ -18,11 +15,11 @@ from dlrover.python.rl.data.conversation import (
     answer_span,
     encode_pieces,
     encode_raw,
+    encode_rows,
     messages_before_answer,
-    to_batch,
 )
-from dlrover.python.rl.data.jsonl import find_message_faults, normalize_row, raise_errors, sort_by_line
-from dlrover.python.rl.data.source import SourceRows, scan_rows
+from dlrover.python.rl.data.jsonl import find_message_faults, normalize_row
+from dlrover.python.rl.data.source import RowReader, SourceRows
 
 _CONTEXT, _SIDES = ("prompt", "messages"), ("chosen", "rejected")
 
@@ -42,22 +39,6 @@ class PairEncoding:
     """Masked tokens."""
 
 
-def read_pairs(where: str | Path, keys: Mapping[str, str] | None = None) -> SourceRows:
-    """Read the pairs of a source, each in one of the forms of :func:`normalize_pair`.
-
-    Raises:
-        DataError: no rows, or wrong rows (the first 20 are named).
-    """
-    rows, errors = _scan(where, keys)
-    if errors:
-        raise_errors(errors)
-    return rows
-
-
-def validate_pairs(where: str | Path, keys: Mapping[str, str] | None = None) -> list[ConfigError]:
-    return _scan(where, keys)[1]
-
-
 def encode_pairs(rows: SourceRows, tokenizer: Tokenizer, encoding: PairEncoding | None = None) -> tuple[Batch, Counts]:
     """Encode pairs.
 
@@ -73,40 +54,21 @@ def encode_pairs(rows: SourceRows, tokenizer: Tokenizer, encoding: PairEncoding 
         DataError: unusable rows (the first 20 are named), or no pair left.
     """
     settings = encoding or PairEncoding()
-    sequences: list[Encoded] = []
-    from_row: list[int] = []
-    errors: list[ConfigError] = []
-    cut = 0
-    for index, row in enumerate(rows):
-        try:
-            whole = encode_pair(tokenizer, row)
-            pair = _fit(whole, settings)
-        except DataError as error:
-            errors += [ConfigError(rows.location(index), fault.what) for fault in error.errors]
-            continue
-        if pair is not None:
-            sequences += [_mask(item, settings.masked) for item in pair]
-            from_row += [index, index]
-            cut += pair != whole
-    if errors:
-        raise_errors(sort_by_line(errors))
-    if not sequences:
-        message = f"no pair is left; {len(rows)} dropped at {settings.max_length} tokens"
-        raise DataError([ConfigError(rows.where, message)])
-    batch = to_batch(sequences).with_columns(row=np.array(from_row, dtype=np.int64))
-    return batch, Counts(len(rows), cut, len(rows) - len(sequences) // 2)
+
+    def fit(pair: list[Encoded]) -> list[Encoded]:
+        return [_mask(item, settings.masked) for item in _fit(pair, settings)]
+
+    nothing_left = f"no pair is left; {len(rows)} dropped at {settings.max_length} tokens"
+    return encode_rows(rows, lambda row: encode_pair(tokenizer, row), fit, nothing_left)
 
 
-def encode_pair(tokenizer: Tokenizer, row: Mapping[str, Any]) -> tuple[Encoded, Encoded]:
+def encode_pair(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[Encoded]:
     """Encode the chosen and the rejected sequence of a row, masked on the answers."""
     row = normalize_pair(row)
     if "prompt" in row:
-        return (
-            encode_raw(tokenizer, row["prompt"], row["chosen"]),
-            encode_raw(tokenizer, row["prompt"], row["rejected"]),
-        )
+        return [encode_raw(tokenizer, row["prompt"], row[side]) for side in _SIDES]
     begin = len(_shared(row))
-    return _encode_side(tokenizer, row["chosen"], begin), _encode_side(tokenizer, row["rejected"], begin)
+    return [_encode_side(tokenizer, row[side], begin) for side in _SIDES]
 
 
 def normalize_pair(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,33 +142,23 @@ def _encode_side(tokenizer: Tokenizer, messages: list[Any], begin: int) -> Encod
     return encode_pieces(tokenizer, text[: spans[-1][1][1]], [span for _, span in spans])
 
 
-def _fit(pair: tuple[Encoded, Encoded], settings: PairEncoding) -> tuple[Encoded, Encoded] | None:
+def _fit(pair: list[Encoded], settings: PairEncoding) -> list[Encoded]:
+    """The pair, cut; empty if it is dropped."""
     longest = max(len(item.tokens) for item in pair)
     if settings.max_length is not None and longest > settings.max_length:
         if settings.over_long == "refuse":
             raise DataError(f"{longest} tokens, {settings.max_length} at most")
         if settings.over_long == "drop":
-            return None
-        pair = (pair[0].cut(settings.max_length), pair[1].cut(settings.max_length))
+            return []
+        pair = [item.cut(settings.max_length) for item in pair]
     chosen, rejected = pair
-    return pair if chosen != rejected and chosen.trained and rejected.trained else None
+    return pair if chosen != rejected and chosen.trained and rejected.trained else []
 
 
 def _mask(item: Encoded, masked: Masked) -> Encoded:
     if masked == "last":
         return Encoded(item.tokens, [False] * (len(item.tokens) - 1) + [True])
     return Encoded(item.tokens, [False, *item.action_mask[1:]])
-
-
-def _scan(where: str | Path, keys: Mapping[str, str] | None) -> tuple[SourceRows, list[ConfigError]]:
-    rows, errors = scan_rows(where, keys, (*_CONTEXT, *_SIDES))
-    numbered: list[tuple[int, dict[str, Any]]] = []
-    for number, row in rows.numbered:
-        try:
-            numbered.append((number, normalize_pair(row)))
-        except DataError as error:
-            errors += [ConfigError(f"{rows.where}:{number}", fault.what) for fault in error.errors]
-    return SourceRows(rows.where, numbered), sort_by_line(errors)
 
 
 def _faults(row: Mapping[str, Any]) -> list[str]:
@@ -231,3 +183,6 @@ def _side_faults(row: Mapping[str, Any]) -> list[str]:
         if not malformed and row[side][-1]["role"] != "assistant":
             faults.append(f"'{side}' must end with the assistant's answer")
     return faults
+
+
+PAIR_ROWS = RowReader(normalize_pair, (*_CONTEXT, *_SIDES))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with reference answers, and the cursor that orders them."""
+"""Prompts with reference answers."""
 
 import math
 from collections.abc import Mapping
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dlrover.python.rl.common.errors import ConfigError
+from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.common.names import hint
-from dlrover.python.rl.data.jsonl import find_message_faults, raise_errors, sort_by_line
-from dlrover.python.rl.data.source import scan_rows
+from dlrover.python.rl.data.jsonl import find_message_faults
+from dlrover.python.rl.data.source import RowReader
 
 _KEYS = ("prompt", "messages", "answer", "extra_info")
 
@@ -44,14 +44,7 @@ def load_prompts(where: str | Path, keys: Mapping[str, str] | None = None) -> li
     Raises:
         DataError: no rows, or wrong rows (the first 20 are named).
     """
-    rows, errors = _scan(where, keys)
-    if errors:
-        raise_errors(errors)
-    return rows
-
-
-def validate_prompts(where: str | Path, keys: Mapping[str, str] | None = None) -> list[ConfigError]:
-    return _scan(where, keys)[1]
+    return [PromptRow(**row, line=line) for line, row in PROMPT_ROWS.read(where, keys).numbered]
 
 
 def empty_prompts(count: int) -> list[PromptRow]:
@@ -61,18 +54,16 @@ def empty_prompts(count: int) -> list[PromptRow]:
     return [PromptRow("", extra_info={"seed": number}) for number in range(count)]
 
 
-def _scan(where: str | Path, keys: Mapping[str, str] | None) -> tuple[list[PromptRow], list[ConfigError]]:
-    source, errors = scan_rows(where, keys, _KEYS)
-    rows: list[PromptRow] = []
-    for line, raw in source.numbered:
-        faults = _faults(raw)
-        errors += [ConfigError(f"{where}:{line}", fault) for fault in faults]
-        if not faults:
-            rows.append(_row(raw, line))
-    return rows, sort_by_line(errors)
+def _normalize(raw: Mapping[str, Any]) -> dict[str, Any]:
+    if faults := _faults(raw):
+        raise DataError([ConfigError("data", fault) for fault in faults])
+    extra = raw.get("extra_info", {})
+    answer = raw["answer"] if raw.get("answer") is not None else extra.get("answer")
+    prompt = raw["prompt"] if "prompt" in raw else raw["messages"]
+    return {"prompt": prompt, "answer": None if answer is None else str(answer), "extra_info": extra}
 
 
-def _faults(raw: dict[str, Any]) -> list[str]:
+def _faults(raw: Mapping[str, Any]) -> list[str]:
     faults = [f"unknown key '{key}'{hint(key, _KEYS)}" for key in raw if key not in _KEYS]
     if ("prompt" in raw) == ("messages" in raw):
         faults.append(f"give 'prompt' or 'messages', not {'both' if 'prompt' in raw else 'neither'}")
@@ -83,7 +74,7 @@ def _faults(raw: dict[str, Any]) -> list[str]:
     return faults + _answer_faults(raw)
 
 
-def _answer_faults(raw: dict[str, Any]) -> list[str]:
+def _answer_faults(raw: Mapping[str, Any]) -> list[str]:
     extra = raw.get("extra_info", {})
     if not isinstance(extra, dict):
         return ["'extra_info' must be an object"]
@@ -101,8 +92,4 @@ def _is_answer(value: Any) -> bool:
     return value is None or (isinstance(value, str | int) and not isinstance(value, bool))
 
 
-def _row(raw: dict[str, Any], line: int) -> PromptRow:
-    extra = raw.get("extra_info", {})
-    answer = raw["answer"] if raw.get("answer") is not None else extra.get("answer")
-    prompt = raw["prompt"] if "prompt" in raw else raw["messages"]
-    return PromptRow(prompt, None if answer is None else str(answer), extra, line)
+PROMPT_ROWS = RowReader(_normalize, _KEYS)

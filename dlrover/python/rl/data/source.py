@@ -7,16 +7,24 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import ConfigError, DataError, MissingExtra
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint
-from dlrover.python.rl.data.jsonl import NumberedRow, describe_unreadable, normalize_row, scan_json, scan_jsonl
+from dlrover.python.rl.data.jsonl import (
+    NumberedRow,
+    describe_unreadable,
+    normalize_row,
+    raise_errors,
+    scan_json,
+    scan_jsonl,
+    sort_by_line,
+)
 
 HELD_OUT_SHARE = 0.03
 """Default share of rows held out."""
@@ -72,7 +80,7 @@ _SPLIT = re.compile(r"([\w.-]+)(?:\[(-?[0-9]+%?)?:(-?[0-9]+%?)?\])?")
 
 
 @dataclass(frozen=True)
-class SourceRows(Sequence[dict[str, Any]]):
+class SourceRows:
     """Rows with their line, or number from 1, in the source ``where``."""
 
     where: str
@@ -81,22 +89,14 @@ class SourceRows(Sequence[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.numbered)
 
-    @overload
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "SourceRows": ...
-
-    def __getitem__(self, index: int | slice) -> "dict[str, Any] | SourceRows":
-        if isinstance(index, slice):
-            return SourceRows(self.where, self.numbered[index])
+    def __getitem__(self, index: int) -> dict[str, Any]:
         return self.numbered[index][1]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (row for _, row in self.numbered)
 
     def location(self, index: int) -> str:
-        """What a problem with a row calls it: ``data.jsonl:7``."""
+        """``data.jsonl:7``."""
         return f"{self.where}:{self.numbered[index][0]}"
 
     def take(self, indices: Sequence[int]) -> "SourceRows":
@@ -157,6 +157,44 @@ def scan_rows(
     return SourceRows(str(where), rows), [
         ConfigError(_restore_name(where, address, item.where), item.what) for item in errors
     ]
+
+
+Normalize: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Returns a row in the form of its kind; raises DataError for rows of another form."""
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """Reads the rows of one kind; ``where``, ``keys`` and ``columns`` as in :func:`scan_rows`."""
+
+    normalize: Normalize
+    columns: Collection[str] = ()
+
+    def read(self, where: str | Path, keys: Mapping[str, str] | None = None) -> SourceRows:
+        """Raise DataError if there are no rows, or wrong ones (the first 20 are named)."""
+        rows, errors = self._scan(where, keys)
+        raise_errors(errors)
+        return rows
+
+    def validate(self, where: str | Path, keys: Mapping[str, str] | None = None) -> list[ConfigError]:
+        return self._scan(where, keys)[1]
+
+    def _scan(self, where: str | Path, keys: Mapping[str, str] | None) -> tuple[SourceRows, list[ConfigError]]:
+        rows, errors = scan_rows(where, keys, self.columns)
+        checked, faults = normalize_rows(rows, self.normalize)
+        return checked, sort_by_line([*errors, *faults])
+
+
+def normalize_rows(rows: SourceRows, normalize: Normalize) -> tuple[SourceRows, list[ConfigError]]:
+    """Return the good rows, normalised, and the errors of the others."""
+    numbered: list[NumberedRow] = []
+    errors: list[ConfigError] = []
+    for number, row in rows.numbered:
+        try:
+            numbered.append((number, normalize(row)))
+        except DataError as error:
+            errors += [ConfigError(f"{rows.where}:{number}", fault.what) for fault in error.errors]
+    return SourceRows(rows.where, numbered), errors
 
 
 def _restore_name(where: str | Path, address: _Address, place: str) -> str:

@@ -12,7 +12,7 @@ from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.algorithm.sft import SFT
 from dlrover.python.rl.common.errors import ConfigError, EngineError, EnvironmentFailed, InvalidJob, VerifierError
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.data.prompts import load_prompts, validate_prompts
+from dlrover.python.rl.data.prompts import PROMPT_ROWS, load_prompts
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.engine.api.registry import (
     ROLLOUT_ENGINES,
@@ -163,7 +163,7 @@ def validate_filtering(cfg: PolicyConfig) -> list[ConfigError]:
 
 def _count_held_out(cfg: PolicyConfig) -> int:
     path, keys = cfg.data.eval, cfg.data.keys
-    if path is None or validate_prompts(path, keys):
+    if path is None or PROMPT_ROWS.validate(path, keys):
         return cfg.data.eval_rows
     return min(cfg.data.eval_rows, len(load_prompts(path, keys)))
 
@@ -174,7 +174,7 @@ def validate_template(cfg: PolicyConfig) -> list[ConfigError]:
     if not cfg.model or not (folder / "config.json").is_file() or _has_chat_template(folder):
         return []
     for path in (cfg.data.train, cfg.data.eval):
-        for row in load_prompts(path, keys) if path and not validate_prompts(path, keys) else ():
+        for row in load_prompts(path, keys) if path and not PROMPT_ROWS.validate(path, keys) else ():
             if not isinstance(row.prompt, str):
                 what = f"the tokenizer in {cfg.model} has no chat template, which the 'messages' of"
                 return [ConfigError("config.model", f"{what} {path}:{row.line} need")]

@@ -12,11 +12,11 @@ from annotated_types import Gt, Lt
 from dlrover.python.rl.algorithm.base import EngineLoss
 from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.data.conversation import Counts, Encoding, encode_sft, read_sft, sft_prompt, validate_sft
+from dlrover.python.rl.data.conversation import SFT_ROWS, Counts, Encoding, encode_sft, sft_prompt
 from dlrover.python.rl.data.jsonl import first_errors
-from dlrover.python.rl.data.pairs import Masked, PairEncoding, encode_pairs, pair_prompt, read_pairs, validate_pairs
+from dlrover.python.rl.data.pairs import PAIR_ROWS, Masked, PairEncoding, encode_pairs, pair_prompt
 from dlrover.python.rl.data.sampler import Partition, partition
-from dlrover.python.rl.data.source import HELD_OUT_SHARE, SourceRows, hold_out
+from dlrover.python.rl.data.source import HELD_OUT_SHARE, RowReader, SourceRows, hold_out
 from dlrover.python.rl.engine.api.base import BaseTrainEngine
 from dlrover.python.rl.engine.model.packing import select_columns
 from dlrover.python.rl.engine.model.ranks import preserve_random_state
@@ -52,13 +52,7 @@ class ExampleData:
     segment_rows: ClassVar[int] = 1
     """Consecutive sequences that stay together: a segment."""
 
-    def check(self, where: str) -> list[ConfigError]:
-        """The errors for which :meth:`read` would refuse a source."""
-        raise NotImplementedError
-
-    def read(self, where: str) -> SourceRows:
-        """The rows of a source."""
-        raise NotImplementedError
+    reader: ClassVar[RowReader]
 
     def prompt_of(self, row: Mapping[str, Any]) -> Any:
         """The prompt of a row, text or messages; rows of one prompt are held out together."""
@@ -79,11 +73,7 @@ class SFTData(ExampleData):
     mask_prompt: bool = True
     """False also trains prompts."""
 
-    def check(self, where: str) -> list[ConfigError]:
-        return validate_sft(where, self.keys)
-
-    def read(self, where: str) -> SourceRows:
-        return read_sft(where, self.keys)
+    reader: ClassVar[RowReader] = SFT_ROWS
 
     def prompt_of(self, row: Mapping[str, Any]) -> Any:
         return sft_prompt(row)
@@ -100,15 +90,9 @@ class PairData(ExampleData):
     Sequences ``2 * i`` and ``2 * i + 1`` are a pair.
     """
 
+    reader: ClassVar[RowReader] = PAIR_ROWS
     segment_rows: ClassVar[int] = 2
-
     masked: ClassVar[Masked] = "answer"
-
-    def check(self, where: str) -> list[ConfigError]:
-        return validate_pairs(where, self.keys)
-
-    def read(self, where: str) -> SourceRows:
-        return read_pairs(where, self.keys)
 
     def prompt_of(self, row: Mapping[str, Any]) -> Any:
         return pair_prompt(row)
@@ -151,7 +135,7 @@ def load_examples(data: ExampleData, tokenizer: Any, evaluates: bool, seed: int)
     Raises:
         DataError: names every row that cannot be used (20 at most).
     """
-    rows = data.read(data.train)
+    rows = data.reader.read(data.train, data.keys)
     held_out: SourceRows | None = None
     if evaluates:
         rows, held_out = _split(data, rows, seed)
@@ -163,7 +147,7 @@ def load_examples(data: ExampleData, tokenizer: Any, evaluates: bool, seed: int)
 
 def _split(data: ExampleData, rows: SourceRows, seed: int) -> tuple[SourceRows, SourceRows]:
     if data.eval is not None:
-        return rows, data.read(data.eval)
+        return rows, data.reader.read(data.eval, data.keys)
     train, held_out = hold_out([data.prompt_of(row) for row in rows], data.eval_share, seed)
     return rows.take(train), rows.take(held_out)
 
@@ -188,11 +172,11 @@ def _answer(row: Mapping[str, Any]) -> Any:
 
 def validate_examples(data: ExampleData, evaluates: bool, seed: int) -> list[ConfigError]:
     sources = [data.train, *([data.eval] if data.eval is not None else [])]
-    errors = [error for where in sources if where for error in first_errors(data.check(where))]
+    errors = [error for where in sources if where for error in first_errors(data.reader.validate(where, data.keys))]
     if errors or not data.train or not evaluates or data.eval is not None:
         return errors
     try:
-        _split(data, data.read(data.train), seed)
+        _split(data, data.reader.read(data.train, data.keys), seed)
     except (ValueError, DataError) as error:
         errors.append(ConfigError("config.data.eval_share", str(error)))
     return errors

@@ -329,8 +329,7 @@ class SampleCollector:
         faults = self._trainer.RG_ROLLOUT.check_prompts(places, self.sampling, data.max_prompt_tokens)
         too_long = [error for part in faults for error in part.too_long]
         refused = too_long if data.over_long == "refuse" else []
-        if errors := [*(error for part in faults for error in part.wrong), *refused]:
-            raise_errors(errors)
+        raise_errors([*(error for part in faults for error in part.wrong), *refused])
         self.prompts.drop(too_long)
         return collect_scores(self.evaluate(0))
 

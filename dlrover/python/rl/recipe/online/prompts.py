@@ -10,7 +10,7 @@ from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.jsonl import first_errors
-from dlrover.python.rl.data.prompts import PromptRow, empty_prompts, load_prompts, validate_prompts
+from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, empty_prompts, load_prompts
 from dlrover.python.rl.data.sampler import PromptCursor
 from dlrover.python.rl.data.source import hold_out
 from dlrover.python.rl.recipe.base.config import PolicyConfig, RewardConfig
@@ -128,7 +128,7 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
             ConfigError("config.data.over_long", "says 'drop', and no data.max_prompt_tokens says what is too long")
         ]
     files = [path for path in (data.train, data.eval) if path]
-    errors = [error for path in files for error in first_errors(validate_prompts(path, data.keys))]
+    errors = [error for path in files for error in first_errors(PROMPT_ROWS.validate(path, data.keys))]
     if errors or not data.train:
         return errors
     is_scored_by_function = config.rollout.env_path is None and config.reward.model is None
