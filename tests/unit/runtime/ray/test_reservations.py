@@ -56,3 +56,34 @@ def test_a_cluster_without_free_capacity_is_an_error():
     _, reservations = reservations_on()
     with pytest.raises(PlacementTimeout, match=r"still lacks the resources: needed \{'cpu': 1.0\}"):
         asyncio.run(reservations.reserve(1, ()))
+
+
+def request_by_a_killed_master(cluster, prefix, from_call):
+    """Ray receives a request of an earlier process of the master with the ``from_call``-th listing of the groups."""
+    calls, listed = [0], cluster.list_groups
+
+    def list_groups():
+        calls[0] += 1
+        if calls[0] == from_call:
+            cluster.create_group([{}], f"{prefix}/node-0", ())
+        return listed()
+
+    cluster.list_groups = list_groups
+
+
+@pytest.mark.parametrize("from_call", [1, 2])
+@pytest.mark.parametrize("prefix", ["job/run/1", "job/run/2"], ids=["earlier incarnation", "same incarnation"])
+def test_a_late_request_of_a_killed_master_does_not_starve_the_next_one(prefix, from_call):
+    cluster, reservations = reservations_on("a")
+    request_by_a_killed_master(cluster, prefix, from_call)
+    asyncio.run(reservations.reserve(2, ()))
+    assert list(cluster.reserved().values()) == ["a"]
+    assert placed_on(cluster, reservations, ()) == "a"
+    assert [row.state for row in cluster.groups.values()].count("PENDING") == 0
+
+
+def test_groups_of_other_runs_stay():
+    cluster, reservations = reservations_on("a", "b")
+    other = cluster.create_group([{}], "job/other/1/node-0", ())
+    asyncio.run(reservations.reserve(2, ()))
+    assert cluster.reserved()[other] == "a"

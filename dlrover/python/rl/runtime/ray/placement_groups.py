@@ -2,7 +2,7 @@
 """One placement group for each node of a plan.
 
 Groups are found by name: ``<prefix>/node-<k>`` for node ``k`` of the plan, and ``<prefix>/node-<k>/2-<node id>`` for
-the one that replaced the first, which was on that node. Every function but :func:`wait_until_reserved` and
+the one that replaced the first, which was on that node. The prefix is ``<job>/<run>/<incarnation>``. Every function but :func:`wait_until_reserved` and
 :func:`placement_of` waits for Ray's head: call it in a thread.
 """
 
@@ -23,7 +23,7 @@ _LOG = get_logger(__name__)
 _POLL_S = 0.05
 _LOG_INTERVAL_S = 5.0
 _NODES_SHOWN = 4
-_NAME = re.compile(r"(?P<prefix>.+)/node-(?P<node>\d+)(?:/(?P<number>\d+)-(?P<replaced_node>\w*))?")
+_NAME = re.compile(r"(?P<prefix>.+/\d+)/node-(?P<node>\d+)(?:/(?P<number>\d+)-(?P<replaced_node>\w*))?")
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,14 @@ class _NodeGroup:
     replaced_node: str
     state: str
     on: frozenset[str]
+
+    @property
+    def run(self) -> str:
+        return self.prefix.rpartition("/")[0]
+
+    @property
+    def incarnation(self) -> int:
+        return int(self.prefix.rpartition("/")[2])
 
     def is_reserved(self, excluded: Iterable[str]) -> bool:
         """Return True if it has its resources on nodes other than ``excluded``."""
@@ -141,6 +149,7 @@ def _waiting_nodes(cluster: ClusterApi, groups: Sequence[str]) -> list[int]:
         raise PlacementTimeout("the reserved resources were released while the job waited for them")
     for prefix in {group.prefix for group in present}:
         _remove_replaced(cluster, table, prefix)
+    _remove_strays(cluster, table, present)
     return sorted(group.node for group in present if group.state != CREATED)
 
 
@@ -152,6 +161,21 @@ def _remove_replaced(cluster: ClusterApi, table: Iterable[_NodeGroup], prefix: s
     for group in groups:
         successor = successors.get((group.node, group.number)) if group.state != REMOVED else None
         if successor is not None and not (group.state == CREATED and group.on == {successor.replaced_node}):
+            cluster.remove_group(group.id)
+
+
+def _remove_strays(cluster: ClusterApi, table: Iterable[_NodeGroup], wanted: Iterable[_NodeGroup]) -> None:
+    """Remove groups of earlier incarnations of the run, and second requests of wanted groups.
+
+    Ray may receive the request of a master that was killed only after its successor has released what it found.
+    """
+    runs = {group.run: group.incarnation for group in wanted}
+    ids = {(group.prefix, group.node, group.number): group.id for group in wanted}
+    for group in table:
+        is_earlier = group.run in runs and group.incarnation < runs[group.run]
+        is_second = ids.get((group.prefix, group.node, group.number), group.id) != group.id
+        if (is_earlier or is_second) and group.state != REMOVED:
+            _LOG.warning("removing the placement group %s/node-%d, which nothing uses", group.prefix, group.node)
             cluster.remove_group(group.id)
 
 
