@@ -2,8 +2,9 @@
 """One placement group for each node of a plan.
 
 Groups are found by name: ``<prefix>/node-<k>`` for node ``k`` of the plan, and ``<prefix>/node-<k>/2-<node id>`` for
-the one that replaced the first, which was on that node. The prefix is ``<job>/<run>/<incarnation>``. Every function but :func:`wait_until_reserved` and
-:func:`placement_of` waits for Ray's head: call it in a thread.
+the one that replaced the first, which was on that node. The prefix is ``<job>/<run>/<incarnation>``.
+
+Every function but :func:`wait_until_reserved` and :func:`placement_of` waits for Ray's head: call it in a thread.
 """
 
 import asyncio
