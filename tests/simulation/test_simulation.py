@@ -20,7 +20,7 @@ from mutations import MUTATIONS
 from sim_faults import SITUATIONS
 from sim_job import run
 
-SEEDS, MORE_SEEDS, CHUNK = range(600), range(600, 2000), 50
+SEEDS, MORE_SEEDS, CHUNK = range(400), range(400, 2000), 50
 JOBS = 2
 
 REGRESSIONS = (12, 60, 114, 308, 315, 464, 699, 813, 1193, 1261, 1666, 1742)
