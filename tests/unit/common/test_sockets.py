@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from dlrover.python.rl.common.sockets import listening_socket
-from dlrover.python.rl.engine.weight_sync.weight_server import PublishedVersions, WeightServer
+from dlrover.python.rl.engine.weight_sync.pull import PublishedVersions, WeightServer
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])

@@ -22,10 +22,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 from uuid import uuid4
 
 import numpy as np
@@ -82,7 +83,6 @@ class WeightSource(Protocol):
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
         """Name and whole tensor of each weight, always in the same order; a collective of all train ranks."""
-        ...
 
 
 class TensorEntry(NamedTuple):
@@ -235,7 +235,6 @@ class WeightTransport(Protocol):
 
         The first call for a source iterates over its weights to learn their names and shapes.
         """
-        ...
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
         """Send what ``ticket`` offers; all train ranks call it. Can be repeated, also after a failure.
@@ -246,7 +245,6 @@ class WeightTransport(Protocol):
         Raises:
             WeightSyncError: the source has other weights than were offered, or the other side has ended.
         """
-        ...
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
         """Receive the weights and compare version, names, shapes, dtypes and bytes with the sender's seal.
@@ -254,16 +252,17 @@ class WeightTransport(Protocol):
         Raises:
             WeightSyncError: they are missing, incomplete or different; names the sender or the tensors.
         """
-        ...
 
     def close(self) -> None:
         """Release everything; snapshots stay valid."""
-        ...
 
 
 def waits_for_receivers(transport: Any) -> bool:
     """Return True if a transport, or a class of one, sends while its receivers receive; others keep what was sent."""
     return bool(getattr(transport, "waits_for_receivers", False))
+
+
+Pieces: TypeAlias = Iterator[tuple[int, Any]]
 
 
 class SenderBase:
@@ -287,17 +286,24 @@ class SenderBase:
         if self.settings.memory is not None:
             self.settings.memory.hold(f"weight sync of {self.settings.name}", "buffer", [bucket])
 
-    def _pieces(self, ticket: Ticket, source: WeightSource, bucket: int) -> Iterator[tuple[int, Any]]:
+    @contextmanager
+    def _pieces(self, ticket: Ticket, source: WeightSource, bucket: int) -> Iterator[Pieces]:
         """Offset and bytes (``uint8``) of successive pieces, none across the end of a bucket of this size.
+
+        What the block leaves is consumed: the other ranks are inside the same collective, and would wait for this one.
 
         Raises:
             WeightSyncError: at once: the source has another version than was offered; later: other tensors.
         """
         if source.version != ticket.version:
             raise WeightSyncError(f"version {ticket.version} was offered, and the source is at {source.version}")
-        return self._iterate(ticket, source, bucket)
+        pieces = self._iterate(ticket, source, bucket)
+        try:
+            yield pieces
+        finally:
+            deque(pieces, maxlen=0)
 
-    def _iterate(self, ticket: Ticket, source: WeightSource, bucket: int) -> Iterator[tuple[int, Any]]:
+    def _iterate(self, ticket: Ticket, source: WeightSource, bucket: int) -> Pieces:
         offers = zip(ticket.table.entries, ticket.table.spans(), strict=True)
         for offer, named in zip_longest(offers, source.named_weights()):
             flat = self._validate_tensor(ticket, offer and offer[0], named)
@@ -318,11 +324,6 @@ class SenderBase:
                 f" was offered{nearest}"
             )
         return named[1].detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def exhaust(stream: Iterator[Any]) -> None:
-    """Consume the rest: the other ranks are inside the same collective, and would wait for this one."""
-    deque(stream, maxlen=0)
 
 
 def assemble_snapshot(ticket: Ticket, flat: npt.NDArray[np.uint8], crcs: Sequence[int], seal: Seal) -> WeightSnapshot:

@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buckets of bytes: filled, fingerprinted as they pass, and assembled in host memory that is reused."""
+"""Bytes of weights: buckets that are filled, fingerprints of what passes, and the host memory that it comes to.
+
+A :class:`WeightFile` is memory without a name in any file system: the kernel frees it when the last process that has it
+open ends. It has three parts, and may be read while it is written::
+
+    head      a page: progress u64 (bytes of data that are written; one more than all of them: complete)
+    data      the tensors, each at a multiple of 64
+    seal      the sender's, from a multiple of 64
+"""
 
 import errno
 import fcntl
+import mmap
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -14,9 +23,13 @@ import torch
 from isal.isal_zlib import crc32
 
 from dlrover.python.rl.common.errors import WeightSyncError
-from dlrover.python.rl.engine.weight_sync.base import WeightTable
+from dlrover.python.rl.engine.api.weights import WeightSnapshot
+from dlrover.python.rl.engine.weight_sync.base import ALIGN, Pieces, Seal, Ticket, WeightTable, assemble_snapshot
 
 Bytes = npt.NDArray[np.uint8]
+
+HEAD_BYTES = 4096
+_CACHED_MAPS = 3
 
 
 class CrcTally:
@@ -45,7 +58,7 @@ def bucket_spans(table: WeightTable, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, end)) for start in range(0, end, size)]
 
 
-def fill_buckets(pieces: Iterator[tuple[int, Any]], buckets: Sequence[Any]) -> Iterator[int]:
+def fill_buckets(pieces: Pieces, buckets: Sequence[Any]) -> Iterator[int]:
     """Copy pieces, none of which crosses the end of a bucket, into ``buckets`` (``uint8 [bucket]``) in turn.
 
     Yields:
@@ -104,6 +117,24 @@ class HostArena:
         return view
 
 
+class Assembly:
+    """A version on its way into host memory, fingerprinted part by part."""
+
+    def __init__(self, ticket: Ticket, arena: HostArena) -> None:
+        self._ticket, self._tally = ticket, CrcTally(ticket.table)
+        self._flat = arena.allocate(ticket.table.nbytes)
+
+    def parts(self, size: int) -> Iterator[Bytes]:
+        """The memory in parts of ``size`` bytes; each is fingerprinted when the next one is requested."""
+        for start, stop in bucket_spans(self._ticket.table, size):
+            yield self._flat[start:stop]
+            self._tally.update(self._flat, 0, stop)
+
+    def seal(self, packed: bytes) -> WeightSnapshot:
+        """See :func:`assemble_snapshot`."""
+        return assemble_snapshot(self._ticket, self._flat, self._tally.crcs, Seal.unpack(packed))
+
+
 def try_lock(descriptor: int, operation: int) -> bool:
     """Lock an open file without waiting; returns True if that succeeded."""
     try:
@@ -127,3 +158,111 @@ def reserve(descriptor: int, size: int) -> None:
         disk = os.fstatvfs(descriptor)
         free = disk.f_bavail * disk.f_frsize
         raise WeightSyncError(f"no space for weights: {size:,} bytes are needed, {free:,} are free") from error
+
+
+def seal_offset(table: WeightTable) -> int:
+    return HEAD_BYTES + -(-table.nbytes // ALIGN) * ALIGN
+
+
+def _file_size(table: WeightTable) -> int:
+    return seal_offset(table) + Seal.size(table)
+
+
+class WeightFile:
+    """A version in memory, which can be overwritten by another one with the same table."""
+
+    def __init__(self, table: WeightTable) -> None:
+        self._descriptor = os.memfd_create("dlrover-weights", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        size = _file_size(table)
+        reserve(self._descriptor, size)
+        self._map = _map(self._descriptor, size, mmap.ACCESS_WRITE)
+        self._progress: npt.NDArray[np.uint64] = np.frombuffer(self._map, dtype=np.uint64, count=1)
+        self.table, self._nbytes = table, table.nbytes
+        self._data: Bytes = np.frombuffer(self._map, dtype=np.uint8, count=self._nbytes, offset=HEAD_BYTES)
+        self._publish(0)
+
+    def _publish(self, progress: int) -> None:
+        self._progress[0] = progress  # one store of eight bytes: no reader sees half of it
+
+    def write(self, ticket: Ticket, pieces: Pieces) -> Seal:
+        """Copy pieces, offset and bytes, in order, and seal them; readers may follow."""
+        tally = CrcTally(self.table)
+        for offset, piece in pieces:
+            stop = offset + len(piece)
+            copy_to_host(self._data[offset:stop], piece)
+            tally.update(self._data, 0, stop)
+            self._publish(stop)
+        seal = Seal.of(ticket, tally.crcs)
+        self._map[seal_offset(self.table) :] = seal.pack()
+        self._publish(self._nbytes + 1)
+        return seal
+
+    def clear(self) -> None:
+        self._publish(0)
+
+    def open(self, lock: int) -> int | None:
+        """Another descriptor of the file, for reading and with a lock; None if a lock of another descriptor forbids
+        it."""
+        descriptor = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        if try_lock(descriptor, lock):
+            return descriptor
+        os.close(descriptor)
+        return None
+
+    def is_open(self) -> bool:
+        """Return True if a receiver has it open."""
+        descriptor = self.open(fcntl.LOCK_EX)
+        if descriptor is not None:
+            os.close(descriptor)
+        return descriptor is None
+
+
+class MappedWeights:
+    """A receiver's view of a sender's pages, which no version overwrites as long as a view of ``flat`` lives.
+
+    Args:
+        descriptor: the open file, with a shared lock; closed with the last view of ``flat``.
+        table: the tensors.
+        maps: mappings of earlier files by inode, since a new one costs as much as a copy.
+    """
+
+    def __init__(self, descriptor: int, table: WeightTable, maps: dict[int, mmap.mmap]) -> None:
+        self._descriptor, self._size, self._seal_at = descriptor, _file_size(table), seal_offset(table)
+        self._check_length()
+        self._map = self._find_map(maps)
+        self._progress: npt.NDArray[np.uint64] = np.frombuffer(self._map, dtype=np.uint64, count=1)
+        self.flat: Bytes = np.frombuffer(self._map, dtype=np.uint8, count=table.nbytes, offset=HEAD_BYTES)
+        weakref.finalize(self.flat, os.close, descriptor)
+
+    def _check_length(self) -> None:
+        nbytes = os.fstat(self._descriptor).st_size
+        if nbytes != self._size:
+            raise WeightSyncError(f"a sender's file is cut: {nbytes:,} of {self._size:,} bytes")
+
+    def _find_map(self, maps: dict[int, mmap.mmap]) -> mmap.mmap:
+        inode = os.fstat(self._descriptor).st_ino
+        mapping = maps.pop(inode, None)
+        if mapping is None or len(mapping) != self._size:
+            mapping = _map(self._descriptor, self._size, mmap.ACCESS_READ)
+        maps[inode] = mapping
+        while len(maps) > _CACHED_MAPS:
+            del maps[next(iter(maps))]
+        return mapping
+
+    def progress(self) -> int:
+        self._check_length()  # reading a page that is cut off would end this process
+        return int(self._progress[0])
+
+    def seal(self) -> Seal:
+        return Seal.unpack(self._map[self._seal_at :])
+
+
+def _map(descriptor: int, size: int, access: int) -> mmap.mmap:
+    flags = os.O_RDONLY if access == mmap.ACCESS_READ else os.O_RDWR
+    # Its own open file: the mapping keeps it, and would keep a lock of the given one.
+    reopened = os.open(f"/proc/self/fd/{descriptor}", flags | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(reopened, size, access=access)
+    finally:
+        os.close(reopened)

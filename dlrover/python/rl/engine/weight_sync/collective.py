@@ -30,16 +30,15 @@ import torch.distributed as dist
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.model.ranks import resolve_device
-from dlrover.python.rl.engine.weight_sync.base import (
-    Seal,
-    SenderBase,
-    SyncSettings,
-    Ticket,
-    WeightSource,
-    assemble_snapshot,
-    exhaust,
+from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, SenderBase, SyncSettings, Ticket, WeightSource
+from dlrover.python.rl.engine.weight_sync.buckets import (
+    Assembly,
+    CrcTally,
+    HostArena,
+    HostBuffer,
+    bucket_spans,
+    fill_buckets,
 )
-from dlrover.python.rl.engine.weight_sync.buckets import CrcTally, HostArena, HostBuffer, bucket_spans, fill_buckets
 
 _SENDER_RANK = 0
 _POLL_S = 50e-6
@@ -73,17 +72,14 @@ class BroadcastTransport(SenderBase):
         return {"host": host, "tcp_port": self._server.port, **sizes}
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
-        stream = self._pieces(ticket, source, ticket.address["bucket"])
-        try:
-            return self._broadcast(ticket, stream) if self.settings.is_leader else None
-        finally:
-            exhaust(stream)
+        with self._pieces(ticket, source, ticket.address["bucket"]) as pieces:
+            return self._broadcast(ticket, pieces) if self.settings.is_leader else None
 
-    def _broadcast(self, ticket: Ticket, stream: Iterator[tuple[int, Any]]) -> WeightStamp:
+    def _broadcast(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
         tally, spans = CrcTally(ticket.table), bucket_spans(ticket.table, ticket.address["bucket"])
         bucket = self._allocate_bucket(ticket)
         with self._entered_group(ticket, self._gather_receivers) as group:
-            for number in fill_buckets(stream, [bucket]):
+            for number in fill_buckets(pieces, [bucket]):
                 start, stop = spans[number]
                 part = bucket[: stop - start]
                 tally.update(self._host.read(part), start, stop)
@@ -93,16 +89,15 @@ class BroadcastTransport(SenderBase):
         return seal.stamp
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
-        flat, tally = self._arena.allocate(ticket.table.nbytes), CrcTally(ticket.table)
+        assembly = Assembly(ticket, self._arena)
         bucket, seal = self._allocate_bucket(ticket), self._to_device(bytes(Seal.size(ticket.table)))
         with self._entered_group(ticket, self._join) as group:
-            for start, stop in bucket_spans(ticket.table, ticket.address["bucket"]):
-                part = bucket[: stop - start]
-                group.broadcast(part)
-                np.copyto(flat[start:stop], self._host.read(part))
-                tally.update(flat, 0, stop)
+            for part in assembly.parts(ticket.address["bucket"]):
+                received = bucket[: len(part)]
+                group.broadcast(received)
+                np.copyto(part, self._host.read(received))
             group.broadcast(seal)
-        return assemble_snapshot(ticket, flat, tally.crcs, Seal.unpack(self._host.read(seal).tobytes()))
+        return assembly.seal(self._host.read(seal).tobytes())
 
     def _allocate_bucket(self, ticket: Ticket) -> Any:
         bucket = torch.empty(ticket.address["bucket"], dtype=torch.uint8, device=self.settings.device)
@@ -111,8 +106,6 @@ class BroadcastTransport(SenderBase):
 
     def _to_device(self, data: bytes) -> Any:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.settings.device)
-
-    # -- the group ----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _entered_group(self, ticket: Ticket, enter: Callable[[Ticket], "BroadcastGroup"]) -> Iterator["BroadcastGroup"]:

@@ -30,16 +30,16 @@ from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.weight_sync.base import (
     ALIGN,
+    Pieces,
     Seal,
     SenderBase,
     StallTimer,
     SyncSettings,
     Ticket,
     WeightSource,
-    assemble_snapshot,
-    exhaust,
 )
 from dlrover.python.rl.engine.weight_sync.buckets import (
+    Assembly,
     CrcTally,
     HostArena,
     HostBuffer,
@@ -87,16 +87,11 @@ class CudaIpcTransport(SenderBase):
             self._listener.listen()
         return self._listener
 
-    # -- sending ------------------------------------------------------------------------------------------------------
-
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
-        stream = self._pieces(ticket, source, ticket.address["half"])
-        try:
-            return self._send_buckets(ticket, stream) if self.settings.is_leader else None
-        finally:
-            exhaust(stream)
+        with self._pieces(ticket, source, ticket.address["half"]) as pieces:
+            return self._send_buckets(ticket, pieces) if self.settings.is_leader else None
 
-    def _send_buckets(self, ticket: Ticket, stream: Iterator[tuple[int, Any]]) -> WeightStamp:
+    def _send_buckets(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
         tally, spans = CrcTally(ticket.table), bucket_spans(ticket.table, self._half)
         with ExitStack() as stack:
             receivers = self._accept(ticket, stack)
@@ -105,7 +100,7 @@ class CudaIpcTransport(SenderBase):
             for receiver in receivers:
                 receiver.send(make_handle())
             halves = bucket.split(self._half)
-            for number in fill_buckets(stream, halves):
+            for number in fill_buckets(pieces, halves):
                 start, stop = spans[number]
                 tally.update(self._host.read(halves[number % _HALVES][: stop - start]), start, stop)
                 self._broadcast(receivers, number)
@@ -163,23 +158,18 @@ class CudaIpcTransport(SenderBase):
             if answer != number:
                 raise WeightSyncError(f"{peer.name} answered {answer} where {number} was due")
 
-    # -- receiving ----------------------------------------------------------------------------------------------------
-
     def receive(self, ticket: Ticket) -> WeightSnapshot:
-        flat = self._arena.allocate(ticket.table.nbytes)
-        tally, half = CrcTally(ticket.table), ticket.address["half"]
+        assembly, half = Assembly(ticket, self._arena), ticket.address["half"]
         with self._connect(ticket) as sender:
             sender.send((ticket.id, self.settings.name))
             halves = _open_bucket(sender.receive(), half)
-            for number, (start, stop) in enumerate(bucket_spans(ticket.table, half)):
+            for number, part in enumerate(assembly.parts(half)):
                 message = sender.receive()
                 if message != number:
                     raise WeightSyncError(f"{ticket.sender} sent bucket {message} where {number} was due")
-                np.copyto(flat[start:stop], self._host.read(halves[number % _HALVES][: stop - start]))
-                sender.send(number)
-                tally.update(flat, 0, stop)
-            seal = Seal.unpack(sender.receive())
-        return assemble_snapshot(ticket, flat, tally.crcs, seal)
+                np.copyto(part, self._host.read(halves[number % _HALVES][: len(part)]))
+                sender.send(number)  # before the part is fingerprinted: the sender fills its half meanwhile
+            return assembly.seal(sender.receive())
 
     def _connect(self, ticket: Ticket) -> "_Peer":
         timer = StallTimer(self.settings.timeout_s, lambda: f"{ticket}: no process listens at {self._socket}")

@@ -13,33 +13,25 @@ next sender of the same name.
 """
 
 import fcntl
+import io
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.weight_sync.base import (
+    Pieces,
     Seal,
     SenderBase,
     StallTimer,
     SyncSettings,
     Ticket,
     WeightSource,
-    assemble_snapshot,
-    exhaust,
 )
-from dlrover.python.rl.engine.weight_sync.buckets import (
-    CrcTally,
-    HostArena,
-    bucket_spans,
-    copy_to_host,
-    reserve,
-    try_lock,
-)
+from dlrover.python.rl.engine.weight_sync.buckets import Assembly, CrcTally, HostArena, copy_to_host, reserve, try_lock
 
 _WEIGHTS, _PART, _SENDER = ".weights", ".part", ".sender"
 _SENDER_BYTES = 1024
@@ -65,16 +57,11 @@ class DiskTransport(SenderBase):
         self._folder, self._last = settings.folder, ""
         self._arena = HostArena()
 
-    # -- sending ------------------------------------------------------------------------------------------------------
-
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
-        stream = self._pieces(ticket, source, self.settings.bucket)
-        try:
-            return self._write(ticket, stream) if self.settings.is_leader else None
-        finally:
-            exhaust(stream)
+        with self._pieces(ticket, source, self.settings.bucket) as pieces:
+            return self._write(ticket, pieces) if self.settings.is_leader else None
 
-    def _write(self, ticket: Ticket, stream: Iterator[tuple[int, Any]]) -> WeightStamp:
+    def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
         with self._locked(ticket):
             for path in self._files(_WEIGHTS, _PART):
                 if path != self._path(self._last) or self._last == ticket.id:
@@ -83,7 +70,7 @@ class DiskTransport(SenderBase):
             with part.open("w+b") as file:
                 reserve(file.fileno(), ticket.table.nbytes + Seal.size(ticket.table))
                 buffer = self._arena.allocate(self.settings.bucket)
-                for offset, piece in stream:
+                for offset, piece in pieces:
                     data = buffer[: len(piece)]
                     copy_to_host(data, piece)
                     tally.update(data, offset, offset + len(piece))
@@ -125,22 +112,17 @@ class DiskTransport(SenderBase):
         prefix = f"{self.settings.channel}."
         return [path for path in paths if path.name.startswith(prefix) and path.suffix in suffixes]
 
-    # -- receiving ----------------------------------------------------------------------------------------------------
-
     def receive(self, ticket: Ticket) -> WeightSnapshot:
-        path, table = self._path(ticket.id), ticket.table
+        path, assembly = self._path(ticket.id), Assembly(ticket, self._arena)
         self._wait_for(ticket, path)
-        flat, tally = self._arena.allocate(table.nbytes), CrcTally(table)
-        seal_offset, size = table.nbytes, Seal.size(table)
+        size = ticket.table.nbytes + Seal.size(ticket.table)
         with path.open("rb", buffering=0) as file:
             nbytes = os.fstat(file.fileno()).st_size
-            if nbytes != seal_offset + size:
-                raise WeightSyncError(f"{path.name} is cut: {nbytes:,} of {seal_offset + size:,} bytes")
-            for start, stop in bucket_spans(table, self.settings.bucket):
-                _read_exactly(file.fileno(), flat[start:stop].data, start)
-                tally.update(flat, 0, stop)
-            seal = Seal.unpack(os.pread(file.fileno(), size, seal_offset))
-        return assemble_snapshot(ticket, flat, tally.crcs, seal)
+            if nbytes != size:
+                raise WeightSyncError(f"{path.name} is cut: {nbytes:,} of {size:,} bytes")
+            for part in assembly.parts(self.settings.bucket):
+                _read_exactly(file, part.data)
+            return assembly.seal(file.read())
 
     def _wait_for(self, ticket: Ticket, path: Path) -> None:
         def check_sender() -> None:
@@ -171,12 +153,12 @@ class DiskTransport(SenderBase):
                 path.unlink(missing_ok=True)
 
 
-def _read_exactly(descriptor: int, target: memoryview, offset: int) -> None:
+def _read_exactly(file: io.RawIOBase, target: memoryview) -> None:
     while target:
-        count = os.preadv(descriptor, [target], offset)
+        count = file.readinto(target)
         if not count:
-            raise WeightSyncError(f"a file of weights was cut at byte {offset:,} while it was read")
-        target, offset = target[count:], offset + count
+            raise WeightSyncError(f"a file of weights was cut at byte {file.tell():,} while it was read")
+        target = target[count:]
 
 
 def _sender_text(descriptor: int) -> str:
