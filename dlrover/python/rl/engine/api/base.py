@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,7 @@ from annotated_types import Ge, Gt, Le
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.api.settings import OptimizerConfig as OptimizerConfig  # part of this interface
-from dlrover.python.rl.engine.api.weights import Offloadable
-
-if TYPE_CHECKING:
-    from dlrover.python.rl.engine.api.weights import WeightSnapshot
+from dlrover.python.rl.engine.api.weights import Offloadable, WeightSnapshot
 
 # -- training ---------------------------------------------------------------------------------------------------------
 
@@ -79,7 +76,7 @@ class Rendezvous:
     """A free port at rank 0; not used by a single rank."""
 
     timeout_s: float = 300.0
-    """Limit of waiting for the other ranks, at the start and in every collective."""
+    """Longest wait for the other ranks, at the start and in every collective."""
 
 
 TokenLoss: TypeAlias = Callable[[Any, Mapping[str, Any]], tuple[Any, dict[str, Any]]]
@@ -97,8 +94,7 @@ class UpdateResult:
     """The same on every rank."""
 
     loss: float
-    grad_norm: float
-    """Global gradient norm before clipping."""
+    grad_norm: float  # of the whole gradient, before clipping
     lr: float
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -128,7 +124,6 @@ class BaseTrainEngine(Offloadable, Protocol):
         ``top`` adds the most likely ids ``candidates`` (int64) and ``candidate_logprobs``, ``[rows, seq, top]``; a
         batch with ``candidates`` gets the latter.
         """
-        ...
 
     def step(self, batch: Batch, loss: TokenLoss, temperature: float = 1.0) -> UpdateResult:
         """One optimizer step; gradients of micro-batches and ranks are summed.
@@ -137,42 +132,33 @@ class BaseTrainEngine(Offloadable, Protocol):
             EngineError: the engine is frozen or offloaded, or no rank has an action token.
             NonFiniteUpdate: the loss or the gradient norm is not finite; nothing has changed on any rank.
         """
-        ...
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
         """Hugging Face's name and whole tensor of each weight; tied ones once, adapters merged.
 
         A collective: every rank must consume all. A tensor is valid until the next one is requested.
         """
-        ...
 
-    def publish(self) -> "WeightSnapshot":
+    def publish(self) -> WeightSnapshot:
         """The current weights in host memory, whole on rank 0."""
-        ...
 
-    def receive(self, weights: "WeightSnapshot") -> None:
+    def receive(self, weights: WeightSnapshot) -> None:
         """Adopt another engine's weights and version (frozen engines only)."""
-        ...
 
     def save(self, path: Path) -> None:
         """Write model and tokenizer in Hugging Face format, atomically."""
-        ...
 
     def save_checkpoint(self, path: Path) -> None:
         """Write model, optimizer, version and random state; each rank writes its part."""
-        ...
 
     def load_checkpoint(self, path: Path) -> None:
         """Restore :meth:`save_checkpoint`: bit for bit in the same layout; other layouts only if the backend can."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """All of this rank that later steps depend on. The tensors are live: copy them before the next step."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`; later steps give the same bits."""
-        ...
 
     def close(self) -> None: ...
 
@@ -266,30 +252,24 @@ class BaseRolloutEngine(Offloadable, Protocol):
         (prompt and completion), ``action_mask``, ``logprobs`` (float32, 0 on the prompt), ``finished`` (bool: by
         end-of-sequence or a stop string), ``version`` (of the last token's weights), ``completion`` (text).
         """
-        ...
 
     def check(self, tokens: Any, sampling: SamplingParams) -> None:
         """Raise an ``EngineError`` if :meth:`generate` would refuse these prompts (ragged)."""
-        ...
 
     def add(self, requests: Sequence[Request], sampling: SamplingParams, seed: tuple[int, ...]) -> None:
         """Add requests to those that run already; :meth:`advance` generates."""
-        ...
 
     def advance(self) -> list[Completion]:
         """Generate some more tokens of the running requests that fit; return those that have ended."""
-        ...
 
     def abort(self, keys: Sequence[tuple[int, int]] | None = None) -> list[Completion]:
         """End these running requests, or all; each comes back as a partial completion."""
-        ...
 
     @property
     def running(self) -> int:
         """Number of requests that have not ended."""
-        ...
 
-    def receive(self, weights: "WeightSnapshot", rewind: bool = False) -> None:
+    def receive(self, weights: WeightSnapshot, rewind: bool = False) -> None:
         """Adopt new weights after verifying all of them; older ones only with ``rewind``, after the run has gone back.
 
         Running requests continue with them; caches are recomputed.
@@ -297,7 +277,6 @@ class BaseRolloutEngine(Offloadable, Protocol):
         Raises:
             WeightSyncError: a name, shape, fingerprint or version does not fit; the old weights keep serving.
         """
-        ...
 
     def close(self) -> None: ...
 

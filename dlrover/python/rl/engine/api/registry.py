@@ -5,12 +5,14 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError, MissingExtra
 from dlrover.python.rl.common.extensions import ExtensionPoint, load_object
 from dlrover.python.rl.config.typed import parse
 from dlrover.python.rl.engine.api.settings import OptimizerConfig, ParallelSizes
+
+T = TypeVar("T")
 
 _ENGINES = "dlrover.python.rl.engine"
 
@@ -172,3 +174,11 @@ def raise_engine_errors(errors: list[str]) -> None:
     """Raise an :class:`EngineError` if there are any."""
     if errors:
         raise EngineError("; ".join(errors))
+
+
+def read_options(kind: type[T], options: Mapping[str, Any], where: str = "backend") -> T:
+    """A mapping as a dataclass. Raises an ``EngineError`` that lists every fault, with keys below ``where``."""
+    parsed, errors = parse(kind, dict(options), where)
+    if parsed is None:
+        raise EngineError("; ".join(map(str, errors)))
+    return parsed

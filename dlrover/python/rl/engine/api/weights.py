@@ -30,23 +30,18 @@ class Offloadable(Protocol):
 
     def cpu(self) -> None:
         """Move everything to host memory; a key-value cache is dropped."""
-        ...
 
     def cuda(self, part: Part = "all") -> None:
         """Bring ``part`` to the device; train engines refuse ``kv_cache``. Raises ``OutOfDeviceMemory``."""
-        ...
 
     def meta(self) -> None:
         """Release all tensors on host and device. Only new weights bring the engine back."""
-        ...
 
     def place(self) -> DeviceKind:
         """Where the weights are."""
-        ...
 
     def footprint(self) -> dict[str, int]:
         """Bytes on the device by kind: ``weights``, ``gradients``, ``optimizer``, ``kv_cache``; without 0s."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,6 @@ class DeviceLock:
         if self._memory is not None:
             self._ledger.publish(self._memory.by_owner())
 
-    # -- the queue ----------------------------------------------------------------------------------------------------
-
     @contextmanager
     def _ordering(self) -> Iterator[None]:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@
 A tensor that moves stays the same object, with its views, ties and wrappers: its storage is emptied on the device.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -57,12 +58,11 @@ class OffloadState:
         return self._memory.computing(self._owner)
 
     def leave(self, place: DeviceKind) -> None:
-        """Record that everything has left the device."""
         self._present.clear()
         self.place = place
 
-    def check_ready(self) -> None:
-        raise_unless_ready(self.place, self.unready_reason, "kv_cache" in self._present)
+    def has(self, kind: Kind) -> bool:
+        return kind in self._present
 
     def footprint(self) -> dict[str, int]:
         return {kind: self._nbytes[kind] for kind in self._present if self._nbytes[kind]}
@@ -86,6 +86,45 @@ def raise_unless_ready(place: DeviceKind, unready_reason: str, has_cache: bool) 
 
 RELEASED = "the weights have been released: receive new ones"
 BROKEN_OFF = "receiving weights failed midway: receive them again"
+
+
+class SleepingEngine(ABC):
+    """Implements ``Offloadable`` for a rollout engine with an :class:`OffloadState`."""
+
+    version: int
+    _offload: OffloadState
+
+    @abstractmethod
+    def _sleep(self, place: DeviceKind) -> None:
+        """Free the device; the weights go to ``place``."""
+
+    @abstractmethod
+    def _wake(self, kind: Kind) -> None:
+        """Bring ``kind`` to the device."""
+
+    def cpu(self) -> None:
+        if self._offload.unready_reason:
+            self.meta()
+        elif self.footprint():
+            self._sleep("cpu")
+
+    def meta(self) -> None:
+        self._sleep("meta")
+        self.version, self._offload.unready_reason = -1, RELEASED
+
+    def cuda(self, part: Part = "all") -> None:
+        for kind in self._offload.missing_kinds(part):
+            self._wake(kind)
+
+    def place(self) -> DeviceKind:
+        return self._offload.place
+
+    def footprint(self) -> dict[str, int]:
+        """Bytes by kind, on the device of each rank."""
+        return self._offload.footprint()
+
+    def _check_ready(self) -> None:
+        raise_unless_ready(self._offload.place, self._offload.unready_reason, self._offload.has("kv_cache"))
 
 
 @dataclass(eq=False)

@@ -6,10 +6,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Gt
 
-from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.config.typed import parse
-from dlrover.python.rl.engine.api.base import RolloutSettings
-from dlrover.python.rl.engine.api.registry import EngineInfo, find_rollout_errors, raise_engine_errors
+from dlrover.python.rl.engine.api.registry import EngineInfo
 
 
 @dataclass(frozen=True)
@@ -25,11 +22,3 @@ class TorchOptions:
 
 
 INFO = EngineInfo(TorchOptions, divides=())
-
-
-def parse_options(settings: RolloutSettings) -> TorchOptions:
-    options, errors = parse(TorchOptions, dict(settings.backend), "backend")
-    if options is None:
-        raise EngineError("; ".join(map(str, errors)))
-    raise_engine_errors(find_rollout_errors("torch", INFO, settings.tensor_parallel_size))
-    return options

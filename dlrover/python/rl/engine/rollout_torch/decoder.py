@@ -137,31 +137,24 @@ class Decoder(Protocol):
 
     def bind(self) -> None:
         """Use the weights of ``store`` at their present place; called whenever they have moved."""
-        ...
 
     def allocate(self, rows: int, length: int) -> int:
         """Allocate an empty cache for sequences of up to ``length`` tokens; returns its rows: ``rows``, or fewer."""
-        ...
 
     def clear(self) -> None:
         """Free the cache."""
-        ...
 
     def prefill(self, sequences: Sequence[Ids]) -> list[Prefix]:
         """Read whole sequences outside of the cache; the prefixes have no padding."""
-        ...
 
     def add_rows(self, prefixes: Sequence[Prefix]) -> None:
         """Append a row with each prefix."""
-        ...
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Row ``i`` becomes what ``rows[i]`` was; those beyond are free."""
-        ...
 
     def step(self, tokens: Any) -> Any:
         """Read the next token of each row: int64 ``[rows]`` to the logits of the one after it, ``[rows, vocab]``."""
-        ...
 
 
 Past = list[tuple[Any, Any]]

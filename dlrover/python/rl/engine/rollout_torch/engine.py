@@ -6,7 +6,7 @@ Waiting requests get a row of the cache, generate a token per step, and free the
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,15 @@ from typing import Any
 import torch
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.api.base import Completion, Finish, Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.api.base import Finish, RolloutSettings
+from dlrover.python.rl.engine.api.registry import find_rollout_errors, raise_engine_errors, read_options
 from dlrover.python.rl.engine.api.weights import DeviceKind, Part, WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, RELEASED, raise_unless_ready
-from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM, load_causal_lm
-from dlrover.python.rl.engine.rollout.requests import BROKEN_LOGITS, Key, RunningRequests, as_batch, choose
-from dlrover.python.rl.engine.rollout_torch import INFO, TorchOptions, fused, parse_options
+from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
+from dlrover.python.rl.engine.model.spec import load_causal_lm
+from dlrover.python.rl.engine.rollout.requests import BROKEN_LOGITS, RolloutEngineBase, RunningRequests, choose
+from dlrover.python.rl.engine.rollout_torch import INFO, TorchOptions, fused
 from dlrover.python.rl.engine.rollout_torch.cache import Scheduler
 from dlrover.python.rl.engine.rollout_torch.decoder import Decoder, HuggingFaceDecoder, Ids, Prefix
 
@@ -58,11 +59,11 @@ class ContinuousBatch:
         self._scheduler.add(numbers)
 
     @torch.inference_mode()
-    def step(self, version: int) -> dict[int, Completion]:
+    def step(self, version: int) -> dict[int, Finish]:
         """Generate a token, stamped with ``version``, for each sequence that has a row; at least one request must run.
 
         Returns:
-            The completions of requests that have finished, by number.
+            The requests that have finished, by number.
 
         Raises:
             EngineError: the logits are not finite. After any error all requests are as before the step.
@@ -80,16 +81,15 @@ class ContinuousBatch:
             running.append(token, logprob, version)
             if (reason := self._requests.rules.finish_reason(running)) is not None:
                 finished[number] = reason
-        return self.remove(finished)
+        return finished
 
     @torch.inference_mode()
-    def remove(self, finished: Mapping[int, Finish]) -> dict[int, Completion]:
-        """End these requests and free their rows."""
+    def remove(self, numbers: Collection[int]) -> None:
+        """Free the rows of these requests, or their places in the queue."""
         active = len(self._scheduler.active)
-        rows = self._scheduler.remove(finished)
+        rows = self._scheduler.remove(numbers)
         if len(rows) < active:
             self._decoder.select_rows(rows)
-        return {number: self._requests.remove(number, reason) for number, reason in finished.items()}
 
     def requeue(self) -> None:
         """Return all requests to the queue, to be read again: the cached keys and values are no longer valid."""
@@ -189,7 +189,7 @@ def _round_up(length: int) -> int:
     return -(-length // step) * step
 
 
-class TorchRolloutEngine:
+class TorchRolloutEngine(RolloutEngineBase):
     """Implements :class:`~dlrover.python.rl.engine.api.base.BaseRolloutEngine`.
 
     A step generates a token for each active sequence; finished sequences free their rows, which waiting requests take
@@ -214,14 +214,14 @@ class TorchRolloutEngine:
         self, model: str | Path | CausalLM, settings: RolloutSettings | None = None, memory: DeviceMemory | None = None
     ) -> None:
         settings = settings or RolloutSettings()
-        options = parse_options(settings)
+        options = read_options(TorchOptions, settings.backend)
+        raise_engine_errors(find_rollout_errors("torch", INFO, settings.tensor_parallel_size))
         self._memory = memory or DeviceMemory(settings.device)
         if torch.device(self._memory.device) != torch.device(settings.device):
             raise EngineError(f"the engine shall run on {settings.device}, but its memory is of {self._memory.device}")
         lm = model if isinstance(model, CausalLM) else load_causal_lm(model)
         if not lm.eos_ids:
             raise EngineError(f"'{model}' names no end-of-sequence token: its completions would never finish")
-        self.version = -1
         self._name = self._memory.owner("rollout engine")
         self._decoder = _make_decoder(lm, settings, options, self._memory, self._name)
         self._requests = RunningRequests(dataclasses.replace(lm, model=None))
@@ -230,47 +230,14 @@ class TorchRolloutEngine:
         self._lacks = ""
         self._has_cache = True
 
-    @property
-    def tokenizer(self) -> Any:
-        return self._requests.rules.tokenizer
+    def _queue(self, numbers: Sequence[int]) -> None:
+        self._batch.add(numbers)
 
-    # -- generation ---------------------------------------------------------------------------------------------------
+    def _step(self, max_tokens: int | None) -> dict[int, Finish]:
+        return self._batch.step(self.version)
 
-    def generate(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> Batch:
-        numbers = self._requests.add_batch(prompts, sampling, seed)
-        completions: dict[int, Completion] = {}
-        try:
-            self._check_ready()
-            self._batch.add(numbers)
-            while self.running:
-                completions.update(self._batch.step(self.version))
-        finally:
-            self.abort()
-        return as_batch([completions[number] for number in numbers])
-
-    def check(self, tokens: Ragged, sampling: SamplingParams) -> None:
-        self._requests.check(tokens, sampling)
-
-    def add(self, requests: Sequence[Request], sampling: SamplingParams, seed: tuple[int, ...]) -> None:
-        self._batch.add(self._requests.add(requests, sampling, seed))
-
-    def advance(self) -> list[Completion]:
-        """Generate a token for each active sequence; return completions in the order of their requests.
-
-        Raises:
-            EngineError: the engine is offloaded, or its weights are broken; the requests stay.
-            OutOfDeviceMemory: the device is full; the requests stay.
-        """
-        self._check_ready()
-        finished = self._batch.step(self.version) if self.running else {}
-        return [finished[number] for number in sorted(finished)]
-
-    def abort(self, keys: Sequence[Key] | None = None) -> list[Completion]:
-        return list(self._batch.remove(dict.fromkeys(self._requests.numbers(keys), "aborted")).values())
-
-    @property
-    def running(self) -> int:
-        return len(self._requests)
+    def _withdraw(self, numbers: Collection[int]) -> None:
+        self._batch.remove(numbers)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

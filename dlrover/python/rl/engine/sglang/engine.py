@@ -17,15 +17,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dlrover.python.rl.common.errors import EngineError, WeightSyncError
-from dlrover.python.rl.config.typed import parse
-from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.api.base import Completion, Request, RolloutSettings, SamplingParams
-from dlrover.python.rl.engine.api.weights import DeviceKind, Part, WeightSnapshot
+from dlrover.python.rl.data.batch import Ragged
+from dlrover.python.rl.engine.api.base import Finish, Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.api.registry import read_options
+from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
-from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, RELEASED, OffloadState, divide_bytes
+from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, OffloadState, SleepingEngine, divide_bytes
 from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
 from dlrover.python.rl.engine.model.spec import count_cache_bytes_per_token, count_weight_bytes, load_meta_causal_lm
-from dlrover.python.rl.engine.rollout.requests import Key, NewToken, RunningRequest, RunningRequests, as_batch
+from dlrover.python.rl.engine.rollout.requests import NewToken, RolloutEngineBase, RunningRequest, RunningRequests
 from dlrover.python.rl.engine.sglang import INFO, SglangOptions, launch_arguments
 from dlrover.python.rl.engine.sglang.server import SglangServer
 
@@ -37,7 +37,7 @@ _ROWS_READ_BACK = 2
 """Rows of each matrix, and values of each vector, that are compared after a weight sync."""
 
 
-class SglangRolloutEngine:
+class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
     """Implements :class:`~dlrover.python.rl.engine.api.base.BaseRolloutEngine`.
 
     SGLang samples by seed and position here, so a sample depends neither on its batch nor on interruptions, beyond the
@@ -64,10 +64,7 @@ class SglangRolloutEngine:
     info = INFO
 
     def __init__(self, model: str | Path, settings: RolloutSettings, memory: DeviceMemory | None = None) -> None:
-        options, errors = parse(SglangOptions, dict(settings.backend), "backend")
-        if options is None:
-            raise EngineError("; ".join(map(str, errors)))
-        self.version = -1
+        options = read_options(SglangOptions, settings.backend)
         self._lm, self._model = load_meta_causal_lm(model)
         self._dtype = DTYPES[settings.precision]
         self._options, self._requests = options, RunningRequests(self._lm)
@@ -86,27 +83,8 @@ class SglangRolloutEngine:
             self._owned = owned.pop_all()
         self._threads = ThreadPoolExecutor(settings.max_batch, "sglang")
 
-    @property
-    def tokenizer(self) -> Any:
-        return self._lm.tokenizer
-
-    # -- generation ---------------------------------------------------------------------------------------------------
-
-    def generate(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> Batch:
-        self.check(prompts.ragged("tokens"), sampling)
-        self._offload.check_ready()
-        numbers = self._requests.add_batch(prompts, sampling, seed)
-        completions: dict[int, Completion] = {}
-        try:
-            while self._requests.by_number:
-                completions |= self._step(sampling.max_new_tokens)
-        except BaseException:
-            self.abort()
-            raise
-        return as_batch([completions[number] for number in numbers])
-
     def check(self, tokens: Ragged, sampling: SamplingParams) -> None:
-        self._requests.check(tokens, sampling)
+        super().check(tokens, sampling)
         if sampling.top_k is not None and sampling.top_p < 1.0:
             raise EngineError("sglang takes top_p of the whole distribution, not of what top_k leaves: give only one")
         if sampling.logprobs == "sampled" and (sampling.top_k is not None or sampling.top_p < 1.0):
@@ -116,32 +94,20 @@ class SglangRolloutEngine:
 
     def add(self, requests: Sequence[Request], sampling: SamplingParams, seed: tuple[int, ...]) -> None:
         self.check(Ragged.from_rows([], dtype="int64"), sampling)
-        self._requests.add(requests, sampling, seed)
+        super().add(requests, sampling, seed)
 
-    def advance(self) -> list[Completion]:
-        """Generate up to ``chunk_tokens`` more tokens for each running request; return those that have ended."""
-        self._offload.check_ready()
-        finished = self._step(self._options.chunk_tokens)
-        return [finished[number] for number in sorted(finished)]
-
-    def abort(self, keys: Sequence[Key] | None = None) -> list[Completion]:
-        return [self._requests.remove(number, "aborted") for number in self._requests.numbers(keys)]
-
-    @property
-    def running(self) -> int:
-        return len(self._requests)
-
-    def _step(self, max_tokens: int) -> dict[int, Completion]:
-        """Generate up to ``max_tokens`` for each request; returns completions by number.
+    def _step(self, max_tokens: int | None) -> dict[int, Finish]:
+        """Generate up to ``max_tokens`` for each request, or ``chunk_tokens``.
 
         Raises:
             EngineError: the server refused a request, took too long, or its logits are broken; no token was appended.
         """
         names = {number: uuid.uuid4().hex for number in self._requests.by_number}
+        count = max_tokens or self._options.chunk_tokens
         calls: dict[int, Future[Any]] = {}
         try:
             for number, running in self._requests.by_number.items():
-                body = _generate_body(names[number], running, max_tokens, self._lm.eos_ids)
+                body = _generate_body(names[number], running, count, self._lm.eos_ids)
                 calls[number] = self._threads.submit(self._server.call, "POST", "/generate", body)
             if wait(calls.values(), self._options.timeout_s).not_done:
                 raise EngineError(f"the SGLang server has not generated within {self._options.timeout_s} s")
@@ -150,8 +116,7 @@ class SglangRolloutEngine:
             self._abort_calls(names, calls)
             raise
         new_tokens = [item for number, answer in answers.items() for item in _new_tokens(number, answer)]
-        finished = self._requests.append(new_tokens, self.version)
-        return {number: self._requests.remove(number, reason) for number, reason in finished.items()}
+        return self._requests.append(new_tokens, self.version)
 
     def _abort_calls(self, names: dict[int, str], calls: dict[int, Future[Any]]) -> None:
         for number, call in calls.items():
@@ -180,27 +145,9 @@ class SglangRolloutEngine:
         if self._offload.place == "meta":
             self._offload.place = "cpu"
 
-    def cpu(self) -> None:
-        if self._offload.unready_reason:
-            self.meta()
-        else:
-            self._sleep("cpu")
-
     def meta(self) -> None:
-        self._sleep("meta")
+        super().meta()
         self._remove_folder()
-        self.version, self._offload.unready_reason = -1, RELEASED
-
-    def cuda(self, part: Part = "all") -> None:
-        for kind in self._offload.missing_kinds(part):
-            self._wake(kind)
-
-    def place(self) -> DeviceKind:
-        return self._offload.place
-
-    def footprint(self) -> dict[str, int]:
-        """Bytes on each device by kind, from the model's configuration and the server's report."""
-        return self._offload.footprint()
 
     def close(self) -> None:
         self._requests.by_number.clear()

@@ -2,22 +2,20 @@
 """The rollout engine on vLLM, which runs in this process; its tensor-parallel workers are child processes."""
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.config.typed import parse
-from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.api.base import Completion, Request, RolloutSettings, SamplingParams
-from dlrover.python.rl.engine.api.weights import DeviceKind, Part, WeightSnapshot
+from dlrover.python.rl.engine.api.base import Finish, RolloutSettings
+from dlrover.python.rl.engine.api.registry import read_options
+from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
-from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, RELEASED, OffloadState, divide_bytes
+from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, OffloadState, SleepingEngine, divide_bytes
 from dlrover.python.rl.engine.model.loading import DTYPES
 from dlrover.python.rl.engine.model.spec import count_weight_bytes, get_head_width, load_meta_causal_lm
-from dlrover.python.rl.engine.rollout.requests import Key, RunningRequests, as_batch
+from dlrover.python.rl.engine.rollout.requests import RolloutEngineBase, RunningRequests
 from dlrover.python.rl.engine.vllm import INFO, VllmOptions, engine_arguments
 from dlrover.python.rl.engine.vllm.runner import (
     OffloadableRunner,
@@ -28,7 +26,7 @@ from dlrover.python.rl.engine.vllm.runner import (
 )
 
 
-class VllmRolloutEngine:
+class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
     """Implements :class:`~dlrover.python.rl.engine.api.base.BaseRolloutEngine`.
 
     Tokens are sampled by the same rule and from the same random numbers as in the ``torch`` engine (see
@@ -52,10 +50,7 @@ class VllmRolloutEngine:
     info = INFO
 
     def __init__(self, model: str | Path, settings: RolloutSettings, memory: DeviceMemory | None = None) -> None:
-        options, errors = parse(VllmOptions, dict(settings.backend), "backend")
-        if options is None:
-            raise EngineError("; ".join(map(str, errors)))
-        self.version = -1
+        options = read_options(VllmOptions, settings.backend)
         self._lm, folder = load_meta_causal_lm(model)
         if settings.device == "cpu":
             check_head_width(get_head_width(self._lm))
@@ -75,52 +70,10 @@ class VllmRolloutEngine:
             self._offload.bring("kv_cache", self._offloadable.runner.cache_bytes())
             undo.pop_all()
 
-    @property
-    def tokenizer(self) -> Any:
-        return self._lm.tokenizer
-
-    # -- generation ---------------------------------------------------------------------------------------------------
-
-    def generate(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> Batch:
-        self._requests.check(prompts.ragged("tokens"), sampling)
-        self._offload.check_ready()
-        numbers = self._requests.add_batch(prompts, sampling, seed)
-        completions: dict[int, Completion] = {}
-        try:
-            while self._requests.by_number:
-                completions |= self._step()
-        except BaseException:
-            self.abort()
-            raise
-        return as_batch([completions[number] for number in numbers])
-
-    def check(self, tokens: Ragged, sampling: SamplingParams) -> None:
-        self._requests.check(tokens, sampling)
-
-    def add(self, requests: Sequence[Request], sampling: SamplingParams, seed: tuple[int, ...]) -> None:
-        self._requests.add(requests, sampling, seed)
-
-    def advance(self) -> list[Completion]:
-        """One step of vLLM: a token for each sequence that it has capacity for, or part of a prompt.
-
-        Returns:
-            Completions in the order of their requests.
+    def _step(self, max_tokens: int | None) -> dict[int, Finish]:
+        """Submit what is not submitted, and step once: a token for each sequence that vLLM has capacity for, or part of
+        a prompt.
         """
-        self._offload.check_ready()
-        finished = self._step() if self._requests.by_number else {}
-        return [finished[number] for number in sorted(finished)]
-
-    def abort(self, keys: Sequence[Key] | None = None) -> list[Completion]:
-        numbers = self._requests.numbers(keys)
-        self._withdraw(numbers)
-        return [self._requests.remove(number, "aborted") for number in numbers]
-
-    @property
-    def running(self) -> int:
-        return len(self._requests)
-
-    def _step(self) -> dict[int, Completion]:
-        """Submit what is not submitted, and step once; returns completions by number."""
         runner = self._offloadable.runner
         for number, running in self._requests.by_number.items():
             if number not in self._names:
@@ -130,20 +83,16 @@ class VllmRolloutEngine:
         try:
             with self._offload.computing():
                 new_tokens = [(numbers[name], token, logprob) for name, token, logprob in runner.step()]
-            finished = self._requests.append(new_tokens, self.version)
+            return self._requests.append(new_tokens, self.version)
         except EngineError:
             self._withdraw(self._requests.by_number)  # The other tokens of this step are generated again.
             raise
-        self._withdraw(finished)
-        return {number: self._requests.remove(number, reason) for number, reason in finished.items()}
 
     def _withdraw(self, numbers: Collection[int]) -> None:
         """Abort these requests in vLLM; they keep their tokens, and can be submitted again."""
         names = [self._names.pop(number) for number in list(numbers) if number in self._names]
         if names:
             self._offloadable.runner.abort(names)
-
-    # -- weights and memory -------------------------------------------------------------------------------------------
 
     def receive(self, weights: WeightSnapshot, rewind: bool = False) -> None:
         """Verify and load new weights; while the old ones are offloaded, they wait in host memory."""
@@ -156,27 +105,6 @@ class VllmRolloutEngine:
         if self._offload.place == "meta":
             self._offload.place = "cpu"
         self.version, self._offload.unready_reason = weights.version, ""
-
-    def cpu(self) -> None:
-        if self._offload.unready_reason:
-            self.meta()
-        elif self._offload.footprint():
-            self._sleep("cpu")
-
-    def meta(self) -> None:
-        self._sleep("meta")
-        self.version, self._offload.unready_reason = -1, RELEASED
-
-    def cuda(self, part: Part = "all") -> None:
-        for kind in self._offload.missing_kinds(part):
-            self._wake(kind)
-
-    def place(self) -> DeviceKind:
-        return self._offload.place
-
-    def footprint(self) -> dict[str, int]:
-        """Bytes on the device by kind; with several ranks, on the device of each."""
-        return self._offload.footprint()
 
     def close(self) -> None:
         self._requests.by_number.clear()

@@ -199,19 +199,15 @@ class OffloadableRunner(Protocol):
     @property
     def runner(self) -> Runner:
         """Only while weights and cache are on the device."""
-        ...
 
     def wake(self, kind: Kind) -> None:
         """Bring the last weights, or an empty cache, to the device. If that fails, all is asleep."""
-        ...
 
     def sleep(self, keep_weights: bool) -> None:
         """Free the device."""
-        ...
 
     def load(self, weights: WeightSnapshot) -> None:
         """Load weights in place, or keep them until :meth:`wake`."""
-        ...
 
     def close(self) -> None: ...
 
