@@ -14,7 +14,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import Completion, Request, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import EngineInfo
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, verify_snapshot
-from dlrover.python.rl.engine.model.loading import load_causal_lm
+from dlrover.python.rl.engine.model.spec import load_causal_lm
 from dlrover.python.rl.engine.rollout.requests import RunningRequests, as_batch, choose
 
 

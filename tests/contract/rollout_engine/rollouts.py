@@ -14,7 +14,7 @@ from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import Request, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
 from dlrover.python.rl.engine.api.weights import take_snapshot
-from dlrover.python.rl.engine.model.loading import load_causal_lm
+from dlrover.python.rl.engine.model.spec import load_causal_lm
 
 TEXTS = ["a", "what is the answer to this?", "37+45=", "a longer prompt than all of the others, by far", "xyz"]
 EOS = 258

@@ -20,7 +20,7 @@ from dlrover.python.rl.engine.api.base import Request, RolloutSettings, Sampling
 from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
-from dlrover.python.rl.engine.model.loading import load_causal_lm
+from dlrover.python.rl.engine.model.spec import load_causal_lm
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.sglang import SglangOptions, launch_arguments
 from dlrover.python.rl.engine.sglang.engine import SglangRolloutEngine

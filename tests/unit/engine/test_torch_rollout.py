@@ -17,7 +17,8 @@ from dlrover.python.rl.engine.api.base import Request, RolloutSettings, Sampling
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, take_snapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
-from dlrover.python.rl.engine.model.loading import as_causal_lm, load_causal_lm
+from dlrover.python.rl.engine.model.loading import as_causal_lm
+from dlrover.python.rl.engine.model.spec import load_causal_lm
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.decoder import HuggingFaceDecoder
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine

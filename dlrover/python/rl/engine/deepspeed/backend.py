@@ -23,7 +23,13 @@ from dlrover.python.rl.engine.api.settings import Layout
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model import attention
-from dlrover.python.rl.engine.model.loading import prepare_training, sync_to_disk
+from dlrover.python.rl.engine.model.loading import (
+    list_aliases,
+    list_saved_buffers,
+    prepare_training,
+    sync_to_disk,
+    tie_parameter,
+)
 from dlrover.python.rl.engine.model.outputs import OutputReader
 from dlrover.python.rl.engine.model.packing import MicroBatch
 from dlrover.python.rl.engine.model.ranks import Ranks, all_gather_single, pack_random_state, unpack_random_state
@@ -32,67 +38,35 @@ from dlrover.python.rl.engine.training.backend import present, restore_state, wr
 from dlrover.python.rl.engine.training.stepping import accumulate_gradients, compute_learning_rate, find_nonfinite
 
 
-def fill_parameters(module: Any, spec: ModelSpec, device: str, loaded: bool, divide: Callable[[Any], None]) -> None:
+def fill_parameters(
+    module: Any, spec: ModelSpec, device: str, loaded: bool, divide: Callable[[list[Any]], object]
+) -> None:
     """Replace a module's parameters, which are on the meta device, by float32 ones, read or zeros; ties are kept.
 
-    ``divide`` is called with each parameter as soon as it has its values.
+    ``divide`` is called with a list of each parameter as soon as it has its values.
 
     Raises:
         EngineError: the source lacks tensors, or has them in other shapes.
     """
-    named = dict(module.named_parameters(remove_duplicate=False))
-    names: dict[int, list[str]] = {}
-    for name, parameter in named.items():
-        names.setdefault(id(parameter), []).append(name)
-    saved = module.state_dict()
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
-    read = _reader(module, spec, list(names.values()), list(buffers)) if loaded else None
-    for first, *others in names.values():
-        old = named[first]
-        value = torch.zeros(old.shape) if read is None else read(first)
+    aliases, buffers = list_aliases(module), list_saved_buffers(module)
+    read = _reader(module, spec, aliases, list(buffers)) if loaded else None
+    for names in aliases:
+        old = module.get_parameter(names[0])
+        value = torch.zeros(old.shape) if read is None else read(names[0])
         new = torch.nn.Parameter(value.to(device, torch.float32, copy=True), requires_grad=old.requires_grad)
-        for name in (first, *others):
-            owner, _, last = name.rpartition(".")
-            module.get_submodule(owner).register_parameter(last, new)
-        divide(new)
+        tie_parameter(module, names, new)
+        divide([new])
     if read is not None:
         for name, buffer in buffers.items():
             buffer.copy_(read(name))
     module.to(device)  # the buffers: the parameters are there
 
 
-def _reader(module: Any, spec: ModelSpec, names: list[list[str]], buffers: list[str]) -> Callable[[str], Any]:
-    wanted = {first: (first, *others) for first, *others in names} | {name: (name,) for name in buffers}
-    shapes = {first: tuple(module.get_parameter(first).shape) for first, *_ in names}
+def _reader(module: Any, spec: ModelSpec, aliases: list[tuple[str, ...]], buffers: list[str]) -> Callable[[str], Any]:
+    wanted = {names[0]: names for names in aliases} | {name: (name,) for name in buffers}
+    shapes = {names[0]: tuple(module.get_parameter(names[0]).shape) for names in aliases}
     shapes |= {name: tuple(module.get_buffer(name).shape) for name in buffers}
     return spec.reader(wanted, shapes, module.base_model_prefix)
-
-
-def write_checkpoint(path: Path, ranks: Ranks, state: Mapping[str, Any]) -> None:
-    """Write each rank's state and random state, atomically. Raises an ``EngineError`` if a rank could not write."""
-
-    def write(folder: Path) -> None:
-        file = _file(folder, ranks.rank)
-        torch.save({**state, "random": pack_random_state()}, file)
-        sync_to_disk(file)
-
-    write_folder(path, ranks, write)
-
-
-def read_checkpoint(path: Path, ranks: Ranks, layout: list[int]) -> dict[str, Any]:
-    """This rank's state, and as ``random`` its packed random state.
-
-    Raises:
-        EngineError: there is no checkpoint, or it is of another layout; on every rank.
-    """
-    state: dict[str, Any] = {}
-    own_error = ""
-    try:
-        state = _read(path, ranks.rank, layout)
-    except EngineError as error:
-        own_error = str(error)
-    ranks.raise_any(own_error)
-    return state
 
 
 def _read(path: Path, rank: int, layout: list[int]) -> dict[str, Any]:
@@ -143,8 +117,7 @@ class DeepSpeedBackend:
             getattr(module.config.get_text_config(), "max_position_embeddings", None),
         )
         self._names = dict(module.named_parameters())
-        saved = module.state_dict()
-        self._buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
+        self._buffers = list_saved_buffers(module)
         self._passes: Any = module
         self._zero: Any = None
         if config is not None or stage == 3:
@@ -181,12 +154,10 @@ class DeepSpeedBackend:
         }
 
     def _fill(self, module: Any, spec: ModelSpec, ds_config: dict[str, Any], loaded: bool) -> None:
-        if self._stage < 3:
-            fill_parameters(module, spec, self._settings.device, loaded, lambda parameter: None)
-            return
-        dividing = deepspeed.zero.Init(config_dict_or_path=ds_config, mem_efficient_linear=False)
-        # Rank 0's values go to the others.
-        divide = lambda parameter: dividing._convert_to_zero_parameters([parameter])  # noqa: E731
+        divide: Callable[[list[Any]], object] = lambda parameters: None  # noqa: E731
+        if self._stage == 3:  # Rank 0's values go to the others.
+            dividing = deepspeed.zero.Init(config_dict_or_path=ds_config, mem_efficient_linear=False)
+            divide = dividing._convert_to_zero_parameters
         fill_parameters(module, spec, self._settings.device, loaded, divide)
 
     def _init_optimizer(self) -> list[Any]:
@@ -203,7 +174,7 @@ class DeepSpeedBackend:
 
     def _track_memory(self) -> None:
         self.parked.hold("weights", [self._part(parameter) for parameter in self._names.values()])
-        self.parked.hold("weights", [buffer for buffer in self._passes.buffers()])
+        self.parked.hold("weights", self._passes.buffers())
         self.parked.hold("weights", self._masters)
         for master in self._masters:
             self.parked.hold("optimizer", self._zero.optimizer.state[master].values())
@@ -323,10 +294,10 @@ class DeepSpeedBackend:
         model |= {name: locate(buffer) for name, buffer in self._buffers.items()}
         model |= {f"master {number}": locate(master) for number, master in enumerate(self._masters)}
         if self._config is not None:
-            states = [self._zero.optimizer.state[master] for master in self._masters]
+            state = self._zero.optimizer.state
             moments = {
-                f"master {number}": {kind: locate(tensor) for kind, tensor in state.items()}
-                for number, state in enumerate(states)
+                f"master {number}": {kind: locate(tensor) for kind, tensor in state[master].items()}
+                for number, master in enumerate(self._masters)
             }
         return {"layout": self._layout, "model": model, "optimizer": moments}
 
@@ -334,10 +305,20 @@ class DeepSpeedBackend:
         restore_state(self.local_state(), state)
 
     def write_checkpoint(self, path: Path, version: int) -> None:
-        write_checkpoint(path, self._ranks, {"version": version, **self.local_state()})
+        def write(folder: Path) -> None:
+            file = _file(folder, self._ranks.rank)
+            torch.save({"version": version, **self.local_state(), "random": pack_random_state()}, file)
+            sync_to_disk(file)
+
+        write_folder(path, self._ranks, write)
 
     def read_checkpoint(self, path: Path) -> int:
-        state = read_checkpoint(path, self._ranks, self._layout)
+        state, own_error = dict[str, Any](), ""
+        try:
+            state = _read(path, self._ranks.rank, self._layout)
+        except EngineError as error:
+            own_error = str(error)
+        self._ranks.raise_any(own_error)
         restore_state(self.local_state(), state)
         unpack_random_state(state["random"])
         return int(state["version"])
@@ -348,11 +329,9 @@ class DeepSpeedBackend:
 
 
 def _adamw(module: Any, config: OptimizerConfig) -> Any:
-    parameters = list(module.parameters())
-    dimensions = [len(getattr(parameter, "ds_shape", parameter.shape)) for parameter in parameters]
-    pairs = list(zip(parameters, dimensions, strict=True))
-    groups = [
-        {"params": [parameter for parameter, count in pairs if count >= 2], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter, count in pairs if count < 2], "weight_decay": 0.0},
-    ]
+    decayed: list[Any] = []
+    others: list[Any] = []
+    for parameter in module.parameters():
+        (decayed if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 else others).append(parameter)
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=config.betas)

@@ -65,9 +65,8 @@ class DeepSpeedTrainEngine(BackendTrainEngine):
 
     def _make(self, loaded: bool) -> DeepSpeedBackend:
         parked = ParkedTensors(self._owner, self._memory)
-        return DeepSpeedBackend(
-            self._spec, self._config, self._settings, self._options.zero_stage, self._ranks, parked, loaded
-        )
+        stage = self._options.zero_stage
+        return DeepSpeedBackend(self._spec, self._config, self._settings, stage, self._ranks, parked, loaded)
 
     def _leave(self) -> None:
         if self._ranks.owns_group:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a module on the meta device and a source of weights to a rank's part of the module."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,8 +11,14 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.fsdp2.shards import Grid, ParameterShard, Shards
-from dlrover.python.rl.engine.model.loading import WeightReader, match_names
+from dlrover.python.rl.engine.fsdp2.shards import Grid, Shards
+from dlrover.python.rl.engine.model.loading import (
+    WeightReader,
+    list_aliases,
+    list_saved_buffers,
+    match_names,
+    tie_parameter,
+)
 from dlrover.python.rl.engine.model.outputs import VocabularyShard
 
 Absent: TypeAlias = Callable[[str, tuple[int, ...]], Any]
@@ -43,11 +49,8 @@ def materialize(
 ) -> MaterializedModule:
     """Divide a module between the ranks, allocate its parameters, and read their values; each rank reads its part only.
 
-    Args:
-        module: its parameters are on the meta device; changed in place. Other buffers keep their values.
-        source: of the weights; None leaves zeros.
-        grid: the ranks.
-        options: of the module.
+    ``module`` has its parameters on the meta device, and is changed in place; without a ``source`` they become zeros.
+    Buffers that the source lacks keep their values.
 
     Raises:
         EngineError: the module cannot be divided; the source lacks tensors, or has them in other shapes; or a buffer is
@@ -62,8 +65,7 @@ def materialize(
         _shard(module, grid, options)
     _allocate(module, options.device)
     shards = Shards.of(module, grid, summed)
-    saved = module.state_dict(keep_vars=True)
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name in saved}
+    buffers = list_saved_buffers(module)
     if source is not None:
         _fill(shards, buffers, source, options)
     return MaterializedModule(module, shards, buffers, vocabulary)
@@ -90,18 +92,16 @@ def _shard(module: Any, grid: Grid, options: MaterializeOptions) -> None:
 
 
 def _list_unit_names(module: Any) -> set[str]:
-    units: Iterable[Any] = (
-        getattr(module, "non_split_modules", None) or getattr(module, "_no_split_modules", None) or ()
-    )
+    units = getattr(module, "non_split_modules", None) or getattr(module, "_no_split_modules", None) or ()
     return {unit if isinstance(unit, str) else unit.__name__ for unit in units}
 
 
 def _allocate(module: Any, device: str) -> None:
     if empty := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
         raise EngineError(f"buffers without values: {', '.join(empty)}; build the module with empty_weights()")
-    tied = find_ties(module)
+    tied = _list_ties(module)
     module._apply(lambda tensor: torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
-    restore_ties(module, tied)
+    _restore_ties(module, tied)
 
 
 def _fill(shards: Shards, buffers: Mapping[str, Any], source: WeightReader, options: MaterializeOptions) -> None:
@@ -120,18 +120,12 @@ def _fill(shards: Shards, buffers: Mapping[str, Any], source: WeightReader, opti
     with torch.no_grad():
         for shard in shards:
             if shard.master.numel():
-                shard.master.copy_(_part(shard, shards.grid, matches, initial, source))
+                ranges, name = shard.ranges(shards.grid), matches.get(shard.name)
+                shard.master.copy_(initial[shard.name][ranges] if name is None else source.read(name, ranges))
             shard.refresh()
         for name, buffer in buffers.items():
             if name in matches:
                 buffer.copy_(source.read(matches[name], (slice(None),) * buffer.ndim))
-
-
-def _part(
-    shard: ParameterShard, grid: Grid, matches: Mapping[str, str], initial: Mapping[str, Any], source: WeightReader
-) -> Any:
-    ranges = shard.ranges(grid)
-    return source.read(matches[shard.name], ranges) if shard.name in matches else initial[shard.name][ranges]
 
 
 OWN_PLAN = {
@@ -169,10 +163,10 @@ def split_matrices(module: Any, mesh: Any) -> tuple[VocabularyShard | None, list
         raise EngineError(
             f"{type(module).__name__} splits by {', '.join(sorted(unknown))}, which fsdp2 does not support"
         )
-    tied = find_ties(module)
+    tied = _list_ties(module)
     parallelize_module(module, mesh, styles)
     shard = _split_vocabulary(module, mesh) if config.vocab_size % ranks == 0 else None
-    restore_ties(module, tied)
+    _restore_ties(module, tied)
     patterns = [name.split(".") for name in summed]
     return shard, [name for name, _ in module.named_parameters() if any(_fits(name, one) for one in patterns)]
 
@@ -216,17 +210,11 @@ def _split_vocabulary(module: Any, mesh: Any) -> VocabularyShard | None:
     return VocabularyShard(mesh.get_local_rank() * (outputs.out_features // mesh.size()), mesh.get_group())
 
 
-def find_ties(module: Any) -> list[list[tuple[Any, str]]]:
-    """Parameters with several places: each as modules and names, the first one first."""
-    places: dict[int, list[tuple[Any, str]]] = {}
-    for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((part, name))
-    return [tied for tied in places.values() if len(tied) > 1]
+def _list_ties(module: Any) -> list[tuple[str, ...]]:
+    return [names for names in list_aliases(module) if len(names) > 1]
 
 
-def restore_ties(module: Any, ties: list[list[tuple[Any, str]]]) -> None:
-    """Put the parameter of each first place into the others."""
-    for (first, first_name), *others in ties:
-        for part, name in others:
-            part.register_parameter(name, getattr(first, first_name))
+def _restore_ties(module: Any, ties: list[tuple[str, ...]]) -> None:
+    """Put the parameter of each first name under the others."""
+    for first, *others in ties:
+        tie_parameter(module, others, module.get_parameter(first))

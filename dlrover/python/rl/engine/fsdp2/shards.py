@@ -2,7 +2,7 @@
 """The ranks as process groups, and a model's parameters on this rank: shards, gradients, and whole tensors again."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
-from dlrover.python.rl.engine.model.loading import Ranges
-from dlrover.python.rl.engine.model.ranks import Ranks, all_gather_single, sum_tensors
-from dlrover.python.rl.engine.training.stepping import find_nonfinite
+from dlrover.python.rl.engine.model.loading import Ranges, list_aliases
+from dlrover.python.rl.engine.model.ranks import Ranks, gather_padded, sum_tensors
+from dlrover.python.rl.engine.training.stepping import find_first_nonfinite
 
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """This rank among the others. Made by :meth:`of`, which every rank calls.
-
-    Ranks that share a sequence shard the parameters too: ``shard * context`` ranks divide them.
-    """
+    """This rank among the others. Ranks that share a sequence shard the parameters too: ``shard * context`` ranks."""
 
     layout: Layout  # sizes of the dimensions
     place: Layout  # this rank's coordinates
@@ -33,7 +30,7 @@ class Grid:
 
     @classmethod
     def of(cls, ranks: Ranks, sizes: ParallelSizes, device: str = "cpu") -> "Grid":
-        """Divide the ranks. Raises an ``EngineError`` if the sizes do not divide them."""
+        """Divide the ranks, all of which call this. Raises an ``EngineError`` if the sizes do not divide them."""
         layout = Layout.of(ranks.world_size, sizes)
         place = layout.coordinates(ranks.rank)
         if ranks.world_size == 1:
@@ -63,22 +60,11 @@ class Grid:
 
     @property
     def shard_size(self) -> int:
-        """Ranks that divide the parameters."""
         return self.layout.shard * self.layout.context
 
     @property
     def shard_rank(self) -> int:
         return self.place.shard * self.layout.context + self.place.context
-
-
-def gather_rows(local: Any, rows: int, group: Any) -> Any:
-    """Join a tensor whose first dimension the ranks of ``group`` divide as ``torch.chunk`` does."""
-    size = -(-rows // dist.get_world_size(group))
-    padded = local.new_zeros((size, *local.shape[1:]))
-    padded[: len(local)] = local
-    whole = local.new_empty((size * dist.get_world_size(group), *local.shape[1:]))
-    all_gather_single(whole, padded, group=group)
-    return whole[:rows]
 
 
 @dataclass(eq=False)
@@ -118,7 +104,8 @@ class ParameterShard:
         """The whole tensor of which each rank has a part like ``local``. A collective."""
         if self.sharded:
             rows = self.shape[0] // (grid.layout.tensor if self.tensor_dim == 0 else 1)
-            local = gather_rows(local, rows, grid.shards.get_group())
+            # Divided as torch.chunk does: the last ranks may have fewer rows.
+            local = gather_padded(local, -(-rows // grid.shard_size), grid.shards.get_group())[:rows]
         if self.tensor_dim is not None:
             parts = [torch.empty_like(local) for _ in range(grid.layout.tensor)]
             dist.all_gather(parts, local.contiguous(), group=grid.tensors.get_group())
@@ -146,9 +133,11 @@ class ParameterShard:
         else:
             self.master.grad += gradient
 
-    def refresh(self) -> None:
+    @torch.no_grad()
+    def refresh(self, locate: Callable[[Any], Any] = torch.Tensor.detach) -> None:
+        """Copy the master to the parameter; ``locate`` gives the memory of both."""
         if self.master.dtype != self.parameter.dtype:
-            to_local_tensor(self.parameter).copy_(self.master)
+            locate(to_local_tensor(self.parameter)).copy_(locate(self.master))
 
 
 def _chunk(bound: tuple[int, int], parts: int, part: int) -> tuple[int, int]:
@@ -172,15 +161,9 @@ class Shards:
     items: tuple[ParameterShard, ...]
 
     @classmethod
-    def of(cls, module: Any, grid: Grid, summed: Iterable[str] = ()) -> "Shards":
+    def of(cls, module: Any, grid: Grid, summed: Collection[str]) -> "Shards":
         """Those of a module whose parameters are divided and allocated."""
-        summed = set(summed)
-        names: dict[int, list[str]] = {}
-        parameters = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-            parameters[id(parameter)] = parameter
-        return cls(grid, tuple(_make_shard(tuple(aliases), parameters[key], summed) for key, aliases in names.items()))
+        return cls(grid, tuple(_make_shard(module, names, summed) for names in list_aliases(module)))
 
     def __iter__(self) -> Iterator[ParameterShard]:
         return iter(self.items)
@@ -212,16 +195,16 @@ class Shards:
         return math.sqrt(sum(ranks.gather(squares if self.grid.place.ddp == 0 else 0.0)))
 
     def first_bad_gradient(self, ranks: Ranks) -> str:
-        names = {shard.name: index for index, shard in enumerate(self.trained)}
-        reports = ranks.gather(find_nonfinite({shard.name: shard.master.grad for shard in self.trained}))
-        return str(min(reports, key=lambda name: names.get(name, len(names))))
+        gradients = {shard.name: shard.master.grad for shard in self.trained}
+        return find_first_nonfinite(ranks, gradients, list(gradients))
 
     def drop_gradients(self) -> None:
         for shard in self.items:
             shard.parameter.grad = shard.master.grad = None
 
 
-def _make_shard(names: tuple[str, ...], parameter: Any, summed: set[str]) -> ParameterShard:
+def _make_shard(module: Any, names: tuple[str, ...], summed: Collection[str]) -> ParameterShard:
+    parameter = module.get_parameter(names[0])
     master = parameter if type(parameter) is torch.nn.Parameter else to_local_tensor(parameter)
     sharded, tensor_dim = False, None
     if isinstance(parameter, DTensor):

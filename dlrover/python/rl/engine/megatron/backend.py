@@ -56,17 +56,15 @@ class MegatronBackend:
                 shape, stage.layout, stage.place, precision, settings.gradient_checkpointing, settings.device
             )
             self._module.requires_grad_(config is not None)
-            self._passes = self._module if config is None else self._data_parallel()
+            self._passes = self._module
+            if config is not None:
+                sums = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+                self._passes = DistributedDataParallel(self._module.config, sums, self._module)
         self._shards = MegatronShards(self._module, shape, stage, trained=config is not None)
         self._optimizer = None if config is None else MasterOptimizer(config, self._shards.trained)
         if stage.is_last:
             self._module.output_layer.register_forward_pre_hook(self._select_read_tokens)
         self._track_memory()
-
-    def _data_parallel(self) -> Any:
-        return DistributedDataParallel(
-            self._module.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), self._module
-        )
 
     def _track_memory(self) -> None:
         self.parked.hold("weights", [shard.tensor for shard in self._shards])
@@ -86,8 +84,6 @@ class MegatronBackend:
         for shard in self._shards:
             shard.master.copy_(self._shards.part(shard, [read(name) for name in shard.parameter.sources]))
             shard.refresh()
-
-    # -- passes -------------------------------------------------------------------------------------------------------
 
     def _pass(self, finish: Finish, micros: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         micro, device = next(micros), self._settings.device
@@ -118,9 +114,7 @@ class MegatronBackend:
         return results
 
     def _read(self, logits: Any, micro: MicroBatch, temperature: float, entropy: bool) -> tuple[Any, Any]:
-        """Outputs ``[actions]`` (``[actions, 1 + n]`` with candidates) and entropies of logits ``[1, actions,
-        vocab]``.
-        """
+        """Outputs ``[actions]`` (``[actions, 1 + n]`` with candidates) and entropies of ``[1, actions, vocab]``."""
         if self._shape.head == "token":
             return logits[0].squeeze(-1).float(), None
         ranks, rank = self._stage.layout.tensor, self._stage.place.tensor
@@ -194,8 +188,6 @@ class MegatronBackend:
         with self._context:
             self._passes.zero_grad_buffer()
 
-    # -- weights ------------------------------------------------------------------------------------------------------
-
     def _local(self, shard: MegatronShard) -> Any:
         return self.parked.locate(shard.master)
 
@@ -212,21 +204,14 @@ class MegatronBackend:
             self._local(shard).copy_(self._shards.part(shard, tensors))
 
     def local_state(self) -> dict[str, Any]:
-        moments = None
-        if self._optimizer is not None:
-            moments = {
-                shard.name: {kind: self.parked.locate(tensor) for kind, tensor in state.items()}
-                for shard, state in self._optimizer.state()
-            }
+        moments = None if self._optimizer is None else self._optimizer.moments(self.parked.locate)
         model = {shard.name: self._local(shard) for shard in self._shards}
         return {"layout": list(self._stage.layout.shape), "model": model, "optimizer": moments}
 
     def restore_local_state(self, state: Mapping[str, Any]) -> None:
         restore_state(self.local_state(), state)
-        with torch.no_grad():
-            for shard in self._shards:
-                if shard.master is not shard.tensor:
-                    self.parked.locate(shard.tensor).copy_(self._local(shard))
+        for shard in self._shards:
+            shard.refresh(self.parked.locate)
 
     def write_checkpoint(self, path: Path, version: int) -> None:
         write_checkpoint(path, self._ranks, self._stage.layout, self._checkpoint_tensors().tensors, version)

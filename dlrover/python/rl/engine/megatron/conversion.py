@@ -12,6 +12,8 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError
 
+_LLAMA3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
 TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """``model_type`` of supported transformers: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
@@ -39,7 +41,7 @@ class TransformerShape:
         """Read a Hugging Face configuration; an ``EngineError`` lists everything that Megatron's GPT cannot compute."""
         if faults := list(_find_faults(config)):
             raise EngineError(f"megatron cannot run this model: {'; '.join(faults)}")
-        kind, heads = config.model_type, config.num_attention_heads
+        kind, heads, rope = config.model_type, config.num_attention_heads, config.rope_parameters
         return cls(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
@@ -50,8 +52,8 @@ class TransformerShape:
             vocab=config.vocab_size,
             max_positions=config.max_position_embeddings,
             norm_eps=config.rms_norm_eps,
-            rope_theta=float(config.rope_parameters["rope_theta"]),
-            rope_factor=_rope_factor(config),
+            rope_theta=float(rope["rope_theta"]),
+            rope_factor=float(rope["factor"]) if rope.get("rope_type") == "llama3" else None,
             tied=bool(config.tie_word_embeddings) and head == "causal",
             qkv_bias=kind == "qwen2",
             qk_norm=kind == "qwen3",
@@ -82,17 +84,8 @@ def _find_faults(config: Any) -> Iterator[str]:
     rope = config.rope_parameters
     if rope.get("rope_type", "default") not in ("default", "llama3"):
         yield f"its rotary positions are of type '{rope['rope_type']}'"
-    elif rope.get("rope_type") == "llama3" and _llama3_numbers(rope) != (1.0, 4.0, 8192):
+    elif rope.get("rope_type") == "llama3" and tuple(map(rope.get, _LLAMA3)) != (1.0, 4.0, 8192):
         yield "its llama3 rotary positions have other bounds than Llama 3's (1, 4, 8192)"
-
-
-def _llama3_numbers(rope: Any) -> tuple[float, float, int]:
-    return rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
-
-
-def _rope_factor(config: Any) -> float | None:
-    rope = config.rope_parameters
-    return float(rope["factor"]) if rope.get("rope_type") == "llama3" else None
 
 
 Form: TypeAlias = Literal["whole", "vocab", "columns", "qkv", "gate_up"]

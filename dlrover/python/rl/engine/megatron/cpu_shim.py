@@ -20,7 +20,7 @@ _HOST = torch.device("cpu")
 
 
 def load_shim() -> "CpuShim":
-    """The shim, announced in the log. Raises an ``EngineError`` on a machine with CUDA."""
+    """Raises an ``EngineError`` on a machine with CUDA."""
     if torch.cuda.is_available():
         raise EngineError("cpu_shim is for machines without CUDA: remove the option")
     _LOG.warning("cpu_shim is on: megatron-core computes on the host, for tests only")

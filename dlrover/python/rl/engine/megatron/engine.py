@@ -65,14 +65,9 @@ class MegatronTrainEngine(BackendTrainEngine):
         return nullcontext()
 
     def _make(self, loaded: bool) -> MegatronBackend:
+        parked = ParkedTensors(self._owner, self._memory)
         backend = MegatronBackend(
-            self._shape,
-            self._config,
-            self._settings,
-            self._stage,
-            self._ranks,
-            self._context,
-            ParkedTensors(self._owner, self._memory),
+            self._shape, self._config, self._settings, self._stage, self._ranks, self._context, parked
         )
         if loaded:
             backend.load(self._spec)
@@ -85,11 +80,7 @@ class MegatronTrainEngine(BackendTrainEngine):
 
 
 def _divide(layout: Layout, timeout_s: float) -> bool:
-    """Make Megatron's process groups; returns True unless they existed.
-
-    Raises:
-        EngineError: this process has groups of other sizes.
-    """
+    """Make Megatron's process groups. False if they exist; an ``EngineError`` if those are of other sizes."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             layout.tensor,
@@ -98,13 +89,11 @@ def _divide(layout: Layout, timeout_s: float) -> bool:
             distributed_timeout_minutes=timeout_s / 60,  # need not be an integer
         )
         return True
-    sizes = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-    )
-    if sizes != (layout.tensor, layout.pipeline):
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    pipeline = parallel_state.get_pipeline_model_parallel_world_size()
+    if (tensor, pipeline) != (layout.tensor, layout.pipeline):
         raise EngineError(
-            f"this process runs megatron with tensor_parallel_size {sizes[0]} and pipeline_parallel_size {sizes[1]}"
+            f"this process runs megatron with tensor_parallel_size {tensor} and pipeline_parallel_size {pipeline}"
             f" already, not {layout.tensor} and {layout.pipeline}"
         )
     return False

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of Megatron's GPT on this rank: loaded, joined, their gradients' norm, and as a checkpoint has them.
+"""The parameters of Megatron's GPT on this rank.
 
-A checkpoint has them under Hugging Face's names, each rank its part, so any layout, and any engine with these names,
-can read it.
+A checkpoint has them under Hugging Face's names, each rank its part: any layout or engine with these can read it.
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ from dlrover.python.rl.engine.megatron.conversion import (
 )
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.training.backend import model_tensor, optimizer_tensor
-from dlrover.python.rl.engine.training.stepping import MasterOptimizer, find_nonfinite
+from dlrover.python.rl.engine.training.stepping import MasterOptimizer, find_first_nonfinite
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,9 +69,11 @@ class MegatronShard:
     def decays(self) -> bool:
         return bool(self.tensor.ndim >= 2)
 
-    def refresh(self) -> None:
+    @torch.no_grad()
+    def refresh(self, locate: Callable[[Any], Any] = torch.Tensor.detach) -> None:
+        """Copy the master to the tensor; ``locate`` gives the memory of both."""
         if self.master is not self.tensor:
-            self.tensor.copy_(self.master)
+            locate(self.tensor).copy_(locate(self.master))
 
 
 class MegatronShards:
@@ -107,8 +108,7 @@ class MegatronShards:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name to shape of every tensor of the whole model."""
-        pairs = [pair for item in self._table for pair in zip(item.sources, item.shapes, strict=True)]
-        return dict(pairs)
+        return dict(pair for item in self._table for pair in zip(item.sources, item.shapes, strict=True))
 
     @torch.no_grad()
     def part(self, shard: MegatronShard, tensors: list[Any]) -> Any:
@@ -135,8 +135,6 @@ class MegatronShards:
         dist.all_gather(parts, part.contiguous(), group=self._stage.tensors)
         return parts
 
-    # -- gradients ----------------------------------------------------------------------------------------------------
-
     def take_gradients(self) -> list[Any]:
         """Hand each master its gradient, which Megatron has summed in float32."""
         for shard in self:
@@ -155,9 +153,8 @@ class MegatronShards:
         return math.sqrt(sum(ranks.gather(squares if first else 0.0)))
 
     def first_bad_gradient(self, ranks: Ranks) -> str:
-        order = {item.sources[0]: index for index, item in enumerate(self._table)}
-        reports = ranks.gather(find_nonfinite({shard.parameter.sources[0]: shard.master.grad for shard in self}))
-        return str(min(reports, key=lambda name: order.get(name, len(order))))
+        gradients = {shard.parameter.sources[0]: shard.master.grad for shard in self}
+        return find_first_nonfinite(ranks, gradients, [item.sources[0] for item in self._table])
 
 
 _DIVIDED: Mapping[Form, int] = {"vocab": 0, "columns": 1, "qkv": 0, "gate_up": 0}
@@ -172,9 +169,7 @@ class CheckpointTensors:
     ) -> None:
         self._shape, self._stage, self._local = shape, stage, _local_shape(shape, stage)
         self._shards, self._optimizer = shards, optimizer
-        self._mesh = None
-        if stage.layout.tensor > 1:
-            self._mesh = DeviceMesh.from_group(stage.tensors, "cpu")
+        self._mesh = DeviceMesh.from_group(stage.tensors, "cpu") if stage.layout.tensor > 1 else None
         self.tensors: dict[str, Any] = {}
         for shard in shards:
             self._copy_parts(shard, shard.master.detach(), model_tensor)

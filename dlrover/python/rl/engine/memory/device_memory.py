@@ -10,7 +10,7 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,13 +129,20 @@ class DeviceMemory:
     def allocate(self, owner: str, kind: Kind, shape: Sequence[int], dtype: Any) -> Any:
         """Zeros on the device, accounted to ``owner``."""
         nbytes = math.prod(shape) * int(dtype.itemsize)
+        return self._place(owner, kind, nbytes, lambda: torch.zeros(tuple(shape), dtype=dtype, device=self.device))
+
+    def bring(self, owner: str, kind: Kind, tensor: Any) -> Any:
+        """A copy of ``tensor`` on the device, accounted to ``owner``."""
+        return self._place(owner, kind, tensor.nbytes, lambda: tensor.detach().to(self.device, copy=True))
+
+    def _place(self, owner: str, kind: Kind, nbytes: int, make: Callable[[], Any]) -> Any:
         self.require(owner, kind, nbytes)
         try:
-            zeros = torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+            tensor = make()
         except torch.OutOfMemoryError as error:
             raise self._out_of_memory(owner, kind, nbytes) from error
-        self.hold(owner, kind, [zeros])
-        return zeros
+        self.hold(owner, kind, [tensor])
+        return tensor
 
     def free_bytes(self, share: float = 1.0) -> int | None:
         """Bytes left within ``share`` of the device, the allocator's cache included; None without a limit."""
@@ -151,17 +158,6 @@ class DeviceMemory:
         if torch.device(self.device).type == "cuda":
             torch.cuda.empty_cache()
 
-    def bring(self, owner: str, kind: Kind, tensor: Any) -> Any:
-        """A copy of ``tensor`` on the device, accounted to ``owner``."""
-        nbytes = tensor.numel() * tensor.element_size()
-        self.require(owner, kind, nbytes)
-        try:
-            copy = tensor.detach().to(self.device, copy=True)
-        except torch.OutOfMemoryError as error:
-            raise self._out_of_memory(owner, kind, nbytes) from error
-        self.hold(owner, kind, [copy])
-        return copy
-
     def hold(self, owner: str, kind: Kind, tensors: Iterable[Any]) -> None:
         """Account for tensors that are on the device already."""
         for tensor in tensors:
@@ -171,18 +167,13 @@ class DeviceMemory:
                 self.require(owner, kind, storage.nbytes())
                 self._storages[storage._cdata] = _TrackedStorage(StorageWeakRef(storage), owner, kind)
         self.peak = max(self.peak, self.total())
-        self.publish()
-
-    def publish(self) -> None:
-        """Update the ledger. :meth:`hold` does so; freeing memory does not."""
-        if self.ledger is not None:
+        if self.ledger is not None:  # freeing memory does not update it
             self.ledger.publish(self.by_owner())
 
     def total(self) -> int:
         return sum(storage.nbytes for storage in self._live().values())
 
     def bytes_of(self, owner: str) -> dict[str, int]:
-        """Bytes of ``owner`` by kind."""
         return self.by_owner().get(owner, {})
 
     def by_owner(self) -> dict[str, dict[str, int]]:
@@ -198,11 +189,7 @@ class DeviceMemory:
         return self._storages
 
     def require(self, owner: str, kind: Kind, nbytes: int) -> None:
-        """Refuse ``nbytes`` more if they exceed ``capacity``; the device's own limit shows on allocation.
-
-        Raises:
-            OutOfDeviceMemory: they do; lists the bytes of every owner.
-        """
+        """Raise ``OutOfDeviceMemory``, which lists the bytes of every owner, if ``nbytes`` more exceed ``capacity``."""
         if self.capacity is not None and self.total() + nbytes > self.capacity:
             raise self._out_of_memory(owner, kind, nbytes)
 

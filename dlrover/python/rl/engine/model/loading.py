@@ -7,15 +7,13 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as hf_logging
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, verify_snapshot
@@ -35,7 +33,6 @@ class WeightReader(Protocol):
 
     def read(self, name: str, ranges: Ranges) -> Any:
         """The part ``ranges`` of a tensor, on the host, in its stored precision."""
-        ...
 
 
 class TensorSource:
@@ -106,6 +103,33 @@ def match_names(
     return matches
 
 
+def list_saved_tensors(module: Any) -> dict[str, Any]:
+    """Parameters and saved buffers of a module; tied tensors once, under their first name."""
+    first_names: dict[int, str] = {}
+    tensors = module.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in tensors.items() if first_names.setdefault(id(tensor), name) == name}
+
+
+def list_saved_buffers(module: Any) -> dict[str, Any]:
+    saved = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
+
+
+def list_aliases(module: Any) -> list[tuple[str, ...]]:
+    """The names of each parameter of a module, several of a tied one."""
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    return [tuple(names) for names in aliases.values()]
+
+
+def tie_parameter(module: Any, names: Sequence[str], parameter: Any) -> None:
+    """Make ``parameter`` that of all these names."""
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        module.get_submodule(owner).register_parameter(last, parameter)
+
+
 def init_normal(name: str, shape: tuple[int, ...], std: float) -> Any:
     """Normal numbers, the same in every process: the name is their seed."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -127,12 +151,8 @@ class CausalLM:
     max_positions: int | None  # None: the model names no limit
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
-        """Parameters and saved buffers; tied tensors once, under their first name."""
-        visited: set[int] = set()
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) not in visited:
-                visited.add(id(tensor))
-                yield name, tensor
+        """See :func:`list_saved_tensors`."""
+        return iter(list_saved_tensors(self.model).items())
 
     def check(self, snapshot: WeightSnapshot, serving: int) -> None:
         """See :func:`verify_snapshot`."""
@@ -146,29 +166,6 @@ class CausalLM:
             raise EngineError(
                 f"token ids from {tokens.min()} to {tokens.max()}, but the model has 0 to {self.vocab_size - 1}"
             )
-
-
-def load_causal_lm(source: str | Path, device: str = "cpu") -> CausalLM:
-    """Load model and tokenizer from a folder or the hub, without dropout.
-
-    Weights become float32, since updates of small learning rates vanish in bfloat16.
-
-    Raises:
-        EngineError: there is no such model, or the checkpoint lacks weights.
-    """
-    location = _resolve(source)
-    hf_logging.disable_progress_bar()  # else one bar per process and file
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            location, dtype=torch.float32, attn_implementation="sdpa", output_loading_info=True
-        )
-        tokenizer = AutoTokenizer.from_pretrained(location)
-    except (OSError, ValueError) as error:
-        raise EngineError(f"no model can be loaded from '{source}': {_explain(location)}") from error
-    if absent := sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])}):
-        # Transformers would fill them with random numbers.
-        raise EngineError(f"the checkpoint '{source}' lacks {', '.join(absent)}")
-    return as_causal_lm(model, tokenizer, device)
 
 
 def as_causal_lm(model: Any, tokenizer: Any, device: str = "cpu") -> CausalLM:
@@ -189,19 +186,6 @@ def as_causal_lm(model: Any, tokenizer: Any, device: str = "cpu") -> CausalLM:
 
 def is_hub_name(text: str) -> bool:
     return _HUB_NAME.fullmatch(text) is not None
-
-
-def _resolve(source: str | Path) -> str:
-    text = str(Path(source).expanduser()) if str(source).startswith("~") else str(source)
-    if not Path(text).is_dir() and (isinstance(source, Path) or not is_hub_name(text)):
-        raise EngineError(f"no model at '{text}': it is neither a folder nor reachable on the hub")
-    return text
-
-
-def _explain(location: str) -> str:
-    if Path(location).is_dir():
-        return "the folder does not hold a causal language model with its tokenizer"
-    return "it is neither a folder nor reachable on the hub"
 
 
 def _as_ids(value: int | list[int] | None) -> list[int]:

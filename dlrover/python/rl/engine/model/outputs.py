@@ -12,7 +12,7 @@ from torch.nn import functional
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.model.attention import Documents
 from dlrover.python.rl.engine.model.packing import Head, MicroBatch
-from dlrover.python.rl.engine.model.ranks import all_gather_single
+from dlrover.python.rl.engine.model.ranks import gather_padded
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits in float32 at a time; the others stay in the model's precision."""
@@ -142,9 +142,6 @@ def top_token_ids(logits: Any, count: int, shard: VocabularyShard | None = None)
     return best
 
 
-# -- reading a model --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class OutputReader:
     """Runs a model on micro-batches and picks the outputs at the action tokens."""
@@ -236,10 +233,7 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, outputs: Any, counts: list[int], group: Any) -> Any:
         rank, most = dist.get_rank(group), max(counts)
         ctx.mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-        padded = outputs.new_zeros((most, *outputs.shape[1:]))
-        padded[: len(outputs)] = outputs
-        everyone = outputs.new_empty((most * len(counts), *outputs.shape[1:]))
-        all_gather_single(everyone, padded, group=group)
+        everyone = gather_padded(outputs, most, group)
         return torch.cat([part[:count] for part, count in zip(everyone.split(most), counts, strict=True)])
 
     @staticmethod

@@ -31,12 +31,8 @@ def seed_random(*parts: int | str) -> None:
 
 def get_random_state() -> dict[str, Any]:
     cuda = [state.clone() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else []
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-    }
+    torch_state = torch.get_rng_state()
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch_state, "cuda": cuda}
 
 
 @contextmanager
@@ -60,7 +56,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def pack_random_state() -> Any:
-    """:func:`get_random_state` as a tensor of bytes: the lengths of its parts, then the parts."""
+    """:func:`get_random_state` as bytes in a tensor: the lengths of its parts, then the parts."""
     skeleton, buffers = state_tree.dump(get_random_state())
     parts = [skeleton, *map(bytes, buffers)]
     lengths = struct.pack(f"<{len(parts) + 1}q", len(parts), *map(len, parts))
@@ -179,6 +175,15 @@ def join_rank_errors(errors: Sequence[str]) -> str:
     """The errors of all ranks in one line; empty if there is none."""
     parts = [f"rank {rank}: {error}" if len(errors) > 1 else error for rank, error in enumerate(errors) if error]
     return "; ".join(parts)
+
+
+def gather_padded(local: Any, size: int, group: Any) -> Any:
+    """The rows of all ranks of ``group``, each rank's filled up with zeros to ``size``: ``[ranks * size, ...]``."""
+    padded = local.new_zeros((size, *local.shape[1:]))
+    padded[: len(local)] = local
+    everyone = local.new_empty((size * dist.get_world_size(group), *local.shape[1:]))
+    all_gather_single(everyone, padded, group=group)
+    return everyone
 
 
 def sum_tensors(tensors: Iterable[Any], group: Any) -> None:

@@ -90,7 +90,7 @@ class ModelSpec:
             return self.weights
         assert self.folder is not None
         if not list(self.folder.glob("*.safetensors")):
-            return self.library_source()
+            return self._library_source()
         return SafetensorsSource(self.folder)
 
     def source_of(self, wanted: Mapping[str, tuple[str, ...]], prefix: str) -> WeightReader:
@@ -98,7 +98,7 @@ class ModelSpec:
         source = self.source
         matches = match_names(wanted, source.shapes(), prefix)
         lacking = [name for name in wanted if name not in matches and not name.startswith("score.")]
-        return self.library_source() if lacking else source
+        return self._library_source() if lacking else source
 
     def reader(
         self, wanted: Mapping[str, tuple[str, ...]], shapes: Mapping[str, tuple[int, ...]], prefix: str
@@ -127,19 +127,27 @@ class ModelSpec:
 
         return read
 
-    def library_source(self) -> WeightReader:
-        """The weights as Transformers loads them, in host memory: for files of older formats and names."""
-        location = self.folder if Path(self.name).is_dir() else self.name
+    def load(self, **options: Any) -> tuple[Any, set[str]]:
+        """The module as Transformers loads it, float32 and in host memory, whatever the format and names of its files;
+        and the names of new weights, which are random.
+
+        Raises:
+            EngineError: there is no such model, or it lacks weights that are not of a new head.
+        """
+        location = self.folder if Path(self.name).expanduser().is_dir() else self.name
         try:
             module, report = _CLASSES[self.head].from_pretrained(
-                location, config=self.config, dtype=torch.float32, output_loading_info=True
+                location, config=self.config, dtype=torch.float32, output_loading_info=True, **options
             )
         except (OSError, ValueError) as error:
             raise EngineError(f"no model can be loaded from '{self.name}': {error}") from error
-        # Transformers fills these with random numbers.
         absent = {*report["missing_keys"], *map(str, report["mismatched_keys"])}
         if needed := sorted(name for name in absent if self.head == "causal" or not name.startswith("score.")):
             raise EngineError(f"the checkpoint '{self.name}' lacks {', '.join(needed)}")
+        return module, absent
+
+    def _library_source(self) -> WeightReader:
+        module, absent = self.load()
         return TensorSource({name: tensor for name, tensor in module.state_dict().items() if name not in absent})
 
     def absent(self, name: str, shape: tuple[int, ...]) -> Any:
@@ -184,6 +192,16 @@ def find_model_folder(model: str | Path) -> Path:
         return Path(snapshot_download(text, allow_patterns=list(_WANTED)))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise EngineError(message) from error
+
+
+def load_causal_lm(source: str | Path, device: str = "cpu") -> CausalLM:
+    """Model and tokenizer, in float32, since updates of small learning rates vanish in bfloat16.
+
+    Raises:
+        EngineError: there is no such model, or the checkpoint lacks weights.
+    """
+    spec = ModelSpec.of(source)
+    return as_causal_lm(spec.load(attn_implementation="sdpa")[0], spec.tokenizer, device)
 
 
 def load_meta_causal_lm(source: str | Path) -> tuple[CausalLM, str]:

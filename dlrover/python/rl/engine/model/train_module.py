@@ -95,8 +95,6 @@ class TrainModule(torch.nn.Module):
         tensor = next(self.parameters(), None)
         return torch.device("cpu") if tensor is None else tensor.device
 
-    # -- hooks --------------------------------------------------------------------------------------------------------
-
     def materialization_source(self) -> WeightOrigin:
         """Where the weights come from; by default the path given to :meth:`from_pretrained`."""
         source = getattr(getattr(self, "config", None), "name_or_path", "")

@@ -30,10 +30,10 @@ from dlrover.python.rl.engine.fsdp2.materialize import MaterializedModule, Mater
 from dlrover.python.rl.engine.fsdp2.shards import Grid, ParameterShard, to_local_tensor
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
-from dlrover.python.rl.engine.model.loading import TensorSource, WeightReader
+from dlrover.python.rl.engine.model.loading import TensorSource, WeightReader, list_saved_tensors
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.model.train_module import CallShare
-from dlrover.python.rl.engine.module.files import find_weight_source, list_saved_tensors, write_module
+from dlrover.python.rl.engine.module.files import find_weight_source, write_module
 from dlrover.python.rl.engine.module.parallel import Gradients, SharedSequences, compute_gradient_weight
 
 

@@ -15,6 +15,7 @@ from dlrover.python.rl.engine.model.loading import (
     SafetensorsSource,
     TensorSource,
     WeightReader,
+    list_saved_tensors,
     write_atomically,
 )
 from dlrover.python.rl.engine.model.spec import find_model_folder
@@ -46,17 +47,6 @@ def find_weight_source(module: Any) -> WeightReader:
         shapes = {module.source_name(name): tuple(tensor.shape) for name, tensor in list_saved_tensors(module).items()}
         return FunctionSource(shapes, origin)
     return SafetensorsSource(find_model_folder(origin))
-
-
-def list_saved_tensors(module: Any) -> dict[str, Any]:
-    """Parameters and saved buffers of a module, by their first names."""
-    visited: set[int] = set()
-    tensors = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in visited:
-            visited.add(id(tensor))
-            tensors[name] = tensor
-    return tensors
 
 
 def write_module(path: Path, module: Any, tensors: Mapping[str, Any]) -> None:

@@ -75,74 +75,58 @@ class TrainBackend(Protocol):
     @property
     def packs(self) -> bool:
         """It keeps packed documents apart."""
-        ...
 
     @property
     def limits(self) -> tuple[int, int | None]:
         """Vocabulary size, and maximum tokens of a row or None."""
-        ...
 
     def outputs(
         self, micros: Sequence[MicroBatch], temperature: float, entropy: bool
     ) -> Iterator[tuple[MicroBatch, tuple[Any, ...]]]:
         """Each micro-batch with the values that ``gather_outputs`` takes, without gradient."""
-        ...
 
     def add_gradients(
         self, micros: Sequence[MicroBatch], batch: Batch, loss: TokenLoss, temperature: float
     ) -> dict[str, float]:
         """Add the loss's gradients; returns sums for ``check_loss``, empty on ranks that another one reports for."""
-        ...
 
     def reduce_gradients(self) -> list[Any]:
         """Sum the gradients over the ranks; returns this rank's part of them."""
-        ...
 
     def gradient_norm(self) -> float:
         """Of the whole gradient: the same bits on every rank."""
-        ...
 
     def first_bad_gradient(self) -> str:
         """Name of the first parameter whose gradient is not finite, the same on every rank."""
-        ...
 
     def update(self, version: int, norm: float) -> float:
         """Clip the gradient of norm ``norm`` and take the step after ``version``; returns the learning rate."""
-        ...
 
     def drop_gradients(self) -> None: ...
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
         """See ``BaseTrainEngine.named_weights``."""
-        ...
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name to shape of :meth:`named_weights`."""
-        ...
 
     def write_weights(self, weights: WeightSnapshot) -> None:
         """Adopt a verified snapshot."""
-        ...
 
     def local_state(self) -> dict[str, Any]:
         """``layout``, ``model`` and ``optimizer`` (None if frozen): the live tensors."""
-        ...
 
     def restore_local_state(self, state: Mapping[str, Any]) -> None:
         """Copy in what :meth:`local_state` returned; see :func:`restore_state`."""
-        ...
 
     def write_checkpoint(self, path: Path, version: int) -> None:
         """Write everything to the folder ``path``, each rank its part, atomically."""
-        ...
 
     def read_checkpoint(self, path: Path) -> int:
         """Restore :meth:`write_checkpoint`; returns the version. Raises an ``EngineError`` if it does not fit."""
-        ...
 
     def release(self) -> None:
         """Undo side effects; the backend is not used again, and its tensors are emptied next."""
-        ...
 
 
 _VERSION, _LAYOUT = "version", "layout"

@@ -115,6 +115,12 @@ def find_nonfinite(tensors: Mapping[str, Any]) -> str:
     return next(bad, "a sum of finite numbers")
 
 
+def find_first_nonfinite(ranks: Ranks, gradients: Mapping[str, Any], order: Sequence[str]) -> str:
+    """:func:`find_nonfinite` over all ranks: the first in the ``order`` of the whole model's names."""
+    at = {name: index for index, name in enumerate(order)}
+    return str(min(ranks.gather(find_nonfinite(gradients)), key=lambda name: at.get(name, len(at))))
+
+
 def compute_learning_rate(config: OptimizerConfig, steps_taken: int) -> float:
     """Rate of the next step. ``cosine`` is half a period (Loshchilov and Hutter, arXiv:1608.03983, eq. 5, no restarts).
 
@@ -144,19 +150,18 @@ def _to_float(amount: Any) -> float:
 class OptimizedShard(Protocol):
     """This rank's part of one parameter."""
 
+    name: str
+
     @property
     def master(self) -> Any:
         """Float32, with its gradient in ``grad`` when a step is taken."""
-        ...
 
     @property
     def decays(self) -> bool:
         """Weight decay applies: not to vectors."""
-        ...
 
     def refresh(self) -> None:
         """Copy the master to the module's parameter."""
-        ...
 
 
 S = TypeVar("S", bound=OptimizedShard)
@@ -193,14 +198,17 @@ class MasterOptimizer(Generic[S]):
                 if group["decayed"]:
                     torch._foreach_mul_(group["params"], 1 - lr * self._config.weight_decay)
         self._inner.step()
-        with torch.no_grad():
-            for shard in self._shards:
-                shard.refresh()
+        for shard in self._shards:
+            shard.refresh()
         return lr
 
     def state(self) -> Iterator[tuple[S, Mapping[str, Any]]]:
         """Of each trained shard ``step``, ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``: the live tensors."""
         return ((shard, self._inner.state[shard.master]) for shard in self._shards)
+
+    def moments(self, locate: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
+        """:meth:`state` by name, at the places that ``locate`` gives."""
+        return {shard.name: {kind: locate(tensor) for kind, tensor in state.items()} for shard, state in self.state()}
 
     def tensors(self) -> list[Any]:
         return [tensor for _, state in self.state() for tensor in state.values()]

@@ -50,12 +50,9 @@ _SHORT_PAUSES_FOR_S = 0.02
 
 
 class StallTimer:
-    """Pauses between two looks at another process, short ones at first.
+    """Pauses between two looks at another process, short ones at first; raises after ``timeout_s`` without progress.
 
-    Args:
-        timeout_s: longest time without progress.
-        describe: what is awaited, for the error.
-        check_peer: raises if the other process has ended; called occasionally while there is no progress.
+    ``describe`` says what is awaited; ``check_peer``, called occasionally, raises if the other process has ended.
     """
 
     def __init__(
@@ -133,21 +130,13 @@ class WeightTable:
 
 @dataclass(frozen=True)
 class Ticket:
-    """Describes a sync without any byte of the weights.
+    """Describes a sync without any byte of the weights."""
 
-    Attributes:
-        id: unique per sync.
-        version: of the weights.
-        sender: the sender's name in messages.
-        table: the tensors.
-        address: what receivers of this transport need to reach the sender.
-    """
-
-    id: str
+    id: str  # unique per sync
     version: int
-    sender: str
+    sender: str  # its name in messages
     table: WeightTable
-    address: Mapping[str, Any] = field(default_factory=dict)
+    address: Mapping[str, Any] = field(default_factory=dict)  # what receivers need to reach the sender
 
     def __str__(self) -> str:
         return f"version {self.version} from {self.sender}"
@@ -237,10 +226,8 @@ class WeightTransport(Protocol):
         """
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
-        """Send what ``ticket`` offers; all train ranks call it. Can be repeated, also after a failure.
-
-        Returns:
-            The stamp of the sent weights; None on ranks that do not lead.
+        """Send what ``ticket`` offers; all train ranks call it. Can be repeated, also after a failure. None on ranks
+        that do not lead.
 
         Raises:
             WeightSyncError: the source has other weights than were offered, or the other side has ended.
