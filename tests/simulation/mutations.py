@@ -14,9 +14,9 @@ MUTATIONS = {
         "control.recovery", "member.incarnation != event.incarnation:", "member.incarnation <= event.incarnation:"
     ),
     "a loss of an older trainer counts": Mutation("control.recovery", "state.epoch != event.epoch or ", ""),
-    "an older trainer is heard": Mutation("control.lifecycle", "epoch == state.epoch and ", ""),
+    "an older trainer is heard": Mutation("control.machine", "epoch == state.epoch and ", ""),
     "a start of an older incarnation counts": Mutation(
-        "control.lifecycle", "member is None or member.incarnation != event.incarnation:", "member is None:"
+        "control.machine", "member is None or member.incarnation != event.incarnation:", "member is None:"
     ),
     "an older incarnation's resources count": Mutation(
         "control.machine", "event.incarnation != state.incarnation:", "event.incarnation > state.incarnation:"
@@ -25,7 +25,7 @@ MUTATIONS = {
         "control.recovery", "    if member.phase is MemberPhase.WAITING:\n        return state, ()\n", ""
     ),
     "a second report of a start counts": Mutation(
-        "control.lifecycle", "    if member.phase is not MemberPhase.STARTING:\n        return state, ()\n", ""
+        "control.machine", "    if member.phase is not MemberPhase.STARTING:\n        return state, ()\n", ""
     ),
     "a job that has ended goes on": Mutation(
         "control.machine", "    if state.phase.terminal:\n        return state, ()\n", ""
@@ -35,7 +35,7 @@ MUTATIONS = {
     ),
     # -- numbers ------------------------------------------------------------------------------------------------------
     "a member keeps its number": Mutation(
-        "control.launch", "return Member(member.incarnation + 1)", "return Member(member.incarnation)"
+        "control.state", "return Member(member.incarnation + 1)", "return Member(member.incarnation)"
     ),
     "the trainer keeps its number": Mutation(
         "control.recovery",
@@ -51,19 +51,19 @@ MUTATIONS = {
         "state.members,",
     ),
     "the job keeps its number": Mutation(
-        "control.lifecycle", "number = state.incarnation + 1", "number = max(state.incarnation, 1)"
+        "control.machine", "number = state.incarnation + 1", "number = max(state.incarnation, 1)"
     ),
     "a master that comes back keeps the numbers of what was starting": Mutation(
-        "control.lifecycle", "if not state.phase.live or state.settings is None:", "if True:"
+        "control.machine", "if not state.phase.live or state.settings is None:", "if True:"
     ),
     "a master that comes back keeps the number of a trainer that was starting": Mutation(
-        "control.lifecycle", "    if state.trainer.phase is MemberPhase.STARTING:\n", "    if False:\n"
+        "control.machine", "    if state.trainer.phase is MemberPhase.STARTING:\n", "    if False:\n"
     ),
     "a master that comes back restarts a part of a group": Mutation(
-        "control.lifecycle", "    if scope is RecoveryScope.GROUP:\n", "    if False:\n"
+        "control.machine", "    if scope is RecoveryScope.GROUP:\n", "    if False:\n"
     ),
     "standbys share a number": Mutation(
-        "control.launch",
+        "control.state",
         "next_standby={**state.next_standby, role: number + 1},",
         "next_standby={**state.next_standby, role: number},",
     ),
@@ -117,12 +117,12 @@ MUTATIONS = {
     ),
     # -- standbys -----------------------------------------------------------------------------------------------------
     "a standby takes two places": Mutation(
-        "control.launch",
+        "control.state",
         "state = replace(state, standbys={**state.standbys, role: {**pool, **used}})",
         "pass",
     ),
     "a standby that has taken over stays a standby": Mutation(
-        "control.lifecycle",
+        "control.machine",
         "    if member.standby >= 0:\n        state = drop_standby",
         "    if False:\n        state = drop_standby",
     ),
@@ -132,14 +132,14 @@ MUTATIONS = {
         "    if False:\n        return lose",
     ),
     "a standby that is starting takes over": Mutation(
-        "control.launch",
+        "control.state",
         "if pool[number].phase is StandbyPhase.READY)",
         "if pool[number].phase is not StandbyPhase.TAKING)",
     ),
-    "no standby takes over": Mutation("control.launch", "if pool[number].phase is StandbyPhase.READY)", "if False)"),
-    "standbys are tried for ever": Mutation("control.launch", "streak.count >= STANDBY_TRIES", "streak.count < 0"),
+    "no standby takes over": Mutation("control.state", "if pool[number].phase is StandbyPhase.READY)", "if False)"),
+    "standbys are tried for ever": Mutation("control.state", "streak.count >= STANDBY_TRIES", "streak.count < 0"),
     "standbys are not refilled": Mutation(
-        "control.lifecycle", "        return fill_standbys(state, event.role)\n", "        return state, ()\n"
+        "control.machine", "        return fill_standbys(state, event.role)\n", "        return state, ()\n"
     ),
     # -- budgets, back-off, nodes -----------------------------------------------------------------------------------
     "one more restart than allowed": Mutation("control.budgets", "if len(recent) >= limit:", "if len(recent) > limit:"),
@@ -159,7 +159,7 @@ MUTATIONS = {
     ),
     "the back-off has no end": Mutation("control.budgets", "MAX_BACKOFF_S)\n\n", "1e9)\n\n"),
     "progress forgives nothing": Mutation(
-        "control.lifecycle",
+        "control.machine",
         "replace(state, committed=event.step, streaks=streaks, first_cause=None, node_losses={})",
         "replace(state, committed=event.step)",
     ),
@@ -175,7 +175,7 @@ MUTATIONS = {
     ),
     "the only node is excluded": Mutation("control.budgets", " or not _others_in_use(state, node):", ":"),
     "excluded nodes are forgotten by commands": Mutation(
-        "control.launch",
+        "control.state",
         "return StartTrainer(state.epoch, trainer.fresh, state.epoch - 1, trainer.reason, state.excluded)",
         "return StartTrainer(state.epoch, trainer.fresh, state.epoch - 1, trainer.reason)",
     ),
@@ -194,36 +194,36 @@ MUTATIONS = {
         "number = state.incarnation",
     ),
     "a stop changes the outcome": Mutation(
-        "control.lifecycle",
+        "control.machine",
         "    if state.phase is Phase.ENDING:\n        return state, ()\n    return end",
         "    return end",
     ),
     "a release that is told twice begins twice": Mutation(
-        "control.lifecycle",
+        "control.machine",
         "if state.phase is not Phase.RESTARTING or state.released:",
         "if state.phase is not Phase.RESTARTING:",
     ),
     "a timer that is over goes off again": Mutation(
-        "control.lifecycle",
+        "control.machine",
         "for timer, delay in state.waits.items() if timer != event.timer}",
         "for timer, delay in state.waits.items()}",
     ),
     # -- a master that comes back -----------------------------------------------------------------------------------
     "members that start are not under way": Mutation(
-        "control.launch",
+        "control.state",
         "        if starting:\n            commands.append",
         "        if False:\n            commands.append",
     ),
     "back-offs are not under way": Mutation(
-        "control.launch",
+        "control.state",
         "return (*commands, *(Wait(timer, delay_s) for timer, delay_s in state.waits.items()))",
         "return tuple(commands)",
     ),
     "standbys that start are not under way": Mutation(
-        "control.launch", "        if standby.phase is StandbyPhase.STARTING\n    ]", "        if False\n    ]"
+        "control.state", "        if standby.phase is StandbyPhase.STARTING\n    ]", "        if False\n    ]"
     ),
     "the trainer that starts is not under way": Mutation(
-        "control.launch",
+        "control.state",
         "    if state.trainer.phase is MemberPhase.STARTING:\n        commands.append",
         "    if False:\n        commands.append",
     ),

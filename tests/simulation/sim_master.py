@@ -81,7 +81,7 @@ class SimMaster:
         if state.settings is None:
             self.take(self.settings)
         else:
-            self.executor.adopt(state, self.modules.launch.processes(state) if state.phase.live else {})
+            self.executor.adopt(state, self.modules.state.processes(state) if state.phase.live else {})
             for command in self.brain.outstanding():
                 self.executor.execute(command)
         self.world.after(1.0, self._pulse)
@@ -161,7 +161,7 @@ class SimMaster:
         if not self.alive or self.state.phase.terminal:
             return
         liveness, now_s = self.modules.liveness, self.world.now_s
-        up = self.modules.launch.processes(self.state) if self.state.phase.live else {}
+        up = self.modules.state.processes(self.state) if self.state.phase.live else {}
         roles = self.state.settings.roles if self.state.settings is not None else {}
         procs = {
             process_id: self.cluster.procs[process.pid - 1]

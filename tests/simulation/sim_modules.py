@@ -16,9 +16,7 @@ HERE = Path(__file__).resolve().parents[2]
 PRIVATE = (
     "control.state",
     "control.budgets",
-    "control.launch",
     "control.recovery",
-    "control.lifecycle",
     "control.machine",
     "control.journal",
     "control.liveness",

@@ -43,9 +43,8 @@ from dlrover.python.rl.control.events import (
     TrainerStarted,
     WaitOver,
 )
-from dlrover.python.rl.control.launch import STANDBY_TRIES, processes
 from dlrover.python.rl.control.machine import outstanding
-from dlrover.python.rl.control.state import EndReason, MemberPhase, Phase
+from dlrover.python.rl.control.state import STANDBY_TRIES, EndReason, MemberPhase, Phase, processes
 
 LOOSE = replace(TERMS, job_max_restart=99, trainer_max_restart=99, node_max_failures=99)
 ALONE = replace(LOOSE, roles={**ROLES, "ROLLOUT": replace(ROLES["ROLLOUT"], standby=0)})

@@ -9,10 +9,12 @@ run, and then carries out the :func:`outstanding` commands.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
-from dlrover.python.rl.control import lifecycle, recovery
-from dlrover.python.rl.control.commands import Command, Place, Release
+from dlrover.python.rl.common.names import ProcessId, ProcessKind
+from dlrover.python.rl.control.budgets import backoff_s
+from dlrover.python.rl.control.commands import Command, KillTrainer, Place, Release
 from dlrover.python.rl.control.events import (
     Event,
     Failed,
@@ -22,6 +24,7 @@ from dlrover.python.rl.control.events import (
     NodeLost,
     Placed,
     Progressed,
+    RecoveryScope,
     Released,
     StandbyLost,
     StandbyReady,
@@ -33,8 +36,35 @@ from dlrover.python.rl.control.events import (
     TrainerStarted,
     WaitOver,
 )
-from dlrover.python.rl.control.launch import Result, under_way
-from dlrover.python.rl.control.state import JobState, Phase
+from dlrover.python.rl.control.recovery import (
+    begin_incarnation,
+    end,
+    failed,
+    kill_members,
+    member_lost,
+    node_lost,
+    standby_lost,
+    trainer_lost,
+)
+from dlrover.python.rl.control.state import (
+    EndReason,
+    JobState,
+    Member,
+    MemberPhase,
+    Phase,
+    Result,
+    StandbyPhase,
+    drop_standby,
+    fill_standbys,
+    has_lost_too_many_standbys,
+    ranks_of,
+    standby_subject,
+    start_members,
+    start_standby,
+    start_trainer,
+    under_way,
+    wait,
+)
 
 Handler = Callable[[JobState, Submitted, Any, float], Result]
 
@@ -47,9 +77,9 @@ def step(state: JobState, event: Event, at_s: float) -> Result:
     if state.phase.terminal:
         return state, ()
     if isinstance(event, MasterStarted):
-        return lifecycle.master_started(state)
+        return _master_started(state)
     if state.settings is None:
-        return lifecycle.before_submission(state, event)
+        return _before_submission(state, event)
     if isinstance(event, Placed | Failed | Released) and event.incarnation != state.incarnation:
         return state, ()
     return _HANDLERS[type(event)](state, state.settings, event, at_s)
@@ -73,21 +103,214 @@ def outstanding(state: JobState) -> tuple[Command, ...]:
     return () if state.phase.terminal else under_way(state)
 
 
+# -- the start --------------------------------------------------------------------------------------------------------
+
+
+def _ignore(state: JobState, settings: Submitted, event: Event, at_s: float) -> Result:
+    return state, ()
+
+
+def _before_submission(state: JobState, event: Event) -> Result:
+    """Only a submission starts a job; a stop before it ends the job at once."""
+    if isinstance(event, StopRequested):
+        stopped = Phase.STOPPED
+        return replace(state, phase=stopped, outcome=stopped, ended_by=EndReason.STOPPED, reason=event.reason), ()
+    if not isinstance(event, Submitted):
+        return state, ()
+    members = {
+        ProcessId(role, rank): Member(1) for role, settings in event.roles.items() for rank in range(settings.num)
+    }
+    return _begin(replace(state, settings=event, members=members, epoch=1))
+
+
+def _begin(state: JobState) -> Result:
+    number = state.incarnation + 1
+    fresh = replace(state, phase=Phase.CREATED, incarnation=number, released=False, waits={})
+    return fresh, (Place(number, state.excluded),)
+
+
+def _placed(state: JobState, settings: Submitted, event: Placed, at_s: float) -> Result:
+    if state.phase is not Phase.CREATED:
+        return state, ()
+    state = replace(state, phase=Phase.PLACED)
+    commands: tuple[Command, ...] = ()
+    for role in settings.roles:
+        state, more = start_members(state, role, ranks_of(state, role))
+        commands += more
+    state, more = _start_trainer_once_all_up(state, settings)
+    return state, commands + more
+
+
+def _member_started(state: JobState, settings: Submitted, event: MemberStarted, at_s: float) -> Result:
+    """A member is up. The last one of the first start makes the trainer and the standbys start."""
+    process_id = ProcessId(event.role, event.rank)
+    member = state.members.get(process_id)
+    if not state.phase.live or member is None or member.incarnation != event.incarnation:
+        return state, ()
+    if member.phase is not MemberPhase.STARTING:
+        return state, ()
+    up = Member(event.incarnation, MemberPhase.UP, event.process, event.standby)
+    state = replace(state, members={**state.members, process_id: up})
+    if member.standby >= 0:
+        state = drop_standby(state, event.role, member.standby)
+    if state.phase is Phase.RUNNING:
+        return fill_standbys(state, event.role)
+    return _start_trainer_once_all_up(state, settings)
+
+
+def _start_trainer_once_all_up(state: JobState, settings: Submitted) -> Result:
+    if state.trainer.phase is not MemberPhase.WAITING:
+        return state, ()
+    if any(member.phase is not MemberPhase.UP for member in state.members.values()):
+        return state, ()
+    state, commands = start_trainer(state)
+    for role in settings.roles:
+        state, more = fill_standbys(state, role)
+        commands += more
+    return state, commands
+
+
+def _standby_ready(state: JobState, settings: Submitted, event: StandbyReady, at_s: float) -> Result:
+    pool = state.standbys.get(event.role, {})
+    standby = pool.get(event.number)
+    if not state.phase.live or standby is None or standby.phase is not StandbyPhase.STARTING:
+        return state, ()
+    ready = replace(standby, phase=StandbyPhase.READY, process=event.process)
+    return replace(state, standbys={**state.standbys, event.role: {**pool, event.number: ready}}), ()
+
+
+# -- the trainer ------------------------------------------------------------------------------------------------------
+
+
+def _is_current(state: JobState, epoch: int) -> bool:
+    """Return True for the trainer's current epoch, also before the event that it has started."""
+    return state.phase.live and epoch == state.epoch and state.trainer.phase is not MemberPhase.WAITING
+
+
+def _trainer_started(state: JobState, settings: Submitted, event: TrainerStarted, at_s: float) -> Result:
+    if not _is_current(state, event.epoch) or state.trainer.phase is MemberPhase.UP:
+        return state, ()
+    trainer = replace(state.trainer, phase=MemberPhase.UP, process=event.process)
+    return replace(state, phase=Phase.RUNNING, trainer=trainer), ()
+
+
+def _steps_opened(state: JobState, settings: Submitted, event: StepsOpened, at_s: float) -> Result:
+    if not _is_current(state, event.epoch) or state.opened:
+        return state, ()
+    return replace(state, phase=Phase.RUNNING, opened=True), ()
+
+
+def _progressed(state: JobState, settings: Submitted, event: Progressed, at_s: float) -> Result:
+    """A committed step resets the streaks: the recoveries before it have helped."""
+    if not _is_current(state, event.epoch) or event.step == state.committed:
+        return state, ()
+    exhausted = [standby_subject(role) for role in settings.roles if has_lost_too_many_standbys(state, role)]
+    streaks = {subject: state.streaks[subject] for subject in exhausted}
+    quiet = state.first_cause is None and not state.node_losses and len(streaks) == len(state.streaks)
+    if state.committed and quiet:
+        return state, ()
+    # A restart on the same node has helped, so the node is not to blame.
+    return replace(state, committed=event.step, streaks=streaks, first_cause=None, node_losses={}), ()
+
+
+def _trainer_finished(state: JobState, settings: Submitted, event: TrainerFinished, at_s: float) -> Result:
+    if not _is_current(state, event.epoch):
+        return state, ()
+    return end(state, Phase.FINISHED, EndReason.FINISHED, "the trainer returned")
+
+
+# -- back-offs and the end --------------------------------------------------------------------------------------------
+
+
+def _wait_over(state: JobState, settings: Submitted, event: WaitOver, at_s: float) -> Result:
+    if event.timer not in state.waits:
+        return state, ()
+    state = replace(state, waits={timer: delay for timer, delay in state.waits.items() if timer != event.timer})
+    subject, _, _ = event.timer.rpartition("#")
+    if subject == "job":
+        return _begin(state)
+    if subject == "trainer":
+        return start_trainer(state)
+    if subject in settings.roles:
+        return start_members(state, subject, ranks_of(state, subject))
+    process_id = ProcessId.parse(subject)
+    if process_id.kind is ProcessKind.STANDBY:
+        return start_standby(state, process_id.role, process_id.rank)
+    return start_members(state, process_id.role, (process_id.rank,))
+
+
+def _released(state: JobState, settings: Submitted, event: Released, at_s: float) -> Result:
+    """The incarnation is released: the job has ended, or its next incarnation begins."""
+    if state.phase is Phase.ENDING and state.outcome is not None:
+        members = {process_id: Member(member.incarnation) for process_id, member in state.members.items()}
+        trainer = replace(state.trainer, phase=MemberPhase.WAITING, process=None)
+        return replace(state, phase=state.outcome, members=members, standbys={}, trainer=trainer, released=True), ()
+    if state.phase is not Phase.RESTARTING or state.released:
+        return state, ()
+    state = replace(state, released=True)
+    delay_s = backoff_s(state, settings, "job")
+    return wait(state, f"job#{state.incarnation}", delay_s) if delay_s else _begin(state)
+
+
+def _stop_requested(state: JobState, settings: Submitted, event: StopRequested, at_s: float) -> Result:
+    """A decided outcome stays."""
+    if state.phase is Phase.ENDING:
+        return state, ()
+    return end(state, Phase.STOPPED, EndReason.STOPPED, event.reason)
+
+
+# -- the master -------------------------------------------------------------------------------------------------------
+
+
+def _master_started(state: JobState) -> Result:
+    """The master is back and cannot know what its predecessor's last commands have started.
+
+    So members and a trainer that were starting start again under the next number: two processes never carry the same
+    one, even when one of them is unreachable. A standby that was becoming a member is dropped. No budget is charged.
+    """
+    state = replace(state, master_starts=state.master_starts + 1)
+    if not state.phase.live or state.settings is None:
+        return state, ()
+    commands: tuple[Command, ...] = ()
+    for role, settings in state.settings.roles.items():
+        state, more = _start_again(state, role, settings.scope)
+        commands += more
+    if state.trainer.phase is MemberPhase.STARTING:
+        killed = KillTrainer(state.epoch)
+        state = replace(state, epoch=state.epoch + 1, trainer=replace(state.trainer, fresh=False))
+        state, more = start_trainer(state)
+        commands += (killed, *more)
+    return state, commands
+
+
+def _start_again(state: JobState, role: str, scope: RecoveryScope) -> Result:
+    ranks = [
+        rank for rank in ranks_of(state, role) if state.members[ProcessId(role, rank)].phase is MemberPhase.STARTING
+    ]
+    if not ranks:
+        return state, ()
+    if scope is RecoveryScope.GROUP:
+        ranks = list(ranks_of(state, role))
+    killed = kill_members(state, role, ranks)
+    state, commands = start_members(begin_incarnation(state, role, ranks), role, ranks)
+    return state, killed + commands
+
+
 _HANDLERS: dict[type, Handler] = {
-    Submitted: lifecycle.ignore,
-    Placed: lifecycle.placed,
-    MemberStarted: lifecycle.member_started,
-    MemberLost: recovery.member_lost,
-    StandbyReady: lifecycle.standby_ready,
-    StandbyLost: recovery.standby_lost,
-    TrainerStarted: lifecycle.trainer_started,
-    StepsOpened: lifecycle.steps_opened,
-    Progressed: lifecycle.progressed,
-    TrainerFinished: lifecycle.trainer_finished,
-    TrainerLost: recovery.trainer_lost,
-    NodeLost: recovery.node_lost,
-    Failed: recovery.failed,
-    Released: lifecycle.released,
-    WaitOver: lifecycle.wait_over,
-    StopRequested: lifecycle.stop_requested,
+    Submitted: _ignore,
+    Placed: _placed,
+    MemberStarted: _member_started,
+    MemberLost: member_lost,
+    StandbyReady: _standby_ready,
+    StandbyLost: standby_lost,
+    TrainerStarted: _trainer_started,
+    StepsOpened: _steps_opened,
+    Progressed: _progressed,
+    TrainerFinished: _trainer_finished,
+    TrainerLost: trainer_lost,
+    NodeLost: node_lost,
+    Failed: failed,
+    Released: _released,
+    WaitOver: _wait_over,
+    StopRequested: _stop_requested,
 }

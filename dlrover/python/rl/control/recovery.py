@@ -23,18 +23,24 @@ from dlrover.python.rl.control.events import (
     Submitted,
     TrainerLost,
 )
-from dlrover.python.rl.control.launch import (
+from dlrover.python.rl.control.state import (
+    EndReason,
+    JobState,
+    MemberPhase,
+    Phase,
     Result,
+    StandbyPhase,
+    Trainer,
     add_standby,
     drop_standby,
     has_lost_too_many_standbys,
     next_incarnation,
+    ranks_of,
     standby_subject,
     start_members,
     start_trainer,
     wait,
 )
-from dlrover.python.rl.control.state import EndReason, JobState, MemberPhase, Phase, StandbyPhase, Trainer, ranks_of
 
 
 @dataclass(frozen=True)

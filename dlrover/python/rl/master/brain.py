@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pure machine with its journal: an event is saved before its commands are returned."""
+"""The pure machine with its journal: an event is saved before its commands are returned; running a job without Ray."""
 
 import os
+from collections import deque
 from pathlib import Path
 
 from dlrover.python.rl.common.clock import Clock, SystemClock
 from dlrover.python.rl.common.errors import JobConflict
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.commands import Command
-from dlrover.python.rl.control.events import Event, RoleSettings, Submitted
+from dlrover.python.rl.control.commands import Command, Release
+from dlrover.python.rl.control.events import Event, RoleSettings, StopRequested, Submitted
 from dlrover.python.rl.control.journal import decode, encode
 from dlrover.python.rl.control.machine import outstanding, replay, step
+from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState
-from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore
+from dlrover.python.rl.master.status import JobStatus, status_of
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore, StateStore
+from dlrover.python.rl.runtime.local_executor import LocalExecutor
 from dlrover.python.rl.runtime.process.inspection import Inspection
+from dlrover.python.rl.trainer.trainer import Reporter, StepReport
 
 JOURNAL = "journal.jsonl"
 
@@ -104,3 +109,43 @@ def earlier_journal(job: JobSpec, run: str) -> Brain | None:
         return brain
     brain.close()
     return None
+
+
+def run_local(
+    job: JobSpec,
+    placement: Placement,
+    report: Reporter,
+    store: StateStore | None = None,
+    enforce_deadlines: bool = False,
+) -> JobStatus:
+    """Run ``job`` to its end without Ray; Ctrl-C stops it in good order. The journal is in memory by default.
+
+    ``enforce_deadlines`` lets calls with a timeout fail when they take longer.
+    """
+    brain = Brain(store or MemoryStateStore())
+    last: list[StepReport] = []
+
+    def noting(step_report: StepReport) -> None:
+        last[:] = [step_report]
+        report(step_report)
+
+    run = new_run()
+    executor = LocalExecutor(job, placement, noting, enforce_deadlines, run)
+    commands: deque[Command] = deque()
+
+    def emit(event: Event) -> None:
+        for command in brain.handle(event):
+            if isinstance(command, Release):
+                commands.clear()  # starts that are still pending
+            commands.append(command)
+
+    try:
+        emit(submission(job, run, Inspection(), brain))
+        while commands:
+            try:
+                executor.execute(commands.popleft(), emit)
+            except KeyboardInterrupt:
+                emit(StopRequested("interrupted"))
+    finally:
+        brain.close()
+    return status_of(job.name, brain.state, last[0] if last else None)

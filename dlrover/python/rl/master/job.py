@@ -20,8 +20,7 @@ from dlrover.python.rl.config.load import search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.placement import Placement, plan
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.brain import fresh_journal, new_run
-from dlrover.python.rl.master.local import run_local
+from dlrover.python.rl.master.brain import fresh_journal, new_run, run_local
 from dlrover.python.rl.master.rl_master import RLMaster
 from dlrover.python.rl.master.status import JobStatus, Position, Update
 from dlrover.python.rl.runtime.checkpoint.commits import forget_commits

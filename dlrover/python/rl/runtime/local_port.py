@@ -15,9 +15,8 @@ from dlrover.python.rl.common.clock import Clock, SystemClock
 from dlrover.python.rl.common.errors import InvocationError, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.runtime.process.arg_codec import Stored
 from dlrover.python.rl.runtime.process.executor import load_class
-from dlrover.python.rl.runtime.process.host import Arguments, CallHeader, MemberHost
+from dlrover.python.rl.runtime.process.host import Arguments, CallHeader, MemberHost, Stored
 from dlrover.python.rl.trainer.port import RAW_CALL, Call, Outcome, Port, Ref, Renewed, RestartInfo
 from dlrover.python.rl.trainer.shard import Rows, take_rows
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink

@@ -14,6 +14,7 @@ Beside the workload's methods a host answers ``COMMIT``, ``RESTORE``, ``PERSIST`
 
 import asyncio
 import inspect
+import pickle
 import socket
 import traceback
 from collections import Counter
@@ -34,15 +35,80 @@ from dlrover.python.rl.runtime.checkpoint.member_state import (
     RestoreRequest,
 )
 from dlrover.python.rl.runtime.checkpoint.state_file import StateFile
-from dlrover.python.rl.runtime.process.arg_codec import Stored
 from dlrover.python.rl.runtime.process.heartbeat import CONSTRUCTING
-from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RESTORE, WHERE, Call, Standing
+from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RESTORE, WHERE, Call, Ref, Standing
+from dlrover.python.rl.trainer.shard import Rows, row_count, take_rows
 from dlrover.python.rl.trainer.workload import MemberContext, member_context
 
 CallId: TypeAlias = tuple[int, int]
 Arguments: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 
 _NEVER: CallId = (-1, -1)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A serialized value: every reader gets a copy, but shares large buffers read-only."""
+
+    data: bytes
+    buffers: tuple[memoryview, ...]
+    rows: int | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.data, tuple(map(pickle.PickleBuffer, self.buffers)), self.rows)
+
+    @classmethod
+    def of(cls, value: Any, own: bool = False) -> "Stored":
+        """Serialize ``value``. ``own``: copy large buffers as well, so that later changes to it have no effect."""
+        buffers: list[pickle.PickleBuffer] = []
+        data = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        views = [memoryview(buffer.raw()).toreadonly() for buffer in buffers]
+        return cls(data, tuple(memoryview(bytes(view)) if own else view for view in views), row_count(value))
+
+    def load(self) -> Any:
+        return pickle.loads(self.data, buffers=self.buffers)
+
+
+def _received(data: bytes, buffers: Sequence[Any], rows: int | None) -> Stored:
+    return Stored(data, tuple(memoryview(buffer).toreadonly() for buffer in buffers), rows)
+
+
+@dataclass(frozen=True)
+class ListOfRefs:
+    """A list argument that mixes values and tokens."""
+
+    items: tuple[Any, ...]
+    is_ref: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class RowsOfRefs:
+    """One shard of pending results, and the tokens of its parts' row counts."""
+
+    rows: Rows
+    sizes: tuple[Any, ...]
+
+
+def encode(value: Any) -> Any:
+    """Encode one argument. A :class:`Ref` becomes its token, which Ray resolves before the call."""
+    if isinstance(value, Ref):
+        return value.token
+    if isinstance(value, Rows):
+        tokens = tuple(ref.token for ref in value.parts)
+        return RowsOfRefs(replace(value, parts=tokens), tuple(ref.size for ref in value.parts))
+    if isinstance(value, list) and any(isinstance(item, Ref) for item in value):
+        is_ref = tuple(isinstance(item, Ref) for item in value)
+        return ListOfRefs(tuple(item.token if isinstance(item, Ref) else item for item in value), is_ref)
+    return value
+
+
+def decode(value: Any, get: Callable[[Any], Any]) -> Any:
+    """Decode one argument; ``get`` fetches the value of a token, or the values of a list of tokens."""
+    if isinstance(value, ListOfRefs):
+        return [get(item) if is_ref else item for item, is_ref in zip(value.items, value.is_ref, strict=True)]
+    if isinstance(value, RowsOfRefs):
+        return take_rows(value.rows, get(list(value.sizes)), get)
+    return value
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from dlrover.python.rl.runtime.checkpoint.manifest import take_lock
 from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
 from dlrover.python.rl.runtime.checkpoint.state_file import new_file
 from dlrover.python.rl.runtime.local_port import trainer_maker
-from dlrover.python.rl.runtime.process.arg_codec import Stored
+from dlrover.python.rl.runtime.process.host import Stored
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, Link
 from dlrover.python.rl.runtime.torchrun.port import TorchrunPort
 from dlrover.python.rl.runtime.torchrun.worker import End, Worker

@@ -25,10 +25,9 @@ from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.common.sockets import HeldPort
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Process
-from dlrover.python.rl.runtime.process.arg_codec import decode
 from dlrover.python.rl.runtime.process.executor import enter_folder, load_class, starting
 from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSender, HeartbeatSettings
-from dlrover.python.rl.runtime.process.host import CallHeader, MemberHost
+from dlrover.python.rl.runtime.process.host import CallHeader, MemberHost, decode
 from dlrover.python.rl.trainer.shard import row_count
 from dlrover.python.rl.trainer.workload import MemberContext
 

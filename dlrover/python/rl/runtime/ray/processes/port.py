@@ -21,8 +21,7 @@ from ray.exceptions import (
 from dlrover.python.rl.common.clock import Clock, SystemClock
 from dlrover.python.rl.common.errors import InvocationError, ResultLost, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.runtime.process.arg_codec import encode
-from dlrover.python.rl.runtime.process.host import CallHeader
+from dlrover.python.rl.runtime.process.host import CallHeader, encode
 from dlrover.python.rl.trainer.port import Call, Outcome, Ref
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
