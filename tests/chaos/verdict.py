@@ -121,7 +121,7 @@ def final_states(job_dir: Path) -> tuple[int, dict[str, Any]]:
     """Step and states of the newest valid checkpoint in a job's directory, by name (``"ACTOR-0"``, ``"trainer"``)."""
     for root in sorted((job_dir / "checkpoints").glob("*")):
         store = CheckpointStore(root, root.name, durable=True)
-        manifest = store.newest_valid()
+        manifest = next(filter(store.valid, store.manifests()), None)
         if manifest is not None:
             return manifest.step, {name: store.read(manifest, name) for name in manifest.files}
     return 0, {}

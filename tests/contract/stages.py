@@ -12,7 +12,7 @@ from launched import Launcher
 from omegaconf import OmegaConf
 from toys import Pairs, Toy
 
-from dlrover.python.rl.common.names import ProcessId, RLRoleType
+from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.control.commands import Place, Release, StartMembers
 from dlrover.python.rl.control.events import MemberStarted, Placed, Released
@@ -21,6 +21,7 @@ from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, Local
 from dlrover.python.rl.runtime.process.host import MemberHost
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
+from dlrover.python.rl.runtime.ray.processes.actors import find
 from dlrover.python.rl.runtime.ray.processes.port import RayPort
 from dlrover.python.rl.runtime.ray.reservations import RunPlan
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, accept_all
@@ -101,7 +102,7 @@ class RayStage:
         self._executor = RayExecutor(RunPlan(job, "0", placement, methods), None, RayClusterApi())
         asyncio.run(self._start())
         self.handles = {
-            RLRoleType(role): [self._executor.find_handle(ProcessId(role, rank)) for rank in range(size)]
+            RLRoleType(role): [find(self._executor.name_of(role, rank, 1, standby=-1)) for rank in range(size)]
             for role, size in SIZES.items()
         }
         self.port = RayPort(self.handles)

@@ -128,8 +128,8 @@ MUTATIONS = {
     ),
     "a standby that dies taking over takes nobody along": Mutation(
         "control.recovery",
-        "    if standby.phase is StandbyPhase.TAKING:\n        return recover",
-        "    if False:\n        return lose",
+        "    if standby.phase is StandbyPhase.TAKING:\n        rank",
+        "    if False:\n        rank",
     ),
     "a standby that is starting takes over": Mutation(
         "control.state",
@@ -167,7 +167,7 @@ MUTATIONS = {
         "control.budgets", "first_cause=state.first_cause or cause", "first_cause=cause"
     ),
     "being ended for others is charged": Mutation(
-        "control.recovery", "if failure.cause.kind is CauseKind.PREEMPTED:", "if False:"
+        "control.budgets", "if cause.kind is CauseKind.PREEMPTED:", "if False:"
     ),
     "a lost node is used again": Mutation("control.recovery", "    state = exclude(state, event.node)\n", ""),
     "a node that keeps failing is used on": Mutation(
@@ -176,8 +176,8 @@ MUTATIONS = {
     "the only node is excluded": Mutation("control.budgets", " or not _others_in_use(state, node):", ":"),
     "excluded nodes are forgotten by commands": Mutation(
         "control.state",
-        "return StartTrainer(state.epoch, trainer.fresh, state.epoch - 1, trainer.reason, state.excluded)",
-        "return StartTrainer(state.epoch, trainer.fresh, state.epoch - 1, trainer.reason)",
+        "return StartTrainer(state.epoch, state.trainer.fresh, state.epoch - 1, state.trainer.reason, state.excluded)",
+        "return StartTrainer(state.epoch, state.trainer.fresh, state.epoch - 1, state.trainer.reason)",
     ),
     # -- the end ------------------------------------------------------------------------------------------------------
     "nothing is released at the end": Mutation(
@@ -267,7 +267,7 @@ MUTATIONS = {
         "runtime.checkpoint.journal_store", "        sync_folder(path.parent)\n        self._path", "        self._path"
     ),
     "half a line stays at the end": Mutation(
-        "runtime.checkpoint.journal_store", "        os.ftruncate(self._file, found.end)\n", ""
+        "runtime.checkpoint.journal_store", "        os.ftruncate(self._file, journal.end)\n", ""
     ),
     "half a line stays after the disk was full": Mutation(
         "runtime.checkpoint.journal_store",

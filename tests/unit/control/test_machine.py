@@ -66,7 +66,7 @@ def test_a_finished_trainer_ends_the_job_and_everything_is_given_back_first():
     assert (run.state.phase, run.state.outcome, run.commands) == (Phase.ENDING, Phase.FINISHED, (Release(1, True),))
     run(Released(1))
     assert (run.state.phase, run.state.reason, run.commands) == (Phase.FINISHED, "the trainer returned", ())
-    assert (run.state.ended_by, run.state.cause, run.state.standbys) == (EndReason.FINISHED, None, {})
+    assert (run.state.ended_by, run.state.failure, run.state.standbys) == (EndReason.FINISHED, None, {})
     assert all(member.process is None for member in run.state.members.values())
 
 
@@ -130,7 +130,7 @@ def test_what_comes_twice_too_late_or_from_nowhere_changes_nothing(event):
 def test_a_loss_before_steps_restarts_the_job(so_far, kind):
     run = Run(*up()[:so_far], lost("ACTOR", 0, kind=kind))
     assert (run.state.phase, run.commands) == (Phase.RESTARTING, (Release(1, final=False),))
-    assert (run.state.restarts_by, run.state.restarts, run.state.cause) == ({"ACTOR": 1}, 1, None)
+    assert (run.state.restarts_by, run.state.restarts, run.state.failure) == ({"ACTOR": 1}, 1, None)
     run(Released(1))
     assert (run.state.phase, run.state.incarnation, run.commands) == (Phase.CREATED, 2, (Place(2),))
 

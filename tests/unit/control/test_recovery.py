@@ -359,7 +359,7 @@ def test_a_job_that_fails_tells_the_first_cause_since_its_last_progress():
     run = Run(
         *OPEN, lost("ACTOR", 1), Progressed(1, 5), lost("ROLLOUT", 1), trainer_lost(1), trainer_lost(2), terms=terms
     )
-    assert (run.state.outcome, run.state.cause.who) == (Phase.FAILED, "ROLLOUT[1]")
+    assert (run.state.outcome, run.state.failure.who) == (Phase.FAILED, "ROLLOUT[1]")
 
 
 def test_being_ended_for_the_sake_of_others_is_never_charged():

@@ -37,13 +37,8 @@ def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Config
         data: a mapping or ``DictConfig``.
         where: the prefix of the errors' places.
     """
-    try:
-        values = complete_values(schema, to_plain(data), where)
-        return _adapter(schema).validate_python(values), []
-    except InvalidJob as error:
-        return None, list(error.errors)
-    except ValidationError as error:
-        return None, [_config_error(schema, item, where) for item in error.errors()]
+    value, errors = salvage(schema, data, where)
+    return (None if errors else value), errors
 
 
 def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[ConfigError]]:
@@ -52,12 +47,13 @@ def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Conf
     It lacks wrong and unknown values, and has ``""`` for missing ones; None where even that is not an instance.
     """
     try:
-        values = copy.deepcopy(complete_values(schema, to_plain(data), where))
+        values = complete_values(schema, to_plain(data), where)
         return _adapter(schema).validate_python(values), []
     except InvalidJob as error:
         return None, list(error.errors)
     except ValidationError as error:
         errors = [_config_error(schema, item, where) for item in error.errors()]
+        values = copy.deepcopy(values)
         for item in error.errors():
             _mend(values, item)
     try:

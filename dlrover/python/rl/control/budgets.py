@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from dlrover.python.rl.control.events import Cause, CauseKind, Submitted
-from dlrover.python.rl.control.state import JobState, Streak
+from dlrover.python.rl.control.state import JobState, Streak, processes
 
 MAX_BACKOFF_S = 60.0
 MAX_DOUBLINGS = 64
@@ -22,8 +22,12 @@ def limit_of(settings: Submitted, subject: str) -> int:
     return settings.job_max_restart if limit is None else limit
 
 
-def charge(state: JobState, settings: Submitted, subjects: Iterable[str], at_s: float) -> tuple[JobState, str]:
+def charge(
+    state: JobState, settings: Submitted, cause: Cause, subjects: Iterable[str], at_s: float
+) -> tuple[JobState, str]:
     """Record one restart of each subject; the text names the first limit that forbids it, ``""`` if none does."""
+    if cause.kind is CauseKind.PREEMPTED:
+        return state, ""
     history = dict(state.history)
     for subject in subjects:
         limit, recent = limit_of(settings, subject), within(history.get(subject, ()), settings.window_s, at_s)
@@ -80,11 +84,5 @@ def blame(state: JobState, settings: Submitted, node: str, cause: Cause, at_s: f
 
 
 def _others_in_use(state: JobState, node: str) -> bool:
-    members = (member.process for member in state.members.values())
-    standbys = (standby.process for pool in state.standbys.values() for standby in pool.values())
     unusable = {"", node, *state.excluded}
-    return any(
-        process is not None and process.node not in unusable
-        for processes in (members, standbys, (state.trainer.process,))
-        for process in processes
-    )
+    return any(process.node not in unusable for process in processes(state).values())

@@ -9,7 +9,7 @@ an older number are ignored.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 from dlrover.python.rl.common.names import ProcessId, ProcessKind
 
@@ -273,22 +273,4 @@ Event: TypeAlias = (
     | StopRequested
 )
 
-EVENT_TYPES: tuple[type, ...] = (
-    Submitted,
-    MasterStarted,
-    Placed,
-    MemberStarted,
-    MemberLost,
-    StandbyReady,
-    StandbyLost,
-    TrainerStarted,
-    StepsOpened,
-    Progressed,
-    TrainerFinished,
-    TrainerLost,
-    NodeLost,
-    Failed,
-    Released,
-    WaitOver,
-    StopRequested,
-)
+EVENT_TYPES: tuple[type, ...] = get_args(Event)

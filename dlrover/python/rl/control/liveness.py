@@ -46,13 +46,9 @@ def hangs(
 
     ``hang_after_s`` maps the pool of a process id to its longest time without progress; other pools have no limit.
     """
-    hanging = []
-    for sign in signs:
-        limit_s = hang_after_s.get(sign.process_id.pool)
-        why = _why(sign, limit_s, listening, now_s) if limit_s is not None else ""
-        if why:
-            hanging.append(Hang(sign, why))
-    return tuple(hanging)
+    limited = ((sign, hang_after_s[sign.process_id.pool]) for sign in signs if sign.process_id.pool in hang_after_s)
+    hanging = ((sign, _why(sign, limit_s, listening, now_s)) for sign, limit_s in limited)
+    return tuple(Hang(sign, why) for sign, why in hanging if why)
 
 
 def _why(sign: Sign, limit_s: float, listening: Listening, now_s: float) -> str:
@@ -101,9 +97,8 @@ def _elsewhere(signs: Sequence[Sign]) -> Odd | None:
     # The others wait for the one that is furthest behind.
     odd = min(others, key=lambda sign: (sign.step, sign.method))
     where = f"in {odd.method} of step {odd.step}" if odd.method else "in no call"
-    return Odd(
-        odd.process_id, f"{where} while {count} of {len(signs)} are in {usual[0] or 'no call'} of step {usual[1]}"
-    )
+    rest = f"{count} of {len(signs)} are in {usual[0] or 'no call'} of step {usual[1]}"
+    return Odd(odd.process_id, f"{where} while {rest}")
 
 
 def _longest(signs: Sequence[Sign], now_s: float) -> Odd | None:

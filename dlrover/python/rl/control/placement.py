@@ -30,8 +30,6 @@ from dlrover.python.rl.control.bin_packing import (
     stand_by,
 )
 
-DEVICE_RESOURCE = {"CPU": "cpu", "GPU": "gpu"}
-
 _MANY_NODES = 12
 
 Resources: TypeAlias = Mapping[RLRoleType, Mapping[str, float]]
@@ -126,9 +124,9 @@ def _validate_per_node(job: JobSpec) -> list[ConfigError]:
     errors = []
     nodes = job.trainer.node_number
     for role, spec in job.workloads.items():
-        together = max((group.get(role, 0) for group in job.groups), default=0)
         if spec.per_node is None:
             continue
+        together = max((group.get(role, 0) for group in job.groups), default=0)
         where = f"workload.{role.lower()}.per_node"
         if spec.num > spec.per_node * nodes:
             need = f"{spec.num} members, {spec.per_node} on each node, need {-(-spec.num // spec.per_node)} nodes; "
@@ -159,14 +157,8 @@ def _shapes(job: JobSpec, resources: Resources) -> Iterator[Shape]:
                 yield _shape(job, resources, {role: count}, copies, str(role))
 
 
-def _shape(
-    job: JobSpec,
-    resources: Resources,
-    counts: Mapping[RLRoleType, int],
-    copies: int,
-    label: str,
-) -> Shape:
-    device = DEVICE_RESOURCE[job.trainer.device_type]
+def _shape(job: JobSpec, resources: Resources, counts: Mapping[RLRoleType, int], copies: int, label: str) -> Shape:
+    device = job.trainer.device_type.lower()
     shared = any(len(job.collocation_of(role)) > 1 for role in counts)
     contents, needs = [], []
     for index in range(max(counts.values())):
@@ -213,7 +205,7 @@ def _place(job: JobSpec, shapes: Sequence[Shape], resources: Resources) -> Place
 
 
 def _standby(job: JobSpec, role: RLRoleType, resources: Resources) -> Shape:
-    need = round(resources[role][DEVICE_RESOURCE[job.trainer.device_type]] * UNITS)
+    need = round(resources[role][job.trainer.device_type.lower()] * UNITS)
     label = f"a standby of {role}"
     return Shape({role: 1}, job.workloads[role].standby, label, (resources[role],), (need,), limits={})
 
@@ -241,10 +233,7 @@ def _impossible(failure: DoesNotFit, job: JobSpec) -> ConfigError:
 
 
 def _rank_slots(
-    job: JobSpec,
-    units: Sequence[PlacedUnit],
-    starts: Mapping[int, int],
-    resources: Resources,
+    job: JobSpec, units: Sequence[PlacedUnit], starts: Mapping[int, int], resources: Resources
 ) -> dict[RLRoleType, tuple[Slot, ...]]:
     """Slots in rank order, which is the order of the nodes, with local ranks."""
     places: dict[RLRoleType, list[tuple[int, int]]] = {role: [] for role in job.workloads}

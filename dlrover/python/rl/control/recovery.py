@@ -13,7 +13,6 @@ from dlrover.python.rl.control.budgets import backoff_s, blame, charge, exclude,
 from dlrover.python.rl.control.commands import Command, KillMember, KillStandby, KillTrainer, Release
 from dlrover.python.rl.control.events import (
     Cause,
-    CauseKind,
     Failed,
     MemberLost,
     NodeLost,
@@ -64,7 +63,7 @@ def recover(state: JobState, settings: Submitted, failure: Failure, at_s: float)
     if not state.opened or not failure.subjects:
         return _restart_job(state, settings, failure, at_s)
     state = note(state, failure.cause)
-    state, refusal = _charge(state, settings, failure, failure.subjects, at_s)
+    state, refusal = charge(state, settings, failure.cause, failure.subjects, at_s)
     if refusal:
         return fail(state, state.first_cause or failure.cause, EndReason.RESTART_LIMIT, refusal)
     commands: tuple[Command, ...] = ()
@@ -76,14 +75,6 @@ def recover(state: JobState, settings: Submitted, failure: Failure, at_s: float)
         state, more = _recover_trainer(state, settings, failure.cause, at_s)
         commands += more
     return state, commands
-
-
-def _charge(
-    state: JobState, settings: Submitted, failure: Failure, subjects: Sequence[str], at_s: float
-) -> tuple[JobState, str]:
-    if failure.cause.kind is CauseKind.PREEMPTED:
-        return state, ""
-    return charge(state, settings, subjects, at_s)
 
 
 def _count(counts: Mapping[str, int], subject: str, more: int = 1) -> dict[str, int]:
@@ -122,9 +113,8 @@ def standby_lost(state: JobState, settings: Submitted, event: StandbyLost, at_s:
         return state, ()
     state = blame(state, settings, _node(event.node, standby.process), event.cause, at_s)
     if standby.phase is StandbyPhase.TAKING:
-        return recover(
-            state, settings, Failure(event.cause, {event.role: (_taken_by(state, event.role, event.number),)}), at_s
-        )
+        rank = _taken_by(state, event.role, event.number)
+        return recover(state, settings, Failure(event.cause, {event.role: (rank,)}), at_s)
     return _replace_standby(state, settings, event.role, event.number, at_s)
 
 
@@ -152,8 +142,7 @@ def node_lost(state: JobState, settings: Submitted, event: NodeLost, at_s: float
 
 
 def failed(state: JobState, settings: Submitted, event: Failed, at_s: float) -> Result:
-    ending = state.phase is Phase.ENDING
-    if ending or (state.phase is Phase.RESTARTING and event.cause.retryable):
+    if state.phase is Phase.ENDING or (state.phase is Phase.RESTARTING and event.cause.retryable):
         return state, ()
     return recover(state, settings, Failure(event.cause), at_s)
 
@@ -255,13 +244,12 @@ def kill_members(state: JobState, role: str, ranks: Sequence[int]) -> tuple[Comm
 
 def begin_incarnation(state: JobState, role: str, ranks: Sequence[int]) -> JobState:
     """Give members their next incarnation; a standby that was becoming one of them is dropped."""
-    old = {ProcessId(role, rank): state.members[ProcessId(role, rank)] for rank in ranks}
-    for member in old.values():
-        if member.standby >= 0:
-            state = drop_standby(state, role, member.standby)
-    return replace(
-        state, members={**state.members, **{process_id: next_incarnation(member) for process_id, member in old.items()}}
-    )
+    members = dict(state.members)
+    for process_id in (ProcessId(role, rank) for rank in ranks):
+        if members[process_id].standby >= 0:
+            state = drop_standby(state, role, members[process_id].standby)
+        members[process_id] = next_incarnation(members[process_id])
+    return replace(state, members=members)
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------
@@ -270,7 +258,7 @@ def begin_incarnation(state: JobState, role: str, ranks: Sequence[int]) -> JobSt
 def _restart_job(state: JobState, settings: Submitted, failure: Failure, at_s: float) -> Result:
     """Release this incarnation; its events are ignored from now on."""
     state = note(state, failure.cause)
-    state, refusal = _charge(state, settings, failure, (*failure.subjects, "job"), at_s)
+    state, refusal = charge(state, settings, failure.cause, (*failure.subjects, "job"), at_s)
     if refusal:
         return fail(state, state.first_cause or failure.cause, EndReason.RESTART_LIMIT, refusal)
     state = lengthen(state, settings, "job", at_s)

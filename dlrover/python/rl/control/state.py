@@ -132,10 +132,6 @@ class JobState:
         """Restarts of the whole job."""
         return sum(self.restarts_by.values())
 
-    @property
-    def cause(self) -> Cause | None:
-        return self.failure
-
 
 Result = tuple[JobState, tuple[Command, ...]]
 
@@ -244,8 +240,7 @@ def start_trainer(state: JobState) -> Result:
 
 
 def _trainer_command(state: JobState) -> StartTrainer:
-    trainer: Trainer = state.trainer
-    return StartTrainer(state.epoch, trainer.fresh, state.epoch - 1, trainer.reason, state.excluded)
+    return StartTrainer(state.epoch, state.trainer.fresh, state.epoch - 1, state.trainer.reason, state.excluded)
 
 
 # -- after the master's own restart -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -206,7 +207,7 @@ def follow(
     """
     position, stopping, began_s = Position(), False, time.monotonic()
     while True:
-        update = _news(master, position)
+        update: Update = ask(partial(master.follow.remote, position, FOLLOW_S), _ANSWER_S)
         position = update.position
         for step_report in () if stopping else update.reports:
             report(step_report)
@@ -218,11 +219,6 @@ def follow(
             stopping = True
         elif interrupted > 1 or (deadline_s is not None and time.monotonic() - began_s > deadline_s):
             return replace(update.status, reason=update.status.reason or INTERRUPTED)
-
-
-def _news(master: Any, position: Position) -> Update:
-    update: Update = ask(lambda: master.follow.remote(position, FOLLOW_S), _ANSWER_S)
-    return update
 
 
 class RLJob:

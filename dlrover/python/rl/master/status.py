@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
+from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.events import (
     Cause,
     Event,
@@ -16,7 +16,7 @@ from dlrover.python.rl.control.events import (
     TrainerLost,
     TrainerStarted,
 )
-from dlrover.python.rl.control.state import JobState, Phase, StandbyPhase
+from dlrover.python.rl.control.state import JobState, Phase, StandbyPhase, processes
 from dlrover.python.rl.trainer.trainer import StepReport
 
 
@@ -58,20 +58,23 @@ class Update:
 
 
 def status_of(name: str, state: JobState, last: StepReport | None) -> JobStatus:
-    up = [(process_id, member.process) for process_id, member in state.members.items()]
-    up.append((TRAINER_ID, state.trainer.process))
-    for role, standbys in state.standbys.items():
-        ready = {number: standby for number, standby in standbys.items() if standby.phase is not StandbyPhase.TAKING}
-        up += [(ProcessId.standby(role, number), standby.process) for number, standby in ready.items()]
+    taking = {
+        ProcessId.standby(role, number)
+        for role, standbys in state.standbys.items()
+        for number, standby in standbys.items()
+        if standby.phase is StandbyPhase.TAKING
+    }
     return JobStatus(
         name=name,
         phase=state.phase,
         incarnation=state.incarnation,
         restarts=state.restarts,
         reason=state.reason,
-        cause=state.cause,
+        cause=state.failure,
         members=tuple(
-            (str(process_id), process.host, process.pid) for process_id, process in up if process is not None
+            (str(process_id), process.host, process.pid)
+            for process_id, process in processes(state).items()
+            if process_id not in taking
         ),
         recoveries=dict(state.recoveries),
         masters=state.master_starts,

@@ -9,13 +9,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from dlrover.python.rl.common.clock import Clock, SystemClock
 from dlrover.python.rl.common.errors import InvocationError, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.runtime.process.executor import load_class
+from dlrover.python.rl.runtime.process.executor import load_class, restore_environment
 from dlrover.python.rl.runtime.process.host import Arguments, CallHeader, MemberHost, Stored
 from dlrover.python.rl.trainer.port import RAW_CALL, Call, Outcome, Port, Ref, Renewed, RestartInfo
 from dlrover.python.rl.trainer.shard import Rows, take_rows
@@ -35,10 +36,6 @@ class LocalMember:
     incarnation: int = 1
     together: bool = False
     alive: bool = True
-
-    @property
-    def workload(self) -> Any:
-        return self.host.workload
 
 
 @dataclass(frozen=True)
@@ -102,8 +99,8 @@ class LocalPort:
 
     def _run(self, member: LocalMember, call: Call) -> tuple[Stored | None, InvocationError | None]:
         def arguments() -> Arguments:
-            args = [self._resolve(value) for value in call.args]
-            return args, {name: self._resolve(value) for name, value in call.kwargs.items()}
+            kwargs = {name: self._resolve(value) for name, value in call.kwargs.items()}
+            return [self._resolve(value) for value in call.args], kwargs
 
         try:
             with process_environment(member.env):
@@ -135,20 +132,14 @@ class LocalHandle:
     role: str
     rank: int
 
-    def __getattr__(self, method: str) -> "LocalMethod":
+    def __getattr__(self, method: str) -> Any:
         if method.startswith("_"):
             raise AttributeError(method)
-        return LocalMethod(self, method)
 
+        def remote(*args: Any, **kwargs: Any) -> Ref:
+            return self.port.submit(self.role, self.rank, Call(RAW_CALL, method, args, kwargs))
 
-@dataclass(frozen=True)
-class LocalMethod:
-    handle: LocalHandle
-    name: str
-
-    def remote(self, *args: Any, **kwargs: Any) -> Ref:
-        handle = self.handle
-        return handle.port.submit(handle.role, handle.rank, Call(RAW_CALL, self.name, args, kwargs))
+        return SimpleNamespace(remote=remote)
 
 
 class _Upstream(Exception):
@@ -188,11 +179,7 @@ def process_environment(env: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        restore_environment(before)
 
 
 def _ignore(*_: int) -> None:

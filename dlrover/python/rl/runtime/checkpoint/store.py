@@ -18,7 +18,6 @@
 A generation is changed as a whole, by renaming its folder, so readers see all of it or nothing.
 """
 
-import errno
 import os
 import shutil
 import time
@@ -168,31 +167,9 @@ class CheckpointStore:
                 self._set_aside(folder, str(error))
         return sorted(manifests, key=lambda manifest: manifest.serial, reverse=True)
 
-    def newest_valid(
-        self, at_most: int | None = None, verify: Callable[[Path, StateFile], None] = check_file
-    ) -> Manifest | None:
-        """The newest intact generation up to step ``at_most``, None if there is none; damaged ones are set aside. A
-        caller that goes back to an older one should :meth:`quarantine` the newer ones, or the next process takes them
-        again. :func:`check_size` is a quicker and less strict ``verify``."""
-        manifest = self._newest_valid(at_most, verify)
-        if manifest is not None or not self.root.is_dir():
-            return manifest
-        try:
-            with self._fence.locked():  # or another process commits one and removes another meanwhile
-                return self._newest_valid(at_most, verify)
-        except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
-                raise
-            return None
-
-    def _newest_valid(self, at_most: int | None, verify: Callable[[Path, StateFile], None]) -> Manifest | None:
-        for manifest in self.manifests():
-            if (at_most is None or manifest.step <= at_most) and self.valid(manifest, verify):
-                return manifest
-        return None
-
     def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None] = check_file) -> bool:
-        """Return True if every file is intact; otherwise the generation is set aside."""
+        """Return True if every file is intact; otherwise the generation is set aside. :func:`check_size` is a quicker
+        and less strict ``verify``."""
         folder = self.root / manifest.folder
         try:
             for file in self._files_here(manifest.files):

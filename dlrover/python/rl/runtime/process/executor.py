@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ports that start processes, for a job and for the engines of a script; the user's classes and errors in them."""
+"""The port that starts the processes of a script's engines; the user's classes, and the errors in them."""
 
-import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,19 +18,13 @@ from dlrover.python.rl.common.errors import (
     WorkloadDied,
     WorkloadStartError,
 )
+from dlrover.python.rl.common.extensions import load_module
 from dlrover.python.rl.common.names import ProcessId, hint
-from dlrover.python.rl.control.commands import Command
 from dlrover.python.rl.control.events import Cause, CauseKind, Event, Process
 from dlrover.python.rl.trainer.port import Port
 from dlrover.python.rl.trainer.workload import undecorated
 
 Emit: TypeAlias = Callable[[Event], None]
-
-
-class Executor(Protocol):
-    def execute(self, command: Command, emit: Emit) -> None:
-        """Begin ``command``; emit its outcome, now or later, on the caller's thread."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -52,14 +45,10 @@ class Hosting(Protocol):
     def devices(self) -> Sequence[Device]: ...
 
     @property
-    def port(self) -> Port:
-        """The port to the workloads; an engine's name is the role."""
-        ...
+    def port(self) -> Port: ...  # to the workloads; an engine's name is the role
 
     @property
-    def separate(self) -> bool:
-        """Return True if each slot is a separate process."""
-        ...
+    def separate(self) -> bool: ...  # each slot is a separate process
 
     def start(self, name: str, slots: Sequence[Sequence[int]], where: str) -> list[Process]:
         """Start a process for each slot and construct its workload.
@@ -70,7 +59,7 @@ class Hosting(Protocol):
             where: the class of the workloads, ``package.module:Class``.
 
         Raises:
-            WorkloadStartError: a process did not start in time, or its workload could not be constructed. None is left.
+            WorkloadStartError: a process or workload did not start in time; none is left.
         """
         ...
 
@@ -89,12 +78,8 @@ def cause_of(error: BaseException, who: str, remote_traceback: str = "") -> Caus
     if isinstance(error, WorkloadDied):
         return Cause(CauseKind.PROCESS_DIED, str(ProcessId(error.role, error.rank)), _first_line(error))
     if isinstance(error, InvocationError):
-        return Cause(
-            CauseKind.USER_ERROR,
-            str(ProcessId(error.role, error.rank)),
-            _first_line(error),
-            error.remote_traceback or remote_traceback,
-        )
+        member, detail = str(ProcessId(error.role, error.rank)), error.remote_traceback or remote_traceback
+        return Cause(CauseKind.USER_ERROR, member, _first_line(error), detail)
     if isinstance(error, WorkloadStartError):
         return Cause(CauseKind.START_FAILED, error.who, f"could not start: {error.summary}", error.remote_traceback)
     kind = CauseKind.RETRYABLE_ERROR if isinstance(error, JobFailed | MasterLost) else CauseKind.USER_ERROR
@@ -115,6 +100,15 @@ def _first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), "")
 
 
+def restore_environment(variables: Mapping[str, str | None]) -> None:
+    """Set variables of this process, and remove those whose value is None."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 # -- the user's classes -----------------------------------------------------------------------------------------------
 
 
@@ -130,12 +124,7 @@ def load_class(module: str, name: str, search_path: Sequence[str] = ()) -> Any:
     for folder in search_path:
         if folder not in sys.path:
             sys.path.append(folder)
-    try:
-        target: Any = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ClassNotFound(f"module '{module}' cannot be imported: no module named '{error.name}'") from error
-    except (Exception, SystemExit) as error:
-        raise ClassNotFound(f"module '{module}' cannot be imported: {type(error).__name__}: {error}") from error
+    target: Any = load_module(module)
     for part in name.split("."):
         if not hasattr(target, part):
             classes = [key for key, value in vars(target).items() if isinstance(undecorated(value), type)]

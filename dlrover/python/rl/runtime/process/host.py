@@ -31,10 +31,8 @@ from dlrover.python.rl.runtime.checkpoint.member_state import (
     CommitAnswer,
     CommitRequest,
     MemberState,
-    PersistRequest,
     RestoreRequest,
 )
-from dlrover.python.rl.runtime.checkpoint.state_file import StateFile
 from dlrover.python.rl.runtime.process.heartbeat import CONSTRUCTING
 from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RESTORE, WHERE, Call, Ref, Standing
 from dlrover.python.rl.trainer.shard import Rows, row_count, take_rows
@@ -194,9 +192,9 @@ class MemberHost:
         self._verbs: dict[str, Callable[..., Any]] = {
             COMMIT: self._commit,
             RESTORE: self._restore,
-            PERSIST: self._persist,
+            PERSIST: lambda request: self._state.persist(request),
             FORGET: self._forget,
-            WHERE: self._where,
+            WHERE: lambda: self._standing,
         }
 
     def start(self, workload_class: Any, context: MemberContext, master_handle: Any, config: Any) -> None:
@@ -360,18 +358,12 @@ class MemberHost:
         self._state.restore(self.workload, request)
         self._standing = Standing(request.step, request.step, request.step)
 
-    def _persist(self, request: PersistRequest) -> StateFile:
-        return self._state.persist(request)
-
     def _forget(self) -> None:
         """Forget the steps: the state is no longer that of a commit. The answers to calls of ``init`` stay."""
         self._drop(lambda step: step == 0)
         self._settled = 0
         self._latest = max(self._answers, default=_NEVER)
         self._standing = Standing(None, None)
-
-    def _where(self) -> Standing:
-        return self._standing
 
     def _settle(self, committed: int) -> None:
         """The calls of the steps up to ``committed`` will not be repeated."""

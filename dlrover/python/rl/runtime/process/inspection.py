@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ class Inspection:
     collectives: tuple[str, ...] = ()
 
     def scope_of(self, role: str) -> RecoveryScope:
-        """The scope that restarts when a member of ``role`` fails."""
         return RecoveryScope.GROUP if role in self.collectives else RecoveryScope.MEMBER
 
 
@@ -57,7 +57,7 @@ def inspect_job(job: JobSpec) -> Inspection:
         missing = sorted(trainer.__abstractmethods__)
         if missing:
             errors.append(ConfigError("trainer.class", f"{job.trainer.class_} does not define {', '.join(missing)}"))
-        errors += _ask("trainer", lambda: trainer.check_config(job.config, roles))
+        errors += _ask("trainer", partial(trainer.check_config, job.config, roles))
     for role, spec in job.workloads.items():
         where = f"workload.{role.lower()}"
         workload = _load(errors, where, spec.module, spec.class_, BaseWorkload, job)
@@ -65,7 +65,7 @@ def inspect_job(job: JobSpec) -> Inspection:
             continue
         methods[role] = tuple(public_methods(workload))
         stateful |= {str(role): spec.num} if is_stateful(workload) else {}
-        errors += [item for item in _ask(where, _question(workload, job)) if item not in errors]
+        errors += [item for item in _ask(where, partial(workload.check_config, job.config)) if item not in errors]
         if not workload.needs_own_process:
             continue
         collectives.append(str(role))
@@ -89,10 +89,6 @@ def _validate_resume(job: JobSpec, stateful: Mapping[str, int]) -> list[ConfigEr
 
 def _format(members: Mapping[str, int]) -> str:
     return ", ".join(f"{role} x{number}" for role, number in sorted(members.items())) or "none"
-
-
-def _question(workload: Any, job: JobSpec) -> Callable[[], Iterable[ConfigError]]:
-    return lambda: workload.check_config(job.config)
 
 
 def _load(errors: list[ConfigError], where: str, module: str, name: str, base: type, job: JobSpec) -> Any:
@@ -138,17 +134,16 @@ def inspect_in_child(job: JobSpec, deadline_s: float = DEADLINE_S) -> Inspection
             return Inspection((ConfigError("job", f"importing its classes took longer than {deadline_s:g} s"),))
         if child.returncode or not answer.exists():
             last = (child.stderr.strip().splitlines() or ["no output"])[-1]
-            return Inspection(
-                (ConfigError("job", f"importing its classes ended with code {child.returncode}: {last}"),)
-            )
+            text = f"importing its classes ended with code {child.returncode}: {last}"
+            return Inspection((ConfigError("job", text),))
         return _from_json(json.loads(answer.read_text()))
 
 
 def _from_json(data: Mapping[str, Any]) -> Inspection:
     return Inspection(
-        tuple(ConfigError(*item) for item in data["errors"]),
+        tuple(ConfigError(**item) for item in data["errors"]),
         {RLRoleType(role): tuple(names) for role, names in data["methods"].items()},
-        tuple(ConfigError(*item) for item in data["single_process_refusals"]),
+        tuple(ConfigError(**item) for item in data["single_process_refusals"]),
         tuple(data["collectives"]),
     )
 
@@ -156,17 +151,7 @@ def _from_json(data: Mapping[str, Any]) -> Inspection:
 def _serve(request: Path, answer: Path) -> None:
     data = json.loads(request.read_text())
     job = load_job_text(data["job"], data["name"], search_path=tuple(data["search_path"]))
-    inspection = inspect_job(job)
-    answer.write_text(
-        json.dumps(
-            {
-                "errors": [(item.where, item.what) for item in inspection.errors],
-                "methods": inspection.methods,
-                "single_process_refusals": [(item.where, item.what) for item in inspection.single_process_refusals],
-                "collectives": inspection.collectives,
-            }
-        )
-    )
+    answer.write_text(json.dumps(asdict(inspect_job(job))))
 
 
 if __name__ == "__main__":

@@ -177,11 +177,6 @@ class RayExecutor:
         """The actor name of a member."""
         return self._pool.member_name(role, rank, incarnation, standby)
 
-    def find_handle(self, process_id: ProcessId) -> Any:
-        """The actor of a process, None if it has none."""
-        entry = self._table.find(process_id)
-        return entry.handle if entry else None
-
     async def kill_process(self, process: Process) -> None:
         await kill_process(self._cluster, process)
 

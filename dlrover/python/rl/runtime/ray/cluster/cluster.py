@@ -27,13 +27,13 @@ from ray._private import services, worker
 
 from dlrover.python.rl.common.errors import ClusterUnavailable
 from dlrover.python.rl.common.names import NAMESPACE
+from dlrover.python.rl.runtime.process.executor import restore_environment
 from dlrover.python.rl.runtime.ray.cluster.head import (
     GcsKeeper,
     has_durable_gcs,
     listens_on_loopback_only,
     on_loopback,
     private_folder,
-    restore_environment,
     settings,
     use_token,
 )
@@ -179,11 +179,8 @@ _TERMINATED = 128 + signal.SIGTERM
 @contextlib.contextmanager
 def sigterm_unwinds() -> Iterator[Callable[[], None]]:
     """Inside, SIGTERM raises SystemExit, so that contexts and exit handlers run. A second one does nothing. An earlier
-    handler stays; outside the main thread, which alone may set one, nothing changes.
-
-    Yields:
-        A function that sets the handler again after a library has replaced it.
-    """
+    handler stays; outside the main thread, which alone may set one, nothing changes. Yields a function that sets the
+    handler again after a library has replaced it."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return

@@ -20,13 +20,14 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ray._private import ray_constants, services
 
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.runtime.process.executor import restore_environment
 
 _LOG = get_logger(__name__)
 
@@ -108,15 +109,6 @@ def listens_on_loopback_only(host: str, port: int) -> bool:
     return False
 
 
-def restore_environment(variables: Mapping[str, str | None]) -> None:
-    """Set variables, and remove those whose value is None."""
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
     """A folder for this user only, with a path short enough for Ray; removed at the end, as are the folders that killed
@@ -157,27 +149,20 @@ class GcsKeeper:
     """Restarts the GCS of a head node in a thread.
 
     The thread must outlive the GCS that it started, since Linux ends a child with the thread that started it: call
-    :meth:`rest`, end the cluster, then call :meth:`close`.
-
-    Args:
-        node: Ray's object of the head node, which this process has started.
-        most_in_a_row: number of restarts within ``quiet_s`` seconds of each other after which it stops.
+    :meth:`rest`, end the cluster, then call :meth:`close`. It stops after ``most_in_a_row`` restarts within ``quiet_s``
+    seconds of each other. ``node`` is Ray's object of the head node, which this process has started.
     """
 
     _LOOK_S = 0.1
 
     def __init__(self, node: Any, most_in_a_row: int = 5, quiet_s: float = 5.0) -> None:
         self.restarts = 0
-        self._node = node
-        self._most = most_in_a_row
-        self._quiet_s = quiet_s
-        self._resting = threading.Event()
-        self._closed = threading.Event()
+        self._node, self._most, self._quiet_s = node, most_in_a_row, quiet_s
+        self._resting, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._keep, name="gcs-keeper", daemon=True)
         self._thread.start()
 
     def rest(self) -> None:
-        """Do not restart the GCS any more."""
         self._resting.set()
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ from dlrover.python.rl.control.events import Cause, CauseKind, Process
 from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
 from dlrover.python.rl.runtime.process.executor import cause_of
 from dlrover.python.rl.runtime.process.heartbeat import ray_worker_log_tail
-from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE, REMOVED, RayClusterApi
+from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE, REMOVED, RayClusterApi, awaited
 
 _LOG = get_logger(__name__)
 
@@ -88,11 +88,7 @@ def launch(cls: type, name: str, args: tuple[Any, ...], resources: Mapping[str, 
     survives the loss of a worker node.
 
     Args:
-        cls: its class.
-        name: in the system's namespace.
-        args: of the constructor.
         resources: ``cpu``, and ``memory`` in MB.
-        max_restarts: how often Ray starts it again, with the same arguments.
 
     Raises:
         JobConflict: an actor of this name is alive.
@@ -129,11 +125,7 @@ def find(name: str) -> Any:
 
 
 def ask(request: Callable[[], Any], timeout_s: float) -> Any:
-    """The answer of a master; the request is repeated while the master restarts.
-
-    Args:
-        request: sends the question and returns the ref of its answer.
-        timeout_s: in total.
+    """The answer of a master; ``request`` returns its ref, and is repeated while the master restarts.
 
     Raises:
         MasterLost: the master did not answer in time, or is gone.
@@ -161,16 +153,12 @@ def _answer(ref: Any, remaining_s: float, timeout_s: float) -> Any:
             raise error.cause from None
         raise MasterLost(f"the master failed: {error}") from error
     except RayActorError as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise MasterLost(f"the master is gone: {lines[0] if lines else type(error).__name__}") from error
+        raise MasterLost(f"the master is gone: {_one_line(error)}") from error
 
 
 def sweep(job: str) -> list[str]:
-    """Remove what a job without a master has left: its actors, its placement groups, and its memory on this node.
-
-    Returns:
-        The names of the actors and placement groups.
-    """
+    """Remove what a job without a master has left: its actors and placement groups, whose names are returned, and its
+    memory on this node."""
     cluster, names = RayClusterApi(), []
     for name in cluster.list_actors(f"{job}/"):
         handle = cluster.find_actor(name)
@@ -189,11 +177,7 @@ def sweep(job: str) -> list[str]:
 
 
 def wait_gone(name: str, timeout_s: float) -> None:
-    """Wait until no actor has this name.
-
-    Raises:
-        TimeoutError: one still has it after ``timeout_s`` seconds.
-    """
+    """Wait until no actor has this name. Raises TimeoutError."""
     deadline_s = time.monotonic() + timeout_s
     while find(name) is not None:
         if time.monotonic() > deadline_s:
@@ -202,14 +186,12 @@ def wait_gone(name: str, timeout_s: float) -> None:
 
 
 def end(handle: Any) -> None:
-    """Kill an actor."""
     ray.kill(handle)
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
-
 
 WATCH_INTERVAL_S = 0.5
 _UNAVAILABLE_TRIES = 20
@@ -288,13 +270,9 @@ async def answer_of(who: str, ref: Any, timeout_s: float) -> Any:
         TimeoutError: it did not answer in time.
     """
     try:
-        return await asyncio.wait_for(_awaited(ref), timeout_s)
+        return await asyncio.wait_for(awaited(ref), timeout_s)
     except RayActorError as error:
         raise MemberGone(who, error) from error
-
-
-async def _awaited(ref: Any) -> Any:
-    return await ref  # waits: the caller's deadline
 
 
 class Threads:

@@ -142,10 +142,6 @@ class MemberActor:
         if self._host is not None:
             self._host.close()
 
-    def dlrover_executed(self) -> dict[str, int]:
-        """Number of executions of each method in this process."""
-        return dict(self._host.executed) if self._host is not None else {}
-
     def dlrover_invoke(self, header: CallHeader, *values: Any) -> Any:
         """Run a method for a role group; see :func:`serve`."""
         host = self._host

@@ -25,7 +25,7 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Cause, Event, Process, make_lost_event
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.runtime.process.heartbeat import HeartbeatSettings
-from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ActorRequest, ClusterApi
+from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ActorRequest, ClusterApi, awaited
 from dlrover.python.rl.runtime.ray.processes.actors import Threads, member_env, process_env
 from dlrover.python.rl.runtime.ray.processes.member import member_class
 from dlrover.python.rl.runtime.ray.processes.trainer import TrainerActor
@@ -97,7 +97,7 @@ class ProcessTable:
 
     def clear(self) -> list[Process]:
         """Remove all entries; returns where the processes run."""
-        entries = [self._entries[process_id] for process_id in list(self._entries)]
+        entries = list(self._entries.values())
         for entry in entries:
             self.pop(entry.process_id)
         return [entry.process for entry in entries if entry.process is not None]
@@ -178,18 +178,15 @@ class ActorPool:
         return self.member_name(entry.process_id.role, entry.process_id.rank, entry.number, entry.standby)
 
     def list_names(self) -> list[str]:
-        """The names of all actors of the run."""
         return self.cluster.list_actors(f"{self.job.name}/{self.run}/")
 
     # -- starting -----------------------------------------------------------------------------------------------------
 
     async def start_member(self, entry: ProcessEntry, placement: ActorPlacement) -> Any:
-        """Start the actor of a member or a standby."""
-        process_id, role = entry.process_id, entry.role
-        cls = member_class(self.job.workloads[role].class_, self.methods.get(role, ()))
-        number = process_id.rank if entry.is_standby else entry.number
-        arguments = (process_id, number, self.master, self.beats)
-        env = member_env(self.job, role)
+        cls = member_class(self.job.workloads[entry.role].class_, self.methods.get(entry.role, ()))
+        number = entry.process_id.rank if entry.is_standby else entry.number
+        arguments = (entry.process_id, number, self.master, self.beats)
+        env = member_env(self.job, entry.role)
         return await self._start(ActorRequest(self.name_of(entry), cls, arguments, env, placement))
 
     async def start_trainer(self, entry: ProcessEntry, placement: ActorPlacement) -> Any:
@@ -235,7 +232,7 @@ class ActorPool:
         if handle is None:
             return
         try:
-            await asyncio.wait_for(_answer(handle.dlrover_close.remote()), _CLOSE_GRACE_S)
+            await asyncio.wait_for(awaited(handle.dlrover_close.remote()), _CLOSE_GRACE_S)
         except (TimeoutError, RayActorError):
             pass
         except Exception as error:  # noqa: BLE001 -- the user's code: it is ended all the same
@@ -249,7 +246,3 @@ class ActorPool:
                     _LOG.warning("the actor %s is still there after %g s", name, _GONE_S)
                     return
                 await asyncio.sleep(_POLL_S)
-
-
-async def _answer(ref: Any) -> Any:
-    return await ref  # waits: the caller's deadline
