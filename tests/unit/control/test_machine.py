@@ -201,7 +201,7 @@ def test_what_a_restart_cannot_help_ends_the_job(kind, events):
     run = Run(*events, lost("ACTOR", 0, kind=kind))
     assert (run.state.phase, run.state.outcome, run.commands) == (Phase.ENDING, Phase.FAILED, (Release(1, True),))
     assert run.state.reason == f"ACTOR[0]: it is gone ({kind.value} is not retried)"
-    assert (run.state.ended_by, run.state.cause.kind) == (EndReason.NOT_RETRYABLE, kind)
+    assert (run.state.ended_by, run.state.failure.kind) == (EndReason.NOT_RETRYABLE, kind)
 
 
 def test_a_failure_while_restarting_ends_the_job_only_when_it_cannot_be_retried():

@@ -114,4 +114,4 @@ class Stage:
 
     def workload(self, role, rank=0):
         """The workload that is there now."""
-        return self.port.members[RLRoleType(role)][rank].workload
+        return self.port.members[RLRoleType(role)][rank].host.workload

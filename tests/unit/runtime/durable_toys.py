@@ -297,7 +297,7 @@ class Stage:
 
     def states(self):
         return {
-            f"{role}-{rank}": member.workload.state_dict()
+            f"{role}-{rank}": member.host.workload.state_dict()
             for role, members in self.port.members.items()
             for rank, member in enumerate(members)
             if member.alive

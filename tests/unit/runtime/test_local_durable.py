@@ -134,7 +134,7 @@ def test_the_trainer_is_told_why_it_runs_again_and_members_too(folder):
     stage = Stage(folder / "job", Curious, steps=3)
     stage.run({(27, "before"): both(kill("ROLLOUT", 1), kill_trainer)})
     assert told == [(1, 0, "", 0), (2, 0, "", 0), (2, 1, "killed", 1), (3, 1, "killed", 1)]
-    assert stage.port.members["ROLLOUT"][1].workload.restart_info.count == 1
+    assert stage.port.members["ROLLOUT"][1].host.workload.restart_info.count == 1
     assert stage.progress == [1, 2, 3]
 
 

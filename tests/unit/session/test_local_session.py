@@ -286,7 +286,7 @@ def test_parts_of_an_inference_engine_come_back_one_by_one(session, model):
 
 def tensors_of(session, engine):
     """Weak references to all tensors that a train engine of this process has."""
-    module = session.hosting.port.members[engine.name][0].workload._engine._made.module
+    module = session.hosting.port.members[engine.name][0].host.workload._engine._made.module
     states = [value for state in module.optimizer.state.values() for value in state.values()]
     return [weakref.ref(tensor) for tensor in [*module.parameters(), *module.buffers(), *states]]
 

@@ -3,9 +3,10 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 
 from dlrover.python.rl.control.events import Cause, CauseKind, Submitted
-from dlrover.python.rl.control.state import JobState, Streak, processes
+from dlrover.python.rl.control.state import JobState, Streak
 
 MAX_BACKOFF_S = 60.0
 MAX_DOUBLINGS = 64
@@ -84,5 +85,10 @@ def blame(state: JobState, settings: Submitted, node: str, cause: Cause, at_s: f
 
 
 def _others_in_use(state: JobState, node: str) -> bool:
+    members = (member.process for member in state.members.values())
+    standbys = (standby.process for pool in state.standbys.values() for standby in pool.values())
     unusable = {"", node, *state.excluded}
-    return any(process.node not in unusable for process in processes(state).values())
+    return any(
+        process is not None and process.node not in unusable
+        for process in chain(members, standbys, (state.trainer.process,))
+    )

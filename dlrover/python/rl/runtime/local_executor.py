@@ -54,13 +54,8 @@ _LOG = get_logger(__name__)
 
 @dataclass
 class LocalExecutor:
-    """Runs a whole job in this process.
-
-    Args:
-        job: what to run.
-        placement: only its resources and collocation matter here.
-        enforce_deadlines: see :class:`~dlrover.python.rl.runtime.local_port.LocalPort`.
-    """
+    """Runs a whole job in this process; of ``placement`` only resources matter here. ``enforce_deadlines``: see
+    :class:`~dlrover.python.rl.runtime.local_port.LocalPort`."""
 
     job: JobSpec
     placement: Placement
@@ -191,12 +186,8 @@ HERE = "here"
 
 
 class LocalHosting:
-    """Implements :class:`~dlrover.python.rl.runtime.process.executor.Hosting` without processes.
-
-    Args:
-        kind: of the devices.
-        count: number of logical devices; all are the same physical one.
-    """
+    """Implements :class:`~dlrover.python.rl.runtime.process.executor.Hosting` without processes; its ``count`` devices
+    are all the same physical one."""
 
     separate = False
 

@@ -25,16 +25,12 @@ from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
 
 @dataclass
 class LocalMember:
-    """A member in this process, and the environment that its process would have.
-
-    Attributes:
-        together: all members of the role restart when one fails.
-    """
+    """A member in this process, and the environment that its process would have."""
 
     host: MemberHost
     env: Mapping[str, str]
     incarnation: int = 1
-    together: bool = False
+    together: bool = False  # all members of the role restart when one fails
     alive: bool = True
 
 
@@ -61,15 +57,10 @@ class CallResult:
 
 @dataclass
 class LocalPort:
-    """The port over members of this process.
+    """The port over members of this process."""
 
-    Args:
-        members: role to members, in rank order.
-        enforce_deadlines: report a call that took longer than its timeout as late, as Ray would. Off for debuggers.
-    """
-
-    members: Mapping[Any, list[LocalMember]]
-    enforce_deadlines: bool = True
+    members: Mapping[Any, list[LocalMember]]  # by role, in rank order
+    enforce_deadlines: bool = True  # a call that took longer than its timeout is late, as on Ray; off for debuggers
     clock: Clock = field(default_factory=SystemClock)
 
     def put(self, value: Any) -> Ref:

@@ -92,13 +92,8 @@ class _Generation:
 
 @dataclass
 class StoreCheckpoints:
-    """The commits of one run; implements :class:`~dlrover.python.rl.trainer.port.Checkpoints`.
-
-    Args:
-        every: steps between copies to the job's directory.
-        keep: number of copies to keep there.
-        before: the store of an earlier run that this one continues from, None for a fresh start.
-    """
+    """The commits of one run; implements :class:`~dlrover.python.rl.trainer.port.Checkpoints`. ``before`` is the store
+    of an earlier run that this one continues from, None for a fresh start."""
 
     roots: Roots
     every: int = 10
@@ -125,21 +120,18 @@ class StoreCheckpoints:
         for store in (self._commits, self._durable):
             for manifest in store.manifests():
                 self._remember_writers(manifest, self._last.step if self._last is not None else 0)
-        self._newest = self._newest_in(self._commits, self._durable) or self._newest_in(self.before)
-        self._offered = [self._newest] if self._newest is not None else []
-        if self._newest is not None:
-            if self._newest.store is self._durable:
-                _LOG.warning(
-                    "no commit later than step %d is left: continuing from its copy in %s",
-                    self._newest.manifest.step,
-                    self._durable.root,
-                )
-            return self._newest.manifest.step
+        self._newest = newest = self._newest_in(self._commits, self._durable) or self._newest_in(self.before)
+        self._offered = [newest] if newest is not None else []
+        if newest is not None:
+            step = newest.manifest.step
+            if newest.store is self._durable:
+                text = "no commit later than step %d is left: continuing from its copy in %s"
+                _LOG.warning(text, step, self._durable.root)
+            return step
         damaged = [folder.name for store in (self._commits, self._durable) for folder in store.root.glob("*.bad*")]
         if damaged or self._last is not None:
-            raise CheckpointMissing(
-                f"no commit of run {self.roots.run} is left: {', '.join(damaged) or 'all are gone'}"
-            )
+            names = ", ".join(damaged) or "all are gone"
+            raise CheckpointMissing(f"no commit of run {self.roots.run} is left: {names}")
         return None
 
     def last_known(self) -> LastCommit | None:
@@ -209,8 +201,7 @@ class StoreCheckpoints:
         if self._copy_asked:
             self._commits.pinned.add(step)
         files = {member.file_name: answer.file for member, answer in answers.items()}
-        write = partial(self._write, step, files, dict(state))
-        free_space = partial(self._commits.free_space, step - 1)
+        write, free_space = partial(self._write, step, files, dict(state)), partial(self._commits.free_space, step - 1)
         self._latest = retry_while_full(write, self._commits.root, self.disk_wait, free_space)
         self._remember_writers(self._latest)
         self._check_copies(answers)

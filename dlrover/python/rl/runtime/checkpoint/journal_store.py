@@ -34,15 +34,11 @@ _LOG = get_logger(__name__)
 class StateStore(Protocol):
     """An append-only list of lines."""
 
-    def append(self, line: bytes) -> None:
-        """Add a line: durable when this returns, absent when it raises."""
-        ...
+    def append(self, line: bytes) -> None: ...  # durable when this returns, absent when it raises
 
     def read(self) -> list[bytes]: ...
 
-    def close(self) -> None:
-        """Close the store; may be called twice."""
-        ...
+    def close(self) -> None: ...  # may be called twice
 
 
 class MemoryStateStore:
@@ -63,11 +59,8 @@ class FileStateStore:
     """Lines in a file, each synced to disk before :meth:`append` returns. Not thread safe.
 
     Opening takes the file over: another process that has it open can no longer append. A last line that a crash cut
-    short is dropped; a last line that only lacks its newline is kept.
-
-    Args:
-        path: the file; created if it is missing.
-        must_exist: refuse to create it.
+    short is dropped; a last line that only lacks its newline is kept. A missing file is created unless it
+    ``must_exist``.
 
     Raises:
         JournalCorrupt: the file cannot be read, or is not what was written; or it is missing with ``must_exist``.

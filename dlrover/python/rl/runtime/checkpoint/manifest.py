@@ -55,7 +55,7 @@ def folder_name(step: int, epoch: int) -> str:
 
 
 def step_and_epoch(name: str) -> tuple[int, int] | None:
-    """The inverse of :func:`folder_name`; None for another name."""
+    """Read :func:`folder_name`; None for another name."""
     match = _FOLDER.fullmatch(name)
     return (int(match["step"]), int(match["epoch"])) if match else None
 
@@ -110,7 +110,6 @@ def write_manifest(folder: Path, manifest: Manifest, durable: bool) -> None:
 # -- epoch fence ------------------------------------------------------------------------------------------------------
 
 LOCK_TIMEOUT_S = 30.0
-
 _LOCK_POLL_S = 0.002
 
 
@@ -130,15 +129,12 @@ def take_lock(handle: int, path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Non
 
 
 class EpochFence:
-    """The highest epoch that has claimed a folder, in the folder's file ``EPOCH``.
-
-    Args:
-        durable: sync the file to disk.
-        fallback: estimates the highest epoch if the file is damaged.
-    """
+    """The highest epoch that has claimed a folder, in its file ``EPOCH``; ``fallback`` estimates it if the file is
+    damaged."""
 
     def __init__(self, root: Path, durable: bool, fallback: Callable[[], int]) -> None:
         self._root, self._durable, self._fallback = root, durable, fallback
+        self._path = root / "EPOCH"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -167,10 +163,6 @@ class EpochFence:
         if self._content() != _line(epoch):
             with new_file(self._path, self._durable) as file:
                 file.write(_line(epoch))
-
-    @property
-    def _path(self) -> Path:
-        return self._root / "EPOCH"
 
     def _content(self) -> bytes | None:
         try:

@@ -98,12 +98,8 @@ class RestoreRequest:
 @dataclass
 class _Copy:
     step: int
-    thread: threading.Thread | None = None
+    thread: threading.Thread
     file: StateFile | None = None
-
-    @property
-    def running(self) -> bool:
-        return self.thread is not None and self.thread.is_alive()
 
 
 def incarnation_of(file: StateFile) -> int:
@@ -129,7 +125,7 @@ class MemberState:
         store = roots.commit_store(self._node)
         if request.copying is not None:
             store.pinned.add(request.copying)
-        if copy is not None and copy.running:
+        if copy is not None and copy.thread.is_alive():
             store.pinned.add(copy.step)
         header = {**self._header, "step": request.step}
         state = workload.state_dict()  # only once: ranks may meet in it
@@ -145,7 +141,7 @@ class MemberState:
         file = replace(file, node=roots.owner(self._node))
         if copy is None or copy.step != request.copying:
             return CommitAnswer(file)
-        return CommitAnswer(file, copy.file, copy.running)
+        return CommitAnswer(file, copy.file, copy.thread.is_alive())
 
     def restore(self, workload: Any, request: RestoreRequest) -> None:
         """Load the state from the first intact source; raises CheckpointCorrupt or CheckpointMissing if there is
@@ -153,26 +149,23 @@ class MemberState:
         root = request.roots.commit_root()
         header = {**self._header, "step": request.step}
         failure: CheckpointCorrupt | CheckpointMissing = CheckpointMissing(f"step {request.step} has no {self.key}")
-        for folder, files in request.sources:
-            file = files.get(self.key)
-            if file is None:
-                continue
+        sources = ((folder, files[self.key]) for folder, files in request.sources if self.key in files)
+        for folder, file in sources:
             try:
                 state = read_state(root / folder / file.name, file, header)
             except (CheckpointCorrupt, CheckpointMissing) as error:
                 failure = error
-                continue
             except OSError as error:
                 failure = CheckpointCorrupt(str(root / folder / file.name), f"it cannot be read: {error}")
-                continue
-            workload.load_state_dict(state)
-            return
+            else:
+                workload.load_state_dict(state)
+                return
         raise failure
 
     def persist(self, request: PersistRequest) -> StateFile:
         """Finish the copy of a generation, or make it; raises CheckpointCorrupt, CheckpointMissing, OSError."""
         copy = self._copy
-        if copy is not None and copy.step == request.step and copy.thread is not None:
+        if copy is not None and copy.step == request.step:
             copy.thread.join()  # waits: for a copy on this machine, which ends or fails
             if copy.file is not None:
                 return copy.file
@@ -181,8 +174,6 @@ class MemberState:
         return copy_file(root / request.folder, target, request.files[self.key], durable=True)
 
     def _begin_copy(self, step: int, source: Path, file: StateFile, roots: Roots) -> None:
-        copy = _Copy(step)
-
         def run() -> None:
             try:
                 target = roots.durable_store().folder(step, roots.epoch)
@@ -190,9 +181,8 @@ class MemberState:
             except Exception as error:  # noqa: BLE001 -- the run continues without the copy
                 _LOG.warning("%s of step %d was not copied to %s: %s", self.key, step, roots.durable, error)
 
-        copy.thread = threading.Thread(target=run, name=f"dlrover-copy-{step}", daemon=True)
+        self._copy = copy = _Copy(step, threading.Thread(target=run, name=f"dlrover-copy-{step}", daemon=True))
         copy.thread.start()
-        self._copy = copy
 
 
 # -- the folder in a node's memory ------------------------------------------------------------------------------------
@@ -232,17 +222,14 @@ def forget_memory(job: str, run: str | None = None, patience_s: float = 0.0) -> 
     """Remove the files of a run from this node's memory; without ``run``, those of all runs without living processes: a
     job of the same name may run in another directory or cluster. Killed processes get ``patience_s`` seconds to end."""
     deadline_s = time.monotonic() + patience_s
-    for root in _roots(job):
+    roots = [root for root in _memory_folder().glob(f"{job}-*") if root.name.rpartition("-")[0] == job]
+    for root in roots:
         while run in (None, root.name.rpartition("-")[2]) and _is_held(root) and time.monotonic() < deadline_s:
             time.sleep(_PAUSE_S)
         if root.name.rpartition("-")[2] == run or (run is None and not _is_held(root)):
             shutil.rmtree(root, ignore_errors=True)
     with suppress(OSError):
         _memory_folder().rmdir()  # only when it was the last one there
-
-
-def _roots(job: str) -> list[Path]:
-    return [root for root in _memory_folder().glob(f"{job}-*") if root.name.rpartition("-")[0] == job]
 
 
 _locks: dict[Path, int] = {}

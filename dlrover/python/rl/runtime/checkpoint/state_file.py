@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 from uuid import uuid4
 
 import numpy as np
@@ -99,7 +99,7 @@ def read_state(path: Path, expected: StateFile | None = None, header: Header | N
     """
     with _opened(path) as file:
         content = _read(file, expected)
-    _check(path, len(content), crc32(content), _ending(content), expected)
+    _check(path, len(content), crc32(content), bytes(content[-_CRC.size :]), expected)
     return _decode(path, content, header or {})
 
 
@@ -110,12 +110,12 @@ def check_file(folder: Path, expected: StateFile) -> None:
 
 def check_size(folder: Path, expected: StateFile) -> None:
     """Compare only the length; raises as :func:`read_state`."""
+    path = folder / expected.name
     try:
-        nbytes = (folder / expected.name).stat().st_size
+        nbytes = path.stat().st_size
     except FileNotFoundError:
-        raise CheckpointMissing(f"{folder / expected.name} is not there") from None
-    if nbytes != expected.nbytes:
-        raise CheckpointCorrupt(str(folder / expected.name), f"{nbytes} bytes instead of {expected.nbytes}")
+        raise CheckpointMissing(f"{path} is not there") from None
+    _check_length(path, nbytes, expected)
 
 
 def copy_file(source: Path, target: Path, file: StateFile, durable: bool) -> StateFile:
@@ -128,13 +128,8 @@ def copy_file(source: Path, target: Path, file: StateFile, durable: bool) -> Sta
 
 @contextmanager
 def new_file(path: Path, durable: bool, nbytes: int = 0, recycled: Path | None = None) -> Iterator[BinaryIO]:
-    """A file to write; it gets its name if the block succeeds, and is removed otherwise.
-
-    Args:
-        durable: sync file and folder to disk.
-        nbytes: its length, 0: unknown. Nothing is written if the disk has less space.
-        recycled: a file whose pages it may overwrite.
-    """
+    """A file to write; it gets its name if the block succeeds, and is removed otherwise. Nothing is written if the disk
+    has less space than ``nbytes``. See :func:`write_state`."""
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     _check_space(path.parent, nbytes, recycled)
     try:
@@ -220,8 +215,7 @@ def _read(file: Any, expected: StateFile | None) -> memoryview:
     """The whole file, aligned like the buffers in it. A file of another length than expected is not read: a damaged one
     may be too large for the memory."""
     nbytes = os.fstat(file.fileno()).st_size
-    if expected is not None and nbytes != expected.nbytes:
-        raise CheckpointCorrupt(file.name, f"{nbytes} bytes instead of {expected.nbytes}")
+    _check_length(file.name, nbytes, expected)
     memory = np.empty(nbytes + _ALIGN, np.uint8)
     start = -memory.ctypes.data % _ALIGN
     content = memory[start : start + nbytes].data
@@ -245,23 +239,17 @@ def _pass_through(folder: Path, expected: StateFile, consume: Callable[[memoryvi
     _check(path, nbytes, checksum, ending, expected)
 
 
-def _ending(content: memoryview) -> bytes:
-    return bytes(content[-_CRC.size :])
+def _check_length(path: Path | str, nbytes: int, expected: StateFile | None) -> None:
+    if expected is not None and nbytes != expected.nbytes:
+        raise CheckpointCorrupt(str(path), f"{nbytes} bytes instead of {expected.nbytes}")
 
 
 def _check(path: Path, nbytes: int, checksum: int, ending: bytes, expected: StateFile | None) -> None:
-    if expected is not None and nbytes != expected.nbytes:
-        raise CheckpointCorrupt(str(path), f"{nbytes} bytes instead of {expected.nbytes}")
+    _check_length(path, nbytes, expected)
     if checksum != _RESIDUE or nbytes < _PREFIX.size + _CRC.size:
         raise CheckpointCorrupt(str(path), "the content does not match the checksum at its end")
     if expected is not None and _CRC.unpack(ending) != (expected.checksum,):
         raise CheckpointCorrupt(str(path), "it is another file than the manifest's")
-
-
-class _Parts(NamedTuple):
-    header: dict[str, str | int]
-    skeleton: bytes
-    buffers: list[memoryview]
 
 
 def _decode(path: Path, content: memoryview, header: Header) -> Any:
@@ -269,16 +257,17 @@ def _decode(path: Path, content: memoryview, header: Header) -> Any:
     if magic != _MAGIC or version != VERSION or total != len(content):
         raise CheckpointCorrupt(str(path), f"not a state file of format {VERSION} ({magic!r}, format {version})")
     try:
-        parts = _cut(content, *lengths)
-        wrong = {name: parts.header.get(name) for name, value in header.items() if parts.header.get(name) != value}
+        owner, skeleton, buffers = _cut(content, *lengths)
+        wrong = {name: owner.get(name) for name, value in header.items() if owner.get(name) != value}
         if wrong:
             raise CheckpointCorrupt(str(path), f"it belongs to {wrong}, not to {dict(header)}")
-        return load(parts.skeleton, parts.buffers)
+        return load(skeleton, buffers)
     except (ValueError, KeyError, DataError) as error:
         raise CheckpointCorrupt(str(path), f"it holds no state: {error}") from error
 
 
-def _cut(content: memoryview, table_size: int, skeleton_size: int) -> _Parts:
+def _cut(content: memoryview, table_size: int, skeleton_size: int) -> tuple[Header, bytes, list[memoryview]]:
+    """Header, skeleton and buffers."""
     at = _PREFIX.size + table_size
     table = json.loads(bytes(content[_PREFIX.size : at]))
     skeleton = bytes(content[at : at + skeleton_size])
@@ -288,4 +277,4 @@ def _cut(content: memoryview, table_size: int, skeleton_size: int) -> _Parts:
         at += -at % _ALIGN
         buffers.append(content[at : at + size])
         at += size
-    return _Parts(table["header"], skeleton, buffers)
+    return table["header"], skeleton, buffers

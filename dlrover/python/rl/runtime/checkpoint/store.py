@@ -58,10 +58,9 @@ class CheckpointStore:
     """The generations under one root folder. Any number of processes may use one root at once.
 
     Args:
-        root: the folder; :meth:`claim` creates it.
+        root: :meth:`claim` creates it.
         run: generations of other runs are ignored.
         durable: sync to disk (False for a memory-backed root).
-        keep: how many generations to keep.
         node: id of this node, if members on other nodes write to their own folders: their files are not checked here.
 
     Attributes:

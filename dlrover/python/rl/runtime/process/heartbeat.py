@@ -30,27 +30,19 @@ _LOG = get_logger(__name__)
 LEASE_OVER = 75
 """Exit code of a process whose lease ran out, or that learned of its replacement (EX_TEMPFAIL)."""
 
-
 CONSTRUCTING = "__init__"
 """The method of a process that is being started; the time limit of calls does not apply."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The activity of a process.
-
-    Attributes:
-        number: its incarnation, or its epoch.
-        method: the current call, ``""`` when it is idle or waits for other processes.
-        age_s: seconds since that call began.
-        step: of that call, -1 for none.
-    """
+    """The activity of a process."""
 
     process_id: ProcessId
-    number: int
-    method: str = ""
-    age_s: float = 0.0
-    step: int = -1
+    number: int  # its incarnation, or its epoch
+    method: str = ""  # the current call, "" when it is idle or waits for other processes
+    age_s: float = 0.0  # since that call began
+    step: int = -1  # of that call, -1 for none
 
 
 @dataclass(frozen=True)
@@ -67,13 +59,8 @@ def leave(why: str) -> None:
 
 
 class HeartbeatSender:
-    """Sends heartbeats from a separate thread, also while the process is busy.
-
-    Args:
-        send: sends a heartbeat to the master; returns False if this process was replaced; raises if the master was not
-            reached.
-        end: called once with the reason when this process must end.
-    """
+    """Sends heartbeats from a separate thread, also while the process is busy. ``send`` returns False if this process
+    was replaced, and raises if the master was not reached; ``end`` is called once, when this process must end."""
 
     def __init__(
         self,
@@ -114,7 +101,6 @@ class HeartbeatSender:
 # -- stacks and log lines -------------------------------------------------------------------------------------------
 # They are read from outside: no answer of the process is needed, nothing raises or exceeds its deadline.
 
-
 _TAIL_BYTES = 64 * 1024
 _MOST_THREADS = 20
 _AGAIN_S = 0.05
@@ -123,13 +109,10 @@ _RAYS_MARKS = (":job_id:", ":actor_name:", ":task_name:")
 
 
 def stacks_of(pid: int, deadline_s: float = 2.0, dumper: str = "py-spy") -> str:
-    """The Python stacks of all threads of a process on this machine.
+    """The Python stacks of all threads of a process on this machine, read by the program ``dumper``.
 
     They are read without stopping the process, which may be running, waiting, stopped (SIGSTOP), or hold the GIL. If
     that is forbidden or impossible: the kernel's view of its threads, and the reason.
-
-    Args:
-        dumper: the program that reads the stacks, a name or a path.
     """
     until_s = time.monotonic() + deadline_s
     program = _find(dumper)
@@ -146,11 +129,8 @@ def stacks_of(pid: int, deadline_s: float = 2.0, dumper: str = "py-spy") -> str:
 
 
 def ray_worker_log_tail(session_dir: str | Path, pid: int, lines: int = 20) -> str:
-    """The last lines that a Ray worker process wrote, dead or alive; stderr takes precedence over stdout.
-
-    Args:
-        session_dir: Ray's session folder on that worker's node.
-    """
+    """The last lines that a Ray worker process wrote, dead or alive; ``session_dir`` is Ray's on its node. stderr takes
+    precedence over stdout."""
     tail: list[str] = []
     for ending in ("err", "out"):
         count = lines - len(tail)

@@ -18,22 +18,14 @@ _PLAIN_INTERVAL_S = 2.0
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
     """The headline metrics of a step: ``reward 0.53  kl 0.012  4,812 tok/s``."""
-    parts = []
-    for name in _HEADLINE:
-        if name in metrics:
-            value = metrics[name]
-            parts.append(f"{value:,.0f} tok/s" if name == "tokens_per_s" else f"{name} {value:.4g}")
-    return "  ".join(parts)
+    values = ((name, metrics[name]) for name in _HEADLINE if name in metrics)
+    return "  ".join(
+        f"{value:,.0f} tok/s" if name == "tokens_per_s" else f"{name} {value:.4g}" for name, value in values
+    )
 
 
 class ProgressView:
-    """Shows step reports. Use it as a context manager and call it with each report.
-
-    Args:
-        title: the job's name.
-        stream: where to write.
-        live: draw a bar where the stream is a terminal; plain lines otherwise.
-    """
+    """Shows step reports: a context manager that is called with each report. ``live`` draws a bar on a terminal."""
 
     def __init__(self, title: str, stream: TextIO | None = None, live: bool = True) -> None:
         self._title, self._stream, self._live = title, stream or sys.stderr, live
