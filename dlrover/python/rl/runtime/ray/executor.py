@@ -58,24 +58,13 @@ from dlrover.python.rl.trainer.port import RestartInfo
 
 _LOG = get_logger(__name__)
 
-_BEATS_PER_SECOND = 1000.0
-"""Heartbeats that one master can handle: with more processes each sends fewer."""
-
-_STANDBY_BEATS = 20
-"""Time limit, in heartbeat intervals, for a ready standby to answer when it is needed."""
+_BEATS_PER_SECOND = 1000.0  # that one master can handle: with more processes each sends fewer
+_STANDBY_BEATS = 20  # heartbeat intervals in which a ready standby must answer when it is needed
 
 
 class RayExecutor:
-    """Runs one run of a job as detached, named actors.
-
-    Args:
-        plan: what to run.
-        master: the master's own handle, given to workloads and trainer.
-        cluster: where to run it.
-
-    Attributes:
-        open_step: the step of the trainer's last heartbeat, 0 for none; given to members that restart.
-    """
+    """Runs one run of a job as detached, named actors, which get the handle ``master``. ``open_step`` is the step of
+    the trainer's last heartbeat, 0 for none; members that restart get it."""
 
     def __init__(self, plan: RunPlan, master: Any, cluster: ClusterApi) -> None:
         self._job, self._plan, self._cluster = plan.job, plan, cluster
@@ -174,7 +163,6 @@ class RayExecutor:
         return entry.process if entry else None
 
     def name_of(self, role: str, rank: int, incarnation: int, standby: int) -> str:
-        """The actor name of a member."""
         return self._pool.member_name(role, rank, incarnation, standby)
 
     async def kill_process(self, process: Process) -> None:

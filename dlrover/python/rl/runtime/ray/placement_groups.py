@@ -29,22 +29,15 @@ _NAME = re.compile(r"(?P<prefix>.+/\d+)/node-(?P<node>\d+)(?:/(?P<number>\d+)-(?
 
 @dataclass(frozen=True)
 class _NodeGroup:
-    """A placement group of a plan.
-
-    Attributes:
-        node: the plan's node that it reserves.
-        number: 1 for the first group of that node, one more for each replacement.
-        replaced_node: id of the cluster's node that its predecessor was on when it was replaced, ``""`` for none.
-        on: ids of the cluster's nodes that have its bundles.
-    """
+    """A placement group of a plan."""
 
     id: str
     prefix: str
-    node: int
-    number: int
-    replaced_node: str
+    node: int  # the plan's node that it reserves
+    number: int  # 1 for the first group of that node, one more for each replacement
+    replaced_node: str  # id of the cluster's node that its predecessor was on when it was replaced, "" for none
     state: str
-    on: frozenset[str]
+    on: frozenset[str]  # ids of the cluster's nodes that have its bundles
 
     @property
     def run(self) -> str:
@@ -230,18 +223,13 @@ def _list_groups(cluster: ClusterApi) -> list[_NodeGroup]:
     """The groups of all plans on the cluster."""
     groups = []
     for row in cluster.list_groups():
-        match = _NAME.fullmatch(row.name)
-        if match:
-            number, replaced_node = int(match["number"] or 1), match["replaced_node"] or ""
-            node = int(match["node"])
-            groups.append(_NodeGroup(row.id, match["prefix"], node, number, replaced_node, row.state, row.nodes))
+        if match := _NAME.fullmatch(row.name):
+            node, number, replaced = int(match["node"]), int(match["number"] or 1), match["replaced_node"] or ""
+            groups.append(_NodeGroup(row.id, match["prefix"], node, number, replaced, row.state, row.nodes))
     return groups
 
 
 def _newest_by_node(groups: Iterable[_NodeGroup], prefix: str) -> dict[int, _NodeGroup]:
     """The plan's nodes to the latest group of each, which may be removed."""
-    newest: dict[int, _NodeGroup] = {}
-    for group in sorted(groups, key=lambda group: group.number):
-        if group.prefix == prefix:
-            newest[group.node] = group
-    return newest
+    by_number = sorted(groups, key=lambda group: group.number)
+    return {group.node: group for group in by_number if group.prefix == prefix}

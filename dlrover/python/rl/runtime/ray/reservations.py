@@ -67,11 +67,7 @@ class Reservations:
         return node in self._nodes
 
     async def reserve(self, incarnation: int, excluded: tuple[str, ...]) -> None:
-        """Reserve the whole plan.
-
-        Raises:
-            PlacementTimeout: the cluster does not have the resources in time.
-        """
+        """Reserve the whole plan. Raises PlacementTimeout."""
         if not self.uses_groups:
             return
         prefix, excluded = f"{self._prefix}/{incarnation}", self._still_excluded(excluded)
@@ -96,11 +92,7 @@ class Reservations:
             self._groups = await asyncio.to_thread(reserve, self._cluster, self._placement, prefix, excluded)
 
     async def place(self, role: RLRoleType, slot: int, excluded: tuple[str, ...]) -> ActorPlacement:
-        """Where a process of ``role`` goes. A node that was lost is replaced first.
-
-        Raises:
-            PlacementTimeout: no other node has the resources in time.
-        """
+        """Where a process of ``role`` goes. A node that was lost is replaced first, or PlacementTimeout raised."""
         slots = (*self._placement.slots[role], *self._placement.standbys.get(role, ()))
         if not self.uses_groups:
             return ActorPlacement(slots[slot].resources, excluded=excluded)
@@ -108,11 +100,7 @@ class Reservations:
         return placement_of(slots[slot], self._placement, self._groups)
 
     async def place_trainer(self, excluded: tuple[str, ...]) -> ActorPlacement:
-        """Where the trainer goes: to the node of the plan's first members, whose memory has its commits.
-
-        Raises:
-            PlacementTimeout: no other node has the resources in time.
-        """
+        """As :meth:`place`: the trainer goes to the node of the plan's first members, whose memory has its commits."""
         if not self.uses_groups:
             return ActorPlacement(excluded=excluded)
         await self._ensure_node(0, excluded)
@@ -161,12 +149,9 @@ class Reservations:
         await asyncio.to_thread(release_groups, self._cluster, self._prefix)
 
     async def forget_commits(self, processes: Iterable[Process]) -> None:
-        """Remove the run's commits from the memory of its nodes and from the job's directory.
-
-        Args:
-            processes: of the run. A killed actor's name is free before its process has ended, and a process that is
-                still starting would write into memory again: all are dead before the memory is removed.
-        """
+        """Remove the run's commits from the memory of its nodes and from the job's directory. A killed actor's name is
+        free before its process has ended, and a process that is still starting would write into memory again: all
+        ``processes`` are dead before the memory is removed."""
         # A master that lost its journal knows no node.
         nodes = self._nodes or {row.node_id for row in await asyncio.to_thread(self._cluster.list_nodes) if row.alive}
         pids: dict[str, list[int]] = {node: [] for node in nodes}

@@ -40,23 +40,16 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 @dataclass(frozen=True)
 class LaunchEnv:
-    """This process's rank in a launch, as torchrun's environment variables give it.
-
-    Attributes:
-        address: of rank 0's machine.
-        nodes: number of machines.
-        attempt: number of times the launcher has restarted all processes.
-        meeting: number of jobs that the same processes have run before.
-    """
+    """This process's rank in a launch, as torchrun's environment variables give it."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    address: str = "127.0.0.1"
-    nodes: int = 1
-    attempt: int = 0
-    meeting: int = 0
+    address: str = "127.0.0.1"  # of rank 0's machine
+    nodes: int = 1  # number of machines
+    attempt: int = 0  # how often the launcher has restarted all processes
+    meeting: int = 0  # jobs that the same processes have run before
 
     @property
     def store_key(self) -> str:
@@ -65,17 +58,11 @@ class LaunchEnv:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "LaunchEnv":
-        """Read the variables of a launcher; without a launcher the world size is 1.
-
-        Raises:
-            InvalidJob: the world size is greater than 1, but the rank or the address is missing.
-        """
+        """Read the variables of a launcher; without one the world size is 1. Raises InvalidJob if some are missing."""
         world = int(env.get("WORLD_SIZE", 1))
-        if world > 1 and ("RANK" not in env or "MASTER_ADDR" not in env or "MASTER_PORT" not in env):
-            message = (
-                f"WORLD_SIZE is {world}, but RANK, MASTER_ADDR and MASTER_PORT are not all there: start with torchrun"
-            )
-            raise InvalidJob([ConfigError("environment", message)])
+        if world > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= env.keys():
+            message = "but RANK, MASTER_ADDR and MASTER_PORT are not all there: start with torchrun"
+            raise InvalidJob([ConfigError("environment", f"WORLD_SIZE is {world}, {message}")])
         local_world = int(env.get("LOCAL_WORLD_SIZE", world))
         return cls(
             int(env.get("RANK", 0)),
@@ -117,11 +104,8 @@ class Link:
             threading.Thread(target=target, args=arguments, name="dlrover-link", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Queue ``message`` and return at once; large buffers in it must not change afterwards.
-
-        Raises:
-            Exception: it cannot be pickled.
-        """
+        """Queue ``message`` and return at once; large buffers in it must not change afterwards. Raises if it cannot be
+        pickled."""
         buffers: list[pickle.PickleBuffer] = []
         data = cloudpickle.dumps(message, protocol=5, buffer_callback=buffers.append)
         self._outbox.put([len(buffers).to_bytes(4, "big") + data, *(buffer.raw() for buffer in buffers)])
@@ -190,11 +174,7 @@ class Link:
 
 
 def accept_all(launch: LaunchEnv, store: KeyValueStore) -> dict[int, Link]:
-    """At rank 0: wait for the other ranks; returns their links by rank.
-
-    Raises:
-        ClusterUnavailable: some did not connect in time; names them.
-    """
+    """At rank 0: wait for the other ranks; returns their links by rank. Raises ClusterUnavailable with the missing."""
     links: dict[int, Link] = {}
     secret = secrets.token_bytes(_SECRET_BYTES)
     deadline_s = time.monotonic() + MEETING_S
@@ -222,11 +202,7 @@ def refuse_all(launch: LaunchEnv, store: KeyValueStore) -> None:
 
 
 def join(launch: LaunchEnv, store: KeyValueStore) -> Link | None:
-    """At another rank: the link with rank 0; None if rank 0 starts no job.
-
-    Raises:
-        ClusterUnavailable: rank 0 cannot be reached.
-    """
+    """At another rank: the link with rank 0, None if it starts no job. Raises ClusterUnavailable."""
     try:
         entry = bytes(store.get(launch.store_key))  # waits: until the store's own timeout
         if not entry:

@@ -38,22 +38,15 @@ _FIRST = 1
 
 @dataclass(eq=False)
 class RemoteResult:
-    """Rank 0's record of a result.
-
-    Attributes:
-        owner: rank of the process that makes it.
-        retained: it stays there until it is fetched.
-        rows: its row count, as soon as the call has ended.
-        value: the result, once it is in this process.
-    """
+    """Rank 0's record of a result."""
 
     number: int
-    owner: int = 0
+    owner: int = 0  # rank of the process that makes it
     role: str = ""
     method: str = ""
-    retained: bool = False
-    rows: Future[Stored] = field(default_factory=Future)
-    value: Future[Stored] = field(default_factory=Future)
+    retained: bool = False  # it stays there until it is fetched
+    rows: Future[Stored] = field(default_factory=Future)  # its row count, as soon as the call has ended
+    value: Future[Stored] = field(default_factory=Future)  # once it is in this process
     requested: bool = False
 
     def __reduce__(self) -> Any:

@@ -49,27 +49,16 @@ from dlrover.python.rl.trainer.workload import MemberContext
 
 _LOG = get_logger(__name__)
 
-CLOSE_S = 30.0
-"""How long members may take to close when the job has finished."""
-
-ABORT_S = 3.0
-"""The same when it has failed, including the running call."""
-
-_ECHO_S = 1.0
-"""How long the loss of a process may take to be noticed: errors of other ranks until then may be its consequence."""
-
+CLOSE_S = 30.0  # how long members may take to close when the job has finished
+ABORT_S = 3.0  # the same when it has failed, including the running call
+_ECHO_S = 1.0  # until the loss of a process is noticed: errors of other ranks may be its consequence
 _PREDECESSOR_S = 15.0
 _RUN, _LOCK = "torchrun.json", "torchrun.lock"
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """One start of a run.
-
-    Attributes:
-        run: name of the run; the same each time it is resumed.
-        number: of the start, from 1.
-    """
+    """One start of a run, which keeps its name each time it is resumed; ``number`` counts from 1."""
 
     run: str
     number: int
@@ -122,14 +111,7 @@ def _previous_start(job: JobSpec) -> RunStart | None:
 
 @dataclass
 class Leader:
-    """Rank 0 of a job.
-
-    Args:
-        job: what to run; every role has a member in each process.
-        launch: this process's rank.
-        links: with the other ranks.
-        report: receives step reports.
-    """
+    """Rank 0 of a job, in which every role has a member in each process; ``links`` are those with the other ranks."""
 
     job: JobSpec
     launch: LaunchEnv

@@ -101,7 +101,6 @@ class Worker:
     """Runs tasks in the thread that calls :meth:`run`.
 
     Args:
-        launch: this process's rank.
         send: sends the results of tasks, and requests for results of other processes, to rank 0.
         fetch: at rank 0, returns a result, or its row count, of another process.
     """

@@ -35,19 +35,12 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class ActorPlacement:
-    """Where an actor goes.
+    """Where an actor goes."""
 
-    Attributes:
-        resources: ``cpu``, ``gpu``, ``memory`` in MB, and custom ones.
-        group: id of a placement group, ``""`` for none.
-        bundle: index in the group, -1 for any.
-        excluded: ids of nodes not to use; only without a group.
-    """
-
-    resources: Mapping[str, float] = field(default_factory=dict)
-    group: str = ""
-    bundle: int = -1
-    excluded: tuple[str, ...] = ()
+    resources: Mapping[str, float] = field(default_factory=dict)  # cpu, gpu, memory in MB, and custom ones
+    group: str = ""  # id of a placement group, "" for none
+    bundle: int = -1  # index in the group, -1 for any
+    excluded: tuple[str, ...] = ()  # ids of nodes not to use; only without a group
 
     def to_ray(self) -> dict[str, Any]:
         """Ray's actor options."""
@@ -110,9 +103,7 @@ class ClusterApi(Protocol):
 
     def list_nodes(self) -> list[NodeRow]: ...
 
-    async def run_on(self, node: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a function of this package on a node; None if the node does not answer in time."""
-        ...
+    async def run_on(self, node: str, function: Callable[..., Any], *arguments: Any) -> Any: ...  # None: no answer
 
 
 class RayClusterApi:

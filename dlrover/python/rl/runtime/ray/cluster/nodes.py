@@ -54,12 +54,8 @@ def node_table() -> list[NodeRow]:
 
 
 async def closed(host: str, port: int) -> None:
-    """Connect and return when the other side has closed the connection.
-
-    Raises:
-        OSError: no connection; ConnectionRefusedError: nothing listens there.
-        TimeoutError: no answer.
-    """
+    """Connect and return when the other side has closed the connection. Raises OSError if there is none, of these
+    ConnectionRefusedError if nothing listens there, and TimeoutError."""
     reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), timeout=_CONNECT_S)
     try:
         while await reader.read(4096):  # waits: for as long as the node lives
@@ -71,13 +67,8 @@ async def closed(host: str, port: int) -> None:
 
 
 class NodeWatch:
-    """Reports each lost node once.
-
-    Args:
-        table: returns the nodes; called in a thread, since it waits while the GCS is away.
-        closed: see :func:`closed`.
-        table_s: seconds to wait for the table in each round.
-    """
+    """Reports each lost node once. ``table`` is called in a thread, since it waits while the GCS is away; each round
+    waits for it up to ``table_s`` seconds."""
 
     def __init__(
         self,
@@ -85,20 +76,14 @@ class NodeWatch:
         closed: Callable[[str, int], Awaitable[None]] = closed,
         table_s: float = 5.0,
     ) -> None:
-        self._table = table
-        self._closed = closed
-        self._table_s = table_s
+        self._table, self._closed, self._table_s = table, closed, table_s
         self._request: asyncio.Future[list[NodeRow]] | None = None
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._lost: set[str] = set()
 
     async def watch(self, lost: Callable[[str, str], None], interval_s: float = 0.25) -> None:
-        """Watch until cancelled.
-
-        Args:
-            lost: called in this event loop with a node's id and the reason, once per node, also for nodes that were
-                dead before or were shut down in good order.
-            interval_s: between two reads of the table.
+        """Watch until cancelled, and read the table every ``interval_s``. ``lost`` is called in this event loop with a
+        node's id and the reason, once per node, also for nodes that were dead before or were shut down in good order.
         """
 
         def report(node_id: str, why: str) -> None:

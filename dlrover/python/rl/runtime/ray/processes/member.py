@@ -31,8 +31,7 @@ from dlrover.python.rl.runtime.process.host import CallHeader, MemberHost, decod
 from dlrover.python.rl.trainer.shard import row_count
 from dlrover.python.rl.trainer.workload import MemberContext
 
-_BEAT_S = 5.0
-"""Time limit for the answer to a heartbeat."""
+_BEAT_S = 5.0  # for the answer to a heartbeat
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,8 @@ def reserved_devices() -> tuple[int, ...]:
 
 
 def locate() -> Process:
-    return Process(
-        node=ray.get_runtime_context().get_node_id(),
-        pid=os.getpid(),
-        host=socket.gethostname(),
-        address=ray.util.get_node_ip_address(),
-    )
+    node = ray.get_runtime_context().get_node_id()
+    return Process(node, os.getpid(), socket.gethostname(), ray.util.get_node_ip_address())
 
 
 def locate_with_port(port: HeldPort, preferred: Sequence[int] = ()) -> Process:
@@ -97,21 +92,13 @@ class MemberActor:
         return locate_with_port(self._port, preferred_ports)
 
     def dlrover_prepare(self, job: JobSpec) -> None:
-        """Import the role's workload, so that starting it later is fast.
-
-        Raises:
-            WorkloadStartError: importing it failed.
-        """
+        """Import the role's workload, so that starting it later is fast. Raises WorkloadStartError."""
         enter_folder(job.work_dir)
         with starting(ProcessId.standby(self._role, 0).pool):
             self._load(job).warm_up()
 
     def dlrover_start(self, start: MemberStart) -> None:
-        """Construct the workload.
-
-        Raises:
-            WorkloadStartError: importing or constructing it failed.
-        """
+        """Import and construct the workload. Raises WorkloadStartError."""
         context = replace(start.context, devices=reserved_devices())
         os.environ.update(context.to_env())
         enter_folder(start.job.work_dir)
@@ -147,7 +134,6 @@ class MemberActor:
         host = self._host
         if host is None or host.workload is None:
             raise CallSkipped("it has not started yet", role=self._role, rank=-1, method=header.method)
-
         return serve(host, header, values)
 
     def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

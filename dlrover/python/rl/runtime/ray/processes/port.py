@@ -31,23 +31,16 @@ _SETTLE_S = 30.0
 
 
 class RayPort:
-    """The port over Ray actors. Thread safe.
+    """The port over Ray actors, which ``handles`` lists by role, in rank order. Thread safe."""
 
-    Args:
-        handles: role to actor handles, in rank order.
-        incarnations: of the members behind them; 1 by default.
-    """
-
-    def __init__(
-        self, handles: Mapping[Any, Sequence[Any]], incarnations: Mapping[ProcessId, int] | None = None
-    ) -> None:
+    def __init__(self, handles: Mapping[Any, Sequence[Any]]) -> None:
         self._lock = threading.Lock()
         self._handles: dict[ProcessId, Any] = {}
         self._incarnations: dict[ProcessId, int] = {}
         self._owners: dict[str, tuple[str, int, int]] = {}
         for role, members in handles.items():
             for rank, handle in enumerate(members):
-                self.replace(role, rank, handle, (incarnations or {}).get(ProcessId(role, rank), 1))
+                self.replace(role, rank, handle, incarnation=1)
 
     def replace(self, role: str, rank: int, handle: Any, incarnation: int) -> None:
         """Call ``handle`` from now on. Running calls of the former member go on."""
@@ -84,7 +77,6 @@ class RayPort:
             return self._poll(refs)
 
     def _poll(self, refs: Sequence[Ref]) -> list[Outcome]:
-
         tokens = list(dict.fromkeys(ref.token for ref in refs))
         ready, _ = ray.wait(tokens, num_returns=len(tokens), timeout=0, fetch_local=False)
         arrived = set(ready)
@@ -107,20 +99,13 @@ class RayPort:
         if isinstance(error, RayActorError | NodeDiedError | WorkerCrashedError):
             return _death_of(error, ref, (ref.role, ref.rank, ref.incarnation))
         if not isinstance(error, RayTaskError):
-            return _with_cause(
-                InvocationError(_summarize(error), role=ref.role, rank=ref.rank, method=ref.method), error
-            )
+            failure = InvocationError(_summarize(error), role=ref.role, rank=ref.rank, method=ref.method)
+            return _with_cause(failure, error)
         cause = error.cause
         if isinstance(cause, InvocationError):
-            cause.__cause__ = cause.original
-            return cause
-        failure = InvocationError(
-            f"{type(cause).__name__}: {cause}",
-            role=ref.role,
-            rank=ref.rank,
-            method=ref.method,
-            remote_traceback=str(error),
-        )
+            return _with_cause(cause, cause.original)
+        text, trace = f"{type(cause).__name__}: {cause}", str(error)
+        failure = InvocationError(text, role=ref.role, rank=ref.rank, method=ref.method, remote_traceback=trace)
         return _with_cause(failure, cause)
 
 
@@ -142,7 +127,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.cause if isinstance(link, RayTaskError) else getattr(link, "original", None)
 
 
-def _with_cause(failure: InvocationError, cause: BaseException) -> InvocationError:
+def _with_cause(failure: InvocationError, cause: BaseException | None) -> InvocationError:
     failure.__cause__ = cause
     return failure
 
@@ -150,9 +135,7 @@ def _with_cause(failure: InvocationError, cause: BaseException) -> InvocationErr
 def _summarize(error: BaseException) -> str:
     """One line without colours; of a traceback the last one."""
     lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
-    if isinstance(error, RayTaskError):
-        return lines[-1] if lines else type(error).__name__
-    return lines[0] if lines else type(error).__name__
+    return lines[-1 if isinstance(error, RayTaskError) else 0] if lines else type(error).__name__
 
 
 def _actor_id(handle: Any) -> str:

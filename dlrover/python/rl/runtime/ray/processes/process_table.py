@@ -37,21 +37,14 @@ _LOG = get_logger(__name__)
 
 @dataclass
 class ProcessEntry:
-    """A process that was started.
-
-    Attributes:
-        number: its incarnation or epoch, 0 for a standby.
-        slot: index of its slot among those of its role.
-        standby: number of the standby it is or was, -1 for none.
-        process: where it runs, None until that is known.
-    """
+    """A process that was started."""
 
     process_id: ProcessId
-    number: int = 0
-    slot: int = -1
-    standby: int = -1
+    number: int = 0  # its incarnation or epoch, 0 for a standby
+    slot: int = -1  # index of its slot among those of its role
+    standby: int = -1  # number of the standby it is or was, -1 for none
     handle: Any = None
-    process: Process | None = None
+    process: Process | None = None  # where it runs, None until that is known
     up: bool = False
     tasks: list["asyncio.Task[None]"] = field(default_factory=list)
 

@@ -34,13 +34,10 @@ _LOG = get_logger(__name__)
 OWN_CODE = "its own code"
 """The method that a trainer's heartbeat names while it waits for no member."""
 
-_RENEWAL_S = 600.0
-"""How long to wait for a lost member's replacement, besides the time that placing it may take."""
-
+_RENEWAL_S = 600.0  # for a lost member's replacement, besides the time that placing it may take
 _WAIT_S = 5.0
 _ASK_S = 30.0
-_REPORT_EVERY = 20
-"""Steps after which progress is reported even if nothing was lost: the master may have missed a report."""
+_REPORT_EVERY = 20  # steps: progress is reported even if nothing was lost, as the master may have missed a report
 
 
 @dataclass(frozen=True)
@@ -71,15 +68,8 @@ class TrainerStart:
 
 
 class RayRecovery:
-    """Implements :class:`~dlrover.python.rl.trainer.port.Recovery` by asking the master.
-
-    Args:
-        master: the master's handle.
-        port: calls the members.
-        members: the first ones; those without a handle are waited for.
-        command: the brain's command for this epoch.
-        timeout_s: how long to wait for a replacement.
-    """
+    """Implements :class:`~dlrover.python.rl.trainer.port.Recovery` by asking the master. The first ``members`` without
+    a handle are waited for, and each replacement up to ``timeout_s``."""
 
     def __init__(
         self, master: Any, port: WatchedPort, members: Sequence[MemberHandle], command: StartTrainer, timeout_s: float
@@ -125,12 +115,7 @@ class RayRecovery:
             return Renewed(role, numbers, handles)
 
     def _wait_for_replacement(self, process_id: ProcessId, incarnation: int, why: str) -> Replaced:
-        """Wait until the master has replaced a dead incarnation.
-
-        Raises:
-            JobFailed: there will be no replacement.
-            MasterLost: the master does not answer.
-        """
+        """Wait until the master has replaced a dead incarnation. Raises JobFailed or MasterLost."""
         cause = Cause(CauseKind.PROCESS_DIED, str(process_id), why)
         deadline_s = time.monotonic() + self._timeout_s
         request = (self.epoch, process_id.role, process_id.rank, incarnation, cause, _WAIT_S)
@@ -188,11 +173,7 @@ class TrainerActor:
         HeartbeatSender(self._beat, send_to(master), beats).start()
 
     def start(self, start: TrainerStart) -> Process:
-        """Import the job's classes; returns where this process runs.
-
-        Raises:
-            WorkloadStartError: importing them failed.
-        """
+        """Import the job's classes; returns where this process runs. Raises WorkloadStartError."""
         job = start.job
         enter_folder(job.work_dir)
         with starting(str(TRAINER_ID)):
