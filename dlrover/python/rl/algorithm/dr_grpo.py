@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dr. GRPO: GRPO done right (Liu et al., "Understanding R1-Zero-Like Training", arXiv:2503.20783, section 3.2).
+"""Dr. GRPO (Liu et al., "Understanding R1-Zero-Like Training", arXiv:2503.20783, section 3.2).
 
-It removes two biases of GRPO: dividing by the standard deviation favours questions that are nearly always or nearly
-never solved; dividing by each sample's length makes long wrong samples cheap. It has no KL term either.
-"""
+Without two biases of GRPO: division by the standard deviation favours questions that are nearly always or never solved;
+division by each sample's length makes long wrong samples cheap."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

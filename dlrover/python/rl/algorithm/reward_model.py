@@ -13,9 +13,8 @@ from dlrover.python.rl.data.batch import Batch
 
 @dataclass(frozen=True)
 class RewardModel:
-    """The mean over pairs of ``-log sigmoid(score of the chosen - score of the rejected)``.
-
-    A sequence's score is that of its one action token, the last."""
+    """The mean over pairs of ``-log sigmoid(score of the chosen - score of the rejected)``, scores at the last
+    token."""
 
     @property
     def needs(self) -> Needs:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A columnar batch with ragged rows: the data that workloads exchange.
 
-A column is a dense array ``[rows, ...]``, a :class:`Ragged` array (rows of different lengths), or a list of Python
-objects. Arrays are contiguous numpy, so a batch passes through Ray's object store without a copy: readers see
-read-only views.
-"""
+Arrays are contiguous numpy, so a batch passes through Ray's object store without a copy: readers see read-only
+views."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +20,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Row ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
-
-    Attributes:
-        values: ``[total, ...]``.
-        offsets: ``[rows + 1]`` int64, rising from 0 to ``total``.
-    """
+    """Row ``i`` is ``values[offsets[i]:offsets[i + 1]]``; ``values`` ``[total, ...]``, ``offsets`` int64 ``[rows +
+    1]``."""
 
     values: Array
     offsets: npt.NDArray[np.int64]
@@ -102,8 +96,8 @@ def _concat(columns: Sequence[Column]) -> Column:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """An immutable set of equally long columns, by name; its length is the number of rows. Other columns raise
-    DataError."""
+    """An immutable set of equally long columns, by name: dense arrays ``[rows, ...]``, :class:`Ragged`, or lists of
+    objects. Its length is the number of rows. Other columns raise DataError."""
 
     columns: Mapping[str, Column]
 
@@ -113,8 +107,6 @@ class Batch:
         if len(set(lengths.values())) > 1:
             raise DataError(f"columns differ in length: {lengths}")
         object.__setattr__(self, "columns", columns)
-
-    # -- reading ------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()))) if self.columns else 0
@@ -186,15 +178,10 @@ class Batch:
                 raise DataError(f"parts have different columns: {sorted(names)} and {sorted(part.columns)}")
         return cls({name: _concat([part[name] for part in parts]) for name in names})
 
-    # -- splitting ----------------------------------------------------------------------------------------------------
-
     def split(self, parts: int, by: str = "rows", column: str = "tokens") -> list["Batch"]:
-        """Cut into ``parts`` contiguous batches.
-
-        By ``"rows"`` sizes differ by at most one, larger ones first. By ``"tokens"`` the summed lengths of the ragged
-        ``column`` are greedily evened, every part has a row, and neighbours with the same number in a dense column
-        ``unit`` stay together.
-        """
+        """Cut into contiguous batches: by ``"rows"`` sizes differ by at most one, larger ones first; by ``"tokens"``
+        the summed lengths of the ragged ``column`` are greedily evened, and neighbours with the same number in a dense
+        column ``unit`` stay together."""
         if not 1 <= parts <= len(self):
             raise DataError(f"{len(self)} rows cannot be split into {parts} parts")
         if by == "rows":

@@ -56,15 +56,12 @@ def prompt_text(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, str]])
 def encode_example(
     tokenizer: Tokenizer, row: Mapping[str, Any], mode: Turns = "all", mask_prompt: bool = True
 ) -> list[Encoded]:
-    """Encode a supervised example, ``{"prompt": text, "response": text}`` or ``{"messages": [...]}``.
+    """Encode a supervised example, ``{"prompt": text, "response": text}`` or ``{"messages": [...]}``; else DataError.
 
-    ``prompt`` may hold messages, and ``response`` or ``answer`` the last answer. Raw text trains the response and the
-    end-of-sequence token; prompt and response are tokenised separately, as in inference. A conversation trains each
-    assistant turn from its first character after the header to its end marker. If the template rewrites history (hides
-    old thoughts), each trained turn becomes a separate sequence, which ends with it.
-
-    Other keys are ignored. Raises DataError: the row has neither form, or the tokenizer cannot encode it.
-    """
+    ``prompt`` may hold messages, and ``response`` or ``answer`` the last answer; other keys are ignored. Raw text
+    trains the response and the end-of-sequence token; prompt and response are tokenised separately, as in inference. A
+    conversation trains each assistant turn from its first character after the header to its end marker. If the template
+    rewrites history (hides old thoughts), each trained turn becomes a separate sequence, which ends with it."""
     row = normalize_sft(row)
     if "messages" not in row:
         encoded = [encode_raw(tokenizer, row["prompt"], row["response"])]
@@ -243,15 +240,11 @@ def messages_before_answer(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def encode_sft(rows: SourceRows, tokenizer: Tokenizer, encoding: Encoding | None = None) -> tuple[Batch, Counts]:
-    """Encode examples; see :func:`~dlrover.python.rl.data.conversation.encode_example`.
+    """Encode examples by :func:`encode_example`; DataError for unusable rows (the first 20 are named), or if none is
+    left.
 
-    Returns:
-        A batch of ragged ``tokens`` (int64) and ``action_mask`` (bool), both ``[sequences, seq]``, and ``row`` (int64),
-        the index of each one's row.
-
-    Raises:
-        DataError: unusable rows (the first 20 are named), or no row left.
-    """
+    Returns ragged ``tokens`` (int64) and ``action_mask`` (bool), both ``[sequences, seq]``, and ``row`` (int64), the
+    index of each sequence's row."""
     settings = encoding or Encoding()
 
     def encode(row: Mapping[str, Any]) -> list[Encoded]:

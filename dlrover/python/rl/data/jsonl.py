@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations in data files, and their faults; JSON and JSON Lines files, of which every malformed line is
-reported."""
+"""Conversations in data files, and their faults; JSON and JSON Lines files, with an error for each malformed line."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,11 +16,8 @@ _CONVERSATIONS = ("prompt", "messages", "chosen", "rejected")
 
 
 def normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row in the form that loaders expect from every kind of file.
-
-    Null means absent, also in messages: tables have null where a row lacks a column. Messages under ``prompt`` move to
-    ``messages``.
-    """
+    """Return a row without nulls (in tables they mean an absent column), and with messages moved from ``prompt`` to
+    ``messages``."""
     plain = {key: value for key, value in row.items() if value is not None}
     if isinstance(plain.get("prompt"), list) and "messages" not in plain:
         plain["messages"] = plain.pop("prompt")

@@ -40,19 +40,14 @@ class PairEncoding:
 
 
 def encode_pairs(rows: SourceRows, tokenizer: Tokenizer, encoding: PairEncoding | None = None) -> tuple[Batch, Counts]:
-    """Encode pairs.
+    """Encode pairs; DataError for unusable rows (the first 20 are named), or if no pair is left.
 
     Both sequences begin with the same tokens, the prompt as in inference, followed by the answer with its end marker:
     in conversations every assistant turn that the two do not share. A pair of equal sequences, also after a cut, is
     dropped.
 
-    Returns:
-        Sequences ``2 * i`` (chosen) and ``2 * i + 1`` (rejected) are pair ``i``: ragged ``tokens`` (int64) and
-        ``action_mask`` (bool), both ``[2 * pairs, seq]``, and ``row`` (int64), the index of each one's row.
-
-    Raises:
-        DataError: unusable rows (the first 20 are named), or no pair left.
-    """
+    Returns sequences ``2 * i`` (chosen) and ``2 * i + 1`` (rejected) of pair ``i``: ragged ``tokens`` (int64) and
+    ``action_mask`` (bool), both ``[2 * pairs, seq]``, and ``row`` (int64), the index of each one's row."""
     settings = encoding or PairEncoding()
 
     def fit(pair: list[Encoded]) -> list[Encoded]:
@@ -72,15 +67,12 @@ def encode_pair(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[Encoded]:
 
 
 def normalize_pair(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a pair as texts ``prompt``, ``chosen``, ``rejected``, or as conversations ``chosen`` and ``rejected``.
+    """Return a pair as texts ``prompt``, ``chosen``, ``rejected``, or as conversations ``chosen`` and ``rejected``; or
+    DataError.
 
     Also accepted: shared ``messages`` (or a list under ``prompt``), which each side continues by a text or messages, or
     repeats. Redundant keys must agree: ``messages`` equal to one side, or ``prompt`` equal to the text of a user turn
-    (UltraFeedback has both).
-
-    Raises:
-        DataError: another form, or a contradiction.
-    """
+    (UltraFeedback has both)."""
     row = normalize_row(row)
     if faults := _faults(row):
         raise DataError([ConfigError("data", fault) for fault in faults])

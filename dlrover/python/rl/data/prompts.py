@@ -38,12 +38,8 @@ class PromptRow:
 def load_prompts(where: str | Path, keys: Mapping[str, str] | None = None) -> list[PromptRow]:
     """Read rows of ``{"prompt": text}`` or ``{"messages": [...]}`` with ``"answer"`` and ``"extra_info"``.
 
-    The answer may also be ``extra_info["answer"]``; numbers become text. See
-    :func:`~dlrover.python.rl.data.source.scan_rows` for ``where``; ``keys`` are the source's names of these columns.
-
-    Raises:
-        DataError: no rows, or wrong rows (the first 20 are named).
-    """
+    The answer may also be ``extra_info["answer"]``; numbers become text. Arguments and errors are those of
+    :class:`RowReader`."""
     return [PromptRow(**row, line=line) for line, row in PROMPT_ROWS.read(where, keys).numbered]
 
 

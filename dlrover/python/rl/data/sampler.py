@@ -16,19 +16,10 @@ from dlrover.python.rl.data.batch import Batch
 class PromptCursor:
     """Samples row indices without replacement, each epoch shuffled by (seed, epoch).
 
-    The state is three integers; the position is the number of indices sampled so far. A batch that reaches the end of
-    an epoch continues in the next: no row is dropped. With ``total`` the last batch is shorter, and later ones are
-    empty.
-
-    Args:
-        rows: how many there are.
-        batch_size: indices in each batch; may differ between runs that share a state.
-        seed: determines the order.
-        total: number of indices in all (``rows`` for one epoch); None: unlimited. May differ between runs too.
-
-    Raises:
-        ValueError: ``rows`` or ``batch_size`` is not positive, or ``seed`` or ``total`` is negative.
-    """
+    The state is three integers. A batch that reaches the end of an epoch continues in the next: no row is dropped. With
+    ``total``, the number of indices in all, the last batch is shorter, and later ones are empty. ``batch_size`` and
+    ``total`` may differ between runs that share a state. Raises ValueError if ``rows`` or ``batch_size`` is not
+    positive, or ``seed`` or ``total`` negative."""
 
     def __init__(self, rows: int, batch_size: int, seed: int = 0, total: int | None = None) -> None:
         if rows < 1 or batch_size < 1 or seed < 0:
@@ -85,11 +76,7 @@ class Partition:
     groups: tuple[tuple[int, ...], ...]
 
     def gather(self, parts: Sequence[Batch]) -> Batch:
-        """Concatenate a part per group, in the order of the divided rows.
-
-        Raises:
-            DataError: a part has another number of rows than its group.
-        """
+        """Concatenate a part per group, in the order of the divided rows; DataError for parts of other sizes."""
         sizes, expected = [len(part) for part in parts], [len(group) for group in self.groups]
         if sizes != expected:
             raise DataError(f"parts of {expected} rows came back with {sizes}")
@@ -102,12 +89,8 @@ def partition(lengths: Sequence[int], groups: int, together: int = 1) -> Partiti
     """Divide rows into ``groups`` of nearly equal token counts; ``together`` neighbours (2 for pairs) stay in one.
 
     By the largest differencing method of Karmarkar and Karp ("The differencing method of set partitioning", 1982), or
-    longest first to the lightest group if that gives a smaller maximum.
-
-    Raises:
-        DataError: the number of rows is not a multiple of ``together``.
-        ValueError: ``groups`` or ``together`` is not positive.
-    """
+    longest first to the lightest group if that gives a smaller maximum. Raises DataError if the number of rows is not a
+    multiple of ``together``, ValueError if ``groups`` or ``together`` is not positive."""
     if groups < 1 or together < 1:
         raise ValueError(f"groups and together must be positive, not {groups} and {together}")
     if len(lengths) % together:
@@ -121,11 +104,8 @@ def partition(lengths: Sequence[int], groups: int, together: int = 1) -> Partiti
 
 
 def largest_differencing(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Divide items into ``count`` groups of indices by Karmarkar and Karp's largest differencing method.
-
-    Each item starts as a division with one filled group. The two most uneven divisions are joined, the heaviest group
-    of one with the lightest of the other, until one is left.
-    """
+    """Indices of ``count`` groups. Each item starts as a division with one filled group; the two most uneven divisions
+    are joined, the heaviest group of one with the lightest of the other, until one is left."""
     divisions = [_Division([(length, (item,))] + [(0, ())] * (count - 1), item) for item, length in enumerate(lengths)]
     heapq.heapify(divisions)
     while len(divisions) > 1:

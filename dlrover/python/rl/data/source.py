@@ -33,19 +33,9 @@ HELD_OUT_SHARE = 0.03
 def hold_out(prompts: Sequence[Any], size: int | float = HELD_OUT_SHARE, seed: int = 0) -> tuple[list[int], list[int]]:
     """Choose rows to evaluate on, by a hash of seed and prompt: equal prompts always fall on the same side.
 
-    Args:
-        prompts: of each row: text, or messages.
-        size: a count (``int``) or a fraction (``float``, below 1, at least one row). Only copies of the last chosen
-            prompt can exceed it.
-        seed: determines the choice.
-
-    Returns:
-        Indices of the rows to train on and of those held out, both rising.
-
-    Raises:
-        ValueError: ``size`` leaves a side without a row.
-        DataError: all rows are copies of the chosen prompts.
-    """
+    ``size`` is a count (int) or a fraction (float below 1; at least one row); only copies of the last chosen prompt can
+    exceed it. Returns the indices to train on and those held out, both rising. Raises ValueError if ``size`` leaves a
+    side without a row, DataError if all rows are copies of the chosen prompts."""
     if isinstance(size, float):
         if not 0 < size < 1:
             raise ValueError(f"a held-out fraction must be between 0 and 1, not {size:g}")

@@ -3,11 +3,8 @@
 
 A tree is made of dict and OrderedDict (keys: str, int, bool, None and tuples of these), list, tuple, str, int, float,
 bool, None, bytes, numpy arrays and scalars, and torch tensors. Numbers and texts go into the skeleton; arrays, tensors
-and bytes go into buffers, which are views of contiguous originals.
-
-Not kept: strides (arrays come back C-contiguous), aliasing, a tensor's device and ``requires_grad`` (tensors come back
-on the CPU), and attributes of an OrderedDict.
-"""
+and bytes into buffers. Not kept: strides (arrays come back C-contiguous), aliasing, a tensor's device and
+``requires_grad`` (tensors come back on the CPU), and attributes of an OrderedDict."""
 
 import json
 import math
@@ -33,9 +30,7 @@ _MAX_ERRORS = 20
 
 class StateTree(NamedTuple):
     """``skeleton`` is UTF-8 JSON; ``buffers`` are contiguous bytes, one per array, tensor and bytes object, in its
-    order.
-
-    Buffers may be views of the tree's own memory: do not change it while they are in use."""
+    order. They may be views of the tree's own memory: do not change it while they are in use."""
 
     skeleton: bytes
     buffers: list[memoryview]
@@ -52,18 +47,12 @@ def dump(tree: Any) -> StateTree:
 
 
 def load(skeleton: bytes, buffers: Sequence[memoryview]) -> Any:
-    """Rebuild a tree. Arrays and tensors are views of writable buffers and copies of others.
-
-    Raises:
-        DataError: the skeleton is invalid or does not fit the buffers.
-    """
+    """Rebuild a tree; arrays and tensors are views of writable buffers and copies of others. DataError: the skeleton is
+    invalid or does not fit the buffers."""
     try:
         return _Loader(buffers).value(json.loads(skeleton.decode("utf-8", "surrogatepass")))
     except (ValueError, TypeError, LookupError, AttributeError, struct.error) as error:
         raise DataError(f"not a saved state: {error}") from error
-
-
-# -- dump ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -177,9 +166,6 @@ def _array_bytes(array: npt.NDArray[Any]) -> memoryview:
         return memoryview(b"")
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.view(np.uint8).data
-
-
-# -- load ------------------------------------------------------------------------------------------------------------
 
 
 class _Loader:

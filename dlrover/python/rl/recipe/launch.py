@@ -66,13 +66,8 @@ def main(recipe: str = "") -> None:
 
 
 def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
-    """Run a recipe in the processes that a launcher has started, of which this is one. The exit code.
-
-    Raises:
-        InvalidJob: at rank 0: with every problem; nothing was started.
-        JobConflict: another start of the job is running.
-        ClusterUnavailable: the processes did not meet.
-    """
+    """Run a recipe in the processes that a launcher has started, of which this is one; returns the exit code. Raises as
+    :func:`run_together`."""
     launch = LaunchEnv.from_env(os.environ)
     configure_logging(f"rank {launch.rank}" if launch.world_size > 1 else "")
     jobs: list[JobSpec] = []
@@ -93,20 +88,10 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
 def run_together(describe: Callable[[], JobSpec], launch: LaunchEnv, report: Reporter) -> BaseException | None:
     """Run a job in the processes of a launch, of which this is one. May be called again by all of them.
 
-    Args:
-        describe: returns the checked job; called at rank 0 only.
-        launch: which process this is.
-        report: at rank 0, where step reports go.
-
-    Returns:
-        The job's failure, or None. At other ranks than 0 it is an :class:`InvalidJob` where rank 0 has started nothing,
-        else a :class:`JobFailed`.
-
-    Raises:
-        InvalidJob: raised by ``describe``; nothing was started.
-        JobConflict: another start of the job is running.
-        ClusterUnavailable: the processes did not meet.
-    """
+    ``describe`` returns the checked job, and ``report`` receives step reports, both at rank 0 only. Returns the job's
+    failure, or None; at other ranks than 0 it is an :class:`InvalidJob` where rank 0 has started nothing, else a
+    :class:`JobFailed`. Raises InvalidJob from ``describe``, JobConflict if another start of the job is running,
+    ClusterUnavailable if the processes did not meet."""
     launch = replace(launch, meeting=next(_MEETINGS))
     store = _store() if launch.world_size > 1 else None
     if launch.rank:
@@ -131,15 +116,8 @@ def run_together(describe: Callable[[], JobSpec], launch: LaunchEnv, report: Rep
 def describe_job(recipe: str, job_file: str | None, overrides: Sequence[str], launch: LaunchEnv) -> JobSpec:
     """The checked job, with one member of each role in each process; it resumes from the latest commit.
 
-    Args:
-        recipe: whose settings to use without a job file; ``""``: a job file is required.
-        job_file: a path.
-        overrides: ``key=value``; without a job file any key may be given.
-        launch: the number of processes.
-
-    Raises:
-        InvalidJob: with every config error.
-    """
+    Without ``job_file`` the settings of ``recipe`` are used, and any key may be overridden. Raises InvalidJob with
+    every config error."""
     if not job_file and not recipe:
         raise InvalidJob([ConfigError("--config", "is required: a job file")])
     file = job_file or Path(__file__).with_name(f"{recipe}.yaml")
@@ -148,15 +126,7 @@ def describe_job(recipe: str, job_file: str | None, overrides: Sequence[str], la
 
 
 def check_job(read: Callable[[], JobSpec], launch: LaunchEnv) -> JobSpec:
-    """Read a job, put one member of each role in each process, and check it.
-
-    Args:
-        read: returns the job, or raises an :class:`InvalidJob` with its readable part.
-        launch: the number of processes.
-
-    Raises:
-        InvalidJob: with every config error.
-    """
+    """Read a job, put one member of each role in each process, and check it; InvalidJob with every config error."""
     errors: list[ConfigError] = []
     job: JobSpec | None
     try:

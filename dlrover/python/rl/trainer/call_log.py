@@ -90,8 +90,6 @@ class LoggedCall:
             before = before.previous  # it may have failed before it reached the member
         return None if before is None or before.call is None else before.call.call_id
 
-    # -- transitions --------------------------------------------------------------------------------------------------
-
     def issue(self, run: Ref) -> None:
         """The answer is that of ``run``, which is under way."""
         self.ref, self.state, self.error = run, CallState.ISSUED, None

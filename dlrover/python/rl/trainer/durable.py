@@ -64,13 +64,10 @@ _LostRuns: TypeAlias = dict[LoggedCall, tuple[Ref, InvocationError]]
 
 @dataclass
 class DurablePort:
-    """A port that recovers lost calls. Thread safe.
+    """A port that recovers lost calls once it is ``opened``, else raises failures. Thread safe.
 
-    Args:
-        checkpoints: None: stateful members cannot be rebuilt once a step is committed.
-        opened: False: failures are raised instead of recovered.
-        renewed: receives the raw handles of new members.
-    """
+    Without ``checkpoints`` stateful members cannot be rebuilt once a step is committed; ``renewed`` receives the raw
+    handles of new members."""
 
     inner: Port
     recovery: Recovery

@@ -166,9 +166,6 @@ def gather(refs: Sequence[Ref], timeout_s: float | None) -> list[Any]:
         _LOG.warning("%s.%s: still waiting for ranks %s after %g s", refs[0].role, refs[0].method, late, waited_s)
 
 
-# -- recovery ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class RestartInfo:
     """Why this process was restarted."""

@@ -42,15 +42,9 @@ class RoleGroup:
     """The members of one role. ``group.method(...)`` calls ``method`` on them, with the options of its
     :func:`~dlrover.python.rl.trainer.workload.trainer_invocation` or the defaults.
 
-    An unknown method fails before anything is sent, and names the nearest one. ``len(group)`` is the number of members.
-
-    Attributes:
-        role: the role's name.
-        workload_class: the user's class, unwrapped from any decorator.
-        world_size: the number of members.
-        data_parallel_size: the number of model replicas; consecutive ranks form one, get the same shard, and give one
-            result.
-    """
+    An unknown method fails before anything is sent, and names the nearest one. ``len(group)`` is ``world_size``, the
+    number of members. Consecutive ranks form one of ``data_parallel_size`` model replicas: they get the same shard, and
+    give one result. ``workload_class`` is the user's class without any decorator."""
 
     role: RLRoleType
     workload_class: type[Any]

@@ -30,14 +30,11 @@ from dlrover.python.rl.data.batch import Batch, even_cuts
 
 @dataclass(frozen=True)
 class Shard:
-    """Split ``value`` along its first axis over the shards.
+    """Split ``value`` along its first axis over the shards: a list, tuple, array, tensor, ``Batch``, dict of equally
+    long columns, or pending results (one sequence of rows; each shard fetches only the rows it needs).
 
-    Args:
-        value: a list, tuple, array, tensor, ``Batch``, dict of equally long columns, or pending results (one sequence
-            of rows; each shard fetches only the rows it needs).
-        by: ``"rows"``, or ``"tokens"`` for a ``Batch``: parts with even token counts.
-        rows: indices of the rows to take, in order: cut into even parts, or one list per shard. None: all.
-    """
+    ``by`` is ``"rows"``, or ``"tokens"`` for even token counts of a ``Batch``; ``rows`` are indices of the rows to
+    take, in order, cut into even parts, or one list per shard."""
 
     value: Any
     by: str = "rows"

@@ -94,8 +94,6 @@ class Steps:
         self._loaded = False
         self._is_open = False
 
-    # -- the loop -----------------------------------------------------------------------------------------------------
-
     def run(self, total: int) -> Iterator[int]:
         """Yield the steps after the last commit up to ``total``, and commit each at the end of its body.
 
@@ -166,8 +164,6 @@ class Steps:
         except (InvocationError, CheckpointCorrupt, CheckpointMissing, OSError) as error:
             _LOG.warning("the last commit is not in the job's directory: %s", error)
 
-    # -- going back ---------------------------------------------------------------------------------------------------
-
     @contextmanager
     def setup(self) -> Iterator[None]:
         """Calls inside are those of ``init``. They and those up to the first step are repeated on each new member."""
@@ -235,10 +231,8 @@ class Steps:
     def _start_over(self, lost: str) -> None:
         """Begin at step 1, because no commit is left; ``lost`` describes the lost ones, ``""`` if none is known.
 
-        Raises:
-            CheckpointMissing: a member that was not replaced holds the state of a later step.
-            StepAbandoned: a lost commit was partly loaded: its holders are replaced, and another trainer object begins.
-        """
+        Raises CheckpointMissing if a member that was not replaced holds the state of a later step; StepAbandoned if a
+        lost commit was partly loaded: its holders are replaced, and another trainer object begins."""
         standings = self.port.ask(self.port.members(stateful_only=True), WHERE)
         moved = [member for member, standing in standings.items() if not self._is_new(member, standing)]
         commit = self._checkpoints.last_known() if self._checkpoints is not None else None

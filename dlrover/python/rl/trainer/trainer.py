@@ -73,8 +73,6 @@ class BaseTrainer(ABC):
         self._steps: Steps | None = None
         self._total_steps = 0
 
-    # -- what the user writes -----------------------------------------------------------------------------------------
-
     @abstractmethod
     def init(self) -> None:
         """Prepare the training: tokenizer, data loader, the workloads' models."""
@@ -87,8 +85,6 @@ class BaseTrainer(ABC):
     def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
         """Validate the job's ``config`` and role sizes for this trainer, before anything starts."""
         return ()
-
-    # -- what the loop uses -------------------------------------------------------------------------------------------
 
     def steps(self, total_steps: int) -> Iterator[int]:
         """Yield the steps after the last committed one up to ``total_steps``. The end of the body is the commit: the
@@ -123,8 +119,6 @@ class BaseTrainer(ABC):
     @property
     def job_dir(self) -> Path:
         return self._bound().job_dir
-
-    # -- the guide's properties ---------------------------------------------------------------------------------------
 
     @property
     def config(self) -> Any:
@@ -165,8 +159,6 @@ class BaseTrainer(ABC):
         if name not in self._actor_handles:
             raise UnknownMethod(f"the job has no role '{name}'{hint(name, self._actor_handles)}")
         return dict(self._bound().resources.get(name, {}))
-
-    # -- binding ------------------------------------------------------------------------------------------------------
 
     def bind(self, link: TrainerLink, attempt: Attempt | None = None) -> Steps:
         """Connect the trainer to its runtime, which calls this once, and create the role groups."""

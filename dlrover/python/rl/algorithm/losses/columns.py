@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The columns of a loss: of a micro-batch, weights per token that hold the global normaliser, samples and advantages.
-
-A sample is one row, or several: a trajectory of an environment.
-"""
+"""The columns of a loss: of a micro-batch, weights per token with the global normaliser, samples and their
+advantages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,11 +72,7 @@ def token_weights(
     With n_i the action tokens of row i, and N_a and N_s the action tokens and the sequences that count in the whole
     update: ``token`` 1/N_a (DAPO, arXiv:2503.14476, eq. 8), ``sequence`` 1/(n_i N_s) (GRPO, arXiv:2402.03300, eq. 3),
     ``sum`` 1/N_s (a whole sequence is one action: RLOO, arXiv:2402.14740), ``constant`` 1/(N_s ``max_tokens``) (Dr.
-    GRPO, arXiv:2503.20783, section 3.2). Rows that are not ``valid`` or have no action token do not count: 0.
-
-    Raises:
-        ValueError: unknown ``mode``, or ``constant`` without a positive ``max_tokens``.
-    """
+    GRPO, arXiv:2503.20783, section 3.2). Rows that are not ``valid`` or have no action token do not count: 0."""
     counted = valid & (action_tokens > 0)
     lengths = np.where(counted, action_tokens, 0).astype(np.float64)
     sequences = max(int(counted.sum()), 1)
@@ -135,17 +129,14 @@ def group_advantages(
     normalize: Normalize,
     valid: npt.NDArray[np.bool_] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Center rewards on the mean of their group, the rows of one prompt: ``[rows]``.
+    """Center rewards on the mean of their group, the rows of one prompt: ``[rows]``; ValueError for an infinite reward.
 
     GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1.2): ``(r - mean(r)) / std(r)``. The paper leaves the deviation
     open; this is the **population** one (divisor n, plus 1e-6): rewards 1 and 0 give +1 and -1. verl, TRL and RL2 use
     divisor n - 1 (+0.71 and -0.71), a factor that a learning rate absorbs. Dr. GRPO (arXiv:2503.20783) does not divide.
 
-    Rows that are not ``valid`` or have reward NaN are left out; they get 0, as do groups of one row or equal rewards.
-
-    Raises:
-        ValueError: unknown ``normalize``, or an infinite reward.
-    """
+    Rows that are not ``valid`` or have reward NaN are left out; they get 0, as do groups of one row or equal
+    rewards."""
     if normalize not in get_args(Normalize):
         raise ValueError(f"unknown normalize '{normalize}'{hint(normalize, get_args(Normalize))}")
     if np.isinf(reward).any():
@@ -172,9 +163,8 @@ def leave_one_out(
 def find_varied_groups(
     prompt_id: npt.NDArray[np.int64], reward: npt.NDArray[np.floating], valid: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """``[samples]``: True where the valid rewards of the sample's prompt differ by more than rounding.
-
-    DAPO's dynamic sampling (arXiv:2503.14476, eq. 11) replaces the other prompts, which teach nothing."""
+    """``[samples]``: True where the valid rewards of the sample's prompt differ by more than rounding; DAPO replaces
+    the other prompts (arXiv:2503.14476, eq. 11)."""
     _, group = np.unique(prompt_id, return_inverse=True)
     low, high = np.full(len(reward), np.inf), np.full(len(reward), -np.inf)
     np.minimum.at(low, group[valid], reward[valid])
@@ -228,10 +218,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class SampleView:
-    """The samples of an update. ``of_row`` ``[rows]``: the sample of each row, from 0.
+    """The samples of an update, each one row or several (a trajectory of an environment).
 
-    ``action_tokens`` and ``counted`` are ``[samples]``; ``counted`` is False for samples that failed or have no
-    action."""
+    ``of_row`` ``[rows]`` is the sample of each row, from 0; ``action_tokens`` and ``counted`` are ``[samples]``.
+    ``counted`` is False for samples that failed or have no action."""
 
     rows: Batch
     of_row: npt.NDArray[np.int64]

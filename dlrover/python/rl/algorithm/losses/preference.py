@@ -19,14 +19,11 @@ from dlrover.python.rl.data.batch import Batch
 
 
 def add_pair_columns(rows: Batch, token_means: bool = False) -> Batch:
-    """Add ``unit`` (int64: the pair), ``sign`` and ``weight`` (float32), each ``[rows]``.
+    """Add ``unit`` (int64: the pair), ``sign`` and ``weight`` (float32), each ``[rows]``; raise DataError if a pair is
+    not one chosen and one rejected row.
 
     ``sign`` is 1 on chosen and -1 on rejected rows, divided by the row's action tokens with ``token_means``. The
-    weights of a pair's tokens add up to 1 / pairs; a pair with an empty row does not count.
-
-    Raises:
-        DataError: a pair is not one chosen and one rejected row.
-    """
+    weights of a pair's tokens add up to 1 / pairs; a pair with an empty row does not count."""
     pair, chosen, length = rows.dense("pair"), rows.dense("chosen"), rows.dense("action_tokens")
     samples = SampleView.of(rows, by="pair")
     sizes = np.bincount(samples.of_row)

@@ -251,15 +251,10 @@ class TrainedWorkload(EngineWorkload):
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How a step's rows are trained on.
+    """How a step's rows, sampled at ``temperature``, are trained on.
 
-    Attributes:
-        temperature: the one they were sampled at.
-        updates: optimizer steps of one pass over the rows; a row's ``update`` is its number, from 0. Without that
-            column there is one, of all rows.
-        epochs: passes.
-        dtypes: of the columns that further roles compute.
-    """
+    A row's column ``update`` is the number of its optimizer step within a pass, from 0; without that column all rows
+    are in one. ``dtypes`` are those of the columns that further roles compute."""
 
     temperature: float
     updates: int = 1
@@ -268,18 +263,12 @@ class UpdatePlan:
 
 
 def assign_updates(rows: Batch, updates: int) -> tuple[Batch, int]:
-    """Assign whole samples to ``updates`` optimizer steps in turn; samples without weight are in none of them.
+    """Add ``update`` (int64, -1: in none): whole samples, by ``trajectory``, are assigned to at most ``updates``
+    optimizer steps in turn, samples without weight to none. Returns the number of updates too, at most one per weighted
+    sample.
 
     A row's update does not depend on the number of members. The weights are multiplied by the number of updates: the
-    mean of their gradients, at the same model, is the gradient of all rows together.
-
-    Args:
-        rows: annotated; ``trajectory`` (int64 ``[rows]``, optional) is the sample of each row.
-        updates: at most.
-
-    Returns:
-        ``rows`` with ``update`` (int64; -1: in none); and the number of updates, at most one for each weighted sample.
-    """
+    mean of their gradients, at the same model, is the gradient of all rows together."""
     weight = rows.dense("weight")
     samples = rows.dense("trajectory") if "trajectory" in rows else np.arange(len(rows))
     numbers = {sample: number for number, sample in enumerate(dict.fromkeys(samples[weight > 0].tolist()))}
@@ -289,16 +278,10 @@ def assign_updates(rows: Batch, updates: int) -> tuple[Batch, int]:
 
 
 def join_columns(rollouts: Batch, rows: Batch, aux_outputs: Sequence[Batch] = ()) -> Batch:
-    """The columns of a loss, of the same rows from several members.
+    """The columns of a loss: from rollout members, from the algorithm (``rows``), and from other roles, where a column
+    of several roles is stacked, ``[seq, n]``.
 
-    Args:
-        rollouts: from rollout members.
-        rows: the algorithm's columns.
-        aux_outputs: from other roles; columns that several of them have are stacked, ``[seq, n]``.
-
-    Raises:
-        RowsDiffer: by their ``digest``, these are not the samples that were scored.
-    """
+    Raises RowsDiffer if, by their ``digest``, the rollouts are not the samples that were scored."""
     if "digest" in rollouts and "digest" in rows:
         differing = np.flatnonzero(np.asarray(rollouts["digest"]) != np.asarray(rows["digest"])).tolist()
         if differing:

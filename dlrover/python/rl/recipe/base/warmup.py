@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does in a standby process what engines import and build on their first use, which takes seconds.
-
-A model of a few hundred parameters is built, used as in a run, and discarded. Nothing is written to disk, no
-accelerator is used, and the random state stays unchanged.
-"""
+"""Does in a standby process what engines import and build on their first use, which takes seconds: a tiny model is
+built, used as in a run, and discarded. No disk, no accelerator; the random state stays unchanged."""
 
 import gc
 from typing import Any

@@ -106,8 +106,6 @@ class ExampleTrainer(TimedTrainer):
     def evaluation_metrics(cls, measured: Measured) -> dict[str, float]:
         return {f"eval_{name}": value for name, value in cls.metrics(measured).items()}
 
-    # -- the loop -----------------------------------------------------------------------------------------------------
-
     def init(self) -> None:
         """Encode the examples and load the models."""
         self.cfg = cfg = require(self.config_class, self.config, "config")
@@ -200,8 +198,6 @@ class ExampleTrainer(TimedTrainer):
         plan = partition_segments(batch, self.cfg.data.segment_rows, self.RG_ACTOR.data_parallel_size)
         return Shard(batch, rows=plan.groups)
 
-    # -- evaluation ---------------------------------------------------------------------------------------------------
-
     def should_evaluate(self, step: int) -> bool:
         return self.cfg.eval_every > 0 and (step % self.cfg.eval_every == 0 or step == self.total_steps)
 
@@ -223,8 +219,6 @@ class ExampleTrainer(TimedTrainer):
         """Its ``annotate`` gives the weights of the mean over the held-out examples."""
         return self.algorithm
 
-    # -- the end ------------------------------------------------------------------------------------------------------
-
     def finish(self, steps: int) -> None:
         """Save the model, the curve and the summary."""
         self.RG_ACTOR.save(self.job_dir / "model")
@@ -242,8 +236,6 @@ class ExampleTrainer(TimedTrainer):
                 "model": str(self.job_dir / "model"),
             }
         )
-
-    # -- before the start ---------------------------------------------------------------------------------------------
 
     @classmethod
     def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:

@@ -86,9 +86,7 @@ class SFTData(ExampleData):
 @dataclass(frozen=True, kw_only=True)
 class PairData(ExampleData):
     """Rows of ``chosen`` and ``rejected`` answers, with their ``prompt`` or ``messages``. The mask covers the answers.
-
-    Sequences ``2 * i`` and ``2 * i + 1`` are a pair.
-    """
+    Sequences ``2 * i`` and ``2 * i + 1`` are a pair."""
 
     reader: ClassVar[RowReader] = PAIR_ROWS
     segment_rows: ClassVar[int] = 2
@@ -113,15 +111,11 @@ class ScoredPairData(PairData):
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """The encoded examples of a run.
+    """The encoded examples of a run; ``held_out`` and ``prompts`` are None if it does not evaluate.
 
-    Attributes:
-        train: ``tokens``, ``action_mask``, ``action_tokens`` (int64 ``[rows]``, trained tokens), ``line`` (int64
-            ``[rows]``, where in its source a row's example stands), and what its kind adds.
-        held_out: the same; None where the run does not evaluate.
-        counts: rows of ``train`` that were cut and dropped.
-        prompts: ``prompt`` (text or messages) and ``answer`` of each held-out row, as objects; None likewise.
-    """
+    ``train`` and ``held_out`` have ``tokens``, ``action_mask``, ``action_tokens`` (int64 ``[rows]``), ``line`` (int64
+    ``[rows]``, in the source), and the columns of their kind; ``prompts`` has the ``prompt`` and ``answer`` of each
+    held-out row as objects."""
 
     train: Batch
     held_out: Batch | None
@@ -130,11 +124,7 @@ class Examples:
 
 
 def load_examples(data: ExampleData, tokenizer: Any, evaluates: bool, seed: int) -> Examples:
-    """Read, divide and encode the examples of a run; ``seed`` decides which are held out where it ``evaluates``.
-
-    Raises:
-        DataError: names every row that cannot be used (20 at most).
-    """
+    """Read, divide and encode the examples of a run; DataError names every unusable row (20 at most)."""
     rows = data.reader.read(data.train, data.keys)
     held_out: SourceRows | None = None
     if evaluates:

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch of a step, the columns that further roles compute for it, and its failed samples.
-
-A sample whose reward failed has no reward, which is not a reward of 0. It is counted, logged with its reason, and never
-trained on.
-"""
+"""The batch of a step, the columns that further roles compute for it, and its failed samples: those have no reward, are
+logged with the reason, and never trained on."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -129,18 +126,12 @@ def sample_metrics(rows: Batch) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class AuxOutput:
-    """Columns that a role computes for the rows of a step. It is called only if the algorithm needs one of them.
+    """Columns that a role computes for the rows of a step, if the algorithm needs one of them.
 
-    Attributes:
-        role: its name, ``"reference"``.
-        method: of its workload: takes a ``Batch`` of rollouts (see
-            :func:`~dlrover.python.rl.recipe.rollout.episodes.make_batch`) and ``args``, and returns one with the
-            columns: ragged ``[rows, seq]``, 0 outside the action mask.
-        columns: name and numpy dtype of each. A column of several roles arrives side by side, ``[rows, seq, roles]``.
-        args: further arguments of the method.
-        init: arguments of the workload's ``init_model``, which is called before the first step; None: it has none.
-        collective: the ranks meet in collectives, so each is called, even without a row.
-    """
+    The workload's ``method`` takes rollouts (see :func:`~dlrover.python.rl.recipe.rollout.episodes.make_batch`) and
+    ``args``, and returns ``columns`` (name to numpy dtype), ragged ``[rows, seq]``, 0 outside the action mask; a column
+    of several roles is stacked, ``[rows, seq, roles]``. ``init`` are the arguments of ``init_model``, called before the
+    first step; None: it has none. ``collective``: every rank is called, even without a row."""
 
     role: str
     method: str
@@ -209,19 +200,14 @@ def find_failed_groups(scored: Batch) -> npt.NDArray[np.int64]:
 
 
 class RewardFailures:
-    """Counts consecutive steps without a sample to train on, since scoring failed; part of a trainer's ``state``.
-
-    It may fail for a while (a reward service was down) or for good (a fault of the reward function)."""
+    """Counts consecutive steps without a sample to train on, since scoring failed; part of a trainer's ``state``."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config, self._steps = config, 0
 
     def update(self, step: int, scored: Batch) -> None:
-        """Count a step, given all of its rows, filtered ones included: those have their rewards.
-
-        Raises:
-            DataError: no sample is left in the run's first step, or in ``give_up_after`` consecutive ones.
-        """
+        """Count a step, given all of its rows, filtered ones included. Raises DataError if no sample is left in the
+        run's first step, or in ``give_up_after`` consecutive ones."""
         self._steps = self._steps + 1 if np.isnan(trainable_rewards(scored, self._config)).all() else 0
         if not self._steps:
             return
@@ -291,15 +277,8 @@ SampleRows: TypeAlias = Sequence[Mapping[str, Any]]
 def annotate_errors_with_samples(
     step: int, run_log: RunLog, samples: SampleRows, find_offending: Callable[[], SampleRows]
 ) -> Iterator[None]:
-    """If the update inside is refused, name the offending samples, and write them to ``refused.jsonl``.
-
-    Args:
-        samples: of the step; each has a name under ``sample``.
-        find_offending: asks the actors for those of :func:`find_nonfinite_rows`, with their texts.
-
-    Raises:
-        NonFiniteUpdate: names the step and the samples.
-    """
+    """If the update inside is refused, write the offending samples, or all ``samples``, to ``refused.jsonl``, and raise
+    a NonFiniteUpdate that names them (by ``sample``) and the step."""
     try:
         yield
     except InvocationError as error:

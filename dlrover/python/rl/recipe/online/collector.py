@@ -146,10 +146,8 @@ class StalenessTracker:
         return {"open": groups, "served": list(self._versions)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the run that gave ``state`` stood, with any number of members.
-
-        A started group stays on its member, which has it still or generates it again from the same seeds.
-        """
+        """Continue, with any number of members: a started group stays on its member, which has it still or generates it
+        again from the same seeds."""
         self.open = {}
         for prompt_id, retry, created_step, row, member, started in state["open"]:
             is_member = member < self.members
@@ -167,11 +165,7 @@ waited. Between polls no group moves to another member."""
 
 
 def sync_weights(trainer: Any) -> WeightStamp:
-    """Send the actor's weights to every rollout member; return once all of them serve these.
-
-    Raises:
-        WeightSyncError: a rollout has others.
-    """
+    """Send the actor's weights to every rollout member; return once all serve these, or raise WeightSyncError."""
     ticket, *_ = trainer.RG_ACTOR.publish_weights()
     stamps = trainer.RG_ROLLOUT.receive_weights(Replicate(ticket))
     published: WeightStamp
@@ -219,11 +213,8 @@ class SampleCollector:
         self._tracker.set_version(self._synced.version)
 
     def check_versions(self, step: int, rows: Batch, max_staleness: int = 0) -> None:
-        """Refuse samples with tokens of other weights than those just synced, or than the last few.
-
-        Raises:
-            WeightSyncError: names both versions.
-        """
+        """Raise WeightSyncError for samples with tokens of other weights than those just synced, or than the last
+        few."""
         versions = rows.dense("min_version")
         for version in np.unique(versions[versions >= 0]).tolist():  # -1: the sample failed before its first token
             if version > self._synced.version or self._tracker.staleness(version) > max_staleness:

@@ -145,11 +145,7 @@ class PolicyTrainer(TimedTrainer):
         return batch.with_train_rows(mask_rewards(batch.scored, self.cfg.reward))
 
     def train(self, step: int, batch: StepBatch) -> dict[str, float]:
-        """Annotate the rows and train on them; returns the metrics.
-
-        Raises:
-            NonFiniteUpdate: names the samples.
-        """
+        """Annotate the rows and train on them; returns the metrics. NonFiniteUpdate names the samples."""
         names, find_offending = name_samples(batch.scored), partial(self.offending_samples, batch)
         with annotate_errors_with_samples(step, self.run_log, names, find_offending):
             if not is_unscored(batch.train_rows).all():

@@ -33,17 +33,11 @@ def number_samples(scored: Batch) -> npt.NDArray[np.int64]:
 
 
 def merge_rows(scored: Batch) -> Batch:
-    """One row for each sample, in the order of their first rows.
+    """One row for each sample, in the order of their first rows, with those of these columns that ``scored`` has.
 
-    Args:
-        scored: rows in the order in which they were generated; see
-            :func:`~dlrover.python.rl.recipe.rollout.episodes.summarize_rows`.
-
-    Returns:
-        Of these columns those that ``scored`` has: ``prompt_id``, ``sample_index``, ``retry`` and ``turns``, which
-        the rows of a sample share; the sums (float64) of ``reward`` and ``score``, NaN where one row has none, and of
-        ``action_tokens`` and ``token_count``; ``finished`` of the last row; ``staleness`` of the stalest.
-    """
+    ``prompt_id``, ``sample_index``, ``retry`` and ``turns``, which the rows of a sample share; the sums (float64) of
+    ``reward`` and ``score``, NaN where one row has none, and of ``action_tokens`` and ``token_count``; ``finished`` of
+    the last row; ``staleness`` of the stalest. Rows must be in the order in which they were generated."""
     number = number_samples(scored)
     rows, count = np.arange(len(scored)), int(number.max(initial=-1)) + 1
     last, stalest = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -255,10 +249,8 @@ class TimedTrainer(BaseTrainer):
         return super().bind(replace(link, port=self._timed), attempt)
 
     def time_metrics(self) -> dict[str, float]:
-        """Seconds since the last call: ``step_s``, and ``time/<phase>``, which add up to it.
-
-        Called at the end of a step's body, they include the commit of the step before.
-        """
+        """Seconds since the last call: ``step_s``, and ``time/<phase>``, which add up to it. At the end of a step's
+        body they include the commit of the step before."""
         self._timed.forget()
         whole, spent = self.stopwatch.lap()
         return {"step_s": whole, **{f"time/{phase}": seconds for phase, seconds in spent.items()}}
@@ -273,12 +265,7 @@ _PER_PARAMETER = 6
 
 @dataclass(frozen=True)
 class Machine:
-    """The model and the devices that train it.
-
-    Attributes:
-        parameters: of the whole model.
-        peak_flops: operations per second of one member's device, None if unknown.
-    """
+    """The parameters of the whole model, and the peak FLOP/s of one member's device, None if unknown."""
 
     parameters: int
     peak_flops: float | None = None

@@ -39,13 +39,8 @@ class TensorBoardWriter:
     """Appends steps to a new event file in ``folder``; each step is in the file, whole, when :meth:`log` returns.
 
     ``SummaryWriter`` promises neither: its ``flush`` does not wait for the thread that writes, and a full disk ends
-    that thread. TensorBoard reads a folder's files in the order of their names.
-
-    Args:
-        folder: created where it is missing.
-        first_step: the first step to be written; TensorBoard hides it and later ones of earlier files.
-        disk_wait: how long to wait on a full disk.
-    """
+    that thread. TensorBoard reads a folder's files in the order of their names, and hides steps from ``first_step`` on
+    of earlier files."""
 
     def __init__(self, folder: Path, first_step: int, disk_wait: DiskWait = DEFAULT_DISK_WAIT) -> None:
         self._disk_wait = disk_wait
@@ -269,13 +264,8 @@ def _unknown_metric(name: str, metric_names: Collection[str]) -> ConfigError:
 
 
 class ModelSaver:
-    """Saves models, and counts evaluations without progress; belongs into a trainer's ``state``.
-
-    Args:
-        config: which models.
-        folder: the job's directory.
-        save: writes the model to a folder.
-    """
+    """Saves the models that ``config`` names by ``save``, and counts evaluations without progress; part of a trainer's
+    ``state``."""
 
     def __init__(self, config: KeepConfig, folder: Path, save: Callable[[Path], Any]) -> None:
         self._config, self._folder, self._save = config, folder, save
@@ -288,11 +278,8 @@ class ModelSaver:
         return 0 < self._config.patience <= self._worse
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Compare an evaluation with the best one so far, and save the model where it is better. NaN is not counted.
-
-        Raises:
-            InvalidJob: the evaluation has no such metric.
-        """
+        """Compare an evaluation with the best one so far, and save the model if it is better; NaN is not counted.
+        Raises InvalidJob if the evaluation has no such metric."""
         name = self._config.best
         if name is None:
             return

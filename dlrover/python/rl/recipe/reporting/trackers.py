@@ -33,14 +33,10 @@ TRACKERS = ExtensionPoint(
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run whose metrics a tracker receives.
+    """The run whose metrics a tracker receives; ``id`` is the same after a restart, ``name`` that of its directory,
+    ``folder``.
 
-    Attributes:
-        id: the same when the run goes on after a restart.
-        name: the job's directory name.
-        folder: the job's directory.
-        notes: the tracker's own, plain data; what it puts there in ``start`` it finds there when the run goes on.
-    """
+    ``notes`` are the tracker's own, plain data: what ``start`` puts there it finds there after a restart."""
 
     id: str
     name: str
@@ -82,13 +78,7 @@ def validate_log(config: LogConfig) -> list[ConfigError]:
 
 class Trackers:
     """Sends each step to all trackers once: ``trackers.json`` in the job's directory has the last step that was sent.
-
-    Args:
-        config: names them.
-        folder: the job's directory.
-        settings: of the run, for them to show.
-        disk_wait: how long to wait on a full disk.
-    """
+    ``settings`` are those of the run, for the trackers to show."""
 
     def __init__(
         self, config: LogConfig, folder: Path, settings: Mapping[str, Any], disk_wait: DiskWait = DEFAULT_DISK_WAIT

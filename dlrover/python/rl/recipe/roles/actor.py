@@ -65,15 +65,10 @@ class ActorWorkload(TrainedWorkload):
 
     @on_device
     def update(self, rollouts: Batch, rows: Batch, plan: UpdatePlan, *aux: Batch) -> list[UpdateResult]:
-        """The optimizer steps on this rank's share of a step's rows.
+        """The optimizer steps on this rank's share of a step's rows; RowsDiffer if other rows were scored.
 
-        Args:
-            rows: the algorithm's columns of the same rows, and the ``update`` of each.
-            aux: ragged columns of the same rows, from other roles, that the algorithm's loss needs.
-
-        Raises:
-            RowsDiffer: other rows were scored than these.
-        """
+        ``rows`` are the algorithm's columns with the ``update`` of each row, ``aux`` ragged columns from other
+        roles."""
         batch = join_columns(rollouts, rows, [cast_columns(columns, plan.dtypes) for columns in aux]).with_columns(
             rollout_logprobs=rollouts["logprobs"]
         )
@@ -122,9 +117,8 @@ class ActorWorkload(TrainedWorkload):
     def publish_weights(self) -> Ticket:
         """Send the current weights with the ticket that rank 0 returns.
 
-        Where ``engine.weight_sync`` waits for its receivers, the weights are sent from a thread, after this call. Else
-        the last two versions are kept, by default in memory that is freed with this process.
-        """
+        If the transport waits for its receivers, a thread sends them after this call. Else the last two versions are
+        kept, by default in memory that is freed with this process."""
         with self._bare_turn():
             ticket = self._weights.offer(self._engine)
             if not waits_for_receivers(self._weights):

@@ -40,14 +40,9 @@ class CriticWorkload(TrainedWorkload):
 
     @on_device
     def update(self, rollouts: Batch, rows: Batch, plan: UpdatePlan) -> list[UpdateResult]:
-        """The optimizer steps on this rank's share of a step's rows.
+        """The optimizer steps on this rank's share of a step's rows; RowsDiffer if other rows were scored.
 
-        Args:
-            rows: ``returns``, ``values``, ``weight`` and ``update`` of the same rows.
-
-        Raises:
-            RowsDiffer: other rows were scored than these.
-        """
+        ``rows`` are ``returns``, ``values``, ``weight`` and ``update`` of the same rows."""
         batch = shift_to_states(join_columns(rollouts, rows))
         return run_updates(batch, plan, lambda part: self._engine.step(part, self._loss))
 

@@ -42,18 +42,15 @@ _ONE_COMPLETION = RolloutConfig()
 class RolloutWorkload(EngineWorkload):
     """ROLLOUT: generates completions. Each member serves a whole copy of the policy.
 
-    No step depends on its state: each step first gives it the weights, and names the groups that it shall have. Samples
-    depend on those, the seed, the prompt's id and the sample's index.
-    """
+    No step depends on its state: each step first gives it the weights, and the list of its groups. Samples depend on
+    those, the seed, the prompt's id and the sample's index."""
 
     @classmethod
     def warm_up(cls) -> None:
         load_warmup().warm_rollout()
 
     def init_model(self, model: str, engine: EngineConfig, rollout: RolloutConfig = _ONE_COMPLETION) -> str:
-        """Load the policy and the environment; returns the engine's class. It serves nothing before weights arrive.
-
-        With ``rollout.max_staleness`` samples continue between calls."""
+        """Load the policy and the environment; returns the engine's class. It serves nothing before weights arrive."""
         use_threads(engine.threads)
         device = device_of(self, engine)
         settings = RolloutSettings(
@@ -78,11 +75,8 @@ class RolloutWorkload(EngineWorkload):
 
     def receive_weights(self, ticket: Ticket) -> WeightStamp:
         """Fetch, verify and serve the actor's weights; older ones too, since a run that went back repeats a step.
-
-        Raises:
-            ResultLost: the actor was replaced and has them no more; the trainer requests a new ticket.
-            WeightSyncError: they are not those that were sent; the old ones keep serving.
-        """
+        Raises ResultLost if the actor was replaced and no longer has them, WeightSyncError if they differ from those
+        that were sent."""
         try:
             weights = self._weights.receive(ticket)
         except WeightsLost as error:
@@ -118,25 +112,16 @@ class RolloutWorkload(EngineWorkload):
 
     @on_device
     def sample(self, wanted: Batch, sampling: SamplingParams, seed: int, enough: int, patience_s: float) -> Batch:
-        """Have just the wanted groups, and wait for some to complete.
+        """Generate exactly the wanted groups, and wait until ``enough`` are complete, or all, or for ``patience_s``.
 
-        A new group is started when there is capacity, in this order; one that is not listed is cancelled.
+        A new group is started when there is capacity, in this order; one that is not listed is cancelled. ``wanted``
+        has ``prompt_id``, ``retry`` and ``created_step`` (int64; the step that requested the group), which together
+        identify it, and as objects ``prompt``, ``answer`` and ``extra_info``. Samples depend on ``seed``, these numbers
+        and their index.
 
-        Args:
-            wanted: ``prompt_id``, ``retry`` and ``created_step`` (int64; the step that requested the group), which
-                together identify it, and as objects ``prompt``, ``answer`` and ``extra_info``. May be empty.
-            sampling: of new groups.
-            seed: the job's; samples depend on it, ``created_step``, ``retry``, ``prompt_id`` and their index.
-            enough: return when this many groups are complete, or all; ``patience_s``: or after this time.
-
-        Returns:
-            The status of each of ``wanted``: ``prompt_id``, ``retry``, ``created_step``, ``started``, ``complete``
-            (bool) and ``min_version`` (int64: lowest weight version of its tokens, -1 for none).
-
-        Raises:
-            WeightSyncError: the actor's weights have not arrived, or not whole.
-            EngineError: a prompt cannot be completed, or the engine cannot generate.
-        """
+        Returns the status of each group: the three numbers, ``started``, ``complete`` (bool) and ``min_version``
+        (int64: lowest weight version of its tokens, -1 for none). Raises WeightSyncError without weights, EngineError
+        if a prompt cannot be completed or the engine cannot generate."""
         return self._loop.run(self._scheduler.sample(wanted, sampling, seed, enough, patience_s))
 
     @trainer_invocation(blocking=False)
@@ -157,13 +142,9 @@ class RolloutWorkload(EngineWorkload):
         """Complete the prompts, before all running groups; see
         :func:`~dlrover.python.rl.recipe.rollout.episodes.make_batch`.
 
-        Args:
-            prompts: ``prompt_id``, and as objects ``prompt`` (text or messages), ``answer`` and ``extra_info``.
-            seed: the job's, the step and, if any, the retry.
-
-        Raises:
-            EngineError: a prompt cannot be completed, or the engine cannot generate.
-        """
+        ``prompts`` has ``prompt_id``, and as objects ``prompt`` (text or messages), ``answer`` and ``extra_info``;
+        ``seed`` is the job's, the step and, if any, the retry. Raises EngineError if a prompt cannot be completed or
+        the engine cannot generate."""
         return self._loop.run(self._scheduler.generate(prompts, sampling, seed))
 
     def close(self) -> None:

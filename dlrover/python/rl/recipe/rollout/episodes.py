@@ -88,18 +88,12 @@ class Group:
 def make_batch(groups: Sequence[Group], scored: bool) -> Batch:
     """The rows of complete groups: groups in this order, samples by index, sequences of a sample adjacent.
 
-    Args:
-        groups: whose samples have all ended.
-        scored: an environment has rewarded them.
-
-    Returns:
-        Ragged ``[rows, seq]``: ``tokens``, ``action_mask``, ``logprobs``, ``versions`` (int64, -1 outside the mask)
-        and, if scored, ``token_rewards``. Dense: ``prompt_id``, ``sample_index``, ``retry``, ``turns`` (of the sample),
-        ``finished``, ``version`` and ``min_version`` (highest and lowest of the row, -1 without an action token),
-        ``trajectory`` (the same on the rows of one sample), ``digest`` (of the tokens) and, if scored, ``reward`` and
-        ``score`` (float64; of the row's own actions, NaN where the sample failed). Objects: ``completion``,
-        ``prompt``, ``answer``, ``extra_info`` and, if scored, ``error`` (None, or why it failed).
-    """
+    Ragged ``[rows, seq]``: ``tokens``, ``action_mask``, ``logprobs``, ``versions`` (int64, -1 outside the mask). Dense:
+    ``prompt_id``, ``sample_index``, ``retry``, ``turns`` (of the sample), ``finished``, ``version`` and ``min_version``
+    (highest and lowest of the row, -1 without an action token), ``trajectory`` (the same on the rows of one sample),
+    ``digest`` (of the tokens). Objects: ``completion``, ``prompt``, ``answer``, ``extra_info``. If an environment has
+    ``scored`` them, also ``token_rewards``, ``reward`` and ``score`` (float64; of the row's own actions, NaN where the
+    sample failed) and ``error`` (None, or why it failed)."""
     rows = [(group, sample, row) for group in groups for sample in group.samples for row in sample.sequences]
     sequences = [row for _, _, row in rows]
     tokens = Ragged.from_rows([row.tokens for row in sequences], dtype=np.int64)
@@ -167,16 +161,9 @@ def _trajectory_number(group: Group, sample: Sample) -> int:
 
 
 class EpisodeRunner:
-    """Runs samples.
+    """Runs samples of at most ``max_turns`` actions; without ``guard`` a sample is one completion.
 
-    Args:
-        stream: of the engine.
-        guard: of the environment; None: a sample is one completion.
-        max_turns: limit on the actions of a sample.
-
-    Attributes:
-        generating: number of samples that need the engine; the others wait for the environment.
-    """
+    ``generating`` is the number of samples that need the engine; the others wait for the environment."""
 
     def __init__(self, stream: EngineStream, guard: Guard | None, max_turns: int) -> None:
         self._stream, self._guard, self._max_turns = stream, guard, max_turns
@@ -184,17 +171,9 @@ class EpisodeRunner:
         self.generating = 0
 
     async def run(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
-        """Run a sample to its end. If the environment fails, the sample has an ``error``.
-
-        Args:
-            group: of the sample.
-            sample: receives the sequences.
-            tokens: of the prompt, where there is no environment.
-
-        Raises:
-            EngineError: the engine refuses the prompt.
-            DataError: the prompt cannot be encoded.
-        """
+        """Run a sample to its end; ``tokens`` is the prompt if there is no environment. If the environment fails, the
+        sample has an ``error``. Raises EngineError if the engine refuses the prompt, DataError if it cannot be
+        encoded."""
         if self._guard is None:
             sequence = TokenSequence(group.text)
             sequence.give(tokens)

@@ -66,8 +66,6 @@ class RolloutScheduler:
         self._sampling: tuple[SamplingParams, int] | None = None
         self._stamps: dict[int, WeightStamp] = {}
 
-    # -- groups -------------------------------------------------------------------------------------------------------
-
     async def sample(self, wanted: Batch, sampling: SamplingParams, seed: int, enough: int, patience_s: float) -> Batch:
         self._check_weights()
         self._sampling = sampling, seed
@@ -137,15 +135,10 @@ class RolloutScheduler:
         pending = sample.pending
         return sample.merge_versions(self._stream.version_range(pending) if pending is not None else (-1, -1))
 
-    # -- weights ------------------------------------------------------------------------------------------------------
-
     async def receive(self, weights: WeightSnapshot) -> None:
         """Continue with these weights. If they are older than those before, or others of the same version, groups with
-        tokens of later weights are restarted.
-
-        Raises:
-            WeightSyncError: they are not those that were sent; the old ones keep serving.
-        """
+        tokens of later weights are restarted. WeightSyncError: they differ from those that were sent; the old ones keep
+        serving."""
         self._stream.preempt()
         stamp = weights.stamp
         is_known = self._stamps.get(stamp.version, stamp) == stamp
@@ -172,8 +165,6 @@ class RolloutScheduler:
         if self.engine.version < 0:
             raise WeightSyncError("no weights yet: this rollout has not received the actor's, and serves no others")
 
-    # -- running ------------------------------------------------------------------------------------------------------
-
     async def start(self) -> None:
         self._start_driver()
 
@@ -184,12 +175,8 @@ class RolloutScheduler:
     async def _run_until(
         self, groups: Sequence[Group], condition: Callable[[], bool], patience_s: float = math.inf
     ) -> None:
-        """Advance until the condition is met, or ``patience_s`` have passed.
-
-        Raises:
-            EngineError: the engine cannot generate; everything stays as it was.
-            BaseException: the failure of one of ``groups``, which is dropped.
-        """
+        """Advance until the condition is met, or ``patience_s`` have passed. Raises EngineError if the engine cannot
+        generate (everything stays), or the failure of one of ``groups``, which is dropped."""
 
         def should_stop() -> bool:
             return condition() or any(group.failure is not None for group in groups)

@@ -24,9 +24,6 @@ T = TypeVar("T")
 _JOIN_S, _CANCEL_S = 10.0, 1.0
 
 
-# -- event loops ------------------------------------------------------------------------------------------------------
-
-
 class EventLoop(Protocol):
     runs_between_calls: bool
 
@@ -56,11 +53,7 @@ class InlineLoop:
 
 
 class ThreadLoop:
-    """Runs in a background thread, also between calls.
-
-    Args:
-        threads: that torch computes with in that thread; it counts them per thread.
-    """
+    """Runs in a background thread, also between calls, with ``threads`` of torch: it counts them per thread."""
 
     runs_between_calls = True
 
@@ -156,9 +149,6 @@ class Wakeup:
             self._waiters.discard(waiter)
 
 
-# -- the engine -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class PendingRequest:
     request: Request  # with the tokens it had when the engine last returned it
@@ -171,12 +161,7 @@ class PendingRequest:
 
 @dataclass(eq=False)
 class EngineStream:
-    """Many requests, one engine, one event loop.
-
-    Args:
-        engine: has no other user while requests run.
-        wakeup: notified of new requests.
-    """
+    """Many requests, one engine without other users, one event loop; ``wakeup`` is notified of new requests."""
 
     engine: BaseRolloutEngine
     wakeup: Wakeup
@@ -194,22 +179,15 @@ class EngineStream:
         return pending
 
     async def wait(self, pending: PendingRequest) -> Completion:
-        """Wait for a completion; cancelling the wait withdraws the request.
-
-        Raises:
-            EngineError: the engine refuses the request.
-        """
+        """Wait for a completion; cancelling the wait withdraws the request. EngineError: the engine refuses it."""
         try:
             return await pending.result
         finally:
             self._withdraw(pending)
 
     def step(self) -> bool:
-        """Hand over waiting requests and advance the engine; return False if there is nothing to generate.
-
-        Raises:
-            EngineError: the engine cannot generate; all requests stay.
-        """
+        """Hand over waiting requests and advance the engine; return False if there is nothing to generate. EngineError:
+        the engine cannot generate; all requests stay."""
         if self.engine.version < 0:
             return False
         self._hand_over()
