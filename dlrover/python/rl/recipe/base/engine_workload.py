@@ -22,11 +22,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 
+from dlrover.python.rl.common.disk_space import retry_while_full
 from dlrover.python.rl.common.errors import RowsDiffer
 from dlrover.python.rl.common.names import run_of
 from dlrover.python.rl.config.typed import require
@@ -90,11 +92,6 @@ def train_settings(engine: EngineConfig, device: str, parallel: ParallelSizes) -
         parallel=parallel,
         backend=engine.train_options,
     )
-
-
-def parallel_sizes(engine: EngineConfig, members: int) -> ParallelSizes:
-    """By default each member holds the whole model where the engine can: it recovers without the others."""
-    return engine.parallel or ParallelSizes(ddp_size=members if engine.train == "fsdp2" else 1)
 
 
 def hash_vocabulary(tokenizer: Any) -> str:
@@ -173,6 +170,22 @@ class EngineWorkload(BaseWorkload):
                 if self._memory is not None:
                     self._memory.release_cache()
 
+    def _make_train_engine(
+        self,
+        model: str,
+        engine: EngineConfig,
+        optimizer: OptimizerConfig | None = None,
+        rendezvous: Rendezvous = Rendezvous(),  # noqa: B008 - frozen
+        **changes: Any,
+    ) -> None:
+        """Make ``self._engine``, of this member alone unless ``changes`` of its settings name other sizes."""
+        if engine.threads is not None:
+            torch.set_num_threads(engine.threads)
+        device = device_of(self, engine)
+        settings = replace(train_settings(engine, device, ParallelSizes()), **changes)
+        with self._first_turn(device) as memory:
+            self._engine = engine_class(TRAIN_ENGINES, engine.train)(model, optimizer, settings, rendezvous, memory)
+
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
@@ -226,15 +239,20 @@ class TrainedWorkload(EngineWorkload):
     def _load(
         self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, seed: int, lora: LoraSettings | None = None
     ) -> None:
-        use_threads(engine.threads)
         rendezvous = Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
-        device = device_of(self, engine)
-        settings = train_settings(engine, device, parallel_sizes(engine, self.world_size))
-        settings = replace(settings, lora=lora, head=self.head, head_bias=self.head_bias)
-        make = engine_class(TRAIN_ENGINES, engine.train)
-        with self._first_turn(device) as memory:
-            self._engine = make(model, optimizer, settings, rendezvous, memory)
+        # By default each member holds the whole model where the engine can: it recovers without the others.
+        sizes = engine.parallel or ParallelSizes(ddp_size=self.world_size if engine.train == "fsdp2" else 1)
+        heads = {"head": self.head, "head_bias": self.head_bias}
+        self._make_train_engine(model, engine, optimizer, rendezvous, parallel=sizes, lora=lora, **heads)
         seed_random(seed, self.role, self.rank)
+
+    def save(self, path: Path) -> None:
+        """Write the model in Hugging Face format (rank 0 does); waits for space on a full disk."""
+        retry_while_full(lambda: self._save(path), path)
+
+    def _save(self, path: Path) -> None:
+        with self._bare_turn():  # not while it waits for space
+            self._engine.save(path)
 
     @trainer_invocation(target="RANK0")
     def vocabulary(self) -> str:

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ACTOR: the policy in training, or a reward model in training."""
+"""ACTOR and CRITIC: the models in training."""
 
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from dlrover.python.rl.algorithm.base import Algorithm, EngineLoss
-from dlrover.python.rl.common.disk_space import retry_while_full
+from dlrover.python.rl.algorithm.losses.values import ValueLoss, shift_to_actions, shift_to_states
 from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
 from dlrover.python.rl.engine.api.weights import WeightStamp
@@ -145,14 +144,6 @@ class ActorWorkload(TrainedWorkload):
             self._sending = None
         return self._published
 
-    def save(self, path: Path) -> None:
-        """Write the policy in Hugging Face format (rank 0 does); waits for space on a full disk."""
-        retry_while_full(lambda: self._save(path), path)
-
-    def _save(self, path: Path) -> None:
-        with self._bare_turn():  # not while it waits for space
-            self._engine.save(path)
-
     def close(self) -> None:
         if hasattr(self, "_weights"):
             self._weights.close()
@@ -165,3 +156,29 @@ class ScorerWorkload(ActorWorkload):
 
     head: ClassVar[Head] = "token"
     head_bias: ClassVar[bool] = False
+
+
+class CriticWorkload(TrainedWorkload):
+    """CRITIC: a model with a head of one score, trained to predict the remaining reward."""
+
+    head: ClassVar[Head] = "token"
+
+    def init_model(
+        self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, loss: ValueLoss, seed: int = 0
+    ) -> None:
+        self._loss = loss
+        self._load(model, engine, optimizer, seed)
+
+    @trainer_invocation(blocking=False)
+    @on_device
+    def values(self, rollouts: Batch) -> Batch:
+        scores = self._engine.evaluate(shift_to_states(rollouts.select(*TRAINED))).ragged("scores")
+        return Batch({"values": shift_to_actions(scores)})
+
+    @on_device
+    def update(self, rollouts: Batch, rows: Batch, plan: UpdatePlan) -> list[UpdateResult]:
+        """The optimizer steps on this rank's share of a step's rows; RowsDiffer if other rows were scored.
+
+        ``rows`` are ``returns``, ``values``, ``weight`` and ``update`` of the same rows."""
+        batch = shift_to_states(join_columns(rollouts, rows))
+        return run_updates(batch, plan, lambda part: self._engine.step(part, self._loss))

@@ -2,19 +2,13 @@
 """REFERENCE and TEACHER: frozen models that compute log-probs of the policy's samples."""
 
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.engine.api.base import BaseTrainEngine, Rendezvous
-from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
-from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import (
     TRAINED,
     EngineWorkload,
-    device_of,
     hash_vocabulary,
     load_warmup,
     on_device,
-    train_settings,
-    use_threads,
 )
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
@@ -27,11 +21,7 @@ class ReferenceWorkload(EngineWorkload):
         load_warmup().warm_reference()
 
     def init_model(self, model: str, engine: EngineConfig) -> None:
-        use_threads(engine.threads)
-        device = device_of(self, engine)
-        settings, make = train_settings(engine, device, ParallelSizes()), engine_class(TRAIN_ENGINES, engine.train)
-        with self._first_turn(device) as memory:
-            self._engine: BaseTrainEngine = make(model, None, settings, Rendezvous(), memory)
+        self._make_train_engine(model, engine)
 
     @trainer_invocation(blocking=False)
     @on_device

@@ -2,7 +2,6 @@
 """REWARD: scores completions by a function, or by a trained model."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ from dlrover.python.rl.config.typed import salvage
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import encode_raw
 from dlrover.python.rl.data.pairs import encode_pair
-from dlrover.python.rl.engine.api.base import BaseTrainEngine, Rendezvous
-from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class, engine_info, find_train_errors
+from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info, find_train_errors
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.model.spec import find_model_folder
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
@@ -26,11 +24,8 @@ from dlrover.python.rl.environment.verifiers import exact
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig, validate_model
 from dlrover.python.rl.recipe.base.engine_workload import (
     EngineWorkload,
-    device_of,
     load_warmup,
     on_device,
-    train_settings,
-    use_threads,
 )
 from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
 from dlrover.python.rl.trainer.workload import BaseWorkload
@@ -119,13 +114,8 @@ class ModelRewardWorkload(EngineWorkload):
         self._longest, faults = _inspect_head(folder)
         if faults:
             raise EngineError("; ".join(faults))
-        use_threads(engine.threads)
-        device = device_of(self, engine)
-        settings = train_settings(engine, device, ParallelSizes())
-        settings = replace(settings, head="token", head_bias=_head_kind(AutoConfig.from_pretrained(folder)) == _TOKENS)
-        with self._first_turn(device) as memory:
-            make = engine_class(TRAIN_ENGINES, engine.train)
-            self._engine: BaseTrainEngine = make(reward.model, None, settings, Rendezvous(), memory)
+        has_bias = _head_kind(AutoConfig.from_pretrained(folder)) == _TOKENS
+        self._make_train_engine(reward.model, engine, head="token", head_bias=has_bias)
 
     @on_device
     def score(self, rollouts: Batch) -> Batch:
@@ -158,7 +148,7 @@ class ModelRewardWorkload(EngineWorkload):
         ends = tokens.offsets[1:] - 1
         last = np.zeros(len(tokens.values), dtype=np.bool_)
         last[ends] = True
-        outputs = self._engine.evaluate(Batch({"tokens": tokens, "action_mask": tokens.like(last)}))
+        outputs: Batch = self._engine.evaluate(Batch({"tokens": tokens, "action_mask": tokens.like(last)}))
         return outputs.ragged("scores").values[ends].astype(np.float64)
 
 

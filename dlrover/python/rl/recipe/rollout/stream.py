@@ -11,6 +11,7 @@
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -112,21 +113,11 @@ async def _cancel_all() -> None:
 
 
 def _run_in_thread(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def serve() -> None:
-        try:
-            results.append(loop.run_until_complete(coroutine))
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=serve, name="rollouts")
-    thread.start()
-    thread.join()  # waits: as long as the call takes, which the trainer's limits bound
-    if errors:
-        raise errors[0]
-    return results[0]
+    pool = ThreadPoolExecutor(1, "rollouts")
+    try:
+        return pool.submit(loop.run_until_complete, coroutine).result()  # waits: for a call that the trainer bounds
+    finally:
+        pool.shutdown(wait=False)
 
 
 class Wakeup:
