@@ -11,8 +11,9 @@ import pytest
 
 from dlrover.python.rl.classic import EnvBase
 from dlrover.python.rl.classic.envs import load_samples
-from dlrover.python.rl.classic.rewards import reward_function, write_examples, write_prompts
+from dlrover.python.rl.classic.rewards import reward_function, write_samples
 from dlrover.python.rl.common.errors import VerifierError
+from dlrover.python.rl.data.conversation import normalize_sft
 from dlrover.python.rl.environment.core.functions import load_function
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier
 
@@ -26,7 +27,7 @@ sys.path.insert(0, "{root}")
 from pathlib import Path
 from dlrover.python.rl.classic import EnvBase
 from dlrover.python.rl.classic.envs import load_samples
-from dlrover.python.rl.classic.rewards import write_prompts
+from dlrover.python.rl.classic.rewards import write_samples
 
 BONUS = 2.5
 
@@ -34,7 +35,8 @@ class Own(EnvBase):
     def get_reward(self, text):
         return BONUS + len(text)
 
-print(write_prompts(Path("{folder}"), "train", load_samples([Own([dict(role="user", content="?")])], "train_dataset")))
+samples = load_samples([Own([dict(role="user", content="?")])], "train_dataset")
+print(write_samples(Path("{folder}"), "train", samples, rewards=True))
 """
 
 
@@ -58,7 +60,7 @@ def rows_of(path):
 
 def test_a_row_leads_to_its_own_environment(tmp_path):
     samples = load_samples([Judging(ASKED, 4), Judging(ASKED, 5)], "train_dataset")
-    rows = rows_of(write_prompts(tmp_path / "data", "train", samples))
+    rows = rows_of(write_samples(tmp_path / "data", "train", samples, rewards=True))
     assert [row["messages"] for row in rows] == [ASKED, ASKED]
     assert [row["answer"] for row in rows] == ["4", "5"]
     assert [judge(tmp_path / "data", "4, 4 or 5", row) for row in rows] == [2.0, 1.0]
@@ -66,21 +68,23 @@ def test_a_row_leads_to_its_own_environment(tmp_path):
 
 def test_new_environments_are_seen_in_the_same_file(tmp_path):
     for answer, reward in ((4, 1.0), (5, 0.0)):
-        (row,) = rows_of(write_prompts(tmp_path, "train", load_samples([Judging(ASKED, answer)], "train_dataset")))
+        samples = load_samples([Judging(ASKED, answer)], "train_dataset")
+        (row,) = rows_of(write_samples(tmp_path, "train", samples, rewards=True))
         assert judge(tmp_path, "4", row) == reward
 
 
 def test_an_empty_completion_has_the_reward_of_a_missing_one_if_there_is_one(tmp_path):
     samples = load_samples([Judging(ASKED, 4)], "train_dataset")
-    (without,) = rows_of(write_prompts(tmp_path, "a", samples))
-    (having,) = rows_of(write_prompts(tmp_path, "b", samples, empty_reward=-101.0))
+    (without,) = rows_of(write_samples(tmp_path, "a", samples, rewards=True))
+    (having,) = rows_of(write_samples(tmp_path, "b", samples, rewards=True, empty_reward=-101.0))
     assert judge(tmp_path, "", without) == 0.0
     assert judge(tmp_path, "", having) == -101.0
     assert judge(tmp_path, "4", having) == 1.0
 
 
 def test_a_sample_without_rewards_has_none(tmp_path):
-    (row,) = rows_of(write_prompts(tmp_path, "train", load_samples([EnvBase(ASKED)], "train_dataset")))
+    samples = load_samples([EnvBase(ASKED)], "train_dataset")
+    (row,) = rows_of(write_samples(tmp_path, "train", samples, rewards=True))
     assert row == {"messages": ASKED}
     with pytest.raises(ValueError, match="has no get_reward"):
         judge(tmp_path, "4", row)
@@ -90,7 +94,7 @@ def test_what_cannot_be_pickled_is_said(tmp_path):
     sample = Judging(ASKED)
     sample.lock = threading.Lock()
     with pytest.raises(TypeError, match="the samples of train cannot be pickled"):
-        write_prompts(tmp_path, "train", load_samples([sample], "train_dataset"))
+        write_samples(tmp_path, "train", load_samples([sample], "train_dataset"), rewards=True)
 
 
 def test_the_class_of_a_script_goes_along(tmp_path):
@@ -113,7 +117,7 @@ def test_the_class_of_a_script_goes_along(tmp_path):
 def test_a_folder_with_odd_letters_is_found_and_named_in_what_goes_wrong(tmp_path):
     folder = tmp_path / "my runs.v1:2 100%"
     samples = load_samples([Judging(ASKED, 4), Failing(ASKED)], "train_dataset")
-    first, second = rows_of(write_prompts(folder, "train", samples))
+    first, second = rows_of(write_samples(folder, "train", samples, rewards=True))
     with DeadlineVerifier(reward_function(folder), timeout_s=20.0) as verifier:
         assert verifier("4", None, first["extra_info"]) == 1.0
         with pytest.raises(VerifierError, match=r"rewards:/.*raised ArithmeticError: not this one"):
@@ -126,7 +130,8 @@ def test_environments_that_cannot_be_loaded_are_refused_before_anything_is_judge
         load_function(reward_function(tmp_path))
 
 
-def test_examples_end_with_the_answer(tmp_path):
+def test_examples_carry_no_environments_and_end_with_the_answer(tmp_path):
     talk = [*ASKED, {"role": "assistant", "content": "4"}]
-    rows = rows_of(write_examples(tmp_path, "train", load_samples([EnvBase(ASKED, 4), EnvBase(talk)], "train_dataset")))
-    assert [row["messages"] for row in rows] == [talk, talk]
+    file = write_samples(tmp_path, "train", load_samples([Judging(ASKED, 4), EnvBase(talk)], "train_dataset"))
+    assert [normalize_sft(row)["messages"] for row in rows_of(file)] == [talk, talk]
+    assert list(tmp_path.iterdir()) == [file]

@@ -70,6 +70,8 @@ def test_samples_that_cannot_serve_their_purpose_are_named():
         load_samples([EnvBase(ASKED)], "train_dataset", answers=True)
     answered = [*ASKED, {"role": "assistant", "content": "4"}]
     assert load_samples([EnvBase(answered)], "train_dataset", answers=True)
+    with pytest.raises(ValueError, match=r"train_dataset\[0\] has an answer, and an assistant's message as its last"):
+        load_samples([EnvBase(answered, 4)], "train_dataset", answers=True)
 
 
 def test_not_more_than_twenty_are_named_and_none_is_an_error():

@@ -18,7 +18,6 @@ __all__ = ["AIME2025", "CapyBaraSFTDataset", "EnvBase", "IntellectMathDataset", 
 
 _ROLES = ("system", "user", "assistant")
 _MAX_ERRORS = 20
-_BOX_REQUEST = "Put the final answer in \\boxed{}."
 
 
 class SampleDataset(Protocol):
@@ -44,11 +43,10 @@ class LoadedSample:
 
 
 def load_samples(dataset: SampleDataset, name: str, rewards: bool = False, answers: bool = False) -> list[LoadedSample]:
-    """Fetch every sample of a data set once, and check it.
+    """Fetch every sample of the data set ``name`` once, and check it.
 
     Args:
         dataset: of :class:`EnvBase` objects, others with ``prompt`` and ``answer``, or dicts of these.
-        name: of the data set, for errors.
         rewards: each sample must have ``get_reward``.
         answers: each sample must have an answer, or an assistant's message.
 
@@ -81,6 +79,8 @@ def _validate_purpose(sample: LoadedSample, rewards: bool, answers: bool) -> lis
         errors.append(f"has no reward: {type(sample.environment).__name__} must define get_reward(text)")
     if answers and sample.answer is None and all(message["role"] != "assistant" for message in sample.prompt):
         errors.append("has nothing to learn: neither an answer nor an assistant's message")
+    if answers and sample.answer is not None and sample.prompt[-1]["role"] == "assistant":
+        errors.append("has an answer, and an assistant's message as its last one: only one of them can be the answer")
     return errors
 
 
@@ -131,7 +131,7 @@ class BoxedAnswer(EnvBase):
 
 
 class _FileDataset(Sequence[EnvBase]):
-    """Samples from the rows of a file, a folder or the hub.
+    """Problems with an answer, from the rows of a file, a folder or the hub.
 
     Args:
         path: see :func:`~dlrover.python.rl.data.source.scan_rows`; ``split@`` before it picks a split.
@@ -143,6 +143,8 @@ class _FileDataset(Sequence[EnvBase]):
     """
 
     default_path = ""
+    columns: Sequence[str] = ()
+    """Names of the problem's column, the preferred one first."""
 
     def __init__(self, path: str | Path = "", num_samples: int | None = None) -> None:
         if num_samples is not None and num_samples < 1:
@@ -153,7 +155,12 @@ class _FileDataset(Sequence[EnvBase]):
         self._samples = [self._make_sample(rows[number], rows.location(number)) for number in range(count)]
 
     def _make_sample(self, row: Mapping[str, Any], place: str) -> EnvBase:
-        raise NotImplementedError
+        text = next((row[name] for name in self.columns if isinstance(row.get(name), str)), None)
+        if text is None or row.get("answer") is None:
+            names = ", ".join(self.columns)
+            raise DataError(f"{place}: needs one of {names} as text, and 'answer'; it has {', '.join(row)}")
+        question = text if "\\boxed" in text else f"{text}\n\nPut the final answer in \\boxed{{}}."
+        return BoxedAnswer([{"role": "user", "content": question}], row["answer"])
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -166,18 +173,14 @@ class IntellectMathDataset(_FileDataset):
     """Mathematics in the columns ``question`` (or ``prompt``, ``problem``) and ``answer``."""
 
     default_path = "PrimeIntellect/INTELLECT-3-RL:math"
-
-    def _make_sample(self, row: Mapping[str, Any], place: str) -> EnvBase:
-        return _make_boxed(row, place, ("question", "prompt", "problem"))
+    columns = ("question", "prompt", "problem")
 
 
 class AIME2025(_FileDataset):
     """The American Invitational Mathematics Examination 2025: ``problem`` (or ``question``) and ``answer``."""
 
     default_path = "MathArena/aime_2025"
-
-    def _make_sample(self, row: Mapping[str, Any], place: str) -> EnvBase:
-        return _make_boxed(row, place, ("problem", "question"))
+    columns = ("problem", "question")
 
 
 class CapyBaraSFTDataset(_FileDataset):
@@ -192,11 +195,3 @@ class CapyBaraSFTDataset(_FileDataset):
             raise DataError(f"{place}: needs 'messages' or 'conversation'; it has {', '.join(row) or 'nothing'}")
         roles = (("user", "input"), ("assistant", "output"))
         return EnvBase([{"role": role, "content": turn[key]} for turn in row["conversation"] for role, key in roles])
-
-
-def _make_boxed(row: Mapping[str, Any], place: str, names: Sequence[str]) -> BoxedAnswer:
-    text = next((row[name] for name in names if isinstance(row.get(name), str)), None)
-    if text is None or row.get("answer") is None:
-        raise DataError(f"{place}: needs one of {', '.join(names)} as text, and 'answer'; it has {', '.join(row)}")
-    question = text if "\\boxed" in text else f"{text}\n\n{_BOX_REQUEST}"
-    return BoxedAnswer([{"role": "user", "content": question}], row["answer"])

@@ -6,8 +6,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 
 from dlrover.python.rl.algorithm.losses.fields import check_fields
 from dlrover.python.rl.classic.envs import LoadedSample, SampleDataset, load_samples
-from dlrover.python.rl.classic.rewards import reward_function, write_prompts
+from dlrover.python.rl.classic.rewards import reward_function, write_samples
 from dlrover.python.rl.classic.settings import NonNegative, Positive, PositiveNumber, names_arguments, sampling_params
 from dlrover.python.rl.common.disk_space import replace
 from dlrover.python.rl.common.errors import VerifierError
@@ -46,9 +45,8 @@ _BATCHES_PER_CALL = 8
 class Evaluator:
     """Generates a completion of every prompt of a data set, and scores it.
 
-    Completions depend on the weights, the seed and the sample, not on the batch. ``get_reward``
-    runs in processes that can be killed: one that takes too long, raises or returns no number leaves its sample without
-    a reward, counted in ``failed``.
+    Completions depend on the weights, the seed and the sample, not on the batch. ``get_reward`` runs in processes that
+    can be killed: one that takes too long, raises or returns no number leaves its sample without a reward.
 
     Raises:
         ValueError: an argument has a value that it cannot have; names each.
@@ -59,8 +57,6 @@ class Evaluator:
     """Folder or hub name of a causal language model."""
 
     dataset: SampleDataset
-    """Samples with ``prompt``, ``answer`` and ``get_reward``."""
-
     output_dir: str | Path = "./outputs/evaluation"
     """Where ``results.jsonl`` and ``metrics.json`` go."""
 
@@ -85,11 +81,7 @@ class Evaluator:
 
     sampling_temperature: PositiveNumber = 1.0
     num_batches: Positive | None = None
-    """Evaluate the first so many batches; None: all."""
-
     show_progress: bool = True
-    """A progress bar on standard error."""
-
     reward_timeout_s: PositiveNumber = 30.0
     """Seconds that ``get_reward`` may take."""
 
@@ -155,7 +147,7 @@ class Evaluator:
         samples = load_samples(self.dataset, "dataset")
         if self.num_batches is not None:
             samples = samples[: self.num_batches * self.batch_size]
-        generated = Batch.concat(list(self._generate(engine, samples)))
+        generated = self._generate(engine, samples)
         completions = generated.objects("completion")
         rewards = score(samples, completions, self.reward_timeout_s)
         metrics = _summarize(rewards, [int(mask.sum()) for mask in generated.ragged("action_mask")])
@@ -168,37 +160,33 @@ class Evaluator:
         replace(folder / METRICS, json.dumps(metrics, indent=2).encode())
         return metrics
 
-    def _generate(self, engine: BaseRolloutEngine, samples: Sequence[LoadedSample]) -> Iterator[Batch]:
+    def _generate(self, engine: BaseRolloutEngine, samples: Sequence[LoadedSample]) -> Batch:
+        tokens = [encode_prompt(engine.tokenizer, sample.prompt) for sample in samples]
+        ids = np.arange(len(samples), dtype=np.int64)
+        prompts = Batch({"prompt_id": ids, "tokens": Ragged.from_rows(tokens, dtype=np.int64)})
         size = self.batch_size * _BATCHES_PER_CALL
-        with _progress(len(samples), self.show_progress) as advance:
-            for start in range(0, len(samples), size):
-                part = samples[start : start + size]
-                tokens = [encode_prompt(engine.tokenizer, sample.prompt) for sample in part]
-                ids = np.arange(start, start + len(part), dtype=np.int64)
-                prompts = Batch({"prompt_id": ids, "tokens": Ragged.from_rows(tokens, dtype=np.int64)})
-                yield engine.generate(prompts, self._sampling(), (self.seed,))
-                advance(len(part))
+        parts = [prompts.rows(start, min(start + size, len(ids))) for start in range(0, len(ids), size)]
+        shown = track(parts, "evaluating", console=Console(stderr=True), disable=not self.show_progress)
+        return Batch.concat([engine.generate(part, self._sampling(), (self.seed,)) for part in shown])
 
 
 def score(
     samples: Sequence[LoadedSample], completions: Sequence[str], timeout_s: float
 ) -> list[float | VerifierError | None]:
     """The reward of each completion; the error where ``get_reward`` failed; None where there is no such method."""
-    numbers = [number for number, sample in enumerate(samples) if sample.has_reward]
-    rewards: list[float | VerifierError | None] = [None] * len(samples)
-    if not numbers:
-        return rewards
+    scored = [sample.has_reward for sample in samples]
+    if not any(scored):
+        return [None] * len(samples)
     with tempfile.TemporaryDirectory() as folder:
-        file = write_prompts(Path(folder), "scored", samples)
+        file = write_samples(Path(folder), "scored", samples, rewards=True)
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        pool = VerifierPool(min(2, len(numbers)), partial(DeadlineVerifier, reward_function(Path(folder)), timeout_s))
+        pool = VerifierPool(min(2, sum(scored)), partial(DeadlineVerifier, reward_function(Path(folder)), timeout_s))
+        calls = zip(completions, rows, strict=True)
         try:
-            results = pool.score((completions[number], None, rows[number]["extra_info"]) for number in numbers)
+            results = iter(pool.score((text, None, row["extra_info"]) for text, row in calls if "extra_info" in row))
         finally:
             pool.close()
-    for number, reward in zip(numbers, results, strict=True):
-        rewards[number] = reward
-    return rewards
+    return [next(results) if has_reward else None for has_reward in scored]
 
 
 def vllm_settings(settings: RolloutSettings, arguments: Mapping[str, Any]) -> RolloutSettings:
@@ -230,10 +218,3 @@ def _format_row(sample: LoadedSample, completion: str, reward: float | VerifierE
 
 def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@contextmanager
-def _progress(total: int, shown: bool) -> Iterator[Any]:
-    with Progress(console=Console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task("evaluating", total=total)
-        yield lambda count: bar.advance(task, count)

@@ -3,10 +3,9 @@
 
 ::
 
-    data set -> write_prompts: train.jsonl, train.environments -> a recipe -> verifier's process: get_reward(completion)
+    data set -> write_samples: train.jsonl, train.environments -> a recipe -> verifier's process: get_reward(completion)
 
-The name of the reward function holds the folder: the environments' imports are loaded with the function, outside the
-deadline of any call.
+The name of the reward function holds the folder, so the environments are loaded with it, outside any call's deadline.
 """
 
 import json
@@ -27,15 +26,15 @@ _SUFFIX = ".environments"
 
 
 def reward_function(folder: Path) -> str:
-    """The name of the reward function for the files of :func:`write_prompts` in a folder."""
+    """The name of the reward function for the files of :func:`write_samples` in a folder."""
     return f"{__name__}:{quote(str(folder.absolute())).replace('.', '%2E')}"
 
 
 @dataclass(frozen=True)
 class EnvironmentRewards:
-    """Scores a completion by the environment of its row; ``files`` has the environments of each file, by its name."""
+    """Scores a completion by the environment of its row."""
 
-    files: Mapping[str, Sequence[Any]]
+    files: Mapping[str, Sequence[Any]]  # Environments by the name of their file.
 
     def __call__(self, completion: str, answer: str | None, extra_info: Mapping[str, Any]) -> float:
         """Return the environment's reward, or ``empty_reward`` of an empty completion; ``answer`` is not used.
@@ -70,16 +69,13 @@ def remove_environments(folder: Path) -> None:
         path.unlink()
 
 
-def write_prompts(folder: Path, name: str, samples: Sequence[LoadedSample], empty_reward: float | None = None) -> Path:
-    """Write a data set for a recipe, and its environments beside it if they have rewards.
+def write_samples(
+    folder: Path, name: str, samples: Sequence[LoadedSample], rewards: bool = False, empty_reward: float | None = None
+) -> Path:
+    """Write a data set for a recipe, and the environments beside it if they are to give rewards.
 
-    The environments are pickled with their classes where these are the script's own, so they need not be importable.
-
-    Args:
-        folder: created where it is missing.
-        name: of the files.
-        samples: the data set.
-        empty_reward: the reward of an empty completion; None: the environment's.
+    They are pickled with their classes where these are the script's own, so they need not be importable.
+    ``empty_reward`` is the reward of an empty completion; None: the environment's.
 
     Returns:
         The data file: rows of ``messages``, ``answer`` and ``extra_info``.
@@ -88,32 +84,20 @@ def write_prompts(folder: Path, name: str, samples: Sequence[LoadedSample], empt
         TypeError: an environment cannot be pickled.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if any(sample.has_reward for sample in samples):
+    scored = [rewards and sample.has_reward for sample in samples]
+    if any(scored):
         replace(folder / f"{name}{_SUFFIX}", _pickle([sample.environment for sample in samples], name))
     rows = []
     for number, sample in enumerate(samples):
         row: dict[str, Any] = {"messages": sample.prompt}
         if sample.answer is not None:
             row["answer"] = str(sample.answer)
-        if sample.has_reward:
+        if scored[number]:
             row["extra_info"] = {"environments": name, "number": number, "empty_reward": empty_reward}
         rows.append(row)
-    return _write_jsonl(folder / f"{name}.jsonl", rows)
-
-
-def write_examples(folder: Path, name: str, samples: Sequence[LoadedSample]) -> Path:
-    """Write a data set for SFT: rows of ``messages``, the answer as the last of them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for sample in samples:
-        answer = [] if sample.answer is None else [{"role": "assistant", "content": str(sample.answer)}]
-        rows.append({"messages": [*sample.prompt, *answer]})
-    return _write_jsonl(folder / f"{name}.jsonl", rows)
-
-
-def _write_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    replace(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
-    return path.absolute()
+    file = folder / f"{name}.jsonl"
+    replace(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
+    return file.absolute()
 
 
 def _pickle(environments: list[Any], name: str) -> bytes:

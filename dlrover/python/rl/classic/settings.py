@@ -38,14 +38,10 @@ CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {
 
 def recipe_config(arguments: Any, computed: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ``arguments`` by :data:`CONFIG_KEYS`, then ``computed``, whose keys are dotted, as one tree."""
-    values = {
-        key: getattr(arguments, name)
-        for name, keys in CONFIG_KEYS.items()
-        for key in keys
-        if getattr(arguments, name, None) is not None
-    }
+    values = {key: getattr(arguments, name, None) for name, keys in CONFIG_KEYS.items() for key in keys}
+    given = {key: value for key, value in values.items() if value is not None}
     config: dict[str, Any] = {}
-    for key, value in {**values, **computed}.items():
+    for key, value in {**given, **computed}.items():
         *parents, last = key.split(".")
         section = config
         for parent in parents:
@@ -91,20 +87,8 @@ def sampling_params(
     return SamplingParams(max_new_tokens, temperature, **options)
 
 
-_OPTIMIZERS: dict[Any, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
-    torch.optim.AdamW: (
-        {"name": "adamw", "lr": 1e-3, "weight_decay": 0.01},
-        {"lr", "betas", "weight_decay"},
-        {"eps": 1e-8, "amsgrad": False, "maximize": False},
-    ),
-    torch.optim.SGD: (
-        {"name": "sgd", "lr": 1e-3},
-        {"lr", "momentum", "weight_decay"},
-        {"dampening": 0, "nesterov": False, "maximize": False},
-    ),
-}
-"""PyTorch's defaults in the recipe's names, the arguments that are supported, and those with one supported value."""
-
+_OPTIMIZERS = {torch.optim.AdamW: "adamw", torch.optim.SGD: "sgd"}
+_SUPPORTED = {"lr", "betas", "weight_decay", "momentum"}
 _SPEED_ONLY = {"foreach", "fused", "capturable", "differentiable"}
 _SCHEDULES = "ConstantLR without an end, LinearLR that falls, CosineAnnealingLR"
 
@@ -133,14 +117,16 @@ def optimizer_config(
 
 
 def _optimizer_values(optimizer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    values, supported, fixed = _OPTIMIZERS[optimizer]
-    names = {*supported, *fixed, *_SPEED_ONLY}
+    """PyTorch's defaults and ``arguments``, in the recipe's names."""
+    signature = inspect.signature(optimizer).parameters
+    defaults = {name: parameter.default for name, parameter in signature.items() if name != "params"}
     for name, value in arguments.items():
-        if name not in names:
-            raise ValueError(f"optimizer_args: {optimizer.__name__} has no '{name}'{hint(name, names)}")
-        if name in fixed and value != fixed[name]:
-            raise ValueError(f"optimizer_args: {name} can only be {fixed[name]}, not {value!r}")
-    return values | {name: value for name, value in arguments.items() if name in supported}
+        if name not in defaults:
+            raise ValueError(f"optimizer_args: {optimizer.__name__} has no '{name}'{hint(name, defaults)}")
+        if name not in _SUPPORTED | _SPEED_ONLY and value != defaults[name]:
+            raise ValueError(f"optimizer_args: {name} can only be {defaults[name]}, not {value!r}")
+    values = {name: value for name, value in {**defaults, **arguments}.items() if name in _SUPPORTED}
+    return {"name": _OPTIMIZERS[optimizer], **values}
 
 
 def _schedule_values(scheduler: Any, arguments: Mapping[str, Any] | None, lr: Any) -> dict[str, Any]:

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """RLFusion's trainers: the arguments of each, and how they become the configuration of its recipe."""
 
+import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 from transformers import AutoConfig
 
 from dlrover.python.rl.classic.envs import LoadedSample, SampleDataset, load_samples
-from dlrover.python.rl.classic.rewards import remove_environments, write_examples, write_prompts
+from dlrover.python.rl.classic.rewards import remove_environments, write_samples
 from dlrover.python.rl.classic.settings import (
     NonNegativeNumber,
     Positive,
@@ -19,7 +22,8 @@ from dlrover.python.rl.classic.settings import (
     names_arguments,
     sampling_params,
 )
-from dlrover.python.rl.classic.training import ClassicTrainer, LogOptions, read_launch
+from dlrover.python.rl.classic.training import ClassicTrainer
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.conversation import Encoding, collect_sft, encode_sft
 from dlrover.python.rl.engine.api.base import Rendezvous
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
@@ -37,7 +41,10 @@ from dlrover.python.rl.recipe.workloads import (
     TeacherWorkload,
 )
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
+from dlrover.python.rl.trainer.trainer import StepReport
 from dlrover.python.rl.trainer.workload import BaseWorkload
+
+_LOG = get_logger(__name__)
 
 _NO_LIMIT = 1 << 20
 _SAMPLED_ROLES: Mapping[str, type[BaseWorkload]] = {
@@ -58,16 +65,9 @@ class ClassicSFTTrainer(ClassicTrainer):
 
     Every row is trained on once before any is for the second time. ``output_dir`` holds ``metrics.jsonl``,
     ``step_<number>/`` and ``final/``.
-
-    Raises:
-        ValueError: an argument has an invalid value.
-        TypeError: there is no such argument; gives the nearest.
     """
 
     recipe = SFTTrainer
-
-    model: str | Path
-    """Folder or hub name of a causal language model."""
 
     train_dataset: SampleDataset
     """Samples with ``prompt`` and ``answer``, which is the assistant's last message."""
@@ -89,9 +89,6 @@ class ClassicSFTTrainer(ClassicTrainer):
     assistant_loss_mode: Literal["all", "last"] = "all"
     """Which assistant turns are trained."""
 
-    reward_timeout_s: PositiveNumber = 30.0
-    """Seconds that ``get_reward`` may take."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.eval_sample_completions and self.eval_dataset is None:
@@ -106,10 +103,9 @@ class ClassicSFTTrainer(ClassicTrainer):
 
         Returns:
             ``ce_loss``, the mean over all labelled tokens, and ``perplexity``; with ``eval_sample_completions`` also
-            the metrics of ``Evaluator.evaluate``, whose files are in ``output_dir/evaluation``. Empty on other
-            processes.
+            the metrics of ``Evaluator.evaluate``, with its files in ``output_dir/evaluation``. Empty elsewhere.
         """
-        if read_launch(self.use_accelerate).rank:
+        if self._read_launch().rank:
             return {}
         samples = load_samples(
             self._test_dataset(dataset), "dataset", rewards=self.eval_sample_completions, answers=True
@@ -145,21 +141,21 @@ class ClassicSFTTrainer(ClassicTrainer):
         return _SAMPLED_ROLES if self.eval_sample_completions else {"actor": ActorWorkload}
 
     def _config(self, launch: LaunchEnv) -> dict[str, Any]:
-        folder = self._data_folder
         train = load_samples(self.train_dataset, "train_dataset", answers=True)
         config = {
             "batch_size": self.batch_size * launch.world_size,
             "data.max_length": self._max_length(),
             "data.over_long": "drop",
-            "data.train": str(write_examples(folder, "train", train)),
+            "data.train": str(write_samples(self._data_folder, "train", train)),
         }
         if self.eval_dataset is None:
             return config
         held_out = load_samples(self.eval_dataset, "eval_dataset", rewards=self.eval_sample_completions, answers=True)
-        config["data.eval"] = str(write_examples(folder, "eval", held_out))
+        file = str(write_samples(self._data_folder, "eval", held_out, rewards=self.eval_sample_completions))
+        config["data.eval"] = file
         if self.eval_sample_completions:
             config["answers"] = {
-                "prompts": str(write_prompts(folder, "eval_prompts", held_out)),
+                "prompts": file,
                 "rows": len(held_out),
                 "reward": self._reward(),
                 "max_new_tokens": self.max_new_tokens,
@@ -174,10 +170,9 @@ class ClassicPolicyTrainer(ClassicTrainer):
 
     needs_rewards: ClassVar[bool] = True
 
-    batch_size: Positive = 1
-    """Prompts of a step."""
+    if TYPE_CHECKING:  # each trainer has it at a place of its own
+        train_dataset: SampleDataset
 
-    max_new_tokens: Positive = 1024
     ppo_steps: Positive = 1
     """Passes over the samples of a step."""
 
@@ -190,8 +185,7 @@ class ClassicPolicyTrainer(ClassicTrainer):
     max_log_chars: Positive = 320
     """Characters of each that are logged."""
 
-    reward_timeout_s: PositiveNumber = 30.0
-    """Seconds that ``get_reward`` may take; a sample that takes longer counts as failed, and is not trained on."""
+    _offset = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -214,10 +208,9 @@ class ClassicPolicyTrainer(ClassicTrainer):
             eval_temperature: ``sampling_temperature`` by default.
 
         Returns:
-            The metrics of ``Evaluator.evaluate``, whose files are in ``output_dir/evaluation``; empty on other
-            processes.
+            The metrics of ``Evaluator.evaluate``, with its files in ``output_dir/evaluation``. Empty elsewhere.
         """
-        if read_launch(self.use_accelerate).rank:
+        if self._read_launch().rank:
             return {}
         samples = self._test_dataset(dataset)
         temperature = self.sampling_temperature if eval_temperature is None else eval_temperature
@@ -225,9 +218,22 @@ class ClassicPolicyTrainer(ClassicTrainer):
             self.model_after(step), samples, sampling_temperature=temperature, num_batches=num_batches
         )
 
-    def _log_options(self) -> LogOptions:
-        max_chars = self.max_log_chars if self.log_completions else None
-        return LogOptions(self.log_level, self.logging_steps, self.saving_steps, max_chars)
+    def _report(self, report: StepReport) -> None:
+        super()._report(report)
+        if self.log_completions and report.step % self.logging_steps == 0:
+            for row in self._read_samples(report.step):
+                _LOG.info("reward %s  %r", row.get("reward"), row["completion"][: self.max_log_chars])
+
+    def _read_samples(self, step: int) -> list[dict[str, Any]]:
+        """The samples of a step; each call reads only what was appended since the last one."""
+        prefix = f'{{"step": {step},'.encode()
+        with open(self.folder / "samples.jsonl", "rb") as file:
+            if os.fstat(file.fileno()).st_size < self._offset:
+                self._offset = 0  # the run went back to a commit, which shortens the file
+            file.seek(self._offset)
+            rows = [json.loads(line) for line in file if line.startswith(prefix)]
+            self._offset = file.tell()
+        return rows
 
     def _config(self, launch: LaunchEnv) -> dict[str, Any]:
         sampling = sampling_params(self.max_new_tokens, self.sampling_temperature, self.generation_args)
@@ -243,16 +249,15 @@ class ClassicPolicyTrainer(ClassicTrainer):
         }
 
     def _data_config(self, launch: LaunchEnv) -> dict[str, Any]:
-        folder, empty_reward = self._data_folder, self._empty_reward()
-        remove_environments(folder)
+        remove_environments(self._data_folder)
+        write = partial(write_samples, self._data_folder, rewards=True, empty_reward=self._empty_reward())
         samples = load_samples(self.train_dataset, "train_dataset", rewards=self.needs_rewards)
-        train = str(write_prompts(folder, "train", samples, empty_reward))
+        train = str(write("train", samples))
         if self.eval_dataset is None:
             # The recipe evaluates before and after the training: here on a few training samples.
             return {"data.train": train, "data.eval": train, "data.eval_rows": launch.world_size}
         held_out = load_samples(self.eval_dataset, "eval_dataset", rewards=self.needs_rewards)
-        path = str(write_prompts(folder, "eval", held_out, empty_reward))
-        return {"data.train": train, "data.eval": path, "data.eval_rows": len(held_out)}
+        return {"data.train": train, "data.eval": str(write("eval", held_out)), "data.eval_rows": len(held_out)}
 
     def _roles(self) -> Mapping[str, type[BaseWorkload]]:
         return _SAMPLED_ROLES
@@ -272,16 +277,9 @@ class ClassicGRPOTrainer(ClassicPolicyTrainer):
 
     The advantage of a sample is its reward less the mean of its group's, in standard deviations of its group's. A
     sample whose ``get_reward`` fails or takes too long is counted and not trained on.
-
-    Raises:
-        ValueError: an argument has an invalid value.
-        TypeError: there is no such argument; gives the nearest.
     """
 
     recipe = GRPOTrainer
-
-    model: str | Path
-    """Folder or hub name of a causal language model."""
 
     train_dataset: SampleDataset
     """Samples with ``prompt`` and ``get_reward``."""
@@ -323,17 +321,10 @@ class OnPolicyDistillationTrainer(ClassicPolicyTrainer):
         ).train()
 
     Samples may have no ``get_reward``: rewards are logged, and nothing is learned from them.
-
-    Raises:
-        ValueError: an argument has an invalid value.
-        TypeError: there is no such argument; gives the nearest.
     """
 
     recipe = DistillationTrainer
     needs_rewards = False
-
-    model: str | Path
-    """Folder or hub name of the student, a causal language model."""
 
     teacher_model: str | Path
     """Folder or hub name of the teacher, whose vocabulary must be the student's."""

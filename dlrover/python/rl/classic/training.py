@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What RLFusion's trainers share: their arguments, and the run of a recipe's job in the processes of a script."""
 
-import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -36,134 +35,29 @@ from dlrover.python.rl.trainer.workload import BaseWorkload
 _LOG = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class LogOptions:
-    """What the console shows of a run.
-
-    Attributes:
-        level: of Python's ``logging``.
-        logging_steps: steps between two lines of metrics.
-        saving_steps: steps between two saved models.
-        max_chars: of each completion that is shown beside the metrics; None: none is shown.
-    """
-
-    level: int = logging.INFO
-    logging_steps: int = 1
-    saving_steps: int = 1
-    max_chars: int | None = None
-
-
-@dataclass(frozen=True)
-class RecipeJob:
-    """A recipe's trainer, the workload of each role, its configuration, and whether to go on with an earlier run."""
-
-    trainer: type
-    roles: Mapping[str, type[BaseWorkload]]
-    config: Mapping[str, Any]
-    output_dir: Path
-    resume: bool
-
-    def spec(self) -> JobSpec:
-        """The job; raises ``InvalidJob`` with every error that can be found without loading the classes."""
-        builder = JobBuilder().device_type("CPU").trainer(self.trainer.__module__, self.trainer.__qualname__)
-        for role, workload in self.roles.items():
-            builder = builder.role(role, workload.__module__, workload.__qualname__)
-        builder = builder.config(self.config).checkpoint(resume="latest" if self.resume else "never")
-        job = builder.spec(self.trainer.__name__.lower(), search_folders())
-        return replace(job, job_dir=self.output_dir.absolute())
-
-
-def read_launch(use_accelerate: bool) -> LaunchEnv:
-    """The rank and world size that a launcher has given this process.
-
-    Raises:
-        ValueError: there are several processes, and ``use_accelerate`` is False.
-        InvalidJob: the launcher's variables are incomplete.
-    """
-    launch = LaunchEnv.from_env(os.environ)
-    if launch.world_size > 1 and not use_accelerate:
-        what = f"{launch.world_size} processes were launched, and each would train alone into the same folder"
-        raise ValueError(f"{what}: pass use_accelerate=True")
-    return launch
-
-
-def run(make: Callable[[], RecipeJob], launch: LaunchEnv, options: LogOptions) -> None:
-    """Run a recipe's job to its end, with a member of each role in every process of the launch.
-
-    Args:
-        make: returns the job; called at rank 0 alone.
-        launch: the rank and world size.
-        options: for the console of rank 0.
-
-    Raises:
-        InvalidJob: at rank 0: with every config error; nothing was started.
-        DLRoverRLError: the job's failure.
-        Exception: what ``make`` raises; nothing was started.
-    """
-    configure_logging(f"rank {launch.rank}" if launch.world_size > 1 else "", options.level)
-    outputs: list[OutputFolder] = []
-
-    def describe() -> JobSpec:
-        recipe = make()
-        job = check_job(recipe.spec, launch)
-        outputs.append(OutputFolder(recipe.output_dir, options))
-        return job
-
-    error = run_together(describe, launch, lambda report: outputs[0].report(report))
-    if error is not None:
-        raise error
-    for output in outputs:
-        output.link("final", "model")
-
-
-class OutputFolder:
-    """Gives a recipe's models RLFusion's names, and logs its steps; at rank 0."""
-
-    def __init__(self, folder: Path, options: LogOptions) -> None:
-        self._folder, self._options = folder, options
-        self._offset = 0
-
-    def link(self, name: str, target: str) -> None:
-        link = self._folder / name
-        if link.is_dir() and not link.is_symlink():
-            shutil.rmtree(link)
-        link.unlink(missing_ok=True)
-        link.symlink_to(target, target_is_directory=True)
-
-    def report(self, report: StepReport) -> None:
-        options = self._options
-        if report.step % options.saving_steps == 0:
-            self.link(f"step_{report.step}", f"steps/step-{report.step}")
-        if report.step % options.logging_steps:
-            return
-        metrics = "  ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
-        _LOG.info("step %d%s  %s", report.step, f"/{report.total_steps}" if report.total_steps else "", metrics)
-        if options.max_chars is not None:
-            for row in self._read_samples(report.step):
-                _LOG.info("reward %s  %r", row.get("reward"), row["completion"][: options.max_chars])
-
-    def _read_samples(self, step: int) -> list[dict[str, Any]]:
-        """The samples of a step; each call reads only what was appended since the last one."""
-        prefix = f'{{"step": {step},'.encode()
-        with open(self._folder / "samples.jsonl", "rb") as file:
-            if os.fstat(file.fileno()).st_size < self._offset:
-                self._offset = 0  # the run went back to a commit, which shortens the file
-            file.seek(self._offset)
-            rows = [json.loads(line) for line in file if line.startswith(prefix)]
-            self._offset = file.tell()
-        return rows
-
-
-@dataclass(kw_only=True)
+@dataclass
 class ClassicTrainer:
-    """Arguments of every trainer, and ``train``."""
+    """Arguments of every trainer, and ``train``.
+
+    Raises:
+        ValueError: an argument has an invalid value.
+        TypeError: there is no such argument; gives the nearest.
+    """
 
     recipe: ClassVar[type]
 
     model: str | Path
+    """Folder or hub name of a causal language model."""
+
+    _: KW_ONLY
+
     num_steps: Positive = 100
     """Training steps."""
 
+    batch_size: Positive = 1
+    """Samples, or prompts, of a step, for each process."""
+
+    max_new_tokens: Positive = 1024
     saving_steps: Positive = 10
     """Write model and tokenizer to ``step_<number>`` every this many steps, and to ``final`` after the last."""
 
@@ -178,6 +72,9 @@ class ClassicTrainer:
     sampling_temperature: PositiveNumber = 1.0
     generation_args: Mapping[str, Any] | None = None
     """``top_k``, ``top_p``, ``stop``."""
+
+    reward_timeout_s: PositiveNumber = 30.0
+    """Seconds that ``get_reward`` may take; a sample that takes longer counts as failed, and is not trained on."""
 
     enable_wandb: bool = False
     """Log metrics to Weights & Biases too."""
@@ -203,19 +100,13 @@ class ClassicTrainer:
 
     log_level: int = logging.INFO
     use_accelerate: bool = False
-    """The script runs in every process of ``accelerate launch`` or ``torchrun``; ``batch_size`` is that of each."""
+    """The script runs in every process of ``accelerate launch`` or ``torchrun``."""
 
     resume: bool = False
     """Go on from the last step that an earlier run has finished in ``output_dir``."""
 
     engine: Mapping[str, Any] | None = None
     """Fields of :class:`~dlrover.python.rl.recipe.base.config.EngineConfig`, ``{"train": "deepspeed"}``."""
-
-    if TYPE_CHECKING:  # each trainer declares these among its own arguments
-        train_dataset: SampleDataset
-        batch_size: int
-        max_new_tokens: int
-        reward_timeout_s: float
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -228,15 +119,19 @@ class ClassicTrainer:
         """Train ``model`` to the end; in every process of a launch.
 
         Raises:
-            InvalidJob: with every config error; nothing was started.
+            InvalidJob: with every config error, at rank 0; nothing was started.
             DLRoverRLError: the training failed.
         """
-        launch = read_launch(self.use_accelerate)
-        run(lambda: self._job(launch), launch, self._log_options())
+        launch = self._read_launch()
+        configure_logging(f"rank {launch.rank}" if launch.world_size > 1 else "", self.log_level)
+        error = run_together(lambda: check_job(lambda: self._job(launch), launch), launch, self._report)
+        if error is not None:
+            raise error
+        if not launch.rank:
+            self._link("final", "model")
 
     @property
     def folder(self) -> Path:
-        """``output_dir``."""
         return Path(self.output_dir)
 
     def model_after(self, step: int | None = None) -> Path | str:
@@ -252,9 +147,23 @@ class ClassicTrainer:
             raise ValueError(f"no model of step {step} has been saved in {self.folder}")
         return self.model
 
-    def _job(self, launch: LaunchEnv) -> RecipeJob:
-        config = recipe_config(self, {**self._shared_config(), **self._config(launch)})
-        return RecipeJob(self.recipe, self._roles(), config, self.folder, self.resume)
+    def _read_launch(self) -> LaunchEnv:
+        launch = LaunchEnv.from_env(os.environ)
+        if launch.world_size > 1 and not self.use_accelerate:
+            what = f"{launch.world_size} processes were launched, and each would train alone into the same folder"
+            raise ValueError(f"{what}: pass use_accelerate=True")
+        return launch
+
+    # -- the recipe's job ---------------------------------------------------------------------------------------------
+
+    def _job(self, launch: LaunchEnv) -> JobSpec:
+        builder = JobBuilder().device_type("CPU").trainer(self.recipe.__module__, self.recipe.__qualname__)
+        for role, workload in self._roles().items():
+            builder.role(role, workload.__module__, workload.__qualname__)
+        builder.config(recipe_config(self, {**self._shared_config(), **self._config(launch)}))
+        builder.checkpoint(resume="latest" if self.resume else "never")
+        job = builder.spec(self.recipe.__name__.lower(), search_folders())
+        return replace(job, job_dir=self.folder.absolute())
 
     def _roles(self) -> Mapping[str, type[BaseWorkload]]:
         raise NotImplementedError
@@ -273,9 +182,6 @@ class ClassicTrainer:
             config["log.wandb"] = {"project": self.wandb_project, "name": self.wandb_run_name}
         return config
 
-    def _log_options(self) -> LogOptions:
-        return LogOptions(self.log_level, self.logging_steps, self.saving_steps)
-
     def _optimizer(self) -> dict[str, Any]:
         arguments = {"lr": 1e-5} if self.optimizer_args is None else self.optimizer_args
         scheduler = (self.lr_scheduler, self.lr_scheduler_args)
@@ -292,6 +198,25 @@ class ClassicTrainer:
 
     def _reward(self) -> dict[str, Any]:
         return {"function": reward_function(self._data_folder), "timeout_s": self.reward_timeout_s}
+
+    # -- its steps, at rank 0 -----------------------------------------------------------------------------------------
+
+    def _report(self, report: StepReport) -> None:
+        if report.step % self.saving_steps == 0:
+            self._link(f"step_{report.step}", f"steps/step-{report.step}")
+        if report.step % self.logging_steps == 0:
+            metrics = "  ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
+            _LOG.info("step %d%s  %s", report.step, f"/{report.total_steps}" if report.total_steps else "", metrics)
+
+    def _link(self, name: str, target: str) -> None:
+        """Give a saved model RLFusion's name."""
+        link = self.folder / name
+        if link.is_dir() and not link.is_symlink():
+            shutil.rmtree(link)
+        link.unlink(missing_ok=True)
+        link.symlink_to(target, target_is_directory=True)
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
 
     def _test_dataset(self, dataset: SampleDataset | None) -> SampleDataset:
         samples = self.eval_dataset if dataset is None else dataset
