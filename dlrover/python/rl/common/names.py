@@ -43,9 +43,6 @@ def hint(name: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(names)}" if names else ""
 
 
-# -- processes --------------------------------------------------------------------------------------------------------
-
-
 class ProcessKind(StrEnum):
     MEMBER = "member"
     STANDBY = "standby"
@@ -92,9 +89,6 @@ class ProcessId:
 TRAINER_ID = ProcessId("trainer", 0, ProcessKind.TRAINER)
 
 
-# -- jobs and actors --------------------------------------------------------------------------------------------------
-
-
 def check_job_name(name: str) -> str:
     """Return ``name`` when it is a DNS label (it becomes part of actor names and paths), else raise ValueError."""
     if not _JOB.fullmatch(name):
@@ -126,8 +120,6 @@ def run_of(member: str) -> tuple[str, str]:
     job, run, *_ = member.split("/")
     return job, run
 
-
-# -- roles ------------------------------------------------------------------------------------------------------------
 
 _ROLE = re.compile(r"[A-Z][A-Z0-9_]*")
 

@@ -28,8 +28,6 @@ class JobBuilder:
         self._liveness: dict[str, Any] = {}
         self._current: dict[str, Any] | None = None
 
-    # -- the job ------------------------------------------------------------------------------------------------------
-
     def node_num(self: B, num: int = 1) -> B:
         self._trainer["node_number"] = num
         return self
@@ -76,8 +74,6 @@ class JobBuilder:
     def trainer(self: B, module_name: str, class_name: str) -> B:
         self._trainer.update({"module": module_name, "class": class_name})
         return self
-
-    # -- roles --------------------------------------------------------------------------------------------------------
 
     def role(self: B, name: str, module_name: str, class_name: str) -> B:
         """Describe a role of any name and make it current."""
@@ -152,14 +148,8 @@ class JobBuilder:
             raise CallError(f"{call}() applies to a role: call actor(), rollout(), ... or role() first")
         return self._current
 
-    # -- the result ---------------------------------------------------------------------------------------------------
-
     def spec(self, name: str, search_path: tuple[str, ...] = ()) -> JobSpec:
-        """The described job under ``name``.
-
-        Raises:
-            InvalidJob: with all errors.
-        """
+        """The described job under ``name``. Raises InvalidJob with all errors."""
         data = OmegaConf.create(
             {
                 "name": name,

@@ -67,11 +67,8 @@ _SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECAS
 
 
 def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str, ...] = ()) -> JobSpec:
-    """Read the content of a job file; classes are imported from ``search_path`` later.
-
-    Raises:
-        InvalidJob: with all errors that can be found without importing anything, and what could be read.
-    """
+    """Read the content of a job file. Raises InvalidJob with all errors that can be found without importing anything,
+    and what could be read."""
     values = _layout_values(data)
     layout, errors = salvage(JobLayout, _with_class_field(values), "")
     errors = [_in_file_terms(error) for error in errors]

@@ -137,15 +137,9 @@ def _fields_at(schema: Any, path: list[Any]) -> list[str]:
     return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
 
 
-# -- keys and defaults ------------------------------------------------------------------------------------------------
-
-
 def to_plain(value: Any) -> Any:
-    """Turn an OmegaConf container into plain dicts and lists, with its interpolations resolved.
-
-    Raises:
-        InvalidJob: an interpolation cannot be resolved, or a mandatory value (``???``) is missing.
-    """
+    """Turn an OmegaConf container into plain dicts and lists. Raises InvalidJob if an interpolation cannot be resolved,
+    or a mandatory value (``???``) is missing."""
     if not isinstance(value, DictConfig | ListConfig):
         return value
     try:
@@ -156,11 +150,8 @@ def to_plain(value: Any) -> Any:
 
 
 def complete_values(schema: type[Any], values: Any, where: str) -> Any:
-    """Rename the keys of ``values`` to the schema's own, and add its defaults; other values than mappings stay.
-
-    Raises:
-        InvalidJob: a value has two names.
-    """
+    """Rename the keys of ``values`` to the schema's own, and add its defaults; other values than mappings stay. Raises
+    InvalidJob if a value has two names."""
     return _with_defaults(schema, _rename_keys(schema, values, where))
 
 

@@ -91,10 +91,7 @@ class DoesNotFit(Exception):
 
 @dataclass
 class Node:
-    """A node while it is being filled.
-
-    Each GPU is a pool, since a fraction cannot span two; the CPUs of a node are one pool.
-    """
+    """A node while it is being filled. Each GPU is a pool, since a fraction cannot span two; its CPUs are one pool."""
 
     size: int  # of one pool, in ten-thousandths
     free: list[int]  # in each pool
@@ -102,10 +99,8 @@ class Node:
     bundles: list[Mapping[str, float]] = field(default_factory=list)
 
     def after(self, shape: Shape) -> list[int] | None:
-        """Free units of each pool with the unit added, None when it does not fit.
-
-        A part of a device is taken from the device with the least free, as Ray does.
-        """
+        """Free units of each pool with the unit added, None when it does not fit. A part of a device is taken from the
+        device with the least free, as Ray does."""
         if any(self.members.get(role, 0) + shape.counts[role] > limit for role, limit in shape.limits.items()):
             return None
         free = list(self.free)
@@ -135,10 +130,7 @@ def empty_nodes(device_type: str, count: int, devices: int) -> list[Node]:
 def fill(nodes: list[Node], shape: Shape, cursors: dict[tuple[object, ...], int]) -> Iterator[PlacedUnit]:
     """Place all copies of a shape on the first nodes with space; without devices and limits, evenly over all nodes.
 
-    ``cursors`` maps a shape to the first node that may still fit it: a full node stays full.
-
-    Raises:
-        DoesNotFit: no node has space for the next copy.
+    ``cursors`` maps a shape to the first node that may still fit it: a full node stays full. Raises DoesNotFit.
     """
     spread = not any(shape.needs) and not shape.limits
     most = -(-shape.copies // len(nodes)) if spread else shape.copies
@@ -157,11 +149,8 @@ def fill(nodes: list[Node], shape: Shape, cursors: dict[tuple[object, ...], int]
 
 
 def stand_by(nodes: list[Node], shape: Shape, first_node: int) -> Iterator[PlacedUnit]:
-    """Place a role's standbys, if possible on different nodes and not on ``first_node``, that of rank 0.
-
-    Raises:
-        DoesNotFit: no node has space for the next one.
-    """
+    """Place a role's standbys, if possible on different nodes and not on ``first_node``, that of rank 0. Raises
+    DoesNotFit."""
     last = first_node
     for _ in range(shape.copies):
         around = [(last + 1 + offset) % len(nodes) for offset in range(len(nodes))]

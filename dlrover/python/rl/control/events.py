@@ -27,16 +27,12 @@ class CauseKind(StrEnum):
     INTERNAL = "internal"  # a fault of this system
 
 
-RETRYABLE = frozenset(
-    {
-        CauseKind.RETRYABLE_ERROR,
-        CauseKind.PROCESS_DIED,
-        CauseKind.OUT_OF_MEMORY,
-        CauseKind.NODE_LOST,
-        CauseKind.HUNG,
-        CauseKind.PREEMPTED,
-    }
-)
+RETRYABLE = frozenset(CauseKind) - {
+    CauseKind.USER_ERROR,
+    CauseKind.START_FAILED,
+    CauseKind.NO_RESOURCES,
+    CauseKind.INTERNAL,
+}
 
 MOST_DETAIL = 1 << 16
 """Characters that the journal keeps of one cause's detail."""
@@ -95,9 +91,6 @@ class Process:
     address: str = ""
     port: int = -1  # a TCP port that is kept free for a rendezvous; -1 for none
     slot: int = -1  # of its role: the members' slots come first, then the standbys'; -1 for none
-
-
-# -- events -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

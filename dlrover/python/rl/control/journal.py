@@ -14,7 +14,6 @@ from dlrover.python.rl.common.errors import JournalCorrupt
 from dlrover.python.rl.control.events import EVENT_TYPES, Event
 
 VERSION = 2
-"""Version of the line format."""
 
 Reader = Callable[[Any], Any]
 
@@ -22,11 +21,8 @@ _BY_NAME = {kind.__name__: kind for kind in EVENT_TYPES}
 
 
 def encode(at_s: float, event: Event) -> bytes:
-    """One line, without its newline: ``<crc32 as 8 hex digits> <json>``; ``at_s`` in seconds.
-
-    Raises:
-        ValueError: a number is not finite.
-    """
+    """One line, without its newline: ``<crc32 as 8 hex digits> <json>``. Raises ValueError for numbers that are not
+    finite."""
     content = {"v": VERSION, "at_s": at_s, "event": type(event).__name__, **vars(event)}
     body = json.dumps(content, sort_keys=True, allow_nan=False, default=_plain).encode()
     return b"%08x %s" % (zlib.crc32(body), body)
@@ -37,11 +33,8 @@ def _plain(value: Any) -> dict[str, Any]:
 
 
 def decode(lines: Iterable[bytes]) -> list[tuple[float, Event]]:
-    """Read lines back: each event with its time in seconds.
-
-    Raises:
-        JournalCorrupt: a line fails its checksum, or holds no event of this version; names the line.
-    """
+    """Each event with its time in seconds. Raises JournalCorrupt, with the line that fails its checksum or holds no
+    event of this version."""
     return [_decode_line(number, line) for number, line in enumerate(lines, 1)]
 
 
@@ -63,31 +56,21 @@ def _event(content: dict[str, Any]) -> tuple[float, Event]:
     return _reader(float)(at_s), event
 
 
-# -- by type hints ----------------------------------------------------------------------------------------------------
-
-
 @cache
 def _reader(hint: Any) -> Reader:
     """The function that turns JSON into a value of type ``hint``, and raises ValueError for anything else."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        (kind,) = (argument for argument in arguments if argument is not type(None))
-        return _optional(_reader(kind))
+        kind = _reader(next(argument for argument in arguments if argument is not type(None)))
+        return lambda value: None if value is None else kind(value)
     if origin is not None and issubclass(origin, Mapping):
-        return _mapping(_reader(arguments[1]))
+        item = _reader(arguments[1])
+        return lambda value: {key: item(content) for key, content in value.items()}
     if is_dataclass(hint):
         return _record(hint)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return hint
     return _scalar(hint)
-
-
-def _optional(inner: Reader) -> Reader:
-    return lambda value: None if value is None else inner(value)
-
-
-def _mapping(inner: Reader) -> Reader:
-    return lambda value: {key: inner(item) for key, item in value.items()}
 
 
 def _scalar(kind: type) -> Reader:

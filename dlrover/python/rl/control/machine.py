@@ -62,6 +62,7 @@ from dlrover.python.rl.control.state import (
     start_members,
     start_standby,
     start_trainer,
+    starting_ranks,
     under_way,
     wait,
 )
@@ -70,10 +71,7 @@ Handler = Callable[[JobState, Submitted, Any, float], Result]
 
 
 def step(state: JobState, event: Event, at_s: float) -> Result:
-    """Handle one event at ``at_s`` seconds; return the new state and commands.
-
-    The same state object means that the event changed nothing and need not be journalled.
-    """
+    """Handle one event at ``at_s`` seconds. The same state object means that it need not be journalled."""
     if state.phase.terminal:
         return state, ()
     if isinstance(event, MasterStarted):
@@ -104,10 +102,6 @@ def outstanding(state: JobState) -> tuple[Command, ...]:
 
 
 # -- the start --------------------------------------------------------------------------------------------------------
-
-
-def _ignore(state: JobState, settings: Submitted, event: Event, at_s: float) -> Result:
-    return state, ()
 
 
 def _before_submission(state: JobState, event: Event) -> Result:
@@ -284,9 +278,7 @@ def _master_started(state: JobState) -> Result:
 
 
 def _start_again(state: JobState, role: str, scope: RecoveryScope) -> Result:
-    ranks = [
-        rank for rank in ranks_of(state, role) if state.members[ProcessId(role, rank)].phase is MemberPhase.STARTING
-    ]
+    ranks = starting_ranks(state, role)
     if not ranks:
         return state, ()
     if scope is RecoveryScope.GROUP:
@@ -297,7 +289,7 @@ def _start_again(state: JobState, role: str, scope: RecoveryScope) -> Result:
 
 
 _HANDLERS: dict[type, Handler] = {
-    Submitted: _ignore,
+    Submitted: lambda state, settings, event, at_s: (state, ()),
     Placed: _placed,
     MemberStarted: _member_started,
     MemberLost: member_lost,

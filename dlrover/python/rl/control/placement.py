@@ -136,9 +136,6 @@ def _validate_per_node(job: JobSpec) -> list[ConfigError]:
     return errors
 
 
-# -- units ------------------------------------------------------------------------------------------------------------
-
-
 def _shapes(job: JobSpec, resources: Resources) -> Iterator[Shape]:
     """The units of the members: groups first, then the other roles."""
     for group in job.groups:
@@ -173,15 +170,8 @@ def _shape(job: JobSpec, resources: Resources, counts: Mapping[RLRoleType, int],
     return Shape(counts, copies, label, tuple(contents), tuple(needs), limits)
 
 
-# -- placing ----------------------------------------------------------------------------------------------------------
-
-
 def _place(job: JobSpec, shapes: Sequence[Shape], resources: Resources) -> Placement:
-    """Place ``shapes`` in this order.
-
-    Raises:
-        DoesNotFit: they do not all fit.
-    """
+    """Place ``shapes`` in this order. Raises DoesNotFit."""
     trainer = job.trainer
     nodes = empty_nodes(trainer.device_type, trainer.node_number, trainer.device_per_node)
     cursors: dict[tuple[object, ...], int] = {}
@@ -220,10 +210,8 @@ def _impossible(failure: DoesNotFit, job: JobSpec) -> ConfigError:
     if len(failure.free) > _MANY_NODES:
         counted = Counter(failure.free).most_common()
         free = ", ".join(f"{units / UNITS:g} on {count} nodes" for units, count in counted)
-    roles = ", ".join(
-        f"{role} x {spec.num}{f' + {spec.standby} standby' if spec.standby else ''}"
-        for role, spec in job.workloads.items()
-    )
+    standbys = {role: f" + {spec.standby} standby" if spec.standby else "" for role, spec in job.workloads.items()}
+    roles = ", ".join(f"{role} x {spec.num}{standbys[role]}" for role, spec in job.workloads.items())
     text = (
         f"impossible placement: {roles} do not fit {trainer.node_number} node(s) x {trainer.device_per_node} {kind} = "
         f"{trainer.node_number * trainer.device_per_node}; {shape.label} needs {needed:g} more on one node, "

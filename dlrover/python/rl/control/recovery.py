@@ -57,7 +57,6 @@ class Failure:
 
 
 def recover(state: JobState, settings: Submitted, failure: Failure, at_s: float) -> Result:
-    """Recover the lost processes, restart the whole job, or end it."""
     if not failure.cause.retryable:
         return fail(state, failure.cause, EndReason.NOT_RETRYABLE, f"{failure.cause.kind.value} is not retried")
     if not state.opened or not failure.subjects:
@@ -235,11 +234,8 @@ def _recover_trainer(state: JobState, settings: Submitted, cause: Cause, at_s: f
 
 def kill_members(state: JobState, role: str, ranks: Sequence[int]) -> tuple[Command, ...]:
     members = ((rank, state.members[ProcessId(role, rank)]) for rank in ranks)
-    return tuple(
-        KillMember(role, rank, member.incarnation)
-        for rank, member in members
-        if member.phase is not MemberPhase.WAITING
-    )
+    running = ((rank, member) for rank, member in members if member.phase is not MemberPhase.WAITING)
+    return tuple(KillMember(role, rank, member.incarnation) for rank, member in running)
 
 
 def begin_incarnation(state: JobState, role: str, ranks: Sequence[int]) -> JobState:

@@ -96,10 +96,8 @@ class Streak:
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of one job; only :func:`~dlrover.python.rl.control.machine.step` makes new ones.
-
-    Subjects are ``"job"``, ``"trainer"``, a role, one member (``"ROLLOUT[1]"``) or a role's standbys.
-    """
+    """The state of one job. Subjects are ``"job"``, ``"trainer"``, a role, a member (``"ROLLOUT[1]"``) or a role's
+    standbys."""
 
     phase: Phase = Phase.CREATED
     incarnation: int = 0  # 0 before it is submitted, then 1, one more for each restart of the job
@@ -140,11 +138,13 @@ def ranks_of(state: JobState, role: str) -> range:
     return range(state.settings.roles[role].num) if state.settings is not None else range(0)
 
 
+def starting_ranks(state: JobState, role: str) -> list[int]:
+    members = ((rank, state.members[ProcessId(role, rank)]) for rank in ranks_of(state, role))
+    return [rank for rank, member in members if member.phase is MemberPhase.STARTING]
+
+
 def wait(state: JobState, timer: str, delay_s: float) -> Result:
     return replace(state, waits={**state.waits, timer: delay_s}), (Wait(timer, delay_s),)
-
-
-# -- members ----------------------------------------------------------------------------------------------------------
 
 
 def start_members(state: JobState, role: str, ranks: Sequence[int], spared: Iterable[int] = ()) -> Result:
@@ -179,9 +179,6 @@ def _members_command(state: JobState, role: str, ranks: Iterable[int]) -> StartM
 
 def next_incarnation(member: Member) -> Member:
     return Member(member.incarnation + 1)
-
-
-# -- standbys ---------------------------------------------------------------------------------------------------------
 
 
 def standby_subject(role: str) -> str:
@@ -231,9 +228,6 @@ def fill_standbys(state: JobState, role: str) -> Result:
     return state, commands
 
 
-# -- the trainer ------------------------------------------------------------------------------------------------------
-
-
 def start_trainer(state: JobState) -> Result:
     state = replace(state, trainer=replace(state.trainer, phase=MemberPhase.STARTING))
     return state, (_trainer_command(state),)
@@ -243,15 +237,10 @@ def _trainer_command(state: JobState) -> StartTrainer:
     return StartTrainer(state.epoch, state.trainer.fresh, state.epoch - 1, state.trainer.reason, state.excluded)
 
 
-# -- after the master's own restart -----------------------------------------------------------------------------------
-
-
 def under_way(state: JobState) -> tuple[Command, ...]:
     commands: list[Command] = []
     for role in state.settings.roles if state.settings is not None else ():
-        starting = [
-            rank for rank in ranks_of(state, role) if state.members[ProcessId(role, rank)].phase is MemberPhase.STARTING
-        ]
+        starting = starting_ranks(state, role)
         if starting:
             commands.append(_members_command(state, role, starting))
     if state.trainer.phase is MemberPhase.STARTING:

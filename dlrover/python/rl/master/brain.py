@@ -25,11 +25,7 @@ JOURNAL = "journal.jsonl"
 
 
 class Brain:
-    """Replays the journal of ``store``, then journals events and returns their commands.
-
-    Raises:
-        JournalCorrupt: the journal is damaged.
-    """
+    """Replays the journal of ``store``, then journals events and returns their commands. Raises JournalCorrupt."""
 
     def __init__(self, store: StateStore, clock: Clock | None = None) -> None:
         self._store, self._clock = store, clock or SystemClock()
@@ -58,11 +54,7 @@ def new_run() -> str:
 
 
 def submission(job: JobSpec, run: str, inspection: Inspection, brain: Brain) -> Submitted:
-    """The first event of a run of ``job``.
-
-    Raises:
-        JobConflict: the journal already holds a job.
-    """
+    """The first event of a run of ``job``. Raises JobConflict if the journal already holds one."""
     if brain.state.settings is not None:
         raise JobConflict(f"the journal already holds a run of '{brain.state.settings.job}'")
     limits = job.restart
@@ -96,11 +88,7 @@ def fresh_journal(job: JobSpec) -> Path:
 
 
 def earlier_journal(job: JobSpec, run: str) -> Brain | None:
-    """The brain of an earlier process of this run's master, from its journal; None when that had not begun.
-
-    Raises:
-        JournalCorrupt: the journal is damaged.
-    """
+    """The brain of an earlier process of this run's master, None when that had not begun. Raises JournalCorrupt."""
     journal = job.job_dir / JOURNAL
     if not journal.exists():
         return None

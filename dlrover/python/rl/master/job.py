@@ -63,7 +63,7 @@ _ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """A job without errors, its placement, and the inspection of its classes."""
+    """A job without errors."""
 
     job: JobSpec
     placement: Placement
@@ -71,12 +71,9 @@ class CheckedJob:
 
 
 def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
-    """Find all errors of ``job`` without starting anything.
+    """Find all errors of ``job`` without starting anything, or raise InvalidJob with them.
 
     ``local`` jobs run in this process, so their classes are imported here; otherwise a child process imports them.
-
-    Raises:
-        InvalidJob: with all errors.
     """
     job = replace(job, work_dir=job.work_dir or str(Path.cwd()), search_path=job.search_path or search_folders())
     placement, errors = plan(job)
@@ -138,8 +135,6 @@ def run_on_ray(
     ends at once; on a shared one the master continues to stop the job.
 
     Args:
-        checked: what to run.
-        report: receives step reports.
         address: of a running cluster; None starts one for this job.
         connected: this process is connected to Ray already; ``address`` is ignored.
 
@@ -167,12 +162,8 @@ def run_on_ray(
 
 
 def start_master(checked: CheckedJob) -> Any:
-    """Launch and start the master of a checked job on the connected cluster.
-
-    Raises:
-        JobConflict: a job of this name is running.
-        MasterLost: it did not come up.
-    """
+    """Launch and start the master of a checked job on the connected cluster. Raises JobConflict while a job of this
+    name is running, and MasterLost."""
     job = checked.job
     _clear_the_name(job.name)
     forget_commits(job.job_dir)
@@ -296,11 +287,7 @@ class RLJobBuilder(JobBuilder):
     """
 
     def build(self) -> RLJob:
-        """Check the description.
-
-        Raises:
-            InvalidJob: with all errors that can be found without importing the classes.
-        """
+        """Raises InvalidJob with all errors that can be found without importing the classes."""
         spec = self.spec("unnamed")
         _, errors = plan(spec)
         if errors:

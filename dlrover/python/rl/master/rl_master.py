@@ -90,11 +90,8 @@ class RLMaster:
     # -- beginning ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Open the journal, begin the job and return at once. A second call does nothing.
-
-        Raises:
-            OSError: the job's directory cannot be used.
-        """
+        """Open the journal, begin the job and return at once. A second call does nothing. Raises OSError if the job's
+        directory cannot be used."""
         if await self._awake():
             return
         self._brain = Brain(FileStateStore(fresh_journal(self._job)))
@@ -247,10 +244,7 @@ class RLMaster:
         self, epoch: int, role: str, rank: int, incarnation: int, cause: Cause, wait_s: float
     ) -> Replaced | None:
         """The replacement of a member whose ``incarnation`` the trainer of ``epoch`` found dead; None: ask again.
-
-        Raises:
-            JobFailed: there will be none, or the trainer itself has been replaced.
-        """
+        Raises JobFailed if there will be none, or the trainer itself has been replaced."""
         if epoch < self._state.epoch:
             raise JobFailed(f"the trainer of epoch {epoch} has been replaced")
         member = self._state.members.get(ProcessId(role, rank))

@@ -82,8 +82,6 @@ class LocalExecutor:
             # No waiting: there is no other process that could recover meanwhile.
             emit(WaitOver(command.timer))
 
-    # -- members ------------------------------------------------------------------------------------------------------
-
     def _start_members(self, command: StartMembers, emit: Emit) -> None:
         role = RLRoleType(command.role)
         members = self._members.setdefault(role, [])
@@ -126,8 +124,6 @@ class LocalExecutor:
         for member in self._members.get(RLRoleType(command.role), [])[command.rank : command.rank + 1]:
             member.alive = member.alive and member.incarnation != command.incarnation
 
-    # -- trainer ------------------------------------------------------------------------------------------------------
-
     def _run_trainer(self, command: StartTrainer, emit: Emit) -> None:
         try:
             link, make = self._link(command, emit), trainer_maker(self.job)
@@ -161,8 +157,6 @@ class LocalExecutor:
             recovery=recovery,
             checkpoints=checkpoints_of(self.job, self.run, command.epoch),
         )
-
-    # -- the end ------------------------------------------------------------------------------------------------------
 
     def _release(self, final: bool) -> None:
         members, self._members = self._members, {}

@@ -113,8 +113,6 @@ class StoreCheckpoints:
         for store in (self._commits, self._durable):
             retry_while_full(partial(store.claim, self.roots.epoch), store.root, self.disk_wait)
 
-    # -- reading ------------------------------------------------------------------------------------------------------
-
     def newest(self) -> int | None:
         self._publish_complete()
         for store in (self._commits, self._durable):
@@ -188,8 +186,6 @@ class StoreCheckpoints:
     def _folder_of(self, generation: _Generation) -> str:
         folder = generation.manifest.folder
         return folder if generation.store is self._commits else str(generation.store.root / folder)
-
-    # -- writing ------------------------------------------------------------------------------------------------------
 
     def commit_request(self, step: int, last: bool) -> CommitRequest:
         self._publish_complete()

@@ -30,19 +30,14 @@ _LARGEST = 1 << 28
 
 @dataclass(frozen=True)
 class Manifest:
-    """One generation: the state of every stateful member and of the trainer after ``step``.
-
-    Attributes:
-        files: its files by process (``"ROLLOUT-0"``, ``"trainer"``).
-        serial: rises with each commit in its folder; the highest is the newest.
-    """
+    """One generation: the state of every stateful member and of the trainer after ``step``."""
 
     step: int
     epoch: int
     run: str
-    files: Mapping[str, StateFile]
+    files: Mapping[str, StateFile]  # by process: "ROLLOUT-0", "trainer"
     extra: Mapping[str, Any] = field(default_factory=dict)
-    serial: int = 0
+    serial: int = 0  # rises with each commit in its folder; the highest is the newest
     committed_at: float = 0.0
 
     @property
@@ -106,8 +101,6 @@ def write_manifest(folder: Path, manifest: Manifest, durable: bool) -> None:
         path.unlink(missing_ok=True)  # it may have its name already, while the name is not safe yet
         raise
 
-
-# -- epoch fence ------------------------------------------------------------------------------------------------------
 
 LOCK_TIMEOUT_S = 30.0
 _LOCK_POLL_S = 0.002

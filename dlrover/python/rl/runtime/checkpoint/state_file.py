@@ -46,18 +46,12 @@ Header = Mapping[str, str | int]
 
 @dataclass(frozen=True)
 class StateFile:
-    """The expected properties of a state file.
+    """The expected properties of a state file."""
 
-    Attributes:
-        name: inside its folder.
-        checksum: crc32 of all but the last four bytes, which hold the same number.
-        node: id of the node that has it, ``""`` for a folder that every node sees.
-    """
-
-    name: str
+    name: str  # inside its folder
     nbytes: int
-    checksum: int
-    node: str = ""
+    checksum: int  # crc32 of all but the last four bytes, which hold the same number
+    node: str = ""  # id of the node that has it, "" for a folder that every node sees
 
 
 def write_state(path: Path, header: Header, tree: Any, durable: bool, recycled: Path | None = None) -> StateFile:
@@ -84,13 +78,8 @@ def write_state(path: Path, header: Header, tree: Any, durable: bool, recycled: 
 
 
 def read_state(path: Path, expected: StateFile | None = None, header: Header | None = None) -> Any:
-    """The tree in the file at ``path``, decoded after every byte was checked.
-
-    Arrays and tensors are writable views of the one buffer that holds the file.
-
-    Args:
-        expected: the manifest's entry.
-        header: items that the file's header must have.
+    """The tree in the file at ``path``, decoded after every byte was checked. Arrays and tensors are writable views of
+    the one buffer that holds the file. ``header``: items that the file's header must have.
 
     Raises:
         CheckpointMissing: the file does not exist.

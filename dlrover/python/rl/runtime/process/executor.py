@@ -109,9 +109,6 @@ def restore_environment(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-# -- the user's classes -----------------------------------------------------------------------------------------------
-
-
 def enter_folder(folder: str) -> None:
     """Change to the folder of the job file, which its relative paths start from; no change on a node without it."""
     if folder and Path(folder).is_dir():

@@ -111,19 +111,14 @@ def decode(value: Any, get: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True)
 class CallHeader:
-    """A call without its arguments; see :class:`~dlrover.python.rl.trainer.port.Call`.
-
-    Attributes:
-        keywords: names of the trailing keyword arguments.
-        incarnation: of the member that is called, 0 for any.
-    """
+    """A call without its arguments; see :class:`~dlrover.python.rl.trainer.port.Call`."""
 
     call_id: CallId
     method: str
-    keywords: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()  # names of the trailing keyword arguments
     sized: bool = False
     epoch: int = 0
-    incarnation: int = 0
+    incarnation: int = 0  # of the member that is called, 0 for any
     committed: int = 0
     keep: bool = False
     after: CallId | None = None
@@ -165,20 +160,12 @@ class _Answer:
 
 
 class MemberHost:
-    """Hosts one workload; see the module.
-
-    Args:
-        incarnation: of the member, from 1.
-        node: id of the node, for files that only this node has; ``""`` in one process.
-
-    Attributes:
-        workload: None before :meth:`start`.
-        executed: method to how often it ran, repeated answers not counted.
-    """
+    """Hosts one workload; see the module. ``node`` is the id of the node, for files that only this node has; ``""`` in
+    one process."""
 
     def __init__(self, incarnation: int = 1, node: str = "", clock: Clock | None = None) -> None:
-        self.workload: Any = None
-        self.executed: Counter[str] = Counter()
+        self.workload: Any = None  # before start()
+        self.executed: Counter[str] = Counter()  # how often each method ran, repeated answers not counted
         self._incarnation, self._node = incarnation, node
         self._clock = clock or SystemClock()
         self._context = MemberContext()
@@ -224,10 +211,7 @@ class MemberHost:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def invoke(self, header: CallHeader, arguments: Callable[[], Arguments]) -> Any:
-        """Run a role group's call, or repeat its answer.
-
-        Args:
-            arguments: returns the positional and the keyword arguments; called only if the method runs.
+        """Run a role group's call, or repeat its answer; ``arguments`` is called only if the method runs.
 
         Raises:
             StaleCall: from a replaced trainer, or to another incarnation.

@@ -43,8 +43,6 @@ _GONE_S = 20.0
 
 @dataclass(frozen=True)
 class _FreeDevices:
-    """Free devices of a node."""
-
     node: str
     address: str
     kind: str
@@ -58,7 +56,6 @@ class RayHosting:
         address: of a running cluster (``"auto"``, ``"host:port"``); None starts one on loopback.
         per_node: devices to use on each node, at most; None uses all: its free GPUs, or if no node has a GPU, a logical
             device for each free core.
-        log_to_driver: print the output of the processes.
         timeout_s: for the devices, and for each start of a process group.
 
     Raises:
@@ -82,8 +79,6 @@ class RayHosting:
             self._stack.enter_context(ray_cluster(address, {"cpu": float(cores)}, log_to_driver=log_to_driver))
             self.devices = self._reserve(_free_devices(per_node, cores if own else None))
             undo.pop_all()
-
-    # -- devices ------------------------------------------------------------------------------------------------------
 
     def _reserve(self, offers: Sequence[_FreeDevices]) -> tuple[Device, ...]:
         """One placement group on each node, one bundle for each device."""
@@ -109,8 +104,6 @@ class RayHosting:
         strategy = PlacementGroupSchedulingStrategy(group, bundle)
         task = ray.remote(_own_gpu).options(num_cpus=0, num_gpus=0.01, scheduling_strategy=strategy)
         return Device(offer.node, offer.address, "cuda", ray.get(task.remote(), timeout=self._timeout_s))
-
-    # -- process groups -----------------------------------------------------------------------------------------------
 
     def start(self, name: str, slots: Sequence[Sequence[int]], where: str) -> list[Process]:
         handles = self._handles[name] = [self._make(name, rank, slot) for rank, slot in enumerate(slots)]
@@ -203,15 +196,9 @@ class RayHosting:
 
 
 def _free_devices(per_node: int | None, most_cores: int | None) -> list[_FreeDevices]:
-    """The free devices of each node, the head's first.
-
-    Args:
-        per_node: most GPUs to use on each node, or cores if no node has a GPU; None for no limit.
-        most_cores: most cores to use on each node; a cluster that this process started counts more than there are.
-
-    Raises:
-        ClusterUnavailable: no node has a free device.
-    """
+    """The free devices of each node, the head's first: up to ``per_node`` GPUs, or cores if no node has a GPU; of these
+    no more than ``most_cores``, since a cluster that this process started counts more than there are. Raises
+    ClusterUnavailable if there are none."""
     free = available_resources_per_node()
     nodes = [row for row in ray.nodes() if row["Alive"]]
     head = ray.get_runtime_context().get_node_id()
@@ -219,12 +206,10 @@ def _free_devices(per_node: int | None, most_cores: int | None) -> list[_FreeDev
     on_gpus = any(row["Resources"].get("GPU", 0) for row in nodes)
     kind, name, most = ("cuda", "GPU", per_node) if on_gpus else ("cpu", "CPU", per_node or most_cores)
     counts = {row["NodeID"]: int(free.get(row["NodeID"], {}).get(name, 0)) for row in nodes}
+    free_nodes = ((row, counts[row["NodeID"]]) for row in nodes if counts[row["NodeID"]])
     offers = [
-        _FreeDevices(
-            row["NodeID"], row["NodeManagerAddress"], kind, min(counts[row["NodeID"]], most or counts[row["NodeID"]])
-        )
-        for row in nodes
-        if counts[row["NodeID"]]
+        _FreeDevices(row["NodeID"], row["NodeManagerAddress"], kind, min(count, most or count))
+        for row, count in free_nodes
     ]
     if not offers:
         raise ClusterUnavailable(f"no node has a free {name}: {free}")

@@ -105,8 +105,6 @@ class TorchrunPort:
         for rank, link in links.items():
             link.start(partial(self._handle, rank), partial(self._lose, rank))
 
-    # -- the port -----------------------------------------------------------------------------------------------------
-
     def put(self, value: Any) -> Ref:
         result = self._add_result(0, "", "")
         result.settle(None, Stored.of(value, own=True))
@@ -125,8 +123,6 @@ class TorchrunPort:
         futures = [self._future(ref.token) for ref in refs]
         wait_for(futures, timeout_s, FIRST_EXCEPTION)
         return [_outcome(future) for future in futures]
-
-    # -- beside it ----------------------------------------------------------------------------------------------------
 
     def start(self, job: JobSpec, run: str, context: MemberContext) -> Future[Stored]:
         """Construct a member. The future raises WorkloadStartError if its constructor failed, and WorkloadDied if its
@@ -147,8 +143,6 @@ class TorchrunPort:
         with self._loss:
             self._loss.wait_for(lambda: bool(self.lost), timeout_s)
             return self.lost[0] if self.lost else None
-
-    # -- messages -----------------------------------------------------------------------------------------------------
 
     def _add_result(self, owner: int, role: str, method: str, retained: bool = False) -> RemoteResult:
         with self._lock:

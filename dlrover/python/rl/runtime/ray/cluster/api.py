@@ -184,9 +184,6 @@ def _all_but(nodes: Sequence[str]) -> dict[str, str]:
     return {"ray.io/node-id": f"!in({','.join(nodes)})"}
 
 
-# -- processes of the cluster -----------------------------------------------------------------------------------------
-
-
 async def kill_process(cluster: ClusterApi, process: Process) -> None:
     """SIGKILL a process. Ray's own kill asks the process to end itself, which a stopped one does not."""
     if process.pid:

@@ -60,8 +60,6 @@ def ray_cluster(
             with enough logical resources for ``needed``, and ends it with the block. It survives the death of its GCS,
             finds a lost node within seconds, and leaves no files.
         needed: the job's resources (``cpu``, ``gpu``, custom ones).
-        namespace: of the actors started inside.
-        log_to_driver: print the output of the processes.
 
     Raises:
         ClusterUnavailable: after several attempts, with Ray's error as the cause.
@@ -169,8 +167,6 @@ def _must_listen(address: str) -> None:
     except OSError as error:
         raise ClusterUnavailable(f"no Ray cluster at {address}: {error}") from error
 
-
-# -- orderly end ------------------------------------------------------------------------------------------------------
 
 _KILLED_S = 5.0
 _TERMINATED = 128 + signal.SIGTERM

@@ -138,8 +138,6 @@ def entries_of(state: JobState) -> Iterator[ProcessEntry]:
         yield ProcessEntry(TRAINER_ID, state.epoch, process=state.trainer.process)
 
 
-# -- starting and ending ----------------------------------------------------------------------------------------------
-
 _POLL_S = 0.05
 _GONE_S = 20.0
 _CLOSE_GRACE_S = 1.0
@@ -157,8 +155,6 @@ class ActorPool:
     cluster: ClusterApi
     _threads: Threads = field(default_factory=Threads)
 
-    # -- names --------------------------------------------------------------------------------------------------------
-
     def member_name(self, role: str, rank: int, incarnation: int, standby: int = -1) -> str:
         """The actor name of a member; one that was a standby has kept the standby's."""
         if standby >= 0:
@@ -172,8 +168,6 @@ class ActorPool:
 
     def list_names(self) -> list[str]:
         return self.cluster.list_actors(f"{self.job.name}/{self.run}/")
-
-    # -- starting -----------------------------------------------------------------------------------------------------
 
     async def start_member(self, entry: ProcessEntry, placement: ActorPlacement) -> Any:
         cls = member_class(self.job.workloads[entry.role].class_, self.methods.get(entry.role, ()))
@@ -190,8 +184,6 @@ class ActorPool:
     async def _start(self, request: ActorRequest) -> Any:
         await self.end_named([request.name])  # a master that died may have started it
         return await self._threads.run(self.cluster.start_actor, request)
-
-    # -- ending -------------------------------------------------------------------------------------------------------
 
     async def find(self, name: str) -> Any:
         return await asyncio.to_thread(self.cluster.find_actor, name)
