@@ -19,12 +19,7 @@ class RMConfig(ExampleConfig):
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
 
 
-METRICS = {
-    "accuracy": "accuracy",
-    "margin": "margins",
-    "chosen": "rewards/chosen",
-    "rejected": "rewards/rejected",
-}
+METRICS = {"accuracy": "accuracy", "margin": "margins", "chosen": "rewards/chosen", "rejected": "rewards/rejected"}
 """The names in the log of the metrics of losses on pairs, as in other libraries."""
 
 

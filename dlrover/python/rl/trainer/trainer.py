@@ -61,10 +61,7 @@ class BaseTrainer(ABC):
     """
 
     def __init__(
-        self,
-        actor_handles: Mapping[RLRoleType, list[Any]],
-        actor_classes: Mapping[RLRoleType, type[Any]],
-        config: Any,
+        self, actor_handles: Mapping[RLRoleType, list[Any]], actor_classes: Mapping[RLRoleType, type[Any]], config: Any
     ) -> None:
         self._actor_handles = {RLRoleType(role): list(handles) for role, handles in actor_handles.items()}
         self._actor_classes = {RLRoleType(role): undecorated(cls) for role, cls in actor_classes.items()}

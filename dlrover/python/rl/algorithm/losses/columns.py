@@ -62,10 +62,7 @@ the mean over sequences of each one's token sum. ``constant``: the same divided 
 
 
 def token_weights(
-    action_tokens: npt.NDArray[np.int64],
-    valid: npt.NDArray[np.bool_],
-    mode: Averaging,
-    max_tokens: int | None = None,
+    action_tokens: npt.NDArray[np.int64], valid: npt.NDArray[np.bool_], mode: Averaging, max_tokens: int | None = None
 ) -> npt.NDArray[np.float32]:
     """The weight of each action token of every row (or sample): ``[rows]``.
 

@@ -43,11 +43,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def clipped_surrogate(
-    log_ratio: torch.Tensor,
-    columns: TokenColumns,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
+    log_ratio: torch.Tensor, columns: TokenColumns, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> TokenLosses:
     """Unweighted losses ``-min(A r, A clip(r, 1 - clip_low, 1 + clip_high))`` and metrics; arguments are ``[tokens]``.
 

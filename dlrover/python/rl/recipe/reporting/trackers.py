@@ -25,9 +25,7 @@ _LOG = get_logger(__name__)
 _STATE_FILE = "trackers.json"
 
 TRACKERS = ExtensionPoint(
-    "tracker",
-    "dlrover_rl.trackers",
-    {"wandb": f"{__name__}:WandbTracker", "mlflow": f"{__name__}:MlflowTracker"},
+    "tracker", "dlrover_rl.trackers", {"wandb": f"{__name__}:WandbTracker", "mlflow": f"{__name__}:MlflowTracker"}
 )
 
 

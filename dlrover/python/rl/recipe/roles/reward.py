@@ -22,11 +22,7 @@ from dlrover.python.rl.engine.model.spec import find_model_folder
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
 from dlrover.python.rl.environment.verifiers import exact
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig, validate_model
-from dlrover.python.rl.recipe.base.engine_workload import (
-    EngineWorkload,
-    load_warmup,
-    on_device,
-)
+from dlrover.python.rl.recipe.base.engine_workload import EngineWorkload, load_warmup, on_device
 from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
 from dlrover.python.rl.trainer.workload import BaseWorkload
 

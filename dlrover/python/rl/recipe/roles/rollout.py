@@ -8,11 +8,7 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import encode_prompt
 from dlrover.python.rl.data.prompts import PromptFaults
-from dlrover.python.rl.engine.api.base import (
-    BaseRolloutEngine,
-    RolloutSettings,
-    SamplingParams,
-)
+from dlrover.python.rl.engine.api.base import BaseRolloutEngine, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.engine.weight_sync.base import Ticket
