@@ -36,10 +36,8 @@ class PromptRow:
 
 
 def load_prompts(where: str | Path, keys: Mapping[str, str] | None = None) -> list[PromptRow]:
-    """Read rows of ``{"prompt": text}`` or ``{"messages": [...]}`` with ``"answer"`` and ``"extra_info"``.
-
-    The answer may also be ``extra_info["answer"]``; numbers become text. Arguments and errors are those of
-    :class:`RowReader`."""
+    """Read rows of ``{"prompt": text}`` or ``{"messages": [...]}`` with ``"answer"`` and ``"extra_info"``; the answer
+    may also be ``extra_info["answer"]``. Arguments and errors are those of :class:`RowReader`."""
     return [PromptRow(**row, line=line) for line, row in PROMPT_ROWS.read(where, keys).numbered]
 
 

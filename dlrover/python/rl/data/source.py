@@ -144,9 +144,8 @@ def scan_rows(
         rows = _select_columns(rows, columns, str(where))
     if not rows and not errors:
         errors = [ConfigError(str(where), "holds no rows")]
-    return SourceRows(str(where), rows), [
-        ConfigError(_restore_name(where, address, item.where), item.what) for item in errors
-    ]
+    errors = [ConfigError(_restore_name(where, address, item.where), item.what) for item in errors]
+    return SourceRows(str(where), rows), errors
 
 
 Normalize: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -221,11 +220,8 @@ def _read(address: _Address) -> tuple[list[NumberedRow], list[ConfigError], bool
     read = {**readers, ".arrow": _scan_arrow}.get(path.suffix.lower())
     if read is not None:
         if address.split != DEFAULT_SPLIT:
-            return (
-                [],
-                [ConfigError(address.place, f"a file is the split '{DEFAULT_SPLIT}'; it has no '{address.split}'")],
-                True,
-            )
+            what = f"a file is the split '{DEFAULT_SPLIT}'; it has no '{address.split}'"
+            return [], [ConfigError(address.place, what)], True
         rows, errors = read(path)
         return rows, errors, path.suffix.lower() not in (".json", ".jsonl")
     if path.is_file():
@@ -336,9 +332,8 @@ def _load(address: _Address, place: str) -> tuple[list[NumberedRow], list[Config
         if not isinstance(splits, datasets.DatasetDict):
             splits = {DEFAULT_SPLIT: splits}
         if address.split not in splits:
-            return [], [
-                ConfigError(address.place, f"has no split '{address.split}'{hint(address.split, list(splits))}")
-            ]
+            what = f"has no split '{address.split}'{hint(address.split, list(splits))}"
+            return [], [ConfigError(address.place, what)]
         return list(enumerate(splits[address.split], start=1)), []
     except Exception as error:  # noqa: BLE001 - file systems, the hub and parsers raise any error
         return [], [ConfigError(address.place, f"cannot be loaded: {type(error).__name__}: {error}")]

@@ -98,18 +98,22 @@ def get_invocation_options(method: Any) -> InvocationOptions:
     return options if isinstance(options, InvocationOptions) else DEFAULT_OPTIONS
 
 
+_ENV = {
+    **{name: name.upper() for name in ("name", "role", "rank", "world_size", "local_rank", "local_world_size")},
+    **{name: name.upper() for name in ("master_addr", "master_port")},
+    "collocation": "DEVICE_COLLOCATION_GROUP",
+}
+"""The environment variables of simple fields of :class:`MemberContext`."""
+
+
 @dataclass(frozen=True)
 class MemberContext:
     """The position of a workload among its peers; its process environment holds the same facts.
 
-    Attributes:
-        name: unique name of this member, ``""`` outside a job.
-        local_rank: position among the ``local_world_size`` members of the role on this node.
-        master_addr: address of rank 0 for a torch rendezvous of the role; ``master_port`` -1 is unknown.
-        collocation: the roles that share this member's devices, ``"ACTOR,REFERENCE"``; ``""`` for none.
-        devices: the accelerators reserved for this member, by their numbers in its process; members that share devices
-            have the same ones. Empty on CPUs, or where none are reserved.
-    """
+    ``name`` is unique, ``""`` outside a job; ``local_rank`` counts the role's members on this node. ``master_addr`` and
+    ``master_port`` (-1: unknown) are for a torch rendezvous of the role. ``collocation`` are the roles that share this
+    member's devices, ``"ACTOR,REFERENCE"``; ``devices`` the accelerators reserved for it, by their numbers in its
+    process: empty on CPUs, or where none are reserved."""
 
     name: str = ""
     role: RLRoleType = RLRoleType.ACTOR
@@ -126,33 +130,15 @@ class MemberContext:
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "MemberContext":
         """Read the variables that :meth:`to_env` writes; absent ones keep their defaults."""
-        return cls(
-            name=env.get("NAME", ""),
-            role=RLRoleType(env.get("ROLE", "ACTOR")),
-            rank=int(env.get("RANK", 0)),
-            world_size=int(env.get("WORLD_SIZE", 1)),
-            local_rank=int(env.get("LOCAL_RANK", 0)),
-            local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
-            master_addr=env.get("MASTER_ADDR", ""),
-            master_port=int(env.get("MASTER_PORT", _NO_TCP_PORT)),
-            collocation=env.get("DEVICE_COLLOCATION_GROUP", ""),
-            restart=RestartInfo(
-                int(env.get("RESTART_COUNT", 0)), env.get("RESTART_REASON", ""), int(env.get("RESTART_STEP", 0))
-            ),
-            devices=tuple(int(number) for number in env.get("DEVICES", "").split(",") if number),
+        values = {name: type(getattr(cls, name))(env[key]) for name, key in _ENV.items() if key in env}
+        restart = RestartInfo(
+            int(env.get("RESTART_COUNT", 0)), env.get("RESTART_REASON", ""), int(env.get("RESTART_STEP", 0))
         )
+        devices = tuple(int(number) for number in env.get("DEVICES", "").split(",") if number)
+        return cls(**values, restart=restart, devices=devices)
 
     def to_env(self) -> dict[str, str]:
-        return {
-            "NAME": self.name,
-            "ROLE": str(self.role),
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-            "DEVICE_COLLOCATION_GROUP": self.collocation,
+        return {key: str(getattr(self, name)) for name, key in _ENV.items()} | {
             "RESTART_COUNT": str(self.restart.count),
             "RESTART_REASON": self.restart.reason,
             "RESTART_STEP": str(self.restart.step),

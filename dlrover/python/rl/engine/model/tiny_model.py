@@ -68,21 +68,29 @@ def write_tiny_model(  # noqa: PLR0913 - a model's shape is this many numbers
     state does not change.
     """
     tokenizer = make_byte_tokenizer()
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
+    config = tiny_config(
+        tokenizer,
         hidden_size=hidden,
         intermediate_size=3 * hidden if intermediate is None else intermediate,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         max_position_embeddings=max_positions,
-        initializer_range=INITIAL_STD,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
     return write_atomically(Path(path), model, tokenizer)
+
+
+def tiny_config(tokenizer: PreTrainedTokenizerFast, **shape: int) -> Qwen2Config:
+    """A Qwen2 with tied embeddings for the byte tokenizer; ``shape`` has the names of ``Qwen2Config``."""
+    return Qwen2Config(
+        vocab_size=len(tokenizer),
+        initializer_range=INITIAL_STD,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **shape,
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from dlrover.python.rl.algorithm.base import EngineLoss
 from dlrover.python.rl.algorithm.registry import make_algorithm
@@ -18,11 +18,20 @@ from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.loading import CausalLM, TensorSource, as_causal_lm
 from dlrover.python.rl.engine.model.ranks import get_random_state, preserve_random_state, seed_random, set_random_state
 from dlrover.python.rl.engine.model.spec import ModelSpec
-from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
+from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, tiny_config
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.weight_sync.transports import TRANSPORTS
 
 TRANSPORTS.load("auto")
+
+_SHAPE = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+}
 
 
 def warm_actor() -> None:
@@ -61,7 +70,7 @@ def warm_rollout() -> None:
 def _throwaway_lm() -> CausalLM:
     """Loaded like a model for rollouts, but without files."""
     tokenizer = make_byte_tokenizer()
-    config = _config(tokenizer)
+    config = tiny_config(tokenizer, **_SHAPE)
     weights = Qwen2ForCausalLM(config).state_dict()
     model: Any = Qwen2ForCausalLM.from_pretrained(
         None, config=config, state_dict=weights, dtype=torch.float32, attn_implementation="sdpa"
@@ -72,25 +81,9 @@ def _throwaway_lm() -> CausalLM:
 def _throwaway_spec() -> ModelSpec:
     """The same for training."""
     tokenizer = make_byte_tokenizer()
-    config = _config(tokenizer)
+    config = tiny_config(tokenizer, **_SHAPE)
     weights = TensorSource(Qwen2ForCausalLM(config).state_dict())
     return ModelSpec("throwaway", None, config, tokenizer, weights=weights)
-
-
-def _config(tokenizer: Any) -> Qwen2Config:
-    return Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
 
 
 def _prompts(tokenizer: Any) -> Batch:

@@ -35,7 +35,7 @@ from dlrover.python.rl.recipe.offline.examples import (
     validate_examples,
 )
 from dlrover.python.rl.recipe.online.batch import annotate_errors_with_samples
-from dlrover.python.rl.recipe.reporting.metrics import Machine, TimedTrainer
+from dlrover.python.rl.recipe.reporting.metrics import TimedTrainer
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
 from dlrover.python.rl.recipe.reporting.trackers import validate_log
 from dlrover.python.rl.trainer.port import Pending
@@ -121,7 +121,6 @@ class ExampleTrainer(TimedTrainer):
         )
         for pending in self.load_models():
             pending.result()  # waits: for models, which the members' limits bound
-        self.machine: Machine
         (self.machine,) = self.RG_ACTOR.machine()
 
     def load_models(self) -> list[Pending]:
@@ -148,10 +147,7 @@ class ExampleTrainer(TimedTrainer):
             if self.should_evaluate(step):
                 metrics |= self.evaluate(step)
             self.model_saver.save_step(step)
-            times = self.time_metrics()
-            metrics |= self.machine.metrics(len(batch.ragged("tokens").values), len(self.RG_ACTOR), times) | times
-            self.run_log.write_step(step, metrics)
-            self.log(step, metrics)
+            self.report(step, metrics, tokens=len(batch.ragged("tokens").values))
         self.run_log.begin_step(last_step + 1)
         self.finish(last_step)
 

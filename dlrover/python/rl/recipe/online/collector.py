@@ -34,12 +34,7 @@ class StalenessTracker:
     * a step takes the stalest complete groups, and only if the rest can be trained on in time: of the groups due within
       the next ``n`` steps there must be no more than ``n * groups_per_step``. Otherwise it waits.
 
-    Args:
-        groups_per_step: that each step trains on.
-        max_staleness: the bound; with 0 a step requests its groups and takes all of them.
-        members: number of rollout members.
-        rows: number of prompts; a group's ``prompt_id`` is its row plus a multiple of it.
-    """
+    ``rows`` is the number of prompts: a group's ``prompt_id`` is its row plus a multiple of it."""
 
     groups_per_step: int
     max_staleness: int
@@ -191,12 +186,7 @@ class SampleCollector:
                                                                                         alike: sample again
 
     Each call of ``sample`` gives a member the whole list of its groups: it starts new ones, and cancels those that are
-    not listed. So a replaced member needs nothing else, nor does a run that went back.
-
-    Args:
-        trainer: has the role groups and the durable state.
-        prompts: to train on, and to evaluate on.
-    """
+    not listed. So a replaced member needs nothing else, nor does a run that went back."""
 
     def __init__(self, trainer: Any, config: PolicyConfig, prompts: PromptSource) -> None:
         self._trainer, self._cfg, self.prompts = trainer, config, prompts

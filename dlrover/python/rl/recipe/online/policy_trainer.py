@@ -46,7 +46,6 @@ from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data
 from dlrover.python.rl.recipe.reporting.metrics import (
     EVALUATED,
     SCORED,
-    Machine,
     Scores,
     TimedTrainer,
     collect_scores,
@@ -105,7 +104,6 @@ class PolicyTrainer(TimedTrainer):
         self.model_saver = self.state["model_saver"] = ModelSaver(cfg.keep, self.job_dir, self.RG_ACTOR.save)
         self.reward_failures = self.state["reward_failures"] = RewardFailures(cfg.reward)
         names = [pending.result() for pending in self.load_models()]  # waits: for models; the members' limits bound it
-        self.machine: Machine
         (self.machine,) = self.RG_ACTOR.machine()
         self.engines = {"train engine": names[0][0], "rollout engine": names[1][0]}
 
@@ -256,11 +254,7 @@ class PolicyTrainer(TimedTrainer):
                 self.model_saver.update(step, evaluation)
             metrics |= evaluation
         self.model_saver.save_step(step)
-        times = self.time_metrics()
-        tokens = int(batch.all_rows.dense("token_count").sum())
-        metrics |= self.machine.metrics(tokens, len(self.RG_ACTOR), times) | times
-        self.run_log.write_step(step, metrics)
-        self.log(step, metrics)
+        self.report(step, metrics, tokens=int(batch.all_rows.dense("token_count").sum()))
 
     def finish(self, before: Scores, after: Batch) -> None:
         self.RG_ACTOR.save(self.job_dir / "model")

@@ -19,18 +19,11 @@ _LOG = get_logger(__name__)
 
 
 class PromptSource:
-    """The prompts to train on, in their order, and those to evaluate on.
+    """The prompts to train on, in their order, and those to evaluate on (``held_out``, see :func:`make_prompt_batch`).
 
-    Attributes:
-        rows: number of rows in the training file.
-        held_out: the prompts to evaluate on; see :func:`make_prompt_batch`.
-        held_out_rows: number of rows they were chosen from.
-        places: every prompt of the run, as objects ``place`` (``file:line``) and ``prompt``.
-        dropped: numbers of the ``places`` that the run does not use, rising.
-
-    Raises:
-        DataError: a file cannot be used.
-    """
+    ``rows`` and ``held_out_rows`` are the numbers of rows that they were chosen from. ``places`` are all prompts of the
+    run, as objects ``place`` (``file:line``) and ``prompt``; ``dropped`` the numbers of those that the run does not
+    use, rising. Raises DataError if a file cannot be used."""
 
     def __init__(self, config: PolicyConfig) -> None:
         data = config.data

@@ -14,6 +14,7 @@ import torch
 
 from dlrover.python.rl.algorithm.losses.columns import SampleView
 from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.recipe.reporting.run_log import RunLog
 from dlrover.python.rl.trainer.port import COMMIT, Call, Outcome, Port, Ref
 from dlrover.python.rl.trainer.shard import Rows
 from dlrover.python.rl.trainer.steps import Attempt, Steps
@@ -240,22 +241,6 @@ PHASES = {
 """The phase of each workload method; a method that is not listed is a phase under its own name."""
 
 
-class TimedTrainer(BaseTrainer):
-    """Base class of the recipes' trainers; times their steps."""
-
-    def bind(self, link: TrainerLink, attempt: Attempt | None = None) -> Steps:
-        self.stopwatch = Stopwatch()
-        self._timed = TimedPort(link.port, self.stopwatch, PHASES)
-        return super().bind(replace(link, port=self._timed), attempt)
-
-    def time_metrics(self) -> dict[str, float]:
-        """Seconds since the last call: ``step_s``, and ``time/<phase>``, which add up to it. At the end of a step's
-        body they include the commit of the step before."""
-        self._timed.forget()
-        whole, spent = self.stopwatch.lap()
-        return {"step_s": whole, **{f"time/{phase}": seconds for phase, seconds in spent.items()}}
-
-
 _PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12}
 """Dense floating-point operations per second of tensor cores in 16 bits, from the makers' data sheets."""
 
@@ -292,3 +277,29 @@ def _peak(device: str, precision: str) -> float | None:
         return None
     name = torch.cuda.get_device_name(torch.device(device)).upper()
     return next((peak for device_name, peak in _PEAKS.items() if device_name in name), None)
+
+
+class TimedTrainer(BaseTrainer):
+    """Base class of the recipes' trainers; times their steps."""
+
+    run_log: RunLog
+    machine: Machine
+
+    def bind(self, link: TrainerLink, attempt: Attempt | None = None) -> Steps:
+        self.stopwatch = Stopwatch()
+        self._timed = TimedPort(link.port, self.stopwatch, PHASES)
+        return super().bind(replace(link, port=self._timed), attempt)
+
+    def time_metrics(self) -> dict[str, float]:
+        """Seconds since the last call: ``step_s``, and ``time/<phase>``, which add up to it. At the end of a step's
+        body they include the commit of the step before."""
+        self._timed.forget()
+        whole, spent = self.stopwatch.lap()
+        return {"step_s": whole, **{f"time/{phase}": seconds for phase, seconds in spent.items()}}
+
+    def report(self, step: int, metrics: Mapping[str, float], tokens: int) -> None:
+        """Log the metrics of a step that trained on ``tokens``, its times and speed included."""
+        times = self.time_metrics()
+        metrics = {**metrics, **self.machine.metrics(tokens, len(self.RG_ACTOR), times), **times}
+        self.run_log.write_step(step, metrics)
+        self.log(step, metrics)

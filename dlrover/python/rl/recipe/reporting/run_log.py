@@ -83,16 +83,10 @@ class _RecordBuffer(RecordWriter):
 class RunLog:
     """Writes the metrics of a run into its directory at each step. Non-finite numbers become null.
 
-    A step is in the files once, however often it is repeated: its rows of an earlier attempt are removed when it
-    begins again. While the disk is full, each of the methods waits. As part of a trainer's ``state`` it keeps the id
-    of the run, by which trackers recognize it when it goes on.
-
-    Args:
-        folder: the job's directory; nothing is changed there before :meth:`begin_step`.
-        disk_wait: how long to wait on a full disk; then the error is raised, and no partial line is left.
-        config: trackers, and how many samples the console shows.
-        settings: of the run, a plain tree, for trackers to show.
-    """
+    A step is in the files once, however often it is repeated: its rows of an earlier attempt are removed when it begins
+    again; nothing is changed before :meth:`begin_step`. On a full disk each method waits for ``disk_wait``; then the
+    error is raised, and no partial line is left. As part of a trainer's ``state`` it keeps the id of the run, by which
+    trackers recognize it when it goes on; they show ``settings``."""
 
     def __init__(
         self,
@@ -109,11 +103,8 @@ class RunLog:
         self._can_plot = True
 
     def begin_step(self, step: int) -> None:
-        """Remove the rows of ``step`` and of later ones, and keep those of earlier ones.
-
-        Step 1 begins a run: all that an earlier run's log left is removed, TensorBoard's events included, so that no
-        two runs mix; everything else stays, the model too.
-        """
+        """Remove the rows of ``step`` and of later ones. Step 1 begins a run: all files of an earlier run's log are
+        removed, TensorBoard's events included; everything else stays, the model too."""
         if self._current_step is None or step != self._current_step + 1:
             self._go_back_to(step - 1)
         self._current_step = step

@@ -72,11 +72,10 @@ _SEQUENCES, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
 
 
 class ModelRewardWorkload(EngineWorkload):
-    """REWARD: a frozen model with a head of one score, which ``reward.model`` names; ``recipe.rm`` trains one.
+    """REWARD: a frozen model with a head of one score, which ``reward.model`` names; each member has a copy.
 
     Prompt and completion are encoded like the pairs of its training, by its own tokenizer and chat template; the reward
-    is the score of the last token. Each member has a whole copy.
-    """
+    is the score of the last token."""
 
     @classmethod
     def check_config(cls, config: Any) -> Iterable[ConfigError]:

@@ -37,7 +37,8 @@ class RolloutLimits:
 
 
 class RolloutScheduler:
-    """Generates groups of samples with one engine, many samples at a time.
+    """Generates groups of samples with one engine, which has no other user; without ``guard`` a sample is one
+    completion.
 
     ::
 
@@ -47,12 +48,7 @@ class RolloutScheduler:
         advance, while there are requests ----> engine ---'
 
     Every method is called in the event loop that the samples live in. Before :meth:`start` samples advance only within
-    ``_run_until``.
-
-    Args:
-        engine: has no other user.
-        guard: of the environment; None: a sample is one completion.
-    """
+    ``_run_until``."""
 
     def __init__(self, engine: BaseRolloutEngine, guard: Guard | None, limits: RolloutLimits) -> None:
         self.engine, self.guard = engine, guard

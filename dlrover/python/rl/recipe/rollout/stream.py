@@ -158,8 +158,8 @@ class EngineStream:
     wakeup: Wakeup
     _waiting: list[PendingRequest] = field(default_factory=list)
     _running: dict[tuple[int, int], PendingRequest] = field(default_factory=dict)
+    is_exclusive: bool = False
     _steps: int = 0
-    _exclusive: bool = False
 
     def submit(
         self, request: Request, sampling: SamplingParams, seed: tuple[int, ...], priority: bool = False
@@ -204,16 +204,12 @@ class EngineStream:
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         self.preempt()
-        self._exclusive = True
+        self.is_exclusive = True
         try:
             yield
         finally:
-            self._exclusive = False
+            self.is_exclusive = False
             self.wakeup.notify()
-
-    @property
-    def is_exclusive(self) -> bool:
-        return self._exclusive
 
     def version_range(self, pending: PendingRequest) -> tuple[int, int]:
         """Lowest and highest weight version that may have generated a token of a request; -1 for none.
@@ -233,7 +229,7 @@ class EngineStream:
         batches: dict[tuple[SamplingParams, tuple[int, ...]], list[PendingRequest]] = {}
         waiting, keys = [], set(self._running)
         for pending in self._waiting:
-            if pending.request.key in keys or (self._exclusive and not pending.priority):
+            if pending.request.key in keys or (self.is_exclusive and not pending.priority):
                 waiting.append(pending)
             else:
                 keys.add(pending.request.key)
