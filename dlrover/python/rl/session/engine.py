@@ -30,8 +30,6 @@ class HandEngine:
         self._members: Members | None = None
         self._failed: list[Ref] = []
 
-    # -- life ---------------------------------------------------------------------------------------------------------
-
     @property
     def built(self) -> bool:
         return self._members is not None
@@ -56,6 +54,14 @@ class HandEngine:
         self.name, self._members, self._session = members.name, members, session
         return session.slots[members.slots[0][0]].kind
 
+    def _open(self, *arguments: Any) -> None:
+        """Make the engine in each process; where that fails none is left."""
+        try:
+            self._ask("engine.open", *arguments)
+        except BaseException:
+            self.release()
+            raise
+
     def release(self) -> None:
         """End the processes and give the slots back; ``build`` starts them again. Safe to repeat."""
         members, self._members, self._failed = self._members, None, []
@@ -70,7 +76,7 @@ class HandEngine:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def _submit(self, method: str, *args: Any, **kwargs: Any) -> list[Ref]:
-        """Send a call to every rank; ``Shard`` divides an argument, everything else goes to each whole."""
+        """Send a call to every rank; only a ``Shard`` is divided."""
         group = self._running(method).role_group
         self._failed = wait_for_ranks(self._failed, _SETTLE_S)
         if self._failed:  # What these ranks send each other would meet what this call sends.
@@ -112,8 +118,8 @@ class HandEngine:
         self._ask("engine.meta")
 
     def device(self) -> str | list[str]:
-        """Where the weights are: ``"cpu"``, ``"meta"``, or ``"cuda"`` for the device, also where the host stands in for
-        one; of each rank where they differ."""
+        """Where the weights are: ``"cpu"``, ``"meta"``, or ``"cuda"`` even where the host stands in for a device; of
+        each rank where they differ."""
         devices = [str(device) for device in self._ask("engine.place")]
         return devices[0] if len(set(devices)) == 1 else devices
 

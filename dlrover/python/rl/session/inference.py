@@ -80,18 +80,15 @@ class InferenceEngine(HandEngine):
         """
         if not self._should_build(ignore_rebuild_error):
             return self
-        _, options = divide_settings(settings)
-        if self._registered and (errors := validate_engine(ROLLOUT_ENGINES, self._registered, options, "backend")):
+        own, backend = _divide_settings(settings)
+        if self._registered and (errors := validate_engine(ROLLOUT_ENGINES, self._registered, backend, "backend")):
             raise EngineError("; ".join(map(str, errors)))
         request = SlotRequest.near(colocate_with, not_colocate_with, nodes)
-        kind = self._start(
-            replace(request, group=tensor_parallel_size, groups=data_parallel_size, one_node=True), InferenceMember
-        )
-        try:
-            self._ask("engine.open", self._executor, self.model, rollout_settings(kind, tensor_parallel_size, settings))
-        except BaseException:
-            self.release()
-            raise
+        request = replace(request, group=tensor_parallel_size, groups=data_parallel_size, one_node=True)
+        kind = self._start(request, InferenceMember)
+        own = {"precision": "bf16" if kind == "cuda" else "fp32", **own}
+        complete = RolloutSettings(device=kind, tensor_parallel_size=tensor_parallel_size, backend=backend, **own)
+        self._open(self._executor, self.model, complete)
         return self
 
     def generate(
@@ -136,14 +133,8 @@ class InferenceEngine(HandEngine):
         ]
 
 
-def rollout_settings(kind: str, tensor_parallel_size: int, values: Mapping[str, Any]) -> RolloutSettings:
-    """The settings of a rollout engine on devices of a kind; unknown names go to the backend."""
-    own, backend = divide_settings(values)
-    own = {"precision": "bf16" if kind == "cuda" else "fp32"} | own
-    return RolloutSettings(device=kind, tensor_parallel_size=tensor_parallel_size, backend=backend, **own)
-
-
-def divide_settings(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _divide_settings(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of ``RolloutSettings``, and options of the backend."""
     fields = {field.name for field in dataclasses.fields(RolloutSettings)} - {"device", "tensor_parallel_size"}
     own = {name: value for name, value in values.items() if name in fields}
     rest = {name: value for name, value in values.items() if name not in fields}

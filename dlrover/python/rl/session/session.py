@@ -47,8 +47,8 @@ class SlotRequest:
     def near(cls, colocate_with: Any, not_colocate_with: Any, nodes: Collection[str] | None) -> "SlotRequest":
         """A request for single slots near or apart from built engines, as ``build`` takes them."""
         return cls(
-            colocate_with=None if colocate_with is None else slots_of(colocate_with),
-            apart_from=frozenset() if not_colocate_with is None else frozenset(slots_of(not_colocate_with)),
+            colocate_with=None if colocate_with is None else _slots_of(colocate_with),
+            apart_from=frozenset() if not_colocate_with is None else frozenset(_slots_of(not_colocate_with)),
             nodes=None if nodes is None else tuple(nodes),
         )
 
@@ -129,10 +129,9 @@ class SlotTable:
         return f"{asks}{where}; free{limits} are {list(candidates)} of {len(self.devices)} ({held_by})"
 
 
-def slots_of(engines: Any) -> Slots:
-    return tuple(
-        slot for engine in (engines if isinstance(engines, list | tuple) else [engines]) for slot in engine.slots
-    )
+def _slots_of(engines: Any) -> Slots:
+    listed = engines if isinstance(engines, list | tuple) else [engines]
+    return tuple(slot for engine in listed for slot in engine.slots)
 
 
 # -- sessions --------------------------------------------------------------------------------------------------------

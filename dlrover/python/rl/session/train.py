@@ -90,12 +90,9 @@ class TrainEngine(HandEngine):
             data_parallel_size: model replicas, each with rows of its own: what ``NeedParallel`` divides by.
             shards: replicas that share out one copy of the parameters, gradients and optimizer (ZeRO-3); all of them by
                 default. Copies stay equal.
-            colocate_with: an engine, or a list of them, whose slots to use, all of them; free ones by default.
-            not_colocate_with: engines whose slots not to use.
-            nodes: addresses or ids of the nodes to use.
+            colocate_with, not_colocate_with, nodes, ignore_rebuild_error: as in ``InferenceEngine.build``.
             precision: of the forward and backward pass; parameters and their optimizer are float32. By default
                 ``"bf16"`` on CUDA.
-            ignore_rebuild_error: do nothing when it is built already.
 
         Returns:
             The engine.
@@ -116,22 +113,14 @@ class TrainEngine(HandEngine):
         )
         argument_sets = groups * size // tensor_parallel_size
         kind = self._start(replace(request, group=size, groups=groups), TrainMember, argument_sets)
-        try:
-            precision = precision or ("bf16" if kind == "cuda" else "fp32")
-            self._ask(
-                "engine.open", TrainSettings(device=kind, precision=precision, parallel=self._parallel), self._payload
-            )
-        except BaseException:
-            self.release()
-            raise
+        precision = precision or ("bf16" if kind == "cuda" else "fp32")
+        self._open(TrainSettings(device=kind, precision=precision, parallel=self._parallel), self._payload)
         return self
 
     @property
     def replicas(self) -> int:
         """Model replicas, each with rows of its own: the divisor of ``NeedParallel``."""
         return len(self._running("replicas").slots) // self._parallel.replica_size
-
-    # -- the module's methods -----------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> "ModuleMethod":
         if name.startswith("_"):
@@ -151,8 +140,6 @@ class TrainEngine(HandEngine):
         results = self._gather(refs, method.timeout_s)[:: sizes.tensor_parallel_size]
         stride = 1 if splitter.shares[0].sequences else sizes.context_parallel_size
         return merge(results[::stride], splitter.shares[::stride], method.merge)
-
-    # -- the engine's own verbs ---------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> None:
         """Put the module into training mode on every rank, as it is after ``build``."""

@@ -111,17 +111,22 @@ def _check_step(target: Any, name: str) -> None:
 
 
 def _check_options(where: str, maker: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    if fault := find_argument_fault(maker, options):
+        raise EnvironmentFailed(f"{where} does not take its options: {fault}")
+
+
+def find_argument_fault(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """Why ``function`` does not take these keyword arguments, with the nearest name; "" if it does."""
     try:
-        signature = inspect.signature(maker)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # Some C functions have no signature.
-        return
+        return ""
     try:
-        signature.bind(**options)
+        signature.bind(**arguments)
     except TypeError as error:
-        parameters = list(signature.parameters)
-        unknown = [name for name in options if name not in parameters]
-        close = hint(unknown[0], parameters) if unknown else ""
-        raise EnvironmentFailed(f"{where} does not take its options: {error}{close}") from error
+        unknown = next((name for name in arguments if name not in signature.parameters), "")
+        return f"{error}{hint(unknown[:100], signature.parameters) if unknown else ''}"
+    return ""
 
 
 def _import_target(where: str) -> tuple[Any, bool]:
@@ -175,21 +180,21 @@ class UserEnvironment:
         self.episodes: int | None = getattr(target, "episodes", None)
 
     async def reset(self, extra_info: dict[str, Any]) -> str | None:
-        if "reset" not in self._calls:
-            return None
-        state = await call_async(self._calls["reset"], extra_info)
+        state = await self._call("reset", extra_info)
         return None if state is None else validate_state("the state that reset returned", state)
 
     async def step(self, state: str, action: str, extra_info: dict[str, Any]) -> StepResult:
-        return validate_step(await call_async(self._calls["step"], state, action, extra_info), extra_info)
+        return validate_step(await self._call("step", state, action, extra_info), extra_info)
 
     async def close(self, extra_info: dict[str, Any]) -> None:
-        if "close" in self._calls:
-            await call_async(self._calls["close"], extra_info)
+        await self._call("close", extra_info)
 
     async def shutdown(self) -> None:
-        if "shutdown" in self._calls:
-            await call_async(self._calls["shutdown"])
+        await self._call("shutdown")
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        """Call a function that the target may lack."""
+        return await call_async(self._calls[name], *arguments) if name in self._calls else None
 
 
 async def call_async(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -10,7 +10,7 @@ import importlib
 import itertools
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dlrover.python.rl.common.errors import EnvironmentFailed, MissingExtra
@@ -32,7 +32,7 @@ class World(Protocol):
 class _Slot:
     world: World | None = None
     episode: int = 0
-    busy: bool = field(default=False)
+    busy: bool = False
 
 
 class GymEnvironment:
@@ -101,8 +101,7 @@ class GymEnvironment:
         return StepResult(None if done else state + action + shown, float(reward), float(reward), done, extra_info)
 
     async def close(self, extra_info: dict[str, Any]) -> None:
-        slot = self._slot_of(extra_info)
-        if slot is not None:
+        if slot := self._slot_of(extra_info):
             slot.busy = False
 
     async def shutdown(self) -> None:

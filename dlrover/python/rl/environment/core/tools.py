@@ -9,7 +9,6 @@
 A call is data: it is parsed as JSON, and its name is looked up among the tools of the job. Nothing of it is evaluated.
 """
 
-import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from typing import Any
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.environment.core.base import StepResult
-from dlrover.python.rl.environment.core.functions import call_async, load_function
+from dlrover.python.rl.environment.core.functions import call_async, find_argument_fault, load_function
 from dlrover.python.rl.environment.core.rewards import WeightedRewards
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -104,11 +103,7 @@ class ToolEnvironment:
         return f"{shown[: self._longest_result]}\n(cut: {self._longest_result} of {len(shown)} characters)"
 
     def _bound(self, call: str) -> Callable[[], Any]:
-        """The tool with the arguments of a call.
-
-        Raises:
-            _BadCall: it is none.
-        """
+        """The tool with the arguments of a call, or _BadCall."""
         try:
             request = json.loads(call)
         except (ValueError, RecursionError) as error:
@@ -120,23 +115,10 @@ class ToolEnvironment:
             raise _BadCall(f"there is no tool '{name[:100]}'{hint(name[:100], self._tools)}")
         if not isinstance(arguments, dict):
             raise _BadCall(f"the arguments of '{name}' must be an object, not {type(arguments).__name__}")
-        _check_arguments(name, self._tools[name], arguments)
+        if fault := find_argument_fault(self._tools[name], arguments):
+            raise _BadCall(f"'{name}' does not take these arguments: {fault}")
         return partial(self._tools[name], **arguments)
 
 
 class _BadCall(Exception):
     """What the policy wrote is no call of a tool."""
-
-
-def _check_arguments(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # Some C functions have no signature.
-        return
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        parameters = list(signature.parameters)
-        unknown = [key for key in arguments if key not in parameters]
-        close = hint(unknown[0][:100], parameters) if unknown else ""
-        raise _BadCall(f"'{name}' does not take these arguments: {error}{close}") from error

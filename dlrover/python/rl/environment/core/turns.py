@@ -232,26 +232,24 @@ class Trajectory:
         """Credit the last action; raise DataError without one."""
         if not any(self.last.action_mask):
             raise DataError("there is no action to reward")
-        self.last.rewards[_last_true(self.last.action_mask)] += value
+        self.last.rewards[-1 - self.last.action_mask[::-1].index(True)] += value
         self.last.score += score
 
     def observe(self, state: str, fits: Callable[[list[int]], bool] | None = None) -> bool:
         """Add the next state; return False, without a change, if ``fits`` refuses the tokens to continue from."""
         context = self._state + self.action
         continues = state.startswith(context)
-        tokens = self._rest(state[len(context) :]) if continues else self._encode_whole(state)
+        rest = state[len(context) :]
+        tokens = (self._encode(rest) if rest else []) if continues else self._encode_whole(state)
         if fits is not None and not fits([*self.context, *tokens] if continues else tokens):
             return False
         if continues:
             self.last.give(tokens)
-            self.last.text += state[len(context) :]
+            self.last.text += rest
         else:
             self._begin(state, tokens)
         self._state, self.action = state, ""
         return True
-
-    def _rest(self, text: str) -> list[int]:
-        return self._encode(text) if text else []
 
     def _begin(self, state: str, tokens: Sequence[int]) -> None:
         self.sequences.append(TokenSequence(state))
@@ -260,7 +258,3 @@ class Trajectory:
     @property
     def last(self) -> TokenSequence:
         return self.sequences[-1]
-
-
-def _last_true(mask: Sequence[bool]) -> int:
-    return len(mask) - 1 - mask[::-1].index(True)

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import VerifierCrashed, VerifierError, VerifierTimeout
@@ -138,9 +137,7 @@ class DeadlineVerifier:
     def __enter__(self) -> "DeadlineVerifier":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start(self) -> ChildProcess:
@@ -209,7 +206,6 @@ class VerifierPool:
     def __init__(self, workers: int, start: Callable[[], DeadlineVerifier]) -> None:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="verifier")
         self._idle: queue.SimpleQueue[DeadlineVerifier] = queue.SimpleQueue()
-        self._all: list[DeadlineVerifier] = []
         starting = [self._threads.submit(start) for _ in range(workers)]
         failed = [error for started in starting if (error := started.exception())]  # waits: at most a start's own limit
         self._all = [started.result(0) for started in starting if not started.exception()]  # waits: no more

@@ -3,7 +3,7 @@
 
 import operator
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, overload
 
@@ -91,9 +91,6 @@ class MathDataset(Sequence[ArithmeticProblem]):
 
     def __getitem__(self, index: int | slice) -> ArithmeticProblem | list[ArithmeticProblem]:
         return self._problems[index]
-
-    def __iter__(self) -> Iterator[ArithmeticProblem]:
-        return iter(self._problems)
 
 
 class ArithmeticEnvironment:

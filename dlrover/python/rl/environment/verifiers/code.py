@@ -95,17 +95,10 @@ class _ExpectedValues(ast.NodeTransformer):
         self.expected.append(expected)
         return statement
 
-    def visit_Try(self, node: ast.Try) -> ast.stmt:
+    def visit_Try(self, node: ast.stmt) -> ast.stmt:
         return node
 
-    def visit_TryStar(self, node: ast.stmt) -> ast.stmt:
-        return node
-
-    def visit_With(self, node: ast.With) -> ast.stmt:
-        return node
-
-    def visit_AsyncWith(self, node: ast.AsyncWith) -> ast.stmt:
-        return node
+    visit_TryStar = visit_With = visit_AsyncWith = visit_Try
 
 
 def _comparison(test: ast.expr) -> tuple[ast.expr | None, Any]:
@@ -227,7 +220,7 @@ def passes_tests(source: str, tests: HiddenTests, limits: ProgramLimits | None =
 def _start(
     folder: Path, source: str, stdin: str, limits: ProgramLimits, channel: int | None = None
 ) -> "subprocess.Popen[bytes]":
-    """Start a program in ``folder``, which holds its output; a ``channel`` sends tests."""
+    """``folder`` will hold the program's output; a ``channel`` sends tests."""
     (folder / "program.py").write_text(source, encoding="utf-8", errors="replace")
     (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
     # sys.path goes along so that this module is found; the program itself starts isolated from it.
@@ -248,11 +241,7 @@ def _start(
 
 
 def _compare_values(connection: socket.socket, tests: HiddenTests, deadline_s: float, most: int) -> bool:
-    """Hand a program its tests, and hear what comes of them.
-
-    Raises:
-        OSError: its end closed, or the time was up.
-    """
+    """Hand a program its tests, and hear what comes of them; OSError: its end closed, or the time was up."""
     lines = _read_lines(connection, deadline_s, most)
     if next(lines, "") != "ran":
         return False
