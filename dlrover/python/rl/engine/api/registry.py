@@ -43,32 +43,15 @@ class EngineInfo:
     An engine of this package states it in its folder's ``__init__.py``, which is read without importing the backend.
     """
 
-    options: type | None = None
-    """Dataclass that the ``backend`` options are read as; None: the engine reads them itself."""
-
-    package: str = ""
-    """Import name of the backend, if it is an extra."""
-
-    distribution: str = ""
-    """What to install, if it has another name."""
-
-    divides: tuple[str, ...] | None = None
-    """Sizes of parallelism that may be above 1; None: all."""
-
-    adapters: bool = True
-    """Trains low-rank adapters."""
-
-    shares_process: bool = True
-    """An engine of one rank runs in a process that is a rank of another engine."""
-
-    top_token_ids: bool = True
-    """Evaluates with ``top``, as teachers of whole distributions do."""
-
-    sgd: bool = True
-    """Has SGD besides AdamW."""
-
-    bare_head: bool = True
-    """Trains a token head without a bias, as reward models have."""
+    options: type | None = None  # dataclass that the `backend` options are read as; None: the engine reads them itself
+    package: str = ""  # import name of the backend, if it is an extra
+    distribution: str = ""  # what to install, if it has another name
+    divides: tuple[str, ...] | None = None  # sizes of parallelism that may be above 1; None: all
+    adapters: bool = True  # trains low-rank adapters
+    shares_process: bool = True  # an engine of one rank runs in a process that is a rank of another engine
+    top_token_ids: bool = True  # evaluates with `top`, as teachers of whole distributions do
+    sgd: bool = True  # has SGD besides AdamW
+    bare_head: bool = True  # trains a token head without a bias, as reward models have
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,6 @@ def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int =
         batch: columns ``tokens`` and ``action_mask``; rows with the same number in the dense column ``unit``, if any,
             stay together; ``candidates`` (ragged ``[rows, seq, n]``), if any, are more ids for a causal head.
         token_budget: of a micro-batch; a row or unit that exceeds it is a micro-batch by itself.
-        head: of the model.
         at_least: minimum number of micro-batches, the last ones perhaps empty: ranks in lockstep need equally many.
     """
     tokens, actions = batch.ragged("tokens"), batch.ragged("action_mask")
@@ -125,7 +124,7 @@ def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int =
     if "unit" in batch:
         units = _units(batch.dense("unit")[rows])
         shares = [
-            _longest_first([row for unit in share for row in units[unit]], spans[rows])
+            sorted((row for unit in share for row in units[unit]), key=lambda row: -int(spans[rows[row]]))
             for share in balance_by_tokens([int(spans[rows[unit]].sum()) for unit in units], token_budget, at_least)
         ]
     else:
@@ -143,10 +142,6 @@ def _units(numbers: Ids) -> list[Ids]:
     _, of_row = np.unique(numbers, return_inverse=True)
     order = np.argsort(of_row, kind="stable")
     return np.split(order, np.flatnonzero(np.diff(of_row[order])) + 1) if len(order) else []
-
-
-def _longest_first(rows: list[int], spans: Ids) -> list[int]:
-    return sorted(rows, key=lambda row: -int(spans[row]))
 
 
 def _count_needed(mask: Array, head: Head) -> int:

@@ -40,12 +40,7 @@ from dlrover.python.rl.engine.module.parallel import Gradients, SharedSequences,
 class ModuleEngine:
     """Runs a :class:`TrainModule`. All ranks call every method together.
 
-    Args:
-        label: the engine's name in messages.
-        payload: the module without weights, by cloudpickle.
-        settings: device, precision, and how the ranks divide the module.
-        rendezvous: where they meet.
-        memory: accounts for the device; a new account by default.
+    ``label`` is the engine's name in messages, ``payload`` the module without weights, by cloudpickle.
 
     Raises:
         EngineError: the module cannot be divided so, or its weights are not where it says.
@@ -82,9 +77,8 @@ class ModuleEngine:
         module = cloudpickle.loads(self._payload)
         if self._grid.context is not None:
             self._sequences = SharedSequences(module, self._grid)
-        self._made = made = materialize(
-            module, source or find_weight_source(module), self._grid, self._make_options(module)
-        )
+        source = source or find_weight_source(module)
+        self._made = made = materialize(module, source, self._grid, self._make_options(module))
         self._gradients = Gradients(module, made.shards)
         if made.vocabulary is not None:
             _whole_logits(module, self._grid.tensors)
@@ -265,7 +259,7 @@ class ModuleEngine:
         self._made, self._parked, self._expects_weights, self._sequences = None, None, False, None
         self._gradients = None
         gc.collect()  # A module and its hooks refer to each other.
-        self.release_cache()
+        self._memory.release_cache()
 
     def place(self) -> DeviceKind:
         if self._made is None:
@@ -274,9 +268,6 @@ class ModuleEngine:
 
     def footprint(self) -> dict[str, int]:
         return self._memory.bytes_of(self._label)
-
-    def release_cache(self) -> None:
-        self._memory.release_cache()
 
     def close(self) -> None:
         self._hook.remove()

@@ -137,8 +137,6 @@ def as_batch(completions: Sequence[Completion]) -> Batch:
     )
 
 
-BROKEN_LOGITS = "the model's logits are NaN or infinite: its weights are broken"
-
 _PARTIAL = 4
 """Extra tokens to decode beside those of a stop string: the first of a window may begin inside a character."""
 
@@ -319,7 +317,7 @@ class RunningRequests:
     def append(self, new_tokens: Sequence[NewToken], version: int) -> dict[int, Finish]:
         """Append all tokens or none, up to the one that finishes each request; returns the finished ones."""
         if not np.isfinite([logprob for _, _, logprob in new_tokens]).all():
-            raise EngineError(BROKEN_LOGITS)
+            raise EngineError("the model's logits are NaN or infinite: its weights are broken")
         finished: dict[int, Finish] = {}
         for number, token, logprob in new_tokens:
             if number not in finished:

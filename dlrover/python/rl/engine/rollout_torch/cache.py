@@ -23,17 +23,12 @@ class Scheduler:
     Older requests precede newer ones, group by group: a freed row is taken by the oldest request of the next group,
     whose row is filled likewise, and waiting requests take the last rows. So rows of similar length stay adjacent, at
     the cost of a few moves.
-
-    Attributes:
-        rows: most requests that are active at a time.
-        active: the request in each row.
-        waiting: the others, the next first.
     """
 
     def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self.active: list[int] = []
-        self.waiting: deque[int] = deque()
+        self.rows = rows  # most requests that are active at a time
+        self.active: list[int] = []  # the request in each row
+        self.waiting: deque[int] = deque()  # the next first
 
     @property
     def has_requests(self) -> bool:
@@ -96,22 +91,16 @@ _ALIGNED = 16
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows ``start`` to ``stop``, which attend in one operation.
-
-    Attributes:
-        longest: tokens of the longest row.
-        bias: ``[rows * kv_heads, 1, longest]``, added to the scores to mask what is beyond each row's end; None if
-            all rows are equally long.
-        values: indices of the values that each query reads, int32 ``[rows * heads * longest]``; on a CPU only.
-        begins: where each query's indices begin in ``values``, int32 ``[rows * heads]``.
-    """
+    """Rows ``start`` to ``stop``, which attend in one operation."""
 
     start: int
     stop: int
-    longest: int
+    longest: int  # tokens of the longest row
     bias: Any
-    values: Any
-    begins: Any
+    """``[rows * kv_heads, 1, longest]``, added to the scores to mask what is beyond each row's end; None if all are
+    equally long."""
+    values: Any  # on a CPU: indices of the values that each query reads, int32 `[rows * heads * longest]`
+    begins: Any  # where each query's indices begin in `values`, int32 `[rows * heads]`
 
 
 class SlotCache:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot, verify_snapshot
+from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.loading import CausalLM
 from dlrover.python.rl.engine.model.spec import count_cache_bytes_per_token
@@ -33,16 +33,13 @@ class WeightStore:
     Args:
         groups: names and tensors, which are copied.
         dtype: replaces floating-point dtypes; others stay.
-
-    Attributes:
-        views: name to tensor; empty at ``meta``.
     """
 
     def __init__(
         self, groups: Iterable[Sequence[tuple[str, Any]]], dtype: Any, memory: DeviceMemory, owner: str
     ) -> None:
         self.place: DeviceKind = "meta"
-        self.views: dict[str, Any] = {}
+        self.views: dict[str, Any] = {}  # empty at `meta`
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._memory, self._owner = memory, owner
         self._at: dict[str, tuple[Any, int]] = {}
@@ -104,10 +101,6 @@ class WeightStore:
             self.views[name] = flats[kind][start : start + torch.Size(shape).numel()].view(shape)
 
     # -- new weights --------------------------------------------------------------------------------------------------
-
-    def check(self, weights: WeightSnapshot, serving: int) -> None:
-        """Refuse a snapshot that does not fit, is corrupt or older than ``serving``."""
-        verify_snapshot(weights, self.shapes, serving)
 
     @torch.no_grad()
     def write(self, weights: WeightSnapshot) -> None:
@@ -210,9 +203,12 @@ class HuggingFaceDecoder:
         return rows if free_bytes is None else max(1, min(rows, free_bytes // (2 * length * self._token_bytes)))
 
     def clear(self) -> None:
+        self._empty()
+        self.capacity = 0
+
+    def _empty(self) -> None:
         self._cache: DynamicCache | None = None
         self._mask: Any = torch.zeros((0, 0), dtype=torch.int64, device=self._memory.device)
-        self.capacity = 0
 
     def prefill(self, sequences: Sequence[Ids]) -> list[Prefix]:
         width = max(len(tokens) for tokens in sequences)
@@ -237,28 +233,22 @@ class HuggingFaceDecoder:
         if self._cache is not None:
             mask, pasts = [self._mask, *mask], [_past(self._cache), *pasts]
         self._mask = torch.cat([functional.pad(part, (width - part.shape[1], 0)) for part in mask])
-        self._cache = DynamicCache()
-        for index, parts in enumerate(zip(*pasts, strict=True)):
-            keys, values = ([_widen(pair[kind], width) for pair in parts] for kind in (0, 1))
-            self._cache.update(torch.cat(keys), torch.cat(values), index)
-        self._account()
+        layers = [zip(*pairs, strict=True) for pairs in zip(*pasts, strict=True)]
+        self._fill([[torch.cat([_widen(part, width) for part in parts]) for parts in layer] for layer in layers])
 
     def select_rows(self, rows: Sequence[int]) -> None:
         if self._cache is None or not rows:
-            capacity = self.capacity
-            self.clear()
-            self.capacity = capacity
+            self._empty()
             return
         chosen = torch.tensor(rows, device=self._mask.device)
         mask = self._mask[chosen]
         padding = int(mask.shape[1] - mask.sum(dim=1).max())
         past = [(keys[chosen, :, padding:], values[chosen, :, padding:]) for keys, values in _past(self._cache)]
-        self._mask, self._cache = mask[:, padding:], DynamicCache()
-        for index, (keys, values) in enumerate(past):
-            self._cache.update(keys, values, index)
-        self._account()
+        self._mask = mask[:, padding:]
+        self._fill(past)
 
     def step(self, tokens: Any) -> Any:
+        tokens = tokens.to(self._memory.device)
         self._mask = functional.pad(self._mask, (0, 1), value=1)
         positions = self._mask.sum(dim=1, keepdim=True) - 1
         logits = self._call(tokens[:, None], self._mask, positions, self._cache)
@@ -274,6 +264,12 @@ class HuggingFaceDecoder:
             options["logits_to_keep"] = 1
         out = self._model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
         return out.logits[:, -1]
+
+    def _fill(self, layers: Iterable[Sequence[Any]]) -> None:
+        self._cache = DynamicCache()
+        for index, (keys, values) in enumerate(layers):
+            self._cache.update(keys, values, index)
+        self._account()
 
     def _account(self) -> None:
         if self._cache is not None:

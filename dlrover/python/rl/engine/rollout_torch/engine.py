@@ -5,50 +5,44 @@ Waiting requests get a row of the cache, generate a token per step, and free the
 """
 
 import dataclasses
-import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.base import Finish, RolloutSettings
 from dlrover.python.rl.engine.api.registry import find_rollout_errors, raise_engine_errors, read_options
-from dlrover.python.rl.engine.api.weights import DeviceKind, Part, WeightSnapshot
+from dlrover.python.rl.engine.api.weights import DeviceKind, Part, WeightSnapshot, verify_snapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, RELEASED, raise_unless_ready
 from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
 from dlrover.python.rl.engine.model.spec import load_causal_lm
-from dlrover.python.rl.engine.rollout.requests import BROKEN_LOGITS, RolloutEngineBase, RunningRequests, choose
+from dlrover.python.rl.engine.rollout.requests import NewToken, RolloutEngineBase, RunningRequests, choose
 from dlrover.python.rl.engine.rollout_torch import INFO, TorchOptions, fused
 from dlrover.python.rl.engine.rollout_torch.cache import Scheduler
 from dlrover.python.rl.engine.rollout_torch.decoder import Decoder, HuggingFaceDecoder, Ids, Prefix
 
-
-@dataclass(frozen=True)
-class BatchLimits:
-    rows: int
-    """Most sequences that are decoded at a time."""
-
-    prefill_tokens: int
-    """Most tokens, padding included, of one forward pass over prompts."""
+Computing: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 class ContinuousBatch:
     """Runs the decoder for the running requests.
 
     A step reads the last token of each active sequence, and the prompts of those that take free rows; then all get
-    their next token. Finished sequences free their rows, which the scheduler assigns again.
+    their next token. At most ``rows`` sequences are decoded at a time, and ``prefill_tokens``, padding included, read;
+    ``computing`` is entered for both.
     """
 
     def __init__(
-        self, requests: RunningRequests, decoder: Decoder, limits: BatchLimits, memory: DeviceMemory, owner: str
+        self, requests: RunningRequests, decoder: Decoder, rows: int, prefill_tokens: int, computing: Computing
     ) -> None:
-        self._requests, self._decoder, self._limits = requests, decoder, limits
-        self._memory, self._owner = memory, owner
-        self._scheduler = Scheduler(limits.rows)
+        self._requests, self._decoder, self._computing = requests, decoder, computing
+        self._rows, self._prefill_tokens = rows, prefill_tokens
+        self._scheduler = Scheduler(rows)
         self._needed, self._length = 0, 0
         self._prefixes: dict[bytes, Prefix] = {}
 
@@ -62,26 +56,18 @@ class ContinuousBatch:
     def step(self, version: int) -> dict[int, Finish]:
         """Generate a token, stamped with ``version``, for each sequence that has a row; at least one request must run.
 
-        Returns:
-            The requests that have finished, by number.
+        Returns the requests that have finished, by number. After any error all requests are as before the step.
 
         Raises:
-            EngineError: the logits are not finite. After any error all requests are as before the step.
-            OutOfDeviceMemory: the device is full; reports memory by owner.
+            EngineError: the logits are not finite.
         """
         try:
-            with self._memory.computing(self._owner):
-                tokens, logprobs = self._sample(self._forward())
+            with self._computing():
+                new_tokens = self._sample(self._forward())
+            return self._requests.append(new_tokens, version)
         except BaseException:
             self.release()
             raise
-        finished: dict[int, Finish] = {}
-        for number, token, logprob in zip(self._scheduler.active, tokens, logprobs, strict=True):
-            running = self._requests.by_number[number]
-            running.append(token, logprob, version)
-            if (reason := self._requests.rules.finish_reason(running)) is not None:
-                finished[number] = reason
-        return finished
 
     @torch.inference_mode()
     def remove(self, numbers: Collection[int]) -> None:
@@ -106,7 +92,7 @@ class ContinuousBatch:
     def restore(self) -> None:
         """Allocate a cache of the same size as the last one."""
         if self._length and not self._decoder.capacity:
-            self._scheduler.rows = self._decoder.allocate(self._limits.rows, self._length)
+            self._scheduler.rows = self._decoder.allocate(self._rows, self._length)
 
     # -- schedule, run, record ----------------------------------------------------------------------------------------
 
@@ -116,7 +102,7 @@ class ContinuousBatch:
         parts = []
         if active := self._scheduler.active:
             last = [self._requests.by_number[number].tokens[-1] for number in active]
-            parts.append(self._decoder.step(torch.tensor(last, device=self._memory.device)))
+            parts.append(self._decoder.step(torch.tensor(last)))
         parts += self._prefill(self._scheduler.admit())
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -125,10 +111,10 @@ class ContinuousBatch:
         if not self._scheduler.waiting:
             return
         needed = _round_up(self._needed)
-        too_few_rows = not self._scheduler.active and self._scheduler.rows < self._limits.rows
+        too_few_rows = not self._scheduler.active and self._scheduler.rows < self._rows
         if needed > self._decoder.capacity or (too_few_rows and needed < self._decoder.capacity):
             self.requeue()
-            self._scheduler.rows, self._length = self._decoder.allocate(self._limits.rows, needed), needed
+            self._scheduler.rows, self._length = self._decoder.allocate(self._rows, needed), needed
 
     def _prefill(self, numbers: Sequence[int]) -> list[Any]:
         """Give each a row; logits of their next tokens, ``[rows, vocab]`` in parts within the token budget.
@@ -142,7 +128,8 @@ class ContinuousBatch:
             sequence = self._requests.by_number[number].sequence
             key = sequence.tobytes()
             if key not in self._prefixes and key not in unread:
-                if unread and self._padded_tokens([*unread.values(), sequence]) > self._limits.prefill_tokens:
+                padded_tokens = (len(unread) + 1) * max(map(len, [*unread.values(), sequence]))
+                if unread and padded_tokens > self._prefill_tokens:
                     logits.append(self._add_rows(keys, unread))
                     keys, unread = [], {}
                 unread[key] = sequence
@@ -161,26 +148,20 @@ class ContinuousBatch:
         self._prefixes = {keys[-1]: prefixes[-1]}
         return torch.stack([prefix.logits for prefix in prefixes])
 
-    @staticmethod
-    def _padded_tokens(sequences: Sequence[Ids]) -> int:
-        return len(sequences) * max(map(len, sequences))
-
-    def _sample(self, logits: Any) -> tuple[list[int], list[float]]:
-        """Each row's next token and its log-prob; rows with equal sampling parameters in one call."""
-        running = [self._requests.by_number[number] for number in self._scheduler.active]
+    def _sample(self, logits: Any) -> list[NewToken]:
+        """Each active request's next token and its log-prob; those with equal sampling parameters in one call."""
+        numbers = self._scheduler.active
+        running = [self._requests.by_number[number] for number in numbers]
         rows_by_key: dict[tuple[Any, ...], list[int]] = {}
         for row, request in enumerate(running):
             rows_by_key.setdefault(request.sampling_key, []).append(row)
-        tokens, logprobs = [0] * len(running), [0.0] * len(running)
+        new_tokens: list[NewToken] = []
         for rows in rows_by_key.values():
             uniform = torch.tensor([running[row].next_uniform() for row in rows], dtype=torch.float64)
             selected = logits if len(rows) == len(running) else logits[torch.tensor(rows, device=logits.device)]
-            sampled = choose(selected, running[rows[0]].sampling, uniform.to(logits.device))
-            for row, token, logprob in zip(rows, sampled[0].tolist(), sampled[1].tolist(), strict=True):
-                tokens[row], logprobs[row] = token, logprob
-        if not math.isfinite(sum(logprobs)):
-            raise EngineError(BROKEN_LOGITS)
-        return tokens, logprobs
+            tokens, logprobs = choose(selected, running[rows[0]].sampling, uniform.to(logits.device))
+            new_tokens += zip((numbers[row] for row in rows), tokens.tolist(), logprobs.tolist(), strict=True)
+        return new_tokens
 
 
 def _round_up(length: int) -> int:
@@ -192,16 +173,12 @@ def _round_up(length: int) -> int:
 class TorchRolloutEngine(RolloutEngineBase):
     """Implements :class:`~dlrover.python.rl.engine.api.base.BaseRolloutEngine`.
 
-    A step generates a token for each active sequence; finished sequences free their rows, which waiting requests take
-    as soon as a sixteenth of all rows is free. A prompt is read once for all its samples.
+    A step generates a token for each active sequence. A prompt is read once for all its samples.
 
     A completion depends on the weights, its prompt and its own seed. Its batch changes its logits only by the rounding
     of matrix products (about 1e-6 in float32, 1e-2 in bfloat16), which decides a token only at a tie of that size.
 
-    Args:
-        model: folder or hub name of a causal language model, or a loaded one, which the engine takes over.
-        settings: ``backend`` takes ``TorchOptions``.
-        memory: accounts for the device.
+    ``model`` is a folder or hub name, or a loaded model, which the engine takes over.
 
     Raises:
         EngineError: there is no such model, it has no end-of-sequence token, or a setting does not fit.
@@ -225,8 +202,10 @@ class TorchRolloutEngine(RolloutEngineBase):
         self._name = self._memory.owner("rollout engine")
         self._decoder = _make_decoder(lm, settings, options, self._memory, self._name)
         self._requests = RunningRequests(dataclasses.replace(lm, model=None))
-        limits = BatchLimits(settings.max_batch, options.prefill_tokens)
-        self._batch = ContinuousBatch(self._requests, self._decoder, limits, self._memory, self._name)
+        computing = partial(self._memory.computing, self._name)
+        self._batch = ContinuousBatch(
+            self._requests, self._decoder, settings.max_batch, options.prefill_tokens, computing
+        )
         self._lacks = ""
         self._has_cache = True
 
@@ -247,7 +226,7 @@ class TorchRolloutEngine(RolloutEngineBase):
         After :meth:`meta` they go to host memory, unless ``cuda("weights")`` has allocated them on the device.
         """
         store = self._decoder.store
-        store.check(weights, serving=-1 if rewind else self.version)
+        verify_snapshot(weights, store.shapes, serving=-1 if rewind else self.version)
         if store.place == "meta":
             store.host()
         # Stays if writing breaks off: a mixture of versions is not served.

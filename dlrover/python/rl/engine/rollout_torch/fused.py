@@ -79,8 +79,7 @@ class _Shape:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """Views of one layer's weights: matrices ``[out, in]``, but ``out`` and ``down`` transposed; each with its bias
-    or None."""
+    """Views: matrices ``[out, in]``, but ``out`` and ``down`` transposed; each with its bias or None."""
 
     before: Any
     qkv: tuple[Any, Any]
@@ -183,6 +182,7 @@ class FusedDecoder:
             self._cache.select_rows(rows)
 
     def step(self, tokens: Any) -> Any:
+        tokens = tokens.to(self._memory.device)
         indices, positions = self._slots.grow()
         rotations = self._cos[positions][:, None], self._sin[positions][:, None]
         segments = self._slots.segments(self._shape.heads)
@@ -259,8 +259,8 @@ class FusedDecoder:
         return summed[0].view_as(queries)
 
     def _attend_sequences(self, layer: _Layer, hidden: Any, rotations: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Attention within whole sequences ``[rows, seq, hidden]``: its output ``[rows, seq, heads * head_dim]``, and
-        keys and values ``[2, rows, kv_heads, seq, head_dim]``."""
+        """From ``[rows, seq, hidden]`` to attention's output ``[rows, seq, heads * head_dim]``, and keys and values
+        ``[2, rows, kv_heads, seq, head_dim]``."""
         shape = self._shape
         cos, sin = rotations
         heads = self._heads(layer, self._rms_norm(hidden, layer.before), (cos[:, None], sin[:, None])).transpose(1, 2)

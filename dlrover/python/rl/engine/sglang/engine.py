@@ -30,9 +30,7 @@ from dlrover.python.rl.engine.sglang import INFO, SglangOptions, launch_argument
 from dlrover.python.rl.engine.sglang.server import SglangServer
 
 _ABORT_TIMEOUT_S = 10.0
-
 _WEIGHTS_FILE = "model.safetensors"
-
 _ROWS_READ_BACK = 2
 """Rows of each matrix, and values of each vector, that are compared after a weight sync."""
 
@@ -49,11 +47,6 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
 
     Weights reach the server as a folder in Hugging Face format. The last folder is kept: weights that SGLang has
     released are read from there again.
-
-    Args:
-        model: folder or hub name.
-        settings: ``backend`` takes ``SglangOptions``.
-        memory: accounts for the device.
 
     Raises:
         MissingExtra: no ``url`` is given and SGLang is not installed.
@@ -88,9 +81,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
         if sampling.top_k is not None and sampling.top_p < 1.0:
             raise EngineError("sglang takes top_p of the whole distribution, not of what top_k leaves: give only one")
         if sampling.logprobs == "sampled" and (sampling.top_k is not None or sampling.top_p < 1.0):
-            raise EngineError(
-                "sglang has no log-probs of the distribution cut by top_k or top_p: use logprobs 'policy'"
-            )
+            raise EngineError("sglang has no log-probs of a distribution cut by top_k or top_p: use logprobs 'policy'")
 
     def add(self, requests: Sequence[Request], sampling: SamplingParams, seed: tuple[int, ...]) -> None:
         self.check(Ragged.from_rows([], dtype="int64"), sampling)

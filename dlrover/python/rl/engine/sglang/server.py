@@ -25,9 +25,7 @@ import httpx
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 
 _KEEPER = "dlrover.python.rl.engine.sglang.server"
-
 _HEALTH_TIMEOUT_S = 10.0
-
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """A connection per call: a server may close an idle connection just when a call begins."""
 
@@ -93,8 +91,7 @@ class SglangServer:
         except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the client is closed
             raise EngineError(f"the SGLang server at {self.url} does not answer {path}: {error}") from error
         if answer.is_error:
-            message = answer.text[:500]
-            raise EngineError(f"SGLang refused {path} with status {answer.status_code}: {message}")
+            raise EngineError(f"SGLang refused {path} with status {answer.status_code}: {answer.text[:500]}")
         try:
             return answer.json()
         except ValueError:

@@ -36,8 +36,7 @@ def restore_state(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
     Raises:
         WeightSyncError: the state is of another model; nothing was changed.
-        EngineError: it is of another layout, exactly one of the two has an optimizer, or its tensors were an engine's
-            live ones and have been released with it; nothing was changed.
+        EngineError: it is of another layout, one of the two is frozen, or it has been released; nothing was changed.
     """
     moments, own_moments = state["optimizer"], own["optimizer"]
     if (moments is None) != (own_moments is None):
@@ -117,7 +116,7 @@ class TrainBackend(Protocol):
         """``layout``, ``model`` and ``optimizer`` (None if frozen): the live tensors."""
 
     def restore_local_state(self, state: Mapping[str, Any]) -> None:
-        """Copy in what :meth:`local_state` returned; see :func:`restore_state`."""
+        """See :func:`restore_state`."""
 
     def write_checkpoint(self, path: Path, version: int) -> None:
         """Write everything to the folder ``path``, each rank its part, atomically."""
@@ -142,8 +141,13 @@ def write_folder(path: Path, ranks: Ranks, write: Callable[[Path], None]) -> Non
         EngineError: a rank could not write; on all ranks. The old folder is unchanged, the new one is removed.
     """
     new = path.with_name(f".{path.name}.new-{ranks.gather(uuid.uuid4().hex)[0]}")
+
+    def fill() -> None:
+        new.mkdir(parents=True, exist_ok=True)
+        write(new)
+
     try:
-        _run_on_all(path, ranks, lambda: _fill(new, write))
+        _run_on_all(path, ranks, fill)
     except EngineError:
         if ranks.rank == 0:
             shutil.rmtree(new, ignore_errors=True)
@@ -162,11 +166,6 @@ def _run_on_all(path: Path, ranks: Ranks, act: Callable[[], None]) -> None:
         ranks.raise_any(fault)
     except EngineError as error:
         raise error from cause
-
-
-def _fill(new: Path, write: Callable[[Path], None]) -> None:
-    new.mkdir(parents=True, exist_ok=True)
-    write(new)
 
 
 def _replace(path: Path, new: Path) -> None:
@@ -189,16 +188,9 @@ def present(path: Path) -> Path:
 
 
 def write_checkpoint(path: Path, ranks: Ranks, layout: Layout, tensors: Mapping[str, Any], version: int) -> None:
-    """Write ``tensors`` (DTensors if ranks divide them), version, layout and random state, atomically.
-
-    Engines that name tensors by :func:`model_tensor` and :func:`optimizer_tensor` can read each other's checkpoints.
-    """
-    tree = {
-        **tensors,
-        _VERSION: torch.tensor(version),
-        _LAYOUT: torch.tensor(layout.shape),
-        _random_key(ranks): pack_random_state(),
-    }
+    """Write ``tensors`` (DTensors if ranks divide them), version, layout and random state, atomically."""
+    about = {_VERSION: torch.tensor(version), _LAYOUT: torch.tensor(layout.shape)}
+    tree = {**tensors, **about, _random_key(ranks): pack_random_state()}
 
     def write(new: Path) -> None:
         with _without_warning():
@@ -213,7 +205,6 @@ def model_tensor(name: str) -> str:
 
 
 def optimizer_tensor(name: str, kind: str) -> str:
-    """A checkpoint's name of AdamW's ``step``, ``exp_avg`` and ``exp_avg_sq`` of a parameter."""
     return f"optimizer/{name}/{kind}"
 
 

@@ -1,16 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a step that all train engines share, and the optimizer over a rank's float32 master weights.
-
-A step::
-
-    micros = agree_on_micro_batches(ranks, needs_actions=True, cut=..., check=...)  # EngineError, on every rank
-    sums = accumulate_gradients(micros, batch, loss, read, backward, device)
-    totals = ranks.sum_scalars(sums if this rank reports for its model replica else {})
-    value = check_loss(totals, version)               # NonFiniteUpdate, on every rank
-    ...                                               # sum the gradients; their norm
-    check_gradient_norm(norm, first, version)         # NonFiniteUpdate, on every rank
-    ...                                               # clip, compute_learning_rate(config, version), step
-"""
+"""The parts of a step that all train engines share, and the optimizer over a rank's float32 master weights."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -139,7 +128,6 @@ def compute_learning_rate(config: OptimizerConfig, steps_taken: int) -> float:
 
 
 def compute_clip_factor(norm: float, most: float | None) -> float:
-    """Factor of a gradient of norm ``norm``, so that its norm is ``most`` at most."""
     return 1.0 if most is None or norm <= most else most / (norm + 1e-6)
 
 
@@ -151,10 +139,7 @@ class OptimizedShard(Protocol):
     """This rank's part of one parameter."""
 
     name: str
-
-    @property
-    def master(self) -> Any:
-        """Float32, with its gradient in ``grad`` when a step is taken."""
+    master: Any  # float32, with its gradient in `grad` when a step is taken
 
     @property
     def decays(self) -> bool:

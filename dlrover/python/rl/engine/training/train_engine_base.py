@@ -4,6 +4,7 @@
 import gc
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -137,10 +138,6 @@ class BackendTrainEngine(ABC):
     def step(self, batch: Batch, loss: TokenLoss, temperature: float = 1.0) -> UpdateResult:
         """See ``BaseTrainEngine``. The loss is called once per micro-batch; numeric columns reach it as ``[action
         tokens]``: ragged ones at their action tokens, dense ones repeated over their row's.
-
-        Raises:
-            EngineError: the engine is frozen or offloaded, or no rank has an action token.
-            NonFiniteUpdate: the loss or the gradient norm is not finite. Nothing has changed on any rank.
         """
         backend = self._require_ready("step")
         if self._config is None:
@@ -171,8 +168,7 @@ class BackendTrainEngine(ABC):
     def publish(self) -> WeightSnapshot:
         """Whole on rank 0, without tensors on the others. If each rank has the whole model, rank 0 may call alone."""
         if self._ranks.rank:
-            for _ in self.named_weights():
-                pass
+            deque(self.named_weights(), maxlen=0)
             return WeightSnapshot(self.version, {}, {}, {}, {})
         return take_snapshot(self.named_weights(), self.version)
 
@@ -209,7 +205,7 @@ class BackendTrainEngine(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """``version``, ``layout``, ``model`` (tied tensors once; with adapters, those alone) and ``optimizer`` (None if
-        frozen). Rates and decays follow from configuration and version. The tensors are live.
+        frozen): the live tensors.
         """
         return {"version": self.version, **self._require_weights("state_dict").local_state()}
 
@@ -240,8 +236,7 @@ class BackendTrainEngine(ABC):
             self._model.parked.release()
         self._model, self._has_weights = None, False
         gc.collect()
-        if torch.device(self._settings.device).type == "cuda":
-            torch.cuda.empty_cache()
+        self._memory.release_cache()
 
     def place(self) -> DeviceKind:
         if self._model is None:

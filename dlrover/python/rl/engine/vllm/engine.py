@@ -36,11 +36,6 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
     On a GPU ``cpu()`` and ``meta()`` are vLLM's sleep of level 1 and 2. On a CPU vLLM cannot sleep: it is ended, and
     ``cuda()`` starts it again, which takes seconds.
 
-    Args:
-        model: folder or hub name.
-        settings: ``backend`` takes ``VllmOptions``.
-        memory: accounts for the device.
-
     Raises:
         MissingExtra: vLLM is not installed (when this module is imported).
         EngineError: there is no such model or option, or vLLM does not start with them.
@@ -71,9 +66,7 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
             undo.pop_all()
 
     def _step(self, max_tokens: int | None) -> dict[int, Finish]:
-        """Submit what is not submitted, and step once: a token for each sequence that vLLM has capacity for, or part of
-        a prompt.
-        """
+        """Submit what is not submitted, and step once: a token for each sequence with capacity, or part of a prompt."""
         runner = self._offloadable.runner
         for number, running in self._requests.by_number.items():
             if number not in self._names:

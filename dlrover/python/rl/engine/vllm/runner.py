@@ -41,15 +41,9 @@ _FAILURES = (RuntimeError, ValueError, TypeError, OSError)
 
 
 class Runner:
-    """One vLLM engine, from its start to its end.
+    """One vLLM engine, from its start with ``EngineArgs`` (an ``EngineError`` if it does not start) to its end.
 
     All engines of one rank share this process's group of ranks, which ends with the last of them.
-
-    Args:
-        arguments: of vLLM's ``EngineArgs``.
-
-    Raises:
-        EngineError: vLLM does not start; with its message.
     """
 
     _alive: ClassVar[set[int]] = set()
@@ -116,7 +110,7 @@ class Runner:
             raise WeightSyncError(f"vLLM did not take the weights of version {weights.version}: {'; '.join(faults)}")
 
     def cache_bytes(self) -> int:
-        """Bytes of the key-value cache, on the worker with the largest."""
+        """On the worker with the largest key-value cache."""
         return int(max(self.llm.collective_rpc("cache_bytes")))
 
     def sleep_again(self) -> None:
@@ -128,7 +122,6 @@ class Runner:
         self.llm.engine_core.engine_core.model_executor.sleeping_tags |= {"weights", "kv_cache"}
 
     def drop_host_copies(self) -> None:
-        """Free the host copies of sleeping weights, which will be replaced."""
         self.llm.collective_rpc("drop_host_copies", _LOAD_TIMEOUT_S)
 
     def close(self) -> None:
@@ -193,8 +186,7 @@ def _preserved_process_state() -> Iterator[None]:
 class OffloadableRunner(Protocol):
     """A runner, awake or asleep."""
 
-    has_weights: bool
-    """There are weights to wake."""
+    has_weights: bool  # to wake
 
     @property
     def runner(self) -> Runner:
@@ -203,8 +195,7 @@ class OffloadableRunner(Protocol):
     def wake(self, kind: Kind) -> None:
         """Bring the last weights, or an empty cache, to the device. If that fails, all is asleep."""
 
-    def sleep(self, keep_weights: bool) -> None:
-        """Free the device."""
+    def sleep(self, keep_weights: bool) -> None: ...
 
     def load(self, weights: WeightSnapshot) -> None:
         """Load weights in place, or keep them until :meth:`wake`."""

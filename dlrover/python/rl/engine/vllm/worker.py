@@ -34,15 +34,13 @@ EXTRA = "dlrover_drawing"
 @dataclass(frozen=True, eq=False)
 class SamplingPlan:
     sampling: SamplingParams
-    uniform: list[float]
-    """The random numbers of the remaining tokens."""
+    uniform: list[float]  # the random numbers of the remaining tokens
 
 
 @dataclass(frozen=True, eq=False)
 class _Row:
     plan: SamplingPlan
-    output: list[int]
-    """vLLM's own list of the generated tokens, which grows."""
+    output: list[int]  # vLLM's own list of the generated tokens, which grows
 
 
 class PositionSampler(LogitsProcessor):

@@ -84,8 +84,7 @@ class WeightSource(Protocol):
 
 class TensorEntry(NamedTuple):
     name: str
-    dtype: str
-    """torch's name: ``float32``."""
+    dtype: str  # torch's name: `float32`
     shape: tuple[int, ...]
 
     @classmethod

@@ -202,8 +202,7 @@ class WeightFile:
         self._publish(0)
 
     def open(self, lock: int) -> int | None:
-        """Another descriptor of the file, for reading and with a lock; None if a lock of another descriptor forbids
-        it."""
+        """Another descriptor of the file, for reading and with a lock; None if another lock forbids it."""
         descriptor = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         if try_lock(descriptor, lock):
             return descriptor
@@ -221,10 +220,8 @@ class WeightFile:
 class MappedWeights:
     """A receiver's view of a sender's pages, which no version overwrites as long as a view of ``flat`` lives.
 
-    Args:
-        descriptor: the open file, with a shared lock; closed with the last view of ``flat``.
-        table: the tensors.
-        maps: mappings of earlier files by inode, since a new one costs as much as a copy.
+    ``descriptor``, of the file and with a shared lock, is closed with the last view of ``flat``. ``maps`` has
+    mappings of earlier files by inode, since a new one costs as much as a copy.
     """
 
     def __init__(self, descriptor: int, table: WeightTable, maps: dict[int, mmap.mmap]) -> None:

@@ -49,9 +49,7 @@ _NCCL_TIMEOUT_FACTOR = 10
 class BroadcastTransport(SenderBase):
     """Implements ``WeightTransport``. All receivers receive at the same time, and the sender waits for them.
 
-    Args:
-        settings: ``device`` has the buckets: ``cpu`` for gloo, CUDA devices for nccl, on both sides. The sender's
-            ``receivers`` and ``address`` are required.
+    ``device`` has the buckets: ``cpu`` for gloo, CUDA devices for nccl. The sender needs ``receivers`` and ``address``.
     """
 
     waits_for_receivers = True
@@ -195,13 +193,7 @@ def _as_connection_error() -> Iterator[None]:
 
 
 class BroadcastGroup:
-    """A process group. Nothing else refers to torch's ``backend`` object, so that leaving it frees it at once.
-
-    Args:
-        name: unique; "" for no group.
-        backend: torch's object.
-        timeout_s: limit on a broadcast.
-    """
+    """A process group with a unique name; "" for none. Nothing else refers to torch's ``backend``: leaving frees it."""
 
     def __init__(self, name: str, backend: Any, timeout_s: float) -> None:
         self.name, self._backend, self._timeout_s = name, backend, timeout_s

@@ -53,8 +53,7 @@ _HALVES = 2
 class CudaIpcTransport(SenderBase):
     """Implements ``WeightTransport``. All receivers receive at the same time, and the sender waits for them.
 
-    Args:
-        settings: ``folder`` is required. The sender's ``device`` has the bucket; a receiver opens it.
+    ``folder`` is required. The sender's ``device`` has the bucket; a receiver opens it.
     """
 
     waits_for_receivers = True

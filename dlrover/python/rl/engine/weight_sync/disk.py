@@ -41,11 +41,7 @@ _LOCK_TIMEOUT_S = 2.0
 class DiskTransport(SenderBase):
     """Implements ``WeightTransport``. Any number of receivers, at any time.
 
-    Args:
-        settings: ``folder`` is required; ``channel`` becomes the first part of file names.
-
-    Raises:
-        ValueError: there is no folder, or the channel is empty or has a dot or a slash in it.
+    ``folder`` is required; ``channel`` becomes the first part of file names, and has neither a dot nor a slash.
     """
 
     def __init__(self, settings: SyncSettings) -> None:

@@ -54,6 +54,7 @@ from dlrover.python.rl.engine.weight_sync.buckets import (
 _AVAILABLE, _MISSING = b"+", b"-"
 """The answer to a request for a ticket."""
 
+_GONE = "is not there: it has gone on, or sent nothing"
 _ID_BYTES = 32
 _RECHECK_S = 0.5
 _PAUSE_S = 0.0005
@@ -64,9 +65,8 @@ _CREDENTIALS = struct.Struct("3i")
 class PullTransport(SenderBase):
     """Implements ``WeightTransport``. Any number of receivers, at any time; a version stays until the second after it.
 
-    Args:
-        settings: ``address`` is required on the sender if receivers are on other hosts.
-        maps_pages: receivers on the sender's host map its pages; else they get a copy through TCP.
+    The sender's ``address`` is required if receivers are on other hosts. With ``maps_pages`` those on its host map its
+    pages; else they get a copy through TCP.
     """
 
     def __init__(self, settings: SyncSettings | None = None, *, maps_pages: bool = True) -> None:
@@ -86,8 +86,8 @@ class PullTransport(SenderBase):
     def _address(self) -> dict[str, Any]:
         if self._server is None:
             self._server = WeightServer(self._versions, self.settings.address, self.settings.timeout_s)
-        server = self._server
-        return {"local_name": server.local_name, "host": self.settings.address, "tcp_port": server.tcp_port}
+        names = {"local_name": self._server.local_name, "tcp_port": self._server.tcp_port}
+        return {**names, "host": self.settings.address}
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
         try:
@@ -97,12 +97,7 @@ class PullTransport(SenderBase):
             self._versions.stop_waiting()
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
-        """Fetch the weights.
-
-        Raises:
-            WeightsLost: the sender does not have them, or not completely, or does not answer.
-            WeightSyncError: they are not those that were sent.
-        """
+        """See ``WeightTransport``. Raises ``WeightsLost`` if the sender lacks them, or does not answer."""
         try:
             with self._connect(ticket) as connection:
                 connection.sendall(ticket.id.encode("ascii"))
@@ -125,7 +120,7 @@ class PullTransport(SenderBase):
     def _map(self, ticket: Ticket, connection: socket.socket) -> WeightSnapshot:
         _, descriptors, _, _ = socket.recv_fds(connection, len(_AVAILABLE), 1, socket.MSG_CMSG_CLOEXEC)
         if not descriptors:
-            raise self._lost(ticket)
+            raise WeightsLost(f"{ticket} {_GONE}")
         if self._mapped_sender != ticket.address["local_name"]:
             self._mapped_sender, self._maps = ticket.address["local_name"], {}
         try:
@@ -161,14 +156,11 @@ class PullTransport(SenderBase):
 
     def _copy(self, ticket: Ticket, connection: socket.socket) -> WeightSnapshot:
         if _read(connection, len(_AVAILABLE)) != _AVAILABLE:
-            raise self._lost(ticket)
+            raise WeightsLost(f"{ticket} {_GONE}")
         assembly = Assembly(ticket, self._arena)
         for part in assembly.parts(self.settings.bucket):
             _read_into(connection, part.data)
         return assembly.seal(_read(connection, Seal.size(ticket.table)))
-
-    def _lost(self, ticket: Ticket) -> WeightsLost:
-        return WeightsLost(f"{ticket} is not there: it has gone on, or sent nothing")
 
     def close(self) -> None:
         self._versions.close()
@@ -239,8 +231,7 @@ class PublishedVersions:
             self._changed.notify_all()
 
     def open(self, ticket_id: str, timeout_s: float) -> tuple[int, WeightTable] | None:
-        """A descriptor of the ticket's file, whose lock keeps it from being overwritten, and its table; None if it
-        does not exist within ``timeout_s``."""
+        """A descriptor of the ticket's file, locked against being overwritten, and its table; None without the file."""
         with self._changed:
             self._changed.wait_for(lambda: ticket_id in self._files or not self._is_expected(ticket_id), timeout_s)
             file = self._files.get(ticket_id)
@@ -268,15 +259,10 @@ class PublishedVersions:
 
 
 class WeightServer:
-    """Serves ``versions`` to receivers, in a thread that ends with this object.
-
-    Attributes:
-        local_name: of the abstract Unix socket for processes of this host.
-        tcp_port: for other hosts.
-    """
+    """Serves ``versions`` to receivers, in a thread that ends with this object."""
 
     def __init__(self, versions: PublishedVersions, address: str, timeout_s: float) -> None:
-        self.local_name = f"dlrover-weights-{uuid4().hex}"
+        self.local_name = f"dlrover-weights-{uuid4().hex}"  # of the abstract Unix socket for processes of this host
         local, remote = socket.socket(socket.AF_UNIX), listening_socket(address, _BACKLOG)
         local.bind(b"\0" + self.local_name.encode())
         local.listen(_BACKLOG)

@@ -51,14 +51,7 @@ class WeightSyncOptions:
 def validate_transport(
     name: str, options: Mapping[str, Any], device: str, where: str = "config.engine.weight_sync"
 ) -> list[ConfigError]:
-    """Check the choice of a transport before the start.
-
-    Args:
-        name: built in, an entry point, or ``package.module:Class``.
-        options: of the transport.
-        device: ``engine.device``.
-        where: the name's key; the options' key is ``{where}_options``.
-    """
+    """Check name (key ``where``) and options (key ``{where}_options``) of a transport before the start."""
     parsed, errors = parse(WeightSyncOptions, dict(options), f"{where}_options")
     try:
         if TRANSPORTS.place(name) not in TRANSPORTS.builtin.values():
@@ -92,13 +85,8 @@ def make_transport(name: str, options: Mapping[str, Any], settings: SyncSettings
     parsed = WeightSyncOptions(**options)
     timeout_s = parsed.timeout_s or (60.0 if waits_for_receivers(transport) else settings.timeout_s)
     folder = settings.folder if parsed.folder is None else Path(parsed.folder).expanduser()
+    receivers, bucket_bytes = parsed.receivers or settings.receivers, parsed.bucket_bytes
     made: WeightTransport = transport(
-        replace(
-            settings,
-            bucket_bytes=parsed.bucket_bytes,
-            timeout_s=timeout_s,
-            folder=folder,
-            receivers=parsed.receivers or settings.receivers,
-        )
+        replace(settings, bucket_bytes=bucket_bytes, timeout_s=timeout_s, folder=folder, receivers=receivers)
     )
     return made
