@@ -15,8 +15,6 @@ from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.api.settings import OptimizerConfig as OptimizerConfig  # part of this interface
 from dlrover.python.rl.engine.api.weights import Offloadable, WeightSnapshot
 
-# -- training ---------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class LoraSettings:
@@ -161,9 +159,6 @@ class BaseTrainEngine(Offloadable, Protocol):
         """Restore :meth:`state_dict`; later steps give the same bits."""
 
     def close(self) -> None: ...
-
-
-# -- generating -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -109,15 +109,13 @@ def engine_place(point: ExtensionPoint, name: str) -> str:
 
 
 def validate_engine(point: ExtensionPoint, name: str, options: Mapping[str, Any], where: str) -> list[ConfigError]:
-    """Validate name, extra and options (key ``{where}_options``) of an engine without importing its backend.
-
-    The option ``url`` stands for a server that has the package itself.
-    """
+    """Validate name, extra and options (key ``{where}_options``) of an engine without importing its backend."""
     try:
         info = _read_info(point, name)
     except (ClassNotFound, MissingExtra) as error:
         return [ConfigError(where, str(error))]
-    if info.package and importlib.util.find_spec(info.package) is None and "url" not in options:
+    is_remote = "url" in options  # a server that has the package itself
+    if info.package and importlib.util.find_spec(info.package) is None and not is_remote:
         return [ConfigError(where, str(MissingExtra(info.distribution or info.package, info.package)))]
     return [] if info.options is None else parse(info.options, dict(options), f"{where}_options")[1]
 

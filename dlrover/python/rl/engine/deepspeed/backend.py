@@ -24,6 +24,7 @@ from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model import attention
 from dlrover.python.rl.engine.model.loading import (
+    find_limits,
     list_aliases,
     list_saved_buffers,
     prepare_training,
@@ -112,10 +113,7 @@ class DeepSpeedBackend:
         prepare_training(module, config is not None, settings.gradient_checkpointing, reentrant=stage == 3)
         ds_config = self._make_config(sum(parameter.numel() for parameter in module.parameters()))
         self._fill(module, spec, ds_config, loaded)
-        self.limits = (
-            module.get_input_embeddings().num_embeddings,
-            getattr(module.config.get_text_config(), "max_position_embeddings", None),
-        )
+        self.limits = find_limits(module)
         self._names = dict(module.named_parameters())
         self._buffers = list_saved_buffers(module)
         self._passes: Any = module

@@ -18,7 +18,7 @@ from dlrover.python.rl.engine.fsdp2.materialize import MaterializedModule, Mater
 from dlrover.python.rl.engine.fsdp2.shards import Grid, ParameterShard, to_local_tensor
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model import attention
-from dlrover.python.rl.engine.model.loading import DTYPES, WeightReader, list_aliases, prepare_training
+from dlrover.python.rl.engine.model.loading import DTYPES, WeightReader, find_limits, list_aliases, prepare_training
 from dlrover.python.rl.engine.model.outputs import OutputReader
 from dlrover.python.rl.engine.model.packing import MicroBatch
 from dlrover.python.rl.engine.model.ranks import Ranks
@@ -63,16 +63,12 @@ class Fsdp2Backend:
         if settings.lora is not None:
             add_adapters(module, settings.lora)
         prepare_training(module, config is not None, settings.gradient_checkpointing)
-        self.made = made = materialize(
-            module, _source(spec, module) if loaded else None, grid, _make_options(spec, module, settings)
-        )
+        source = _source(spec, module) if loaded else None
+        self.made = made = materialize(module, source, grid, _make_options(spec, module, settings))
         self.module, self.shards, self.buffers = module, made.shards, made.buffers
         self.packs = attention.can_pack(module)
         self.reader = OutputReader(settings.head, settings.device, self.packs, 0, grid.context, made.vocabulary)
-        self.limits = (
-            module.get_input_embeddings().num_embeddings,
-            getattr(module.config.get_text_config(), "max_position_embeddings", None),
-        )
+        self.limits = find_limits(module)
         self.optimizer = None if config is None else MasterOptimizer(config, made.shards.trained)
         self._track_memory()
 

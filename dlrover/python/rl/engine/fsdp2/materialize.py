@@ -81,7 +81,8 @@ def _shard(module: Any, grid: Grid, options: MaterializeOptions) -> None:
     policy = MixedPrecisionPolicy()
     if options.precision != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=options.precision, reduce_dtype=torch.float32)
-    names = _list_unit_names(module)
+    units = getattr(module, "non_split_modules", None) or getattr(module, "_no_split_modules", None) or ()
+    names = {unit if isinstance(unit, str) else unit.__name__ for unit in units}
     for part in [part for part in module.modules() if type(part).__name__ in names and part is not module]:
         fully_shard(part, mesh=grid.shards, mp_policy=policy)
     fully_shard(module, mesh=grid.shards, mp_policy=policy)
@@ -89,11 +90,6 @@ def _shard(module: Any, grid: Grid, options: MaterializeOptions) -> None:
         if isinstance(part, FSDPModule):  # Gradients add up: the loss carries the normaliser.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-
-
-def _list_unit_names(module: Any) -> set[str]:
-    units = getattr(module, "non_split_modules", None) or getattr(module, "_no_split_modules", None) or ()
-    return {unit if isinstance(unit, str) else unit.__name__ for unit in units}
 
 
 def _allocate(module: Any, device: str) -> None:

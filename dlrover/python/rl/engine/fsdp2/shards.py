@@ -62,10 +62,6 @@ class Grid:
     def shard_size(self) -> int:
         return self.layout.shard * self.layout.context
 
-    @property
-    def shard_rank(self) -> int:
-        return self.place.shard * self.layout.context + self.place.context
-
 
 @dataclass(eq=False)
 class ParameterShard:
@@ -97,7 +93,8 @@ class ParameterShard:
         if self.tensor_dim is not None:
             bounds[self.tensor_dim] = _chunk(bounds[self.tensor_dim], grid.layout.tensor, grid.place.tensor)
         if self.sharded:
-            bounds[0] = _chunk(bounds[0], grid.shard_size, grid.shard_rank)
+            rank = grid.place.shard * grid.layout.context + grid.place.context
+            bounds[0] = _chunk(bounds[0], grid.shard_size, rank)
         return tuple(slice(*bound) for bound in bounds)
 
     def whole(self, local: Any, grid: Grid) -> Any:

@@ -34,7 +34,7 @@ class DeviceLock:
     Args:
         folder: shared by all processes that use the device, in the node's memory. Its owner removes it.
         owner: the role's name in messages: ``ROLLOUT[0]``.
-        memory: what this process has on the device; waiting processes are shown it.
+        memory: what this process has on the device, for messages of the waiting ones.
     """
 
     def __init__(self, folder: Path, owner: str, memory: DeviceMemory | None = None) -> None:
@@ -50,10 +50,8 @@ class DeviceLock:
         return self._entry is not None
 
     def acquire(self, timeout_s: float = 600.0) -> None:
-        """Wait for the device.
-
-        Raises:
-            EngineError: this role has it already, or did not get it in time; names the holder, its bytes and the queue.
+        """Wait for the device. Raises an ``EngineError`` if this role has it already, or does not get it in time; names
+        the holder, its bytes and the queue.
         """
         if self._entry is not None:
             raise EngineError(f"{self._owner} has the device already")

@@ -24,9 +24,8 @@ _KINDS: dict[Part, tuple[Kind, ...]] = {
 
 
 class OffloadState:
-    """Where the weights and the key-value cache of a rollout engine are, if another library holds the tensors.
-
-    A meta tensor of each size stands in for what the backend holds: it counts, and has no storage.
+    """Where the weights and the key-value cache of a rollout engine are, if another library holds the tensors. A meta
+    tensor of each size stands in for them: it counts, and has no storage.
     """
 
     def __init__(self, memory: DeviceMemory, name: str) -> None:
@@ -158,8 +157,7 @@ class ParkedTensors:
         self.on_device = False
         for each in self._storages.values():
             each.move_to_host()
-        if self.memory.device != "cpu" and torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        self.memory.release_cache()
 
     def to_device(self) -> None:
         """Bring all back; if they do not fit (``OutOfDeviceMemory``), all of them stay in host memory."""

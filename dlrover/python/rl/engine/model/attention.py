@@ -6,7 +6,6 @@ one call for each run of documents of equal length: SDPA, or a faster kernel on 
 """
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -43,10 +42,9 @@ class Documents:
         """int32 ``[documents + 1]``: cumulative lengths, from 0."""
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
 
-    def runs(self) -> Iterator[tuple[int, int]]:
+    def runs(self) -> list[tuple[int, int]]:
         """Count and length of each run of neighbours of equal length."""
-        for length, run in groupby(self.lengths):
-            yield len(list(run)), length
+        return [(len(list(run)), length) for length, run in groupby(self.lengths)]
 
 
 def can_pack(model: Any) -> bool:
@@ -122,7 +120,7 @@ def attend(  # noqa: PLR0913 - three tensors and how they attend
             window_size=(-1 if window is None else window - 1, 0),
             **({"enable_gqa": grouped} if _HAS_GQA else {}),
         )[None]
-    runs = list(documents.runs())
+    runs = documents.runs()
     # Split, not sliced: one concatenation then joins the gradients of the parts.
     parts = zip(
         *(tensor[0].split([count * length for count, length in runs], dim=1) for tensor in (query, key, value)),
@@ -174,15 +172,11 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Any, group: Any) -> Any:
         ctx.group = group
-        return _swap(parts, group)
+        sent = parts.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, None]:
-        return _swap(gradient, ctx.group), None
-
-
-def _swap(parts: Any, group: Any) -> Any:
-    sent = parts.contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received
+        return _Swap.forward(ctx, gradient, ctx.group), None

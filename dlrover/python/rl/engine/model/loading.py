@@ -21,7 +21,6 @@ from dlrover.python.rl.engine.api.weights import WeightSnapshot, verify_snapshot
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Precisions of the forward and backward pass."""
 
-
 Ranges: TypeAlias = tuple[slice, ...]
 """One slice for each dimension."""
 
@@ -80,16 +79,13 @@ def match_names(
     prefix: str = "",
     rename: Callable[[str], str] | None = None,
 ) -> dict[str, str]:
-    """Find a module's tensors among the names of a source.
+    """First name in a module to the name in a source, without tensors that the source lacks.
 
     Args:
         wanted: a tensor's first name in the module, and all its names: tied ones may stand for it.
         available: the names that the source has.
         prefix: of the base model's names in the module, which sources of the bare model lack.
         rename: from the module's names to the source's.
-
-    Returns:
-        First name in the module to the name in the source, without those that are missing.
     """
     matches = {}
     for first, names in wanted.items():
@@ -151,11 +147,9 @@ class CausalLM:
     max_positions: int | None  # None: the model names no limit
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
-        """See :func:`list_saved_tensors`."""
         return iter(list_saved_tensors(self.model).items())
 
     def check(self, snapshot: WeightSnapshot, serving: int) -> None:
-        """See :func:`verify_snapshot`."""
         verify_snapshot(snapshot, {name: tuple(tensor.shape) for name, tensor in self.named_weights()}, serving)
 
     def check_tokens(self, tokens: Any, longest: int) -> None:
@@ -174,14 +168,13 @@ def as_causal_lm(model: Any, tokenizer: Any, device: str = "cpu") -> CausalLM:
     model.eval().to(device)
     ends = _as_ids(tokenizer.eos_token_id) + _as_ids(getattr(model.generation_config, "eos_token_id", None))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0)
-    return CausalLM(
-        model,
-        tokenizer,
-        eos_ids=tuple(dict.fromkeys(ends)),
-        pad_id=pad,
-        vocab_size=model.get_input_embeddings().num_embeddings,
-        max_positions=getattr(model.config.get_text_config(), "max_position_embeddings", None),
-    )
+    return CausalLM(model, tokenizer, tuple(dict.fromkeys(ends)), pad, *find_limits(model))
+
+
+def find_limits(model: Any) -> tuple[int, int | None]:
+    """Rows of the input embedding, and maximum tokens of a sequence; None if the model names no limit."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return model.get_input_embeddings().num_embeddings, longest
 
 
 def is_hub_name(text: str) -> bool:

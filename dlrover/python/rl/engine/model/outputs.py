@@ -44,8 +44,6 @@ def token_logprobs(
     Args:
         logits: ``[tokens, vocab]``, or this rank's columns of it.
         targets: int64 ``[tokens]`` or ``[tokens, n]``: ids in the whole vocabulary.
-        temperature: divides the logits.
-        entropy: compute it.
         shard: the columns of this rank; the other ranks have to call too.
 
     Returns:
@@ -116,10 +114,8 @@ def _chunks(logits: Any) -> list[slice]:
 
 
 def top_token_ids(logits: Any, count: int, shard: VocabularyShard | None = None) -> Any:
-    """The most likely ids of ``[tokens, vocab]`` or this rank's columns of it: int64 ``[tokens, count]``, best first.
-
-    Raises:
-        EngineError: the vocabulary has fewer.
+    """The most likely ids of ``[tokens, vocab]`` or this rank's columns of it: int64 ``[tokens, count]``, best
+    first. Raises an ``EngineError`` if the vocabulary has fewer.
     """
     if shard is None:
         if count > logits.shape[1]:
@@ -225,9 +221,7 @@ class _Part:
 
 
 class _Join(torch.autograd.Function):
-    """The outputs of all ranks. Every rank computes the same with them, so a part's gradient is complete on its
-    rank.
-    """
+    """The outputs of all ranks. All compute the same with them, so a part's gradient is complete on its rank."""
 
     @staticmethod
     def forward(ctx: Any, outputs: Any, counts: list[int], group: Any) -> Any:

@@ -152,18 +152,17 @@ def _count_needed(mask: Array, head: Head) -> int:
 def balance_by_tokens(lengths: Sequence[int], budget: int, at_least: int = 0) -> list[list[int]]:
     """Divide items into few groups of at most ``budget``, of nearly equal sums: indices, longest first.
 
-    Longest item first, each to the lightest group; if a group exceeds the budget, one more group is tried. The
-    differencing of ``data.balance.partition`` gives as many groups and is far slower for hundreds of items.
+    The differencing of ``data.balance.partition`` gives as many groups and is far slower for hundreds of items.
     """
     order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
     alone = [[item] for item in order if lengths[item] >= budget]
     rest = order[len(alone) :]
     count = max(-(-sum(lengths[item] for item in rest) // budget), at_least - len(alone))
-    groups = lightest_first(rest, lengths, count)
-    while any(sum(lengths[item] for item in group) > budget for group in groups):
-        count += 1
+    while True:
         groups = lightest_first(rest, lengths, count)
-    return alone + groups
+        if all(sum(lengths[item] for item in group) <= budget for group in groups):
+            return alone + groups
+        count += 1
 
 
 def _join(tokens: Ragged, actions: Ragged, rows: Array, spans: Ids) -> MicroBatch:

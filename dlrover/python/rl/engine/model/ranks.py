@@ -91,9 +91,8 @@ class Ranks:
 
     @classmethod
     def connect(cls, rendezvous: Rendezvous, device: str = "cpu", always: bool = False) -> "Ranks":
-        """Join the process's default process group; an existing one of the same shape (``torchrun``) is used.
-
-        ``always`` makes a process group for a single rank too, which some backends require.
+        """Join the process's default process group; an existing one of the same shape (``torchrun``) is used. A single
+        rank needs one only with ``always``.
 
         Raises:
             EngineError: the ranks did not meet in time, or this process belongs to a group of another shape.
@@ -126,7 +125,7 @@ class Ranks:
         return cls(rank, world_size, owns_group=True, timeout_s=rendezvous.timeout_s)
 
     def set_timeout(self, *groups: Any) -> None:
-        """Set the timeout of other process groups to that of the default one; theirs is half an hour."""
+        """Give other process groups the timeout of the default one; theirs is half an hour."""
         for group in groups:
             _set_pg_timeout(timedelta(seconds=self.timeout_s), group)
 

@@ -43,7 +43,7 @@ _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 
 @dataclass(frozen=True, eq=False)
 class ModelSpec:
-    """All that is needed to build, load and write a model. Made by :meth:`of`."""
+    """All that is needed to build, load and write a model."""
 
     name: str  # folder or hub name, for messages
     folder: Path | None  # of the files; None with `weights`
@@ -69,9 +69,7 @@ class ModelSpec:
         return cls(str(model), folder, config, tokenizer, head, head_bias=head_bias)
 
     def empty(self) -> Any:
-        """A new module: float32 parameters on the meta device, real buffers, no dropout, packed attention if
-        possible.
-        """
+        """A module: float32 parameters on the meta device, real buffers, no dropout, packed attention if possible."""
         try:
             with empty_weights():
                 module = _CLASSES[self.head].from_config(self.config, dtype=torch.float32)
@@ -103,10 +101,8 @@ class ModelSpec:
     def reader(
         self, wanted: Mapping[str, tuple[str, ...]], shapes: Mapping[str, tuple[int, ...]], prefix: str
     ) -> Callable[[str], Any]:
-        """A function from a tensor's first name in the module to the whole tensor on the host.
-
-        Raises:
-            EngineError: the weights lack tensors, or have them in other shapes.
+        """A function from a tensor's first name in the module to the whole tensor on the host. Raises an
+        ``EngineError`` if the weights lack tensors, or have them in other shapes.
         """
         source = self.source_of(wanted, prefix)
         available = source.shapes()
@@ -195,11 +191,7 @@ def find_model_folder(model: str | Path) -> Path:
 
 
 def load_causal_lm(source: str | Path, device: str = "cpu") -> CausalLM:
-    """Model and tokenizer, in float32, since updates of small learning rates vanish in bfloat16.
-
-    Raises:
-        EngineError: there is no such model, or the checkpoint lacks weights.
-    """
+    """Model, in float32, and tokenizer. Raises an ``EngineError`` if there is no such model, or it lacks weights."""
     spec = ModelSpec.of(source)
     return as_causal_lm(spec.load(attn_implementation="sdpa")[0], spec.tokenizer, device)
 

@@ -81,7 +81,9 @@ class ModuleEngine:
         self._made = made = materialize(module, source, self._grid, self._make_options(module))
         self._gradients = Gradients(module, made.shards)
         if made.vocabulary is not None:
-            _whole_logits(module, self._grid.tensors)
+            group = self._grid.tensors.get_group()
+            head = module.get_output_embeddings()
+            head.register_forward_hook(lambda _module, _args, logits: _Whole.apply(logits, group))
         self._account()
         module.train(self.training)
         module.on_weights_materialized()
@@ -172,8 +174,7 @@ class ModuleEngine:
 
     @torch.no_grad()
     def _whole(self, shard: ParameterShard) -> Any:
-        local = self._locate(shard.master)
-        return shard.whole(local.to(self._settings.device), self._grid)
+        return shard.whole(self._locate(shard.master).to(self._settings.device), self._grid)
 
     def _locate(self, tensor: Any) -> Any:
         return tensor.detach() if self._parked is None else self._parked.locate(tensor)
@@ -225,10 +226,7 @@ class ModuleEngine:
     def save(self, path: Path) -> None:
         """Write what the module exports, atomically. A collective; rank 0 writes."""
         is_writer = self._ranks.rank == 0
-        tensors = {}
-        for name, tensor in self.named_weights():
-            if is_writer:
-                tensors[name] = tensor.to("cpu", copy=True)
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.named_weights() if is_writer}
         if is_writer and self._made is not None:
             write_module(path, self._made.module, tensors)
 
@@ -301,15 +299,8 @@ class ModuleEngine:
         return {item for item in attributes if isinstance(item, torch.optim.Optimizer)} | set(self._optimizers)
 
 
-def _whole_logits(module: Any, mesh: Any) -> None:
-    group = mesh.get_group()
-    module.get_output_embeddings().register_forward_hook(lambda _module, _args, logits: _Whole.apply(logits, group))
-
-
 class _Whole(torch.autograd.Function):
-    """Joins the last dimension, which ranks divide, in a new tensor. All ranks compute the same with it, so its
-    gradient is the same too.
-    """
+    """Joins the last dimension, which ranks divide. All ranks compute the same with it, so its gradient is the same."""
 
     @staticmethod
     def forward(ctx: Any, part: Any, group: Any) -> Any:

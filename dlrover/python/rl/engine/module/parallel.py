@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a user's module work together: shared sequences (context parallel), and gradients.
-
-Gradients of a user's module: weighted on the way, and summed over the ranks that FSDP does not reach.
+"""How the ranks of a user's module work together: shared sequences (context parallel), and gradients, which are
+weighted on the way, and summed over the ranks that FSDP does not reach.
 
 ::
 

@@ -54,8 +54,7 @@ class Scheduler:
         return [self.waiting[0]] if self.waiting else []
 
     def remove(self, numbers: Collection[int]) -> list[int]:
-        """Remove requests, waiting or active; for each row still in use, returns the row its request had before: the
-        same or a later one."""
+        """Remove requests; returns for each row still in use the row its request had before: the same or a later."""
         removed = set(numbers)
         self.waiting = deque(number for number in self.waiting if number not in removed)
         free = {row for row, number in enumerate(self.active) if number in removed}
@@ -182,8 +181,7 @@ class SlotCache:
         return Segment(start, stop, longest, hidden, values, torch.arange(0, len(values), longest, dtype=torch.int32))
 
     def _bias(self) -> Any:
-        """Minus infinity beyond each row's length, else 0: ``[rows * kv_heads, 1, aligned seq]``; None if all rows
-        are equally long."""
+        """Minus infinity beyond each row's length, else 0: ``[rows * kv_heads, 1, aligned seq]``, or None."""
         longest = max(self.lengths)
         if min(self.lengths) == longest:
             return None

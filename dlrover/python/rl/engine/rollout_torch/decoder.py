@@ -114,12 +114,11 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """Tokens that the model has read: how many, their keys and values in the decoder's own layout, and the logits
-    ``[vocab]`` of the next token."""
+    """Tokens that the model has read."""
 
     length: int
-    past: Any
-    logits: Any
+    past: Any  # their keys and values in the decoder's own layout
+    logits: Any  # of the next token: `[vocab]`
 
 
 class Decoder(Protocol):

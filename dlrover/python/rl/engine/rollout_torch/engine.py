@@ -165,7 +165,7 @@ class ContinuousBatch:
 
 
 def _round_up(length: int) -> int:
-    """Row length that leaves some margin, so that slightly longer requests do not need another cache."""
+    """Leaves some margin, so that slightly longer requests do not need another cache."""
     step = 64 if length <= 256 else 256
     return -(-length // step) * step
 
@@ -221,10 +221,7 @@ class TorchRolloutEngine(RolloutEngineBase):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def receive(self, weights: WeightSnapshot, rewind: bool = False) -> None:
-        """Verify and write new weights, in place.
-
-        After :meth:`meta` they go to host memory, unless ``cuda("weights")`` has allocated them on the device.
-        """
+        """Write new weights in place; after :meth:`meta` to host memory, unless ``cuda("weights")`` came before."""
         store = self._decoder.store
         verify_snapshot(weights, store.shapes, serving=-1 if rewind else self.version)
         if store.place == "meta":

@@ -88,11 +88,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
         super().add(requests, sampling, seed)
 
     def _step(self, max_tokens: int | None) -> dict[int, Finish]:
-        """Generate up to ``max_tokens`` for each request, or ``chunk_tokens``.
-
-        Raises:
-            EngineError: the server refused a request, took too long, or its logits are broken; no token was appended.
-        """
+        """Generate up to ``max_tokens`` for each request, or ``chunk_tokens``. After an error no token is appended."""
         names = {number: uuid.uuid4().hex for number in self._requests.by_number}
         count = max_tokens or self._options.chunk_tokens
         calls: dict[int, Future[Any]] = {}
@@ -173,11 +169,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
         self._offload.leave(place)
 
     def _serve(self, folder: Path | None) -> None:
-        """Have the server load a folder, or the initial model, and read it back.
-
-        Raises:
-            WeightSyncError: it did not, or it has other weights.
-        """
+        """Have the server load a folder, or the initial model, and read it back; a ``WeightSyncError`` if not so."""
         body = {"model_path": str(folder or self._model), "flush_cache": True}
         try:
             answer = self._server.call("POST", "/update_weights_from_disk", body)
@@ -231,7 +223,6 @@ def _generate_body(name: str, running: RunningRequest, max_tokens: int, eos_ids:
 
 
 def _write_model(weights: WeightSnapshot, lm: CausalLM, folder: Path) -> None:
-    """Write configuration, tokenizer and weights in Hugging Face format."""
     lm.model.config.save_pretrained(folder)
     lm.tokenizer.save_pretrained(folder)
     tensors = {name: weights.tensor(name) for name in weights.buffers}

@@ -80,10 +80,8 @@ class SglangServer:
                 time.sleep(0.5)
 
     def call(self, verb: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        """Send ``body`` as JSON; returns the answer's JSON, or None if it is empty or plain text.
-
-        Raises:
-            EngineError: no answer in time, or an error status, with the server's message.
+        """Send ``body`` as JSON; returns the answer's JSON, or None if it is none. Raises an ``EngineError`` without an
+        answer in time, or with an error status and the server's message.
         """
         content = {} if body is None else {"json": body}
         try:

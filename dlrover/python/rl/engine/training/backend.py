@@ -53,17 +53,13 @@ def restore_state(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         faults = ["its optimizer is of another kind"]
     if faults:
         raise WeightSyncError("the state is of another model: " + "; ".join(faults))
-    if any(map(_emptied, state["model"].values())):
+    if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in state["model"].values()):
         raise EngineError("the state's tensors were released with their engine: take a copy before meta()")
     for name, tensor in own["model"].items():
         tensor.copy_(state["model"][name])
     for name, kinds in (own_moments or {}).items():
         for kind, tensor in kinds.items():
             tensor.copy_(moments[name][kind])
-
-
-def _emptied(tensor: Any) -> bool:
-    return bool(tensor.numel()) and tensor.untyped_storage().nbytes() == 0
 
 
 class TrainBackend(Protocol):

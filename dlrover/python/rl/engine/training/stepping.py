@@ -127,10 +127,6 @@ def compute_learning_rate(config: OptimizerConfig, steps_taken: int) -> float:
     return config.min_lr + (config.lr - config.min_lr) * factor
 
 
-def compute_clip_factor(norm: float, most: float | None) -> float:
-    return 1.0 if most is None or norm <= most else most / (norm + 1e-6)
-
-
 def _to_float(amount: Any) -> float:
     return float(amount.detach() if isinstance(amount, torch.Tensor) else amount)
 
@@ -173,9 +169,9 @@ class MasterOptimizer(Generic[S]):
 
     def step(self, version: int, norm: float) -> float:
         """Clip the masters' gradients of norm ``norm`` and take the step after ``version``; returns the rate."""
-        factor = compute_clip_factor(norm, self._config.max_grad_norm)
-        if factor < 1.0:
-            torch._foreach_mul_([shard.master.grad for shard in self._shards], factor)
+        most = self._config.max_grad_norm
+        if most is not None and norm > most:
+            torch._foreach_mul_([shard.master.grad for shard in self._shards], most / (norm + 1e-6))
         lr = compute_learning_rate(self._config, version)
         with torch.no_grad():
             for group in self._inner.param_groups:

@@ -183,10 +183,8 @@ class BackendTrainEngine(ABC):
 
     def save(self, path: Path) -> None:
         is_writer = self._ranks.rank == 0
-        tensors = {}
-        for name, tensor in self.named_weights():
-            if is_writer:
-                tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        copies = ((name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.named_weights() if is_writer)
+        tensors = {name: copy.contiguous() for name, copy in copies}
         if is_writer:
             self._spec.save(Path(path), tensors)
 

@@ -94,11 +94,7 @@ class Runner:
         self.llm.abort_request(list(names))
 
     def load(self, weights: WeightSnapshot) -> None:
-        """Load weights in place and read them back; no request may run.
-
-        Raises:
-            WeightSyncError: a worker broke off, or has other weights, which are named.
-        """
+        """Load weights in place and read them back; no request may run. A ``WeightSyncError`` names what differs."""
         try:
             with nullcontext(weights) if self._ranks == 1 else share_weights(weights) as shared:
                 self.llm.collective_rpc("take_weights", _LOAD_TIMEOUT_S, (shared,))
@@ -114,10 +110,7 @@ class Runner:
         return int(max(self.llm.collective_rpc("cache_bytes")))
 
     def sleep_again(self) -> None:
-        """Free what is awake and keep the weights, where a part sleeps already: vLLM's own call would return at once.
-
-        Each of its memory blocks knows whether it sleeps.
-        """
+        """Free what is awake and keep the weights, where a part sleeps: vLLM's own call would return at once."""
         self.llm.collective_rpc("sleep", _LOAD_TIMEOUT_S, (1,))
         self.llm.engine_core.engine_core.model_executor.sleeping_tags |= {"weights", "kv_cache"}
 
@@ -125,10 +118,7 @@ class Runner:
         self.llm.collective_rpc("drop_host_copies", _LOAD_TIMEOUT_S)
 
     def close(self) -> None:
-        """End the engine and its workers, and free their memory.
-
-        vLLM's own shutdown would end all process groups, including those of a train engine.
-        """
+        """End the engine and its workers; vLLM's own shutdown would end a train engine's process groups too."""
         if self._ranks == 1:
             self.llm.collective_rpc("drop_layer_records")
         self.llm.engine_core._finalizer.detach()

@@ -171,7 +171,9 @@ class WeightLoader:
     def drop_host_copies(self) -> None:
         """Drop the host copies of sleeping weights, but not those of buffers, which no loader restores."""
         blocks = {
-            start: block for start, block in get_mem_allocator_instance().pointer_to_data.items() if _is_copied(block)
+            start: block
+            for start, block in get_mem_allocator_instance().pointer_to_data.items()
+            if block.tag == "weights" and block.cpu_backup_tensor is not None
         }
         buffers = dict(self.model_runner.model.named_buffers())
         copies = {start: block.cpu_backup_tensor for start, block in blocks.items()}
@@ -230,10 +232,6 @@ def read_copies(tensors: Mapping[str, Any], copies: Mapping[int, Any]) -> dict[s
                 values = copy[offset : offset + tensor.nbytes].clone().view(tensor.dtype)
                 restored[name] = values.view(tensor.shape)
     return restored
-
-
-def _is_copied(block: Any) -> bool:
-    return block.tag == "weights" and block.cpu_backup_tensor is not None
 
 
 def _storage(tensor: Any) -> Any:

@@ -219,9 +219,8 @@ class WeightTransport(Protocol):
     """One way of moving weights: one object on each side, made with equal ``folder`` and ``channel``."""
 
     def offer(self, source: WeightSource) -> Ticket:
-        """Describe the source's current weights; all train ranks call it, the leader's ticket is the one to use.
-
-        The first call for a source iterates over its weights to learn their names and shapes.
+        """Describe the source's current weights; all train ranks call it, the leader's ticket is the one to use. The
+        first call for a source iterates over its weights.
         """
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
@@ -233,10 +232,8 @@ class WeightTransport(Protocol):
         """
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
-        """Receive the weights and compare version, names, shapes, dtypes and bytes with the sender's seal.
-
-        Raises:
-            WeightSyncError: they are missing, incomplete or different; names the sender or the tensors.
+        """Receive the weights and compare version, names, shapes, dtypes and bytes with the sender's seal; a
+        ``WeightSyncError`` names the sender or the tensors.
         """
 
     def close(self) -> None:

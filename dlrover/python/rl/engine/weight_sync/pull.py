@@ -233,13 +233,12 @@ class PublishedVersions:
     def open(self, ticket_id: str, timeout_s: float) -> tuple[int, WeightTable] | None:
         """A descriptor of the ticket's file, locked against being overwritten, and its table; None without the file."""
         with self._changed:
-            self._changed.wait_for(lambda: ticket_id in self._files or not self._is_expected(ticket_id), timeout_s)
+            self._changed.wait_for(
+                lambda: ticket_id in self._files or ticket_id != self._expected or self._closed, timeout_s
+            )
             file = self._files.get(ticket_id)
             descriptor = file.open(fcntl.LOCK_SH) if file is not None else None
             return None if file is None or descriptor is None else (descriptor, file.table)
-
-    def _is_expected(self, ticket_id: str) -> bool:
-        return ticket_id == self._expected and not self._closed
 
     def is_writing(self, ticket_id: str) -> bool:
         with self._changed:
