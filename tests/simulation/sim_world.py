@@ -58,8 +58,3 @@ class World:
     def trace_hash(self) -> str:
         """What tells this run from every other."""
         return self._hash.hexdigest()
-
-    # -- the clock of the production code ---------------------------------------------------------------------------
-
-    def wall_s(self) -> float:
-        return self.now_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles, names, nearest-name hints and the clock."""
+"""Roles, names, nearest-name hints."""
 
 import copy
 import pickle
@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover.python.rl.common.clock import ManualClock, SystemClock
 from dlrover.python.rl.common.names import (
     WELL_KNOWN_ROLES,
     RLRoleType,
@@ -84,16 +83,3 @@ def test_a_hint_is_the_nearest_name_or_all_of_them():
 def test_a_hint_never_fails(name, known):
     assert isinstance(hint(name, known), str)
     assert nearest(name, known) in [None, *known]
-
-
-def test_a_manual_clock_moves_when_told():
-    clock = ManualClock(5.0)
-    assert (clock.now_s(), clock.wall_s()) == (5.0, 5.0)
-    clock.advance(2.5)
-    assert (clock.now_s(), clock.wall_s()) == (7.5, 7.5)
-
-
-def test_the_system_clock_does_not_go_back():
-    clock = SystemClock()
-    assert clock.now_s() <= clock.now_s()
-    assert clock.wall_s() > 1e9

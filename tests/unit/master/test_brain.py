@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from toy_jobs import toy_job
 
-from dlrover.python.rl.common.clock import ManualClock
 from dlrover.python.rl.common.errors import JobConflict, JournalCorrupt
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.spec import RestartSpec
@@ -37,6 +36,7 @@ from dlrover.python.rl.master.status import status_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore
 from dlrover.python.rl.runtime.process.inspection import Inspection
 from dlrover.python.rl.trainer.trainer import StepReport
+from tests.manual_clock import ManualClock
 
 SUBMITTED = Submitted("toy", {"ACTOR": RoleSettings(1)}, "run", 3, 3, backoff_s=0.5)
 GONE = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")

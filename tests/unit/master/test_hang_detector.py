@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from toy_jobs import toy_job
 
-from dlrover.python.rl.common.clock import ManualClock
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.events import (
     Cause,
@@ -28,6 +27,7 @@ from dlrover.python.rl.master.hang_detector import HangDetector
 from dlrover.python.rl.runtime.checkpoint.journal_store import MemoryStateStore
 from dlrover.python.rl.runtime.process.heartbeat import CONSTRUCTING, Heartbeat, HeartbeatSettings
 from dlrover.python.rl.runtime.process.inspection import Inspection
+from tests.manual_clock import ManualClock
 
 LIMIT_S, BEATS = 60.0, HeartbeatSettings()
 
@@ -61,7 +61,7 @@ def hangs(detector, state):
 
 
 def detector_of(job):
-    return HangDetector(job, BEATS, lambda process_id: None, ManualClock(), no_stacks)
+    return HangDetector(job, BEATS, lambda process_id: None, no_stacks, ManualClock())
 
 
 def beat(process, *status):
@@ -144,7 +144,7 @@ def test_taking_stacks_is_not_mistaken_for_a_pause_of_the_master(job):
         return "stacks"
 
     state = running(job)
-    detector = HangDetector(job, BEATS, lambda process_id: Process("node-0", 7), clock, read_stacks)
+    detector = HangDetector(job, BEATS, lambda process_id: Process("node-0", 7), read_stacks, clock)
     found_s = {}
     for number in range(200):
         clock.advance(BEATS.beat_s)
@@ -154,9 +154,7 @@ def test_taking_stacks_is_not_mistaken_for_a_pause_of_the_master(job):
             detector.take(beat("ACTOR[0]", 1, "update", LIMIT_S + 1.0, 3), state)
         elif number < 60:
             detector.take(beat("ACTOR[0]", 1), state)
-        found_s |= {
-            event.cause.who: clock.now_s() for event in hangs(detector, state) if event.cause.who not in found_s
-        }
+        found_s |= {event.cause.who: clock() for event in hangs(detector, state) if event.cause.who not in found_s}
     assert list(found_s) == ["ACTOR[0]", "REWARD[0]"]
     assert found_s["REWARD[0]"] <= 1000.0 + LIMIT_S + 2 * 5.0 + 3 * BEATS.beat_s
 

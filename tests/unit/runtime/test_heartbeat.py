@@ -2,10 +2,11 @@
 """Heartbeats: told to the master from a thread; without an answer, or once outdated, the process ends itself."""
 
 import threading
+import time
 
-from dlrover.python.rl.common.clock import ManualClock
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSender, HeartbeatSettings
+from tests.manual_clock import ManualClock
 
 QUICK = HeartbeatSettings(beat_s=0.001, lease_s=10.0)
 DEADLINE_S = 10.0
@@ -29,14 +30,14 @@ class Master:
         return self._answer
 
 
-def beating(master, clock=None):
+def beating(master, now_s=time.monotonic):
     ended, why = threading.Event(), []
 
     def end(reason):
         why.append(reason)
         ended.set()
 
-    beater = HeartbeatSender(lambda: Heartbeat(ProcessId("ROLLOUT", 1), 3), master, QUICK, end, clock)
+    beater = HeartbeatSender(lambda: Heartbeat(ProcessId("ROLLOUT", 1), 3), master, QUICK, end, now_s)
     beater.start()
     return beater, ended, why
 

@@ -6,7 +6,6 @@ import threading
 import numpy as np
 import pytest
 
-from dlrover.python.rl.common.clock import ManualClock
 from dlrover.python.rl.common.errors import (
     CallSkipped,
     CheckpointCorrupt,
@@ -21,6 +20,7 @@ from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, Per
 from dlrover.python.rl.runtime.process.host import CallHeader, CurrentCall, MemberHost
 from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RAW_CALL, RESTORE, WHERE, Standing
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
+from tests.manual_clock import ManualClock
 
 
 class Work(BaseWorkload):
@@ -60,7 +60,7 @@ class Work(BaseWorkload):
 
 @pytest.fixture
 def host():
-    made = MemberHost(incarnation=3, clock=ManualClock())
+    made = MemberHost(incarnation=3, now_s=ManualClock())
     made.start(Work, MemberContext(role=RLRoleType.ACTOR, rank=1), None, {})
     yield made
     made.close()
@@ -149,7 +149,7 @@ def test_what_it_is_doing_can_be_asked_meanwhile(host):
     thread = threading.Thread(target=lambda: call(host, 4, 2, "wait"))
     thread.start()
     assert host.workload.entered.wait(30)
-    host._clock.advance(7.0)
+    host._now_s.advance(7.0)
     assert host.current_call() == CurrentCall("wait", (4, 2), 7.0)
     host.workload.go_on.set()
     thread.join(30)

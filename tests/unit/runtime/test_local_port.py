@@ -6,12 +6,12 @@ import os
 import numpy as np
 import pytest
 
-from dlrover.python.rl.common.clock import ManualClock
 from dlrover.python.rl.common.errors import InvocationError, InvocationTimeout, WorkloadDied
 from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort
 from dlrover.python.rl.runtime.process.host import MemberHost
 from dlrover.python.rl.trainer.port import Call, gather
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
+from tests.manual_clock import ManualClock
 
 
 class Member(BaseWorkload):
@@ -59,7 +59,7 @@ def make():
         group = [LocalMember(MemberHost(), {**env, "RANK": str(rank)}) for rank in range(members)]
         for rank, member in enumerate(group):
             member.host.start(Member, MemberContext(rank=rank), None, clock)
-        return LocalPort({"ACTOR": group}, clock=clock, **options)
+        return LocalPort({"ACTOR": group}, now_s=clock, **options)
 
     return port_of
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from dlrover.python.rl.common.clock import ManualClock
 from dlrover.python.rl.common.errors import CallError, InvocationError, InvocationTimeout, ShardError, UnknownMethod
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
@@ -19,6 +18,7 @@ from dlrover.python.rl.trainer.port import Call
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext, trainer_invocation
+from tests.manual_clock import ManualClock
 
 
 class Halver:
@@ -127,7 +127,7 @@ class Recorder(LocalPort):
     """The local port, noting what is asked of it."""
 
     def __init__(self, members, clock):
-        super().__init__(members, clock=clock)
+        super().__init__(members, now_s=clock)
         self.stored, self.calls = [], []
 
     def put(self, value):

@@ -2,10 +2,11 @@
 """The pure machine with its journal: an event is saved before its commands are returned; running a job without Ray."""
 
 import os
+import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
-from dlrover.python.rl.common.clock import Clock, SystemClock
 from dlrover.python.rl.common.errors import JobConflict
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import JobSpec
@@ -27,13 +28,13 @@ JOURNAL = "journal.jsonl"
 class Brain:
     """Replays the journal of ``store``, then journals events and returns their commands. Raises JournalCorrupt."""
 
-    def __init__(self, store: StateStore, clock: Clock | None = None) -> None:
-        self._store, self._clock = store, clock or SystemClock()
+    def __init__(self, store: StateStore, wall_s: Callable[[], float] = time.time) -> None:
+        self._store, self._wall_s = store, wall_s
         self.state: JobState = replay(decode(store.read()))
 
     def handle(self, event: Event) -> tuple[Command, ...]:
         """Save ``event``, unless it changes nothing, and return its commands; after an OSError nothing has changed."""
-        at_s = self._clock.wall_s()
+        at_s = self._wall_s()
         state, commands = step(self.state, event, at_s)
         if state is self.state:
             return ()

@@ -2,10 +2,10 @@
 """Finds processes without progress from their heartbeats, and reports them with their stacks."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from dlrover.python.rl.common.clock import Clock
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.spec import JobSpec
@@ -43,17 +43,17 @@ class HangDetector:
         job: JobSpec,
         beats: HeartbeatSettings,
         process_of: Callable[[ProcessId], Process | None],
-        clock: Clock,
         read_stacks: Callable[[Process], Awaitable[str]],
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._beats, self._process_of, self._clock, self._read_stacks = beats, process_of, clock, read_stacks
+        self._beats, self._process_of, self._read_stacks, self._now_s = beats, process_of, read_stacks, now_s
         self._limits_s: dict[str, float] = {}
         for role, spec in job.workloads.items():
             for process_id in (ProcessId(role), ProcessId.standby(role, 0)):
                 self._limits_s[process_id.pool] = spec.hang_after_s
         self._limits_s[TRAINER_ID.pool] = job.trainer.hang_after_s
         self._signs: dict[ProcessId, Sign] = {}
-        self._listening_since_s = self._looked_s = self._clock.now_s()
+        self._listening_since_s = self._looked_s = self._now_s()
 
     def take(self, beat: Heartbeat, state: JobState) -> bool:
         """Record a heartbeat; False when the state has a later process in its place."""
@@ -61,13 +61,13 @@ class HangDetector:
             return False
         if beat.process_id not in _numbers_up(state) or beat.method == CONSTRUCTING:
             return True  # starting has a separate limit, also when the event of its end has come first
-        now_s = self._clock.now_s()
+        now_s = self._now_s()
         since_s = now_s - beat.age_s
         self._signs[beat.process_id] = Sign(beat.process_id, beat.number, beat.method, since_s, beat.step, now_s)
         return True
 
     async def hangs(self, state: JobState) -> list[Condemned]:
-        now_s = self._clock.now_s()
+        now_s = self._now_s()
         if now_s - self._looked_s > 2 * self._beats.beat_s + 1.0:
             self._listening_since_s = now_s  # this process was paused: it has received no heartbeat meanwhile
         self._looked_s = now_s
@@ -75,7 +75,7 @@ class HangDetector:
         listening = Listening(self._beats.beat_s, self._listening_since_s, self._beats.lease_s)
         culprits = _culprits(hangs(up, self._limits_s, listening, now_s), state, listening, now_s)
         condemned = await asyncio.gather(*(self._condemn(hang, up, listening, now_s) for hang in culprits))
-        self._looked_s = self._clock.now_s()  # reading stacks is not a pause: heartbeats came in meanwhile
+        self._looked_s = self._now_s()  # reading stacks is not a pause: heartbeats came in meanwhile
         return condemned
 
     def _signs_of(self, state: JobState, now_s: float) -> list[Sign]:

@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from dlrover.python.rl.common.clock import SystemClock
 from dlrover.python.rl.common.errors import JobFailed, JournalCorrupt, StaleEpoch
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, RLRoleType
@@ -76,7 +75,7 @@ class RLMaster:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._news = asyncio.Condition()
         self._hang_detector = HangDetector(
-            job, self._executor.beats, self._executor.process_of, SystemClock(), self._executor.read_stacks
+            job, self._executor.beats, self._executor.process_of, self._executor.read_stacks
         )
         self._condemned: dict[Event, Process | None] = {}
         self._reports: list[StepReport] = []

@@ -6,13 +6,13 @@ read-only, as through Ray.
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from dlrover.python.rl.common.clock import Clock, SystemClock
 from dlrover.python.rl.common.errors import InvocationError, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.spec import JobSpec
@@ -61,7 +61,7 @@ class LocalPort:
 
     members: Mapping[Any, list[LocalMember]]  # by role, in rank order
     enforce_deadlines: bool = True  # a call that took longer than its timeout is late, as on Ray; off for debuggers
-    clock: Clock = field(default_factory=SystemClock)
+    now_s: Callable[[], float] = time.monotonic
 
     def put(self, value: Any) -> Ref:
         return Ref(self, CallResult(Stored.of(value, own=True), None))
@@ -72,11 +72,11 @@ class LocalPort:
         return Ref(self, result, result, role, rank, call.method, member.incarnation)
 
     def execute(self, member: LocalMember, role: str, rank: int, call: Call) -> CallResult:
-        started_s = self.clock.now_s()
+        started_s = self.now_s()
         result, error = self._run(member, call) if member.alive else (None, None)
         if not member.alive:  # from the beginning, or since the middle of the call
             result, error = None, _death(member, role, rank, call)
-        return CallResult(result, error, self.clock.now_s() - started_s)
+        return CallResult(result, error, self.now_s() - started_s)
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
         deadline_s = timeout_s if self.enforce_deadlines else None

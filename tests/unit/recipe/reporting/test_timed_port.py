@@ -8,18 +8,9 @@ import pytest
 from dlrover.python.rl.recipe.reporting.metrics import Stopwatch, TimedPort
 from dlrover.python.rl.trainer.port import Call, Outcome, Ref
 from dlrover.python.rl.trainer.shard import Rows
+from tests.manual_clock import ManualClock
 
 PHASES = {"generate": "generation", "score": "reward"}
-
-
-class ManualClock:
-    """The test advances it."""
-
-    def __init__(self):
-        self.now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
 
 
 class SlowPort:

@@ -42,7 +42,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
     rounding of its logits. Refused, since SGLang does not offer it: ``logprobs="sampled"`` with ``top_k`` or ``top_p``,
     and ``top_k`` together with ``top_p``.
 
-    :meth:`advance` generates up to ``chunk_tokens`` for every request; between calls the server is idle. SGLang caches
+    ``advance()`` generates up to ``chunk_tokens`` for every request; between calls the server is idle. SGLang caches
     what it has read, so continuing costs about one token's time.
 
     Weights reach the server as a folder in Hugging Face format. The last folder is kept: weights that SGLang has

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlrover.python.rl.common.clock import Clock, SystemClock
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
 
@@ -68,10 +67,10 @@ class HeartbeatSender:
         send: Callable[[Heartbeat], bool],
         settings: HeartbeatSettings,
         end: Callable[[str], None] = leave,
-        clock: Clock | None = None,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._observe, self._send, self._settings, self._end = observe, send, settings, end
-        self._clock = clock or SystemClock()
+        self._now_s = now_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="dlrover-beats", daemon=True)
 
@@ -82,17 +81,17 @@ class HeartbeatSender:
         self._stopped.set()
 
     def _run(self) -> None:
-        reached_s = self._clock.now_s()
+        reached_s = self._now_s()
         while not self._stopped.wait(self._settings.beat_s):
             try:
                 is_current = self._send(self._observe())
             except Exception as error:  # noqa: BLE001 -- whatever the error, the lease decides
-                silent_s = self._clock.now_s() - reached_s
+                silent_s = self._now_s() - reached_s
                 if silent_s > self._settings.lease_s:
                     self._end(f"no master for {silent_s:.0f} s ({type(error).__name__})")
                     return
                 continue
-            reached_s = self._clock.now_s()
+            reached_s = self._now_s()
             if not is_current:
                 self._end("another process has taken its place")
                 return

@@ -16,6 +16,7 @@ import asyncio
 import inspect
 import pickle
 import socket
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ from typing import Any, TypeAlias
 
 import cloudpickle
 
-from dlrover.python.rl.common.clock import Clock, SystemClock
 from dlrover.python.rl.common.errors import CallSkipped, InvocationError, ReplayDiverged, ResultLost, StaleCall
 from dlrover.python.rl.runtime.checkpoint.member_state import (
     CommitAnswer,
@@ -163,11 +163,11 @@ class MemberHost:
     """Hosts one workload; see the module. ``node`` is the id of the node, for files that only this node has; ``""`` in
     one process."""
 
-    def __init__(self, incarnation: int = 1, node: str = "", clock: Clock | None = None) -> None:
+    def __init__(self, incarnation: int = 1, node: str = "", now_s: Callable[[], float] = time.monotonic) -> None:
         self.workload: Any = None  # before start()
         self.executed: Counter[str] = Counter()  # how often each method ran, repeated answers not counted
         self._incarnation, self._node = incarnation, node
-        self._clock = clock or SystemClock()
+        self._now_s = now_s
         self._context = MemberContext()
         self._state = MemberState(self._context.role, self._context.rank, incarnation, node)
         self._epoch = 0
@@ -192,7 +192,7 @@ class MemberHost:
 
     def current_call(self) -> CurrentCall | None:
         now = self._now
-        return None if now is None else CurrentCall(now[0], now[1], self._clock.now_s() - now[2])
+        return None if now is None else CurrentCall(now[0], now[1], self._now_s() - now[2])
 
     def close(self) -> None:
         try:
@@ -317,7 +317,7 @@ class MemberHost:
 
     @contextmanager
     def _in(self, method: str, call_id: CallId) -> Iterator[None]:
-        self._now = (method, call_id, self._clock.now_s())
+        self._now = (method, call_id, self._now_s())
         try:
             yield
         finally:

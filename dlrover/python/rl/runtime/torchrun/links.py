@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -81,6 +82,8 @@ class KeyValueStore(Protocol):
     def set(self, key: str, value: bytes) -> None: ...
 
     def get(self, key: str) -> bytes: ...
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
 
 
 class Link:
@@ -197,8 +200,15 @@ def accept_all(launch: LaunchEnv, store: KeyValueStore) -> dict[int, Link]:
 
 
 def refuse_all(launch: LaunchEnv, store: KeyValueStore) -> None:
-    """At rank 0: tell the others that no job will start."""
+    """At rank 0: tell the others that no job will start, and wait until they know: the store may end with this
+    process."""
     store.set(launch.store_key, b"")
+    with suppress(RuntimeError):  # a rank that is gone, or late, needs no refusal
+        store.wait([_refused_key(launch, rank) for rank in range(1, launch.world_size)], timedelta(seconds=_HELLO_S))
+
+
+def _refused_key(launch: LaunchEnv, rank: int) -> str:
+    return f"{launch.store_key}/refused/{rank}"
 
 
 def join(launch: LaunchEnv, store: KeyValueStore) -> Link | None:
@@ -206,6 +216,7 @@ def join(launch: LaunchEnv, store: KeyValueStore) -> Link | None:
     try:
         entry = bytes(store.get(launch.store_key))  # waits: until the store's own timeout
         if not entry:
+            store.set(_refused_key(launch, launch.rank), b"1")
             return None
         secret, tcp_port = entry[:_SECRET_BYTES], int(entry[_SECRET_BYTES:])
         link = Link(socket.create_connection((launch.address, tcp_port), timeout=MEETING_S))

@@ -3,7 +3,8 @@
 
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +19,6 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from dlrover.python.rl.common.clock import Clock, SystemClock
 from dlrover.python.rl.common.errors import InvocationError, ResultLost, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.runtime.process.host import CallHeader, encode
@@ -145,16 +145,16 @@ def _actor_id(handle: Any) -> str:
 class Activity:
     """Records when the trainer calls its members, and when it waits for them. Thread safe."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or SystemClock()
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
         self._lock = threading.Lock()
         self._waits = 0
-        self._since_s = self._clock.now_s()
+        self._since_s = self._now_s()
 
     def touch(self) -> None:
         """Record a call of a member."""
         with self._lock:
-            self._since_s = self._clock.now_s()
+            self._since_s = self._now_s()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -166,12 +166,12 @@ class Activity:
         finally:
             with self._lock:
                 self._waits -= 1
-                self._since_s = self._clock.now_s()
+                self._since_s = self._now_s()
 
     def own_s(self) -> float | None:
         """Seconds that its own code has run since the last call; None while it waits."""
         with self._lock:
-            return None if self._waits else self._clock.now_s() - self._since_s
+            return None if self._waits else self._now_s() - self._since_s
 
 
 class WatchedPort(RayPort):
