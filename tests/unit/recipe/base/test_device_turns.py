@@ -13,7 +13,7 @@ from recipe_stage import Stage, kill  # noqa: E402
 
 from dlrover.python.rl.common.errors import InvocationError  # noqa: E402
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine  # noqa: E402
-from dlrover.python.rl.engine.memory.device_memory import DeviceMemory  # noqa: E402
+from dlrover.python.rl.engine.memory.device_memory import MemoryLedger  # noqa: E402
 from dlrover.python.rl.recipe.base.engine_workload import physical_device  # noqa: E402
 from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
 from dlrover.python.rl.recipe.workloads import (  # noqa: E402
@@ -64,14 +64,14 @@ def undisturbed(tmp_path_factory):
 def test_collocated_roles_have_the_device_in_turn_and_the_run_is_the_same(tmp_path, undisturbed, monkeypatch, dies):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
     made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING))
-    together, publish, submit = [], DeviceMemory.publish, made.port.submit
+    together, publish, submit = [], MemoryLedger.publish, made.port.submit
 
     def memories():
         return [lock._memory for role in SHARING for lock in getattr(made.workload(role), "_device_locks", ())]
 
-    def told(memory):
-        together.append(sum(each.total() for each in memories()))
-        publish(memory)
+    def record(ledger, owners):
+        together.append(sum(memory.total() for memory in memories()))
+        publish(ledger, owners)
 
     def checked(role, rank, call):
         ref = submit(role, rank, call)
@@ -84,7 +84,7 @@ def test_collocated_roles_have_the_device_in_turn_and_the_run_is_the_same(tmp_pa
 
     gather, held = Fsdp2TrainEngine.named_weights, []
     monkeypatch.setattr(Fsdp2TrainEngine, "named_weights", gathering)
-    monkeypatch.setattr(DeviceMemory, "publish", told)
+    monkeypatch.setattr(MemoryLedger, "publish", record)
     made.port.submit = checked
     faults = {(40, "before"): kill("ACTOR", 0), (40, "after"): kill("ROLLOUT", 0)} if dies else None
     assert end_of(made, faults) == undisturbed
