@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Final answers in hostile text."""
 
+import random
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrover.python.rl.environment.core.functions import load_function
 from dlrover.python.rl.environment.core.rewards import boxed_answer, exact_answer, last_number
+from dlrover.python.rl.environment.verifiers import gsm8k
 
 
 @pytest.mark.feature(79)
@@ -78,6 +81,11 @@ def test_last_number(text, expected):
         ("Infinity", "inf", 0.0),
         ("1e99999999999999999999", "1", 0.0),
         ("٤٢", "42", 0.0),
+        ("72", "48 / 2 = <<48/2=24>>24 clips in May.\n#### 72", 1.0),
+        (r"\boxed{72}", "24 clips in May.\n#### 72", 1.0),
+        (r"so \boxed{72}", r"it is \boxed{72}", 1.0),
+        ("#### 72", "72", 1.0),
+        ("#### 73", "24 clips in May.\n#### 72", 0.0),
     ],
 )
 def test_exact_answer(completion, answer, reward):
@@ -122,3 +130,40 @@ def test_ten_megabytes_take_seconds(name):
     started = time.process_time()
     assert exact_answer(text, "5") == 0.0
     assert time.process_time() - started < 10  # A quadratic step would take hours.
+
+
+def _gsm8k_pair(rng):
+    """A worked solution and its number, in a spelling that a model or the data may use."""
+    number = rng.choice((rng.randint(-9_999_999, 9_999_999), rng.randint(0, 99), rng.randint(1, 99_999) / 4))
+    plain = str(number)
+    grouped = f"{number:,}"
+    before, after = rng.choice((("", ""), ("$", ""), ("", "%"), ("", " meters"), ("€", ""), ("", " clips.")))
+    return number, [before + text + after for text in (plain, grouped)]
+
+
+def _solution(rng, text):
+    steps = f"Natalia sold 48/2 = <<48/2=24>>24 clips, then {rng.randint(1, 99)} more.\n"
+    latex = text.replace(",", "{,}").replace("$", r"\$").replace("%", r"\%")
+    return steps + rng.choice((f"#### {text}", f"####{text}", rf"\boxed{{{latex}}}", rf"\boxed{{\text{{{latex}}}}}"))
+
+
+def test_gsm8k_rewards_each_right_answer_and_no_changed_number():
+    rng = random.Random(0)
+    for _ in range(1_000):
+        number, spellings = _gsm8k_pair(rng)
+        completion = _solution(rng, rng.choice(spellings))
+        assert gsm8k(completion, _solution(rng, rng.choice(spellings)), {}) == 1.0, completion
+        changed = _solution(rng, f"{number + rng.choice((-1, 1, 0.5, 1_000)):,}")
+        assert gsm8k(completion, changed, {}) == 0.0, (completion, changed)
+
+
+def test_gsm8k_needs_a_number_in_the_reference():
+    with pytest.raises(ValueError, match="no number"):
+        gsm8k("72", "Paris", {})
+    with pytest.raises(ValueError, match="no reference answer"):
+        gsm8k("72", None, {})
+
+
+@pytest.mark.parametrize(("name", "reward"), [("gsm8k", 1.0), ("exact", 1.0)])
+def test_rewards_are_named_in_a_job_file(name, reward):
+    assert load_function(name)("It is 72.", "24 clips in May.\n#### 72", {}) == reward

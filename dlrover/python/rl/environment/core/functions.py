@@ -22,6 +22,8 @@ REWARDS = ExtensionPoint(
     "dlrover_rl.rewards",
     {
         "exact": "dlrover.python.rl.environment.verifiers:exact",
+        "gsm8k": "dlrover.python.rl.environment.verifiers:gsm8k",
+        "math": "dlrover.python.rl.environment.verifiers.math_answers:math_equal",
         "math_equal": "dlrover.python.rl.environment.verifiers.math_answers:math_equal",
         "python_tests": "dlrover.python.rl.environment.verifiers.code:python_tests",
     },

@@ -46,6 +46,15 @@ def boxed_answer(text: str) -> str | None:
     return text[slice(*last)] if last[0] >= 0 else None
 
 
+def marked_answer(text: str) -> str | None:
+    r"""The answer that a worked solution marks: its last ``\boxed{}``, or else the line after its last ``####``."""
+    boxed = boxed_answer(text)
+    if boxed is not None:
+        return boxed
+    _, marker, rest = text.rpartition("####")
+    return rest.strip().partition("\n")[0] if marker else None
+
+
 def last_number(text: str) -> str | None:
     """The last decimal number in ``text`` as written (``-1,234.5``, ``6e23``), or None."""
     numbers = deque(_NUMBER_IN_TEXT.finditer(text), maxlen=1)
@@ -72,11 +81,12 @@ def same_answer(text: str, answer: str) -> bool:
 
 
 def exact_answer(completion: str, answer: str) -> float:
-    """1.0 when ``completion`` gives ``answer``, else 0.0. An empty ``answer`` is a ValueError.
+    r"""1.0 when ``completion`` gives ``answer``, else 0.0. An empty ``answer`` is a ValueError.
 
-    The last ``\boxed{}`` counts, or else the whole text, or its last number. ``019``, ``19.0`` and ``19`` are equal;
-    ``1/2`` and ``0.5`` are not.
+    The last ``\boxed{}`` counts, or else the whole text, or its last number; of a worked solution as ``answer``, what
+    it marks with ``\boxed{}`` or ``####``. ``019``, ``19.0`` and ``19`` are equal; ``1/2`` and ``0.5`` are not.
     """
+    answer = marked_answer(answer) or answer
     if not answer.strip():
         raise ValueError("there is no reference answer")
     boxed = boxed_answer(completion)
@@ -84,6 +94,24 @@ def exact_answer(completion: str, answer: str) -> float:
         return float(same_answer(boxed, answer))
     number = last_number(completion)
     return float(same_answer(completion, answer) or (number is not None and same_answer(number, answer)))
+
+
+def same_final_number(completion: str, answer: str) -> float:
+    r"""1.0 when ``completion`` ends with the number of ``answer``, else 0.0: GSM8K's rule.
+
+    What ``\boxed{}`` or ``####`` marks counts, or else the whole text, and of it the last number; currencies, units and
+    thousands separators do not matter. Without a number in ``answer`` it is a ValueError.
+    """
+    expected = last_number(_plain_number_text(answer))
+    if expected is None:
+        raise ValueError("the reference answer has no number")
+    number = last_number(_plain_number_text(completion))
+    return float(number is not None and same_answer(number, expected))
+
+
+def _plain_number_text(text: str) -> str:
+    """What is marked, or all of it, with the thousands separators of LaTeX as plain ones."""
+    return (marked_answer(text) or text).replace("{,}", ",").replace("\\,", "").replace("\\!", "")
 
 
 RewardFunction: TypeAlias = Callable[[str, str | None, dict[str, Any]], float | Awaitable[float]]

@@ -3,15 +3,23 @@
 
 from typing import Any
 
-from dlrover.python.rl.environment.core.rewards import exact_answer
+from dlrover.python.rl.environment.core.rewards import exact_answer, same_final_number
 
 
 def exact(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
-    if answer is None:
-        raise ValueError("the prompt has no reference answer")
-    return exact_answer(completion, answer)
+    return exact_answer(completion, _required(answer))
+
+
+def gsm8k(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
+    return same_final_number(completion, _required(answer))
 
 
 def unjudged(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
     """For training that learns nothing from rewards."""
     return 0.0
+
+
+def _required(answer: str | None) -> str:
+    if answer is None:
+        raise ValueError("the prompt has no reference answer")
+    return answer
