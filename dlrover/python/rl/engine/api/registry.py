@@ -38,7 +38,7 @@ ROLLOUT_ENGINES = ExtensionPoint(
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine can do and be told, stated by its class as ``info``; by default it can do everything.
+    """What an engine can do and be configured with, stated by its class as ``info``; by default it can do everything.
 
     An engine of this package states it in its folder's ``__init__.py``, which is read without importing the backend.
     """

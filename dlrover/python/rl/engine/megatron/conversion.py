@@ -105,7 +105,7 @@ class Parameter:
     name: str  # Megatron's; `{layer}` is the layer's number on its pipeline stage
     layer: int | None  # the layer's number in the whole model; None outside the layers
     sources: tuple[str, ...]  # names of the Hugging Face tensors it holds
-    shapes: tuple[tuple[int, ...], ...]  # theirs
+    shapes: tuple[tuple[int, ...], ...]  # of those tensors
     form: Form
     last: bool = False  # outside the layers: it is on the last pipeline stage, not on the first
 

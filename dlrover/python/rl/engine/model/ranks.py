@@ -125,7 +125,7 @@ class Ranks:
         return cls(rank, world_size, owns_group=True, timeout_s=rendezvous.timeout_s)
 
     def set_timeout(self, *groups: Any) -> None:
-        """Give other process groups the timeout of the default one; theirs is half an hour."""
+        """Give other process groups the timeout of the default one; their own default is half an hour."""
         for group in groups:
             _set_pg_timeout(timedelta(seconds=self.timeout_s), group)
 
