@@ -2,7 +2,7 @@
 """On-policy distillation: one or several teachers compute the log-probs of each token of the policy's own samples."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -79,7 +79,7 @@ class DistillationTrainer(PolicyTrainer):
         weights = np.array([teacher.weight for teacher in self.cfg.teachers.values()], dtype=np.float32)
         if len(weights) > 1:
             rows = rows.with_columns(teacher_weights=np.tile(weights / weights.sum(), (len(rows), 1)))
-        return batch.with_train_rows(rows)
+        return replace(batch, train_rows=rows)
 
     @classmethod
     def validate_own(cls, cfg: DistillationConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:

@@ -10,7 +10,6 @@ from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.sft import SFT
 from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.recipe.offline.example_trainer import ExampleConfig, ExampleTrainer
 from dlrover.python.rl.recipe.offline.examples import Measured, SFTData
@@ -37,7 +36,7 @@ class SFTTrainer(ExampleTrainer):
 
     config_class = SFTConfig
     metric_names = {}
-
+    cfg: SFTConfig
     answers: Answers | None = None
 
     @classmethod
@@ -58,9 +57,8 @@ class SFTTrainer(ExampleTrainer):
     def load_models(self) -> list[Pending]:
         loading = super().load_models()
         if RLRoleType.ROLLOUT in self.actor_handles and self.examples.prompts is not None:
-            cfg = require(SFTConfig, self.config, "config")
-            self.answers = Answers(self, cfg.answers, self.examples.prompts, cfg.seed)
-            loading += self.answers.load_models(cfg.model, cfg.engine)
+            self.answers = Answers(self, self.cfg.answers, self.examples.prompts, self.cfg.seed)
+            loading += self.answers.load_models(self.cfg.model, self.cfg.engine)
         return loading
 
     def extra_metrics(self, step: int) -> dict[str, float]:
@@ -72,12 +70,13 @@ class SFTTrainer(ExampleTrainer):
         return metrics
 
     @classmethod
-    def extra_metric_names(cls, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
-        return (METRIC,) if RLRoleType.ROLLOUT in roles else ()
+    def evaluation_names(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
+        return [*super().evaluation_names(cfg, roles), *([METRIC] if RLRoleType.ROLLOUT in roles else [])]
 
     @classmethod
-    def validate_own(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        return validate_answers(cfg.answers, cfg.engine, cfg.eval_every > 0, roles)
+    def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        answers = validate_answers(cfg.answers, cfg.engine, cfg.eval_every > 0, roles)
+        return [*super().find_errors(cfg, roles), *answers]
 
 
 if __name__ == "__main__":

@@ -26,23 +26,13 @@ from dlrover.python.rl.engine.api.registry import (
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.weight_sync.transports import validate_transport
 from dlrover.python.rl.environment.core.functions import find_environment, load_function
-from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig, RewardConfig, RolloutConfig
+from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig
 
 _ENGINE_COLUMNS = frozenset({"entropy", "candidate_logprobs"})
 """Columns that train engines compute for a loss."""
 
 _RECIPES = {"values": "ppo", "teacher_logprobs": "distill", "candidates": "distill"}
 """The recipe whose trainer has a column."""
-
-
-def validate_scoring(reward: RewardConfig, env_path: str | None) -> list[ConfigError]:
-    if env_path is None:
-        return validate_reward(reward.function)
-    return (
-        []
-        if reward.model is None
-        else [ConfigError("config.reward.model", "is not used: rollout.env_path scores the samples")]
-    )
 
 
 def validate_reward(function: str | Mapping[str, float], where: str = "config.reward") -> list[ConfigError]:
@@ -53,16 +43,6 @@ def validate_reward(function: str | Mapping[str, float], where: str = "config.re
         except VerifierError as error:
             errors.append(ConfigError(f"{where}.function", str(error)))
     return errors if function else [ConfigError(f"{where}.function", "names no function")]
-
-
-def validate_environment(rollout: RolloutConfig) -> list[ConfigError]:
-    if rollout.env_path is None:
-        return [ConfigError("config.rollout.env_options", "there is no env_path")] if rollout.env_options else []
-    try:
-        find_environment(rollout.env_path, rollout.env_options)
-    except EnvironmentFailed as error:
-        return [ConfigError("config.rollout.env_path", str(error))]
-    return []
 
 
 def validate_train_engine(
@@ -95,6 +75,25 @@ def validate_rollout_engine(engine: EngineConfig) -> list[ConfigError]:
         engine.rollout, engine_info(ROLLOUT_ENGINES, engine.rollout), engine.rollout_tensor_parallel_size
     )
     return [*errors, *(ConfigError("config.engine.rollout_tensor_parallel_size", fault) for fault in split)]
+
+
+def validate_rollout(cfg: PolicyConfig) -> list[ConfigError]:
+    """Check how completions are generated, filtered and scored."""
+    errors, rollout, reward = validate_rollout_engine(cfg.engine), cfg.rollout, cfg.reward
+    if rollout.dynamic_filtering != "off" and rollout.samples_per_prompt == 1:
+        what = "compares the samples of a prompt: rollout.samples_per_prompt has to be at least 2"
+        errors.append(ConfigError("config.rollout.dynamic_filtering", what))
+    if rollout.env_path is None:
+        if rollout.env_options:
+            errors.append(ConfigError("config.rollout.env_options", "there is no env_path"))
+        return [*errors, *validate_reward(reward.function)]
+    if reward.model is not None:
+        errors.append(ConfigError("config.reward.model", "is not used: rollout.env_path scores the samples"))
+    try:
+        find_environment(rollout.env_path, rollout.env_options)
+    except EnvironmentFailed as error:
+        errors.append(ConfigError("config.rollout.env_path", str(error)))
+    return errors
 
 
 def validate_roles(trainer: str, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
@@ -152,13 +151,6 @@ def validate_algorithm(
     if "ref_logprobs" in algorithm.needs.all and RLRoleType.REFERENCE not in roles:
         return [ConfigError("workload", "config.algorithm.kl_coef is above 0, which needs the role 'reference'")]
     return []
-
-
-def validate_filtering(cfg: PolicyConfig) -> list[ConfigError]:
-    if cfg.rollout.dynamic_filtering == "off" or cfg.rollout.samples_per_prompt > 1:
-        return []
-    what = "compares the samples of a prompt: rollout.samples_per_prompt has to be at least 2"
-    return [ConfigError("config.rollout.dynamic_filtering", what)]
 
 
 def _count_held_out(cfg: PolicyConfig) -> int:

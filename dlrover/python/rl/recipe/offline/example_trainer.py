@@ -2,8 +2,8 @@
 """The training loop of the recipes that learn from examples."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Gt
@@ -11,20 +11,11 @@ from annotated_types import Gt
 from dlrover.python.rl.algorithm.base import Algorithm, select_added
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.config.typed import require, salvage
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.sampler import PromptCursor
 from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
 from dlrover.python.rl.engine.api.settings import ParallelSizes
-from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_train_engine
-from dlrover.python.rl.recipe.base.config import (
-    EngineConfig,
-    KeepConfig,
-    LogConfig,
-    NonNegative,
-    Positive,
-    validate_model,
-)
+from dlrover.python.rl.recipe.base.config import EngineConfig, KeepConfig, LogConfig, NonNegative, Positive
 from dlrover.python.rl.recipe.base.engine_workload import TRAINED
 from dlrover.python.rl.recipe.offline.examples import (
     ExampleData,
@@ -35,9 +26,7 @@ from dlrover.python.rl.recipe.offline.examples import (
     validate_examples,
 )
 from dlrover.python.rl.recipe.online.batch import annotate_errors_with_samples
-from dlrover.python.rl.recipe.reporting.metrics import TimedTrainer
-from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
-from dlrover.python.rl.recipe.reporting.trackers import validate_log
+from dlrover.python.rl.recipe.reporting.metrics import RecipeTrainer
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 
@@ -71,7 +60,7 @@ class ExampleConfig:
     log: LogConfig = LogConfig()
 
 
-class ExampleTrainer(TimedTrainer):
+class ExampleTrainer(RecipeTrainer):
     """Role ACTOR, whose members are data-parallel ranks; and REFERENCE where the loss needs it.
 
     ::
@@ -86,16 +75,10 @@ class ExampleTrainer(TimedTrainer):
     config_class: ClassVar[type[ExampleConfig]]
     """The dataclass of the job's ``config``; its ``data`` encodes rows as tokens."""
 
+    cfg: ExampleConfig
+
     metric_names: ClassVar[Mapping[str, str]]
     """The names in the log of the loss's metrics; others are left out. Those of evaluations begin with ``eval_``."""
-
-    bare_head: ClassVar[bool] = False
-    """True for a model that gives scores, by a head without a bias."""
-
-    @classmethod
-    def algorithm_of(cls, cfg: Any) -> Algorithm:
-        """The algorithm of a configuration; raises ``InvalidJob`` where it is none of this recipe's."""
-        raise NotImplementedError
 
     @classmethod
     def metrics(cls, measured: Measured) -> dict[str, float]:
@@ -108,10 +91,8 @@ class ExampleTrainer(TimedTrainer):
 
     def init(self) -> None:
         """Encode the examples and load the models."""
-        self.cfg = cfg = require(self.config_class, self.config, "config")
-        self.algorithm = self.algorithm_of(cfg)
-        self.run_log = self.state["log"] = RunLog(self.job_dir, config=cfg.log, settings=asdict(cfg))
-        self.model_saver = self.state["model_saver"] = ModelSaver(cfg.keep, self.job_dir, self.RG_ACTOR.save)
+        super().init()
+        cfg = self.cfg
         self.examples: Examples
         encode = self.RG_ACTOR.encode.options(target="RANK0")
         (self.examples,) = encode(cfg.model, cfg.data, cfg.eval_every > 0, cfg.seed)
@@ -133,13 +114,7 @@ class ExampleTrainer(TimedTrainer):
 
     def fit(self) -> None:
         """Train to the end, or until the evaluations get no better."""
-        self.time_metrics()  # discards the time before the first step
-        last_step = self.total_steps
-        for step in self.steps(self.total_steps):
-            if self.model_saver.should_stop:
-                last_step = step - 1
-                break
-            self.run_log.begin_step(step)
+        for step in self.logged_steps(self.total_steps):
             batch = select_segments(self.examples.train, self.cfg.data.segment_rows, self.cursor.next())
             trained = self.update(step, self.prepare(batch, self.algorithm))
             metrics = self.metrics(Measured(trained.loss, trained.metrics))
@@ -148,8 +123,7 @@ class ExampleTrainer(TimedTrainer):
                 metrics |= self.evaluate(step)
             self.model_saver.save_step(step)
             self.report(step, metrics, tokens=len(batch.ragged("tokens").values))
-        self.run_log.begin_step(last_step + 1)
-        self.finish(last_step)
+        self.finish(self.last_step)
 
     @property
     def segment_count(self) -> int:
@@ -217,55 +191,23 @@ class ExampleTrainer(TimedTrainer):
 
     def finish(self, steps: int) -> None:
         """Save the model, the curve and the summary."""
-        self.RG_ACTOR.save(self.job_dir / "model")
-        self.run_log.write_curve("loss", "loss.png")
-        examples = self.examples
-        held_out = {} if examples.held_out is None else {"held-out rows": len(examples.held_out)}
-        self.run_log.write_summary(
-            {
-                "examples": self.segment_count,
-                **held_out,
-                "cut rows": examples.counts.cut,
-                "dropped rows": examples.counts.dropped,
-                "steps": steps,
-                **self.model_saver.summary(),
-                "model": str(self.job_dir / "model"),
-            }
-        )
+        counts, held_out = self.examples.counts, self.examples.held_out
+        held_out_rows = {} if held_out is None else {"held-out rows": len(held_out)}
+        cut_rows = {"cut rows": counts.cut, "dropped rows": counts.dropped}
+        self.write_results("loss", {"examples": self.segment_count, **held_out_rows, **cut_rows, "steps": steps})
 
     @classmethod
-    def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
-        """Every error of the configuration, the data and the roles, before anything starts."""
-        cfg, errors = salvage(cls.config_class, config, "config")
-        if cfg is None:
-            return errors
+    def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        errors = [*super().find_errors(cfg, roles), *validate_examples(cfg.data, cfg.eval_every > 0, cfg.seed)]
         actors, replica = roles.get(RLRoleType.ACTOR, 1), (cfg.engine.parallel or ParallelSizes()).replica_size
-        further = []
         if actors > cfg.batch_size * replica:
             what = f"{actors} actor members cannot share a batch of {cfg.batch_size}"
-            further.append(ConfigError("config.batch_size", what))
-        further += [*validate_train_engine(cfg.engine, actors, cls.bare_head), *validate_model(cfg.model)]
-        further += validate_optimizer(cfg.engine, cfg.optimizer)
-        further += validate_examples(cfg.data, cfg.eval_every > 0, cfg.seed)
-        metric_names = [
-            *cls.evaluation_metrics(Measured(0.0, dict.fromkeys(cls.metric_names, 0.0))),
-            *cls.extra_metric_names(roles),
-        ]
-        further += [*validate_keep(cfg.keep, cfg.eval_every, metric_names), *validate_log(cfg.log)]
-        further += cls._validate_algorithm(cfg, roles)
-        further += cls.validate_own(cfg, roles)
-        places = {error.where for error in errors}
-        return [*errors, *(error for error in further if error.where not in places)]
+            errors.append(ConfigError("config.batch_size", what))
+        return [*errors, *cls._validate_algorithm(cfg, roles)]
 
     @classmethod
-    def extra_metric_names(cls, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
-        """The names of :meth:`extra_metrics` in a job with these roles."""
-        return ()
-
-    @classmethod
-    def validate_own(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        """More checks of a recipe."""
-        return []
+    def evaluation_names(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
+        return list(cls.evaluation_metrics(Measured(0.0, dict.fromkeys(cls.metric_names, 0.0))))
 
     @classmethod
     def _validate_algorithm(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:

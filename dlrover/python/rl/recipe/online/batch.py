@@ -70,9 +70,6 @@ class StepBatch:
             filtered=(*self.filtered, self.scored.take(uniform)),
         )
 
-    def with_train_rows(self, rows: Batch) -> "StepBatch":
-        return replace(self, train_rows=rows)
-
     # -- dividing -----------------------------------------------------------------------------------------------------
 
     @property

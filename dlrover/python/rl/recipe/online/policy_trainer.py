@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -12,21 +12,15 @@ from dlrover.python.rl.algorithm.registry import make_algorithm
 from dlrover.python.rl.common.errors import ConfigError, EngineError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.config.typed import require, salvage
 from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.recipe.base.checks import (
     require_role,
     validate_algorithm,
-    validate_environment,
-    validate_filtering,
-    validate_optimizer,
     validate_roles,
-    validate_rollout_engine,
-    validate_scoring,
+    validate_rollout,
     validate_template,
-    validate_train_engine,
 )
-from dlrover.python.rl.recipe.base.config import PolicyConfig, validate_model
+from dlrover.python.rl.recipe.base.config import PolicyConfig
 from dlrover.python.rl.recipe.base.engine_workload import UpdatePlan, assign_updates, average_metrics
 from dlrover.python.rl.recipe.online.batch import (
     AuxOutput,
@@ -46,14 +40,12 @@ from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data
 from dlrover.python.rl.recipe.reporting.metrics import (
     EVALUATED,
     SCORED,
+    RecipeTrainer,
     Scores,
-    TimedTrainer,
     collect_scores,
     compare_scores,
     step_metrics,
 )
-from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
-from dlrover.python.rl.recipe.reporting.trackers import validate_log
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.role_group import RoleGroup
 from dlrover.python.rl.trainer.shard import Replicate, Shard
@@ -67,7 +59,7 @@ AuxResults: TypeAlias = Sequence[tuple[AuxOutput, Pending]]
 """Pending batches of the rows of a step, which the trainer need not read."""
 
 
-class PolicyTrainer(TimedTrainer):
+class PolicyTrainer(RecipeTrainer):
     """Roles ACTOR, ROLLOUT and REWARD, and those of :meth:`aux_outputs` that the algorithm needs.
 
     ::
@@ -84,7 +76,8 @@ class PolicyTrainer(TimedTrainer):
     :meth:`aux_outputs`; one that trains them too extends :meth:`load_models` and :meth:`update`.
     """
 
-    config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
+    config_class = PolicyConfig
+    cfg: PolicyConfig
     algorithm_name: ClassVar[str] = "grpo"
     """The algorithm if the configuration names none."""
 
@@ -95,13 +88,11 @@ class PolicyTrainer(TimedTrainer):
         return [AuxOutput("reference", "logprobs", columns, args=(temperature,), init=(cfg.model, cfg.engine))]
 
     def init(self) -> None:
-        self.cfg = cfg = require(self.config_class, self.config, "config")
-        self.algorithm = self.algorithm_of(cfg)
+        super().init()
+        cfg = self.cfg
         self.needed_outputs = [output for output in self.aux_outputs(cfg) if output.is_needed(self.algorithm.needs.all)]
         self.prompts = self.state["prompts"] = PromptSource(cfg)
         self.collector = SampleCollector(self, cfg, self.prompts)
-        self.run_log = self.state["log"] = RunLog(self.job_dir, config=cfg.log, settings=asdict(cfg))
-        self.model_saver = self.state["model_saver"] = ModelSaver(cfg.keep, self.job_dir, self.RG_ACTOR.save)
         self.reward_failures = self.state["reward_failures"] = RewardFailures(cfg.reward)
         names = [pending.result() for pending in self.load_models()]  # waits: for models; the members' limits bound it
         (self.machine,) = self.RG_ACTOR.machine()
@@ -110,26 +101,16 @@ class PolicyTrainer(TimedTrainer):
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        self.time_metrics()  # discards the time before the first step
-        last = self.cfg.steps
-        for step in self.steps(self.cfg.steps):
-            if self.model_saver.should_stop:
-                last = step - 1
-                break
-            self.sync_weights(step)
+        for step in self.logged_steps(self.cfg.steps):
+            self.collector.sync_weights()
             if step == 1:
                 self.state["before"] = self.collector.evaluate_initial()
             batch = self.generate(step)
             batch = self.score(step, batch)
             metrics = self.train(step, batch)
             self.record(step, batch, metrics)
-        self.sync_weights(last + 1)
-        self.finish(self.state["before"], self.collector.evaluate(last))
-
-    def sync_weights(self, step: int) -> None:
-        """Begin a step: send the actor's weights to the rollouts."""
-        self.run_log.begin_step(step)
         self.collector.sync_weights()
+        self.finish(self.state["before"], self.collector.evaluate(self.last_step))
 
     def generate(self, step: int) -> StepBatch:
         """Samples with the rewards that the REWARD members, or the environment, give them."""
@@ -140,7 +121,7 @@ class PolicyTrainer(TimedTrainer):
     def score(self, step: int, batch: StepBatch) -> StepBatch:
         """Add the rows as the algorithm sees them; DataError after too many steps without any reward."""
         self.reward_failures.update(step, batch.all_rows)
-        return batch.with_train_rows(mask_rewards(batch.scored, self.cfg.reward))
+        return replace(batch, train_rows=mask_rewards(batch.scored, self.cfg.reward))
 
     def train(self, step: int, batch: StepBatch) -> dict[str, float]:
         """Annotate the rows and train on them; returns the metrics. NonFiniteUpdate names the samples."""
@@ -257,18 +238,10 @@ class PolicyTrainer(TimedTrainer):
         self.report(step, metrics, tokens=int(batch.all_rows.dense("token_count").sum()))
 
     def finish(self, before: Scores, after: Batch) -> None:
-        self.RG_ACTOR.save(self.job_dir / "model")
-        self.run_log.write_curve("reward", "reward.png")
         self.run_log.write_held_out(format_samples(after, self.prompts.held_out_rows))
-        self.run_log.write_summary(
-            {
-                **self.prompts.summary(),
-                **compare_scores(before, collect_scores(after)),
-                **{name: engine for name, engine in self.engines.items() if engine},
-                **self.model_saver.summary(),
-                "model": str(self.job_dir / "model"),
-            }
-        )
+        scores, engines = compare_scores(before, collect_scores(after)), self.engines.items()
+        known_engines = {name: engine for name, engine in engines if engine}
+        self.write_results("reward", {**self.prompts.summary(), **scores, **known_engines})
 
     # -- before the start ---------------------------------------------------------------------------------------------
 
@@ -286,28 +259,22 @@ class PolicyTrainer(TimedTrainer):
             return frozenset()
 
     @classmethod
-    def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
-        cfg, invalid = salvage(cls.config_class, config, "config")
-        if cfg is None:
-            return invalid
-        errors = [*validate_model(cfg.model), *validate_template(cfg), *validate_data(cfg)]
-        errors += validate_roles(cls.__name__, cfg, roles)
-        errors += [*validate_environment(cfg.rollout), *validate_filtering(cfg)]
-        errors += validate_scoring(cfg.reward, cfg.rollout.env_path)
-        errors += validate_train_engine(cfg.engine, roles.get(RLRoleType.ACTOR, 1))
-        errors += [*validate_rollout_engine(cfg.engine), *validate_optimizer(cfg.engine, cfg.optimizer)]
+    def find_errors(cls, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        errors = [*super().find_errors(cfg, roles), *validate_template(cfg), *validate_data(cfg)]
+        errors += [*validate_roles(cls.__name__, cfg, roles), *validate_rollout(cfg)]
         columns = {name for output in cls.aux_outputs(cfg) for name in output.columns}
         algorithm_errors = validate_algorithm(lambda: cls.algorithm_of(cfg), _POLICY_COLUMNS | columns, cfg, roles)
         errors += algorithm_errors
-        names = EVALUATED if cfg.rollout.env_path is None else (*EVALUATED, SCORED)
-        errors += [*validate_keep(cfg.keep, cfg.eval_every, names), *validate_log(cfg.log)]
         errors += cls.validate_own(cfg, roles)
         for output in cls.aux_outputs(cfg) if not algorithm_errors else ():
             is_reported = any(f"'{output.role}'" in error.what for error in errors)
             if output.is_needed(cls.needs_of(cfg)) and not is_reported:
                 errors += require_role(cls.__name__, RLRoleType(output.role), roles)
-        places = {error.where for error in invalid}
-        return [*invalid, *(error for error in errors if error.where not in places)]
+        return errors
+
+    @classmethod
+    def evaluation_names(cls, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
+        return EVALUATED if cfg.rollout.env_path is None else (*EVALUATED, SCORED)
 
     @classmethod
     def validate_own(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:

@@ -1,20 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step: rewards of whole samples, the time of each phase, the training speed and its share of the peak."""
+"""Metrics of a step (rewards of whole samples, the time of each phase, the speed and its share of the peak) and the
+base of the trainers that report them."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.losses.columns import SampleView
+from dlrover.python.rl.common.errors import ConfigError
+from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.config.typed import require, salvage
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.recipe.reporting.run_log import RunLog
+from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_train_engine
+from dlrover.python.rl.recipe.base.config import validate_model
+from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
+from dlrover.python.rl.recipe.reporting.trackers import validate_log
 from dlrover.python.rl.trainer.port import COMMIT, Call, Outcome, Port, Ref
 from dlrover.python.rl.trainer.shard import Rows
 from dlrover.python.rl.trainer.steps import Attempt, Steps
@@ -279,11 +288,28 @@ def _peak(device: str, precision: str) -> float | None:
     return next((peak for device_name, peak in _PEAKS.items() if device_name in name), None)
 
 
-class TimedTrainer(BaseTrainer):
-    """Base class of the recipes' trainers; times their steps."""
+class RecipeTrainer(BaseTrainer):
+    """Base class of the recipes' trainers: checks the configuration, times the steps, and writes the run's files."""
 
-    run_log: RunLog
+    config_class: ClassVar[type[Any]]
+    """The dataclass of the job's ``config``."""
+
+    bare_head: ClassVar[bool] = False
+    """True for a model that gives scores, by a head without a bias."""
+
+    cfg: Any
     machine: Machine
+
+    @classmethod
+    @abstractmethod
+    def algorithm_of(cls, cfg: Any) -> Algorithm:
+        """The algorithm of a configuration; raises ``InvalidJob`` where it is none of this recipe's."""
+
+    def init(self) -> None:
+        self.cfg = cfg = require(self.config_class, self.config, "config")
+        self.algorithm = self.algorithm_of(cfg)
+        self.run_log = self.state["log"] = RunLog(self.job_dir, config=cfg.log, settings=asdict(cfg))
+        self.model_saver = self.state["model_saver"] = ModelSaver(cfg.keep, self.job_dir, self.RG_ACTOR.save)
 
     def bind(self, link: TrainerLink, attempt: Attempt | None = None) -> Steps:
         self.stopwatch = Stopwatch()
@@ -303,3 +329,46 @@ class TimedTrainer(BaseTrainer):
         metrics = {**metrics, **self.machine.metrics(tokens, len(self.RG_ACTOR), times), **times}
         self.run_log.write_step(step, metrics)
         self.log(step, metrics)
+
+    def logged_steps(self, total_steps: int) -> Iterator[int]:
+        """Yield the steps, with a log that begins each, until the evaluations get no better; then ``last_step`` is set,
+        and the log has begun the one after it."""
+        self.time_metrics()  # discards the time before the first step
+        self.last_step = total_steps
+        for step in self.steps(total_steps):
+            if self.model_saver.should_stop:
+                self.last_step = step - 1
+                break
+            self.run_log.begin_step(step)
+            yield step
+        self.run_log.begin_step(self.last_step + 1)
+
+    def write_results(self, metric: str, summary: Mapping[str, Any]) -> None:
+        """Save the model, the curve of ``metric`` and the summary."""
+        model = self.job_dir / "model"
+        self.RG_ACTOR.save(model)
+        self.run_log.write_curve(metric, f"{metric}.png")
+        self.run_log.write_summary({**summary, **self.model_saver.summary(), "model": str(model)})
+
+    # -- before the start ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
+        """Every error of the configuration, the data and the roles, before anything starts."""
+        cfg, invalid = salvage(cls.config_class, config, "config")
+        if cfg is None:
+            return invalid
+        places = {error.where for error in invalid}
+        return [*invalid, *(error for error in cls.find_errors(cfg, roles) if error.where not in places)]
+
+    @classmethod
+    def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        errors = [*validate_model(cfg.model), *validate_optimizer(cfg.engine, cfg.optimizer)]
+        errors += validate_train_engine(cfg.engine, roles.get(RLRoleType.ACTOR, 1), cls.bare_head)
+        errors += validate_keep(cfg.keep, cfg.eval_every, cls.evaluation_names(cfg, roles))
+        return [*errors, *validate_log(cfg.log)]
+
+    @classmethod
+    @abstractmethod
+    def evaluation_names(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
+        """The metrics of an evaluation, of which ``keep.best`` names one."""
