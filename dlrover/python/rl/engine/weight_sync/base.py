@@ -265,6 +265,14 @@ class SenderBase:
     def _address(self) -> dict[str, Any]:
         return {}
 
+    def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
+        bucket = ticket.address.get("bucket", self.settings.bucket)
+        with self._pieces(ticket, source, bucket) as pieces:
+            return self._write(ticket, pieces) if self.settings.is_leader else None
+
+    def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
+        raise NotImplementedError
+
     def _account(self, bucket: Any) -> None:
         if self.settings.memory is not None:
             self.settings.memory.hold(f"weight sync of {self.settings.name}", "buffer", [bucket])

@@ -58,12 +58,7 @@ def bucket_spans(table: WeightTable, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, end)) for start in range(0, end, size)]
 
 
-def fill_buckets(pieces: Pieces, buckets: Sequence[Any]) -> Iterator[int]:
-    """Copy pieces, none of which crosses the end of a bucket, into ``buckets`` (``uint8 [bucket]``) in turn.
-
-    Yields:
-        The number of each bucket once it is full, counted from 0 over all rounds.
-    """
+def _fill(pieces: Pieces, buckets: Sequence[Any]) -> Iterator[int]:
     size = len(buckets[0])
     number = -1
     for offset, piece in pieces:
@@ -99,6 +94,22 @@ class HostBuffer:
             on_host = self._copy[: len(part)].copy_(part)
         data: Bytes = on_host.numpy()
         return data
+
+
+def fill_buckets(
+    pieces: Pieces, buckets: Sequence[Any], tally: CrcTally, table: WeightTable, host: HostBuffer
+) -> Iterator[tuple[int, Any]]:
+    """Copy pieces, none of which crosses the end of a bucket, into ``buckets`` (``uint8 [bucket]``) in turn.
+
+    Yields:
+        Each bucket once it is full and fingerprinted: its number, counted from 0 over all rounds, and its bytes.
+    """
+    spans = bucket_spans(table, len(buckets[0]))
+    for number in _fill(pieces, buckets):
+        start, stop = spans[number]
+        part = buckets[number % len(buckets)][: stop - start]
+        tally.update(host.read(part), start, stop)
+        yield number, part
 
 
 class HostArena:

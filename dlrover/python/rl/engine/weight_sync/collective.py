@@ -30,15 +30,8 @@ import torch.distributed as dist
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.model.ranks import resolve_device
-from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, SenderBase, SyncSettings, Ticket, WeightSource
-from dlrover.python.rl.engine.weight_sync.buckets import (
-    Assembly,
-    CrcTally,
-    HostArena,
-    HostBuffer,
-    bucket_spans,
-    fill_buckets,
-)
+from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, SenderBase, SyncSettings, Ticket
+from dlrover.python.rl.engine.weight_sync.buckets import Assembly, CrcTally, HostArena, HostBuffer, fill_buckets
 
 _SENDER_RANK = 0
 _POLL_S = 50e-6
@@ -69,18 +62,10 @@ class BroadcastTransport(SenderBase):
         sizes = {"receivers": self.settings.receivers, "bucket": self.settings.bucket}
         return {"host": host, "tcp_port": self._server.port, **sizes}
 
-    def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
-        with self._pieces(ticket, source, ticket.address["bucket"]) as pieces:
-            return self._broadcast(ticket, pieces) if self.settings.is_leader else None
-
-    def _broadcast(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
-        tally, spans = CrcTally(ticket.table), bucket_spans(ticket.table, ticket.address["bucket"])
-        bucket = self._allocate_bucket(ticket)
+    def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
+        tally, bucket = CrcTally(ticket.table), self._allocate_bucket(ticket)
         with self._entered_group(ticket, self._gather_receivers) as group:
-            for number in fill_buckets(pieces, [bucket]):
-                start, stop = spans[number]
-                part = bucket[: stop - start]
-                tally.update(self._host.read(part), start, stop)
+            for _, part in fill_buckets(pieces, [bucket], tally, ticket.table, self._host):
                 group.broadcast(part)
             seal = Seal.of(ticket, tally.crcs)
             group.broadcast(self._to_device(seal.pack()))

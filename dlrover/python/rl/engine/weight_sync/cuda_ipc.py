@@ -28,24 +28,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
-from dlrover.python.rl.engine.weight_sync.base import (
-    ALIGN,
-    Pieces,
-    Seal,
-    SenderBase,
-    StallTimer,
-    SyncSettings,
-    Ticket,
-    WeightSource,
-)
-from dlrover.python.rl.engine.weight_sync.buckets import (
-    Assembly,
-    CrcTally,
-    HostArena,
-    HostBuffer,
-    bucket_spans,
-    fill_buckets,
-)
+from dlrover.python.rl.engine.weight_sync.base import ALIGN, Pieces, Seal, SenderBase, StallTimer, SyncSettings, Ticket
+from dlrover.python.rl.engine.weight_sync.buckets import Assembly, CrcTally, HostArena, HostBuffer, fill_buckets
 
 _HALVES = 2
 
@@ -73,7 +57,7 @@ class CudaIpcTransport(SenderBase):
 
     def _address(self) -> dict[str, Any]:
         self._listen()
-        return {"half": self._half}
+        return {"bucket": self._half}
 
     def _listen(self) -> socket.socket:
         if self._listener is None:
@@ -86,26 +70,19 @@ class CudaIpcTransport(SenderBase):
             self._listener.listen()
         return self._listener
 
-    def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
-        with self._pieces(ticket, source, ticket.address["half"]) as pieces:
-            return self._send_buckets(ticket, pieces) if self.settings.is_leader else None
-
-    def _send_buckets(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
-        tally, spans = CrcTally(ticket.table), bucket_spans(ticket.table, self._half)
+    def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
+        tally, number = CrcTally(ticket.table), -1
         with ExitStack() as stack:
             receivers = self._accept(ticket, stack)
             bucket, make_handle = stack.enter_context(self._shared_bucket())
             self._account(bucket)
             for receiver in receivers:
                 receiver.send(make_handle())
-            halves = bucket.split(self._half)
-            for number in fill_buckets(pieces, halves):
-                start, stop = spans[number]
-                tally.update(self._host.read(halves[number % _HALVES][: stop - start]), start, stop)
+            for number, _ in fill_buckets(pieces, bucket.split(self._half), tally, ticket.table, self._host):
                 self._broadcast(receivers, number)
                 if number:  # the next half to fill is the one before this
                     self._await_copies(receivers, number - 1)
-            self._await_copies(receivers, len(spans) - 1)
+            self._await_copies(receivers, number)
             seal = Seal.of(ticket, tally.crcs)
             self._broadcast(receivers, seal.pack())
         return seal.stamp
@@ -158,7 +135,7 @@ class CudaIpcTransport(SenderBase):
                 raise WeightSyncError(f"{peer.name} answered {answer} where {number} was due")
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
-        assembly, half = Assembly(ticket, self._arena), ticket.address["half"]
+        assembly, half = Assembly(ticket, self._arena), ticket.address["bucket"]
         with self._connect(ticket) as sender:
             sender.send((ticket.id, self.settings.name))
             halves = _open_bucket(sender.receive(), half)

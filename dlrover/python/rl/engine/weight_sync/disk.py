@@ -22,15 +22,7 @@ from pathlib import Path
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
-from dlrover.python.rl.engine.weight_sync.base import (
-    Pieces,
-    Seal,
-    SenderBase,
-    StallTimer,
-    SyncSettings,
-    Ticket,
-    WeightSource,
-)
+from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, SenderBase, StallTimer, SyncSettings, Ticket
 from dlrover.python.rl.engine.weight_sync.buckets import Assembly, CrcTally, HostArena, copy_to_host, reserve, try_lock
 
 _WEIGHTS, _PART, _SENDER = ".weights", ".part", ".sender"
@@ -52,10 +44,6 @@ class DiskTransport(SenderBase):
             raise ValueError(f"'{settings.channel}' cannot name a sender: it becomes the first part of file names")
         self._folder, self._last = settings.folder, ""
         self._arena = HostArena()
-
-    def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
-        with self._pieces(ticket, source, self.settings.bucket) as pieces:
-            return self._write(ticket, pieces) if self.settings.is_leader else None
 
     def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
         with self._locked(ticket):

@@ -91,10 +91,12 @@ class PullTransport(SenderBase):
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
         try:
-            with self._pieces(ticket, source, self.settings.bucket) as pieces:
-                return self._versions.write(ticket, pieces).stamp if self.settings.is_leader else None
+            return super().send(ticket, source)
         finally:
             self._versions.stop_waiting()
+
+    def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
+        return self._versions.write(ticket, pieces).stamp
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
         """See ``WeightTransport``. Raises ``WeightsLost`` if the sender lacks them, or does not answer."""
