@@ -177,4 +177,4 @@ def _side_faults(row: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-PAIR_ROWS = RowReader(normalize_pair, (*_CONTEXT, *_SIDES))
+PAIR_ROWS = RowReader(normalize_pair, (*_CONTEXT, *_SIDES), pair_prompt)

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -158,6 +159,8 @@ class RowReader:
 
     normalize: Normalize
     columns: Collection[str] = ()
+    prompt_of: Callable[[Mapping[str, Any]], Any] = itemgetter("prompt")
+    """The prompt of a row, text or messages; rows of one prompt are held out together."""
 
     def read(self, where: str | Path, keys: Mapping[str, str] | None = None) -> SourceRows:
         """Raise DataError if there are no rows, or wrong ones (the first 20 are named)."""

@@ -102,10 +102,8 @@ class DistillationTrainer(PolicyTrainer):
             message = "depends on rewards, which are not trained on here"
             errors.append(ConfigError("config.rollout.dynamic_filtering", message))
         if "candidates" in needs and not engine_info(TRAIN_ENGINES, cfg.engine.train).top_token_ids:
-            message = (
-                f"{cfg.engine.train} does not report the likely ids that {cfg.algorithm.get('name')} needs: use fsdp2"
-            )
-            errors.append(ConfigError("config.engine.train", message))
+            message = f"does not report the likely ids that {cfg.algorithm.get('name')} needs: use fsdp2"
+            errors.append(ConfigError("config.engine.train", f"{cfg.engine.train} {message}"))
         return errors
 
 

@@ -24,7 +24,7 @@ from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.train_module import CallShare
 from dlrover.python.rl.engine.rollout.requests import sampling_params
-from dlrover.python.rl.engine.weight_sync.base import Ticket
+from dlrover.python.rl.engine.weight_sync.base import Ticket, WeightTransport
 from dlrover.python.rl.session.split import NeedParallel
 from dlrover.python.rl.session.weight_sync import Endpoints, Route
 from dlrover.python.rl.trainer.workload import current_member
@@ -147,9 +147,8 @@ def as_batch(prompts: Sequence[Any], first: int, tokenizer: Any, columns: Collec
     for number, prompt in enumerate(dicts):
         for name in set(prompt) - {TEXT, TOKENS}:
             if name not in columns:
-                raise EngineError(
-                    f"prompt {first + number} has '{name}', which the engine does not take{hint(name, columns)}"
-                )
+                what = f"has '{name}', which the engine does not take{hint(name, columns)}"
+                raise EngineError(f"prompt {first + number} {what}")
             extra.setdefault(name, [None] * len(prompts))[number] = prompt[name]
     rows = [
         np.asarray(prompt[TOKENS]) if TOKENS in prompt else np.asarray(tokenizer(prompt[TEXT])["input_ids"])
@@ -195,7 +194,7 @@ class EngineMember:
     def _connect(self, leads: bool, device: str) -> None:
         self._endpoints = Endpoints(self._member.name, leads, device, self._memory)
 
-    def _endpoint(self, route: Route) -> Any:
+    def _endpoint(self, route: Route) -> WeightTransport:
         assert self._endpoints is not None, "open() comes first"
         return self._endpoints.endpoint(route)
 
@@ -242,13 +241,11 @@ class TrainMember(EngineMember):
         return bool(self._engine.training)
 
     def _offer(self, route: Route) -> Ticket:
-        ticket: Ticket = self._endpoint(route).offer(self._engine)
-        return ticket
+        return self._endpoint(route).offer(self._engine)
 
     def _send(self, ticket: Ticket, route: Route) -> WeightStamp | None:
         """Send the weights; returns their stamp on the rank that leads."""
-        stamp: WeightStamp | None = self._endpoint(route).send(ticket, self._engine)
-        return stamp
+        return self._endpoint(route).send(ticket, self._engine)
 
     def _receive(self, weights: WeightSnapshot) -> WeightStamp:
         stamp: WeightStamp = self._engine.receive(weights)

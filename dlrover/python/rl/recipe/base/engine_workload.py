@@ -66,23 +66,6 @@ def device_of(workload: BaseWorkload, engine: EngineConfig) -> str:
     return f"cuda:{workload.devices[0] if workload.devices else workload.local_rank}"
 
 
-def make_weight_transport(
-    member: BaseWorkload, engine: EngineConfig, device: str, is_leader: bool = False
-) -> WeightTransport:
-    """This member's side of ``engine.weight_sync``, between the actor and the rollouts."""
-    check_collocation(engine.weight_sync, device, bool(member.get_device_collocation()))
-    settings = SyncSettings(
-        f"{member.role}[{member.rank}]",
-        is_leader=is_leader,
-        address=member.torch_master_addr or "127.0.0.1",
-        folder=memory_root(*run_of(member.name)) / "weights" if "/" in member.name else None,
-        channel="ACTOR",
-        timeout_s=_PATIENCE_S,
-        device=device,
-    )
-    return make_transport(engine.weight_sync, engine.weight_sync_options, settings)
-
-
 def train_settings(engine: EngineConfig, device: str, parallel: ParallelSizes) -> TrainSettings:
     return TrainSettings(
         device,
@@ -94,20 +77,9 @@ def train_settings(engine: EngineConfig, device: str, parallel: ParallelSizes) -
     )
 
 
-def hash_vocabulary(tokenizer: Any) -> str:
-    """Equal for tokenizers that give every token the same id."""
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
-
-
 def use_threads(count: int | None) -> None:
     if count is not None:
         torch.set_num_threads(count)
-
-
-def load_warmup() -> Any:
-    """Imported on demand: only standbys need the classes that it loads."""
-    return importlib.import_module("dlrover.python.rl.recipe.base.warmup")
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -123,9 +95,23 @@ class EngineWorkload(BaseWorkload):
     """True: members that share a device have it one at a time. None: if the device is an accelerator; processes that
     share a host's cores need not."""
 
+    warmup: ClassVar[str] = "warm_reference"
+    """The function of ``recipe.base.warmup`` that warms a standby up."""
+
     _engine: Any = None
     _device_locks: tuple[DeviceLock, ...] = ()
     _memory: DeviceMemory | None = None
+
+    @classmethod
+    def warm_up(cls) -> None:
+        # Imported on demand: only standbys need the classes that it loads.
+        getattr(importlib.import_module("dlrover.python.rl.recipe.base.warmup"), cls.warmup)()
+
+    @trainer_invocation(target="RANK0")
+    def vocabulary(self) -> str:
+        """Equal for models whose tokenizers give every token the same id."""
+        vocabulary = json.dumps(sorted(self._engine.tokenizer.get_vocab().items()))
+        return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
 
     @contextmanager
     def _first_turn(self, device: str) -> Iterator[DeviceMemory | None]:
@@ -179,12 +165,25 @@ class EngineWorkload(BaseWorkload):
         **changes: Any,
     ) -> None:
         """Make ``self._engine``, of this member alone unless ``changes`` of its settings name other sizes."""
-        if engine.threads is not None:
-            torch.set_num_threads(engine.threads)
+        use_threads(engine.threads)
         device = device_of(self, engine)
         settings = replace(train_settings(engine, device, ParallelSizes()), **changes)
         with self._first_turn(device) as memory:
             self._engine = engine_class(TRAIN_ENGINES, engine.train)(model, optimizer, settings, rendezvous, memory)
+
+    def _make_weight_transport(self, engine: EngineConfig, device: str, is_leader: bool = False) -> WeightTransport:
+        """This member's side of ``engine.weight_sync``, between the actor and the rollouts."""
+        check_collocation(engine.weight_sync, device, bool(self.get_device_collocation()))
+        settings = SyncSettings(
+            f"{self.role}[{self.rank}]",
+            is_leader=is_leader,
+            address=self.torch_master_addr or "127.0.0.1",
+            folder=memory_root(*run_of(self.name)) / "weights" if "/" in self.name else None,
+            channel="ACTOR",
+            timeout_s=_PATIENCE_S,
+            device=device,
+        )
+        return make_transport(engine.weight_sync, engine.weight_sync_options, settings)
 
     def close(self) -> None:
         if self._engine is not None:
@@ -224,11 +223,8 @@ class TrainedWorkload(EngineWorkload):
     head_bias: ClassVar[bool] = True
     """Whether a token head has a bias."""
 
+    warmup = "warm_actor"
     _engine: BaseTrainEngine
-
-    @classmethod
-    def warm_up(cls) -> None:
-        load_warmup().warm_actor()
 
     @classmethod
     def data_parallel_size(cls, config: Any, world_size: int) -> int:
@@ -253,10 +249,6 @@ class TrainedWorkload(EngineWorkload):
     def _save(self, path: Path) -> None:
         with self._bare_turn():  # not while it waits for space
             self._engine.save(path)
-
-    @trainer_invocation(target="RANK0")
-    def vocabulary(self) -> str:
-        return hash_vocabulary(self._engine.tokenizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, version and random states: later steps depend on nothing else, bit for bit."""

@@ -12,9 +12,9 @@ from annotated_types import Gt, Lt
 from dlrover.python.rl.algorithm.base import EngineLoss
 from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.data.conversation import SFT_ROWS, Counts, Encoding, encode_sft, sft_prompt
+from dlrover.python.rl.data.conversation import SFT_ROWS, Counts, Encoding, encode_sft
 from dlrover.python.rl.data.jsonl import first_errors
-from dlrover.python.rl.data.pairs import PAIR_ROWS, Masked, PairEncoding, encode_pairs, pair_prompt
+from dlrover.python.rl.data.pairs import PAIR_ROWS, Masked, PairEncoding, encode_pairs
 from dlrover.python.rl.data.sampler import Partition, partition
 from dlrover.python.rl.data.source import HELD_OUT_SHARE, RowReader, SourceRows, hold_out
 from dlrover.python.rl.engine.api.base import BaseTrainEngine
@@ -54,10 +54,6 @@ class ExampleData:
 
     reader: ClassVar[RowReader]
 
-    def prompt_of(self, row: Mapping[str, Any]) -> Any:
-        """The prompt of a row, text or messages; rows of one prompt are held out together."""
-        raise NotImplementedError
-
     def encode(self, rows: SourceRows, tokenizer: Any) -> tuple[Batch, Counts]:
         """Rows as ``tokens``, ``action_mask`` and ``row``, the index of the row that a sequence is from."""
         raise NotImplementedError
@@ -75,9 +71,6 @@ class SFTData(ExampleData):
 
     reader: ClassVar[RowReader] = SFT_ROWS
 
-    def prompt_of(self, row: Mapping[str, Any]) -> Any:
-        return sft_prompt(row)
-
     def encode(self, rows: SourceRows, tokenizer: Any) -> tuple[Batch, Counts]:
         encoding = Encoding(self.max_length, self.over_long, self.assistant, self.mask_prompt)
         return encode_sft(rows, tokenizer, encoding)
@@ -91,9 +84,6 @@ class PairData(ExampleData):
     reader: ClassVar[RowReader] = PAIR_ROWS
     segment_rows: ClassVar[int] = 2
     masked: ClassVar[Masked] = "answer"
-
-    def prompt_of(self, row: Mapping[str, Any]) -> Any:
-        return pair_prompt(row)
 
     def encode(self, rows: SourceRows, tokenizer: Any) -> tuple[Batch, Counts]:
         """Adds ``pair`` (int64) and ``chosen`` (bool)."""
@@ -132,13 +122,14 @@ def load_examples(data: ExampleData, tokenizer: Any, evaluates: bool, seed: int)
     train, counts = _encode(data, rows, tokenizer)
     if held_out is None:
         return Examples(train, None, counts)
-    return Examples(train, _encode(data, held_out, tokenizer)[0], counts, _collect_prompts(data, held_out))
+    prompts = {"prompt": [data.reader.prompt_of(row) for row in held_out], "answer": [_answer(row) for row in held_out]}
+    return Examples(train, _encode(data, held_out, tokenizer)[0], counts, Batch(prompts))
 
 
 def _split(data: ExampleData, rows: SourceRows, seed: int) -> tuple[SourceRows, SourceRows]:
     if data.eval is not None:
         return rows, data.reader.read(data.eval, data.keys)
-    train, held_out = hold_out([data.prompt_of(row) for row in rows], data.eval_share, seed)
+    train, held_out = hold_out([data.reader.prompt_of(row) for row in rows], data.eval_share, seed)
     return rows.take(train), rows.take(held_out)
 
 
@@ -148,10 +139,6 @@ def _encode(data: ExampleData, rows: SourceRows, tokenizer: Any) -> tuple[Batch,
     trained = np.array([int(mask.sum()) for mask in batch.ragged("action_mask")], dtype=np.int64)
     others = {name: batch[name] for name in batch.columns if name not in (*TRAINED, "row")}
     return batch.select(*TRAINED).with_columns(action_tokens=trained, line=lines, **others), counts
-
-
-def _collect_prompts(data: ExampleData, rows: SourceRows) -> Batch:
-    return Batch({"prompt": [data.prompt_of(row) for row in rows], "answer": [_answer(row) for row in rows]})
 
 
 def _answer(row: Mapping[str, Any]) -> Any:
@@ -211,5 +198,5 @@ def measure(engine: BaseTrainEngine, batch: Batch, loss: EngineLoss) -> Measured
 
 def compute_outputs(engine: BaseTrainEngine, batch: Batch) -> Any:
     """Log-probs or scores ``[all tokens]``, 0 outside the action mask."""
-    evaluated = engine.evaluate(batch.select("tokens", "action_mask"))
+    evaluated = engine.evaluate(batch.select(*TRAINED))
     return evaluated.ragged("logprobs" if "logprobs" in evaluated else "scores").values

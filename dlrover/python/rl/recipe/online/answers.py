@@ -90,8 +90,6 @@ class Answers:
         rollouts = generate(Shard(self._prompts), sampling, Replicate((self._seed, step)))
         scored = Batch.concat(score(Shard(rollouts)))
         rewards = scored.dense("reward")
-        texts = zip(
-            *(scored.objects(name) for name in ("prompt", "completion", "answer")), rewards.tolist(), strict=True
-        )
-        self.last = [dict(zip(("prompt", "completion", "answer", "reward"), text, strict=True)) for text in texts]
+        logged = scored.select("prompt", "completion", "answer", "reward")
+        self.last = [logged.row(row) for row in range(rows)]
         return {METRIC: mean_reward(rewards), "eval_failed": float(count_failures(rewards))}

@@ -62,16 +62,14 @@ class StalenessTracker:
             while prompt_id in used:
                 prompt_id += self.rows
             used.add(prompt_id)
-            self._add(Group(prompt_id, step, row=row))
+            self.open[GroupKey(prompt_id, 0, step)] = Group(prompt_id, step, row=row)
         self.assign_members()
 
     def retry(self, step: int, groups: Iterable[Group]) -> None:
         for group in groups:
-            self._add(Group(group.prompt_id, step, group.retry + 1, group.row, group.member))
+            again = Group(group.prompt_id, step, group.retry + 1, group.row, group.member)
+            self.open[again.key] = again
         self.assign_members()
-
-    def _add(self, group: Group) -> None:
-        self.open[group.key] = group
 
     def assign_members(self) -> None:
         """Give each group that has not started to the member with the fewest unfinished ones."""
@@ -145,10 +143,10 @@ class StalenessTracker:
         again from the same seeds."""
         self.open = {}
         for prompt_id, retry, created_step, row, member, started in state["open"]:
-            is_member = member < self.members
-            self._add(
-                Group(prompt_id, created_step, retry, row, member if is_member else 0, started=started and is_member)
-            )
+            group = Group(prompt_id, created_step, retry, row)
+            if member < self.members:
+                group.member, group.started = member, started
+            self.open[group.key] = group
         self._versions = list(state["served"])
 
 

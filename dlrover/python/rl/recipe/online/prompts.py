@@ -117,24 +117,21 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
     if data.train is None and config.rollout.env_path is None:
         return [ConfigError("config.data.train", "is required, where no rollout.env_path says what to begin with")]
     if data.over_long == "drop" and data.max_prompt_tokens is None:
-        return [
-            ConfigError("config.data.over_long", "says 'drop', and no data.max_prompt_tokens says what is too long")
-        ]
+        what = "says 'drop', and no data.max_prompt_tokens says what is too long"
+        return [ConfigError("config.data.over_long", what)]
     files = [path for path in (data.train, data.eval) if path]
     errors = [error for path in files for error in first_errors(PROMPT_ROWS.validate(path, data.keys))]
     if errors or not data.train:
         return errors
     is_scored_by_function = config.rollout.env_path is None and config.reward.model is None
     if is_scored_by_function and config.reward.function == RewardConfig().function:
-        errors = [error for path in files for error in first_errors(_validate_answers(path, data.keys))]
+        message = "has no 'answer', with which the default reward.function compares"
+        for path in files:
+            lines = [row.line for row in load_prompts(path, data.keys) if row.answer is None]
+            errors += first_errors([ConfigError(f"{path}:{line}", message) for line in lines])
     if data.eval is None:
         try:
             hold_out([row.prompt for row in load_prompts(data.train, data.keys)], data.eval_rows, config.seed)
         except (ValueError, DataError) as error:
             errors.append(ConfigError("config.data.eval_rows", str(error)))
     return errors
-
-
-def _validate_answers(path: str, keys: Mapping[str, str]) -> list[ConfigError]:
-    message = "has no 'answer', with which the default reward.function compares"
-    return [ConfigError(f"{path}:{row.line}", message) for row in load_prompts(path, keys) if row.answer is None]

@@ -97,7 +97,6 @@ def mean_reward(rewards: Rewards) -> float:
 
 
 def count_failures(rewards: Rewards) -> int:
-    """Number of unscored answers."""
     return int(np.isnan(rewards).sum())
 
 
@@ -111,7 +110,6 @@ def step_metrics(answers: Scores) -> dict[str, float]:
 
 
 def compare_scores(before: Scores, after: Scores) -> dict[str, float | int]:
-    """The closing metrics of a run."""
     rewards = before["reward"], after["reward"]
     failed = dict(zip(("held-out failed before", "held-out failed after"), map(count_failures, rewards), strict=True))
     scores = _means("score", before, after) if "score" in before and "score" in after else {}
@@ -229,24 +227,19 @@ def _pending_arguments(call: Call) -> Iterator[Ref]:
         yield from (item for item in items if isinstance(item, Ref) and item.method)
 
 
-PHASES = {
-    "generate": "generation",
-    "sample": "generation",
-    "fetch": "generation",
-    "summarize": "generation",
-    "score": "reward",
-    "logprobs": "reference",
-    "teacher_logprobs": "teacher",
-    "values": "critic",
-    "train": "update",
-    "update": "update",
-    "publish_weights": "sync",
-    "published_stamp": "sync",
-    "receive_weights": "sync",
-    "measure": "evaluation",
-    "save": "saving",
-    COMMIT: "commit",
+_METHODS = {
+    "generation": ("generate", "sample", "fetch", "summarize"),
+    "reward": ("score",),
+    "reference": ("logprobs",),
+    "teacher": ("teacher_logprobs",),
+    "critic": ("values",),
+    "update": ("train", "update"),
+    "sync": ("publish_weights", "published_stamp", "receive_weights"),
+    "evaluation": ("measure",),
+    "saving": ("save",),
+    "commit": (COMMIT,),
 }
+PHASES = {method: phase for phase, methods in _METHODS.items() for method in methods}
 """The phase of each workload method; a method that is not listed is a phase under its own name."""
 
 

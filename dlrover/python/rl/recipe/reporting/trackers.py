@@ -50,15 +50,12 @@ class Tracker(Protocol):
 
     def start(self, config: Mapping[str, Any], run: TrackedRun) -> None:
         """Open the run, or the same one again; ``config`` is the recipe's configuration, a plain tree."""
-        ...
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the finite metrics of a step, from 1. A step comes once, also when it is repeated."""
-        ...
 
     def close(self) -> None:
         """End the run."""
-        ...
 
 
 def validate_log(config: LogConfig) -> list[ConfigError]:
@@ -103,7 +100,6 @@ class Trackers:
         self._save_state()
 
     def close(self) -> None:
-        """End the run in all of them."""
         for name in list(self._open or ()):
             self._try(name, lambda tracker: tracker.close())
         self._open = None

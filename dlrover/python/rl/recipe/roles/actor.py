@@ -25,7 +25,6 @@ from dlrover.python.rl.recipe.base.engine_workload import (
     UpdatePlan,
     device_of,
     join_columns,
-    make_weight_transport,
     on_device,
     run_updates,
 )
@@ -54,7 +53,7 @@ class ActorWorkload(TrainedWorkload):
         self._algorithm = algorithm
         self._load(model, engine, optimizer, seed, engine.lora)
         device = device_of(self, engine)
-        self._weights = make_weight_transport(self, engine, device, is_leader=self.rank == 0)
+        self._weights = self._make_weight_transport(engine, device, is_leader=self.rank == 0)
         self._runs_on = device, engine.precision
         return type(self._engine).__name__
 

@@ -3,22 +3,12 @@
 
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.engine_workload import (
-    TRAINED,
-    EngineWorkload,
-    hash_vocabulary,
-    load_warmup,
-    on_device,
-)
+from dlrover.python.rl.recipe.base.engine_workload import TRAINED, EngineWorkload, on_device
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 
 class ReferenceWorkload(EngineWorkload):
     """REFERENCE: a frozen copy of the initial policy."""
-
-    @classmethod
-    def warm_up(cls) -> None:
-        load_warmup().warm_reference()
 
     def init_model(self, model: str, engine: EngineConfig) -> None:
         self._make_train_engine(model, engine)
@@ -31,10 +21,6 @@ class ReferenceWorkload(EngineWorkload):
 
 class TeacherWorkload(ReferenceWorkload):
     """TEACHER, or another role that ``config.teachers`` names."""
-
-    @trainer_invocation(target="RANK0")
-    def vocabulary(self) -> str:
-        return hash_vocabulary(self._engine.tokenizer)
 
     @trainer_invocation(blocking=False)
     @on_device

@@ -22,7 +22,7 @@ from dlrover.python.rl.engine.model.spec import find_model_folder
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
 from dlrover.python.rl.environment.verifiers import exact
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig, validate_model
-from dlrover.python.rl.recipe.base.engine_workload import EngineWorkload, load_warmup, on_device
+from dlrover.python.rl.recipe.base.engine_workload import EngineWorkload, on_device
 from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
 from dlrover.python.rl.trainer.workload import BaseWorkload
 
@@ -97,10 +97,6 @@ class ModelRewardWorkload(EngineWorkload):
         )
         return [*errors, *(ConfigError("config.engine.train", fault) for fault in faults)]
 
-    @classmethod
-    def warm_up(cls) -> None:
-        load_warmup().warm_reference()
-
     def init_verifier(self, reward: RewardConfig, engine: EngineConfig) -> None:
         """Load the reward model; raise EngineError if it gives no score."""
         if reward.model is None:
@@ -129,8 +125,14 @@ class ModelRewardWorkload(EngineWorkload):
         return summarize_rows(rollouts).with_columns(reward=rewards, error=errors)
 
     def _encode(self, prompt: str | list[Mapping[str, str]], completion: str) -> list[int] | str:
+        """Token ids as in a reward model's training; or why there are none."""
+        tokenizer = self._engine.tokenizer
         try:
-            tokens = encode_answer(self._engine.tokenizer, prompt, completion)
+            if isinstance(prompt, str):
+                tokens = encode_raw(tokenizer, prompt, completion).tokens
+            else:
+                pair = {"messages": prompt, "chosen": completion, "rejected": completion}
+                tokens = encode_pair(tokenizer, pair)[0].tokens
         except DataError as error:
             return f"the reward model cannot read it: {error}"
         if self._longest is not None and len(tokens) > self._longest:
@@ -145,13 +147,6 @@ class ModelRewardWorkload(EngineWorkload):
         last[ends] = True
         outputs: Batch = self._engine.evaluate(Batch({"tokens": tokens, "action_mask": tokens.like(last)}))
         return outputs.ragged("scores").values[ends].astype(np.float64)
-
-
-def encode_answer(tokenizer: Any, prompt: str | list[Mapping[str, str]], completion: str) -> list[int]:
-    """Token ids of prompt and completion, encoded like a pair of a reward model's training, or DataError."""
-    if isinstance(prompt, str):
-        return encode_raw(tokenizer, prompt, completion).tokens
-    return encode_pair(tokenizer, {"messages": prompt, "chosen": completion, "rejected": completion})[0].tokens
 
 
 def _inspect_head(folder: Path) -> tuple[int | None, list[str]]:

@@ -17,14 +17,7 @@ from dlrover.python.rl.environment.core.functions import load_environment
 from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
 from dlrover.python.rl.recipe.base.config import EngineConfig, RolloutConfig
-from dlrover.python.rl.recipe.base.engine_workload import (
-    EngineWorkload,
-    device_of,
-    load_warmup,
-    make_weight_transport,
-    on_device,
-    use_threads,
-)
+from dlrover.python.rl.recipe.base.engine_workload import EngineWorkload, device_of, on_device, use_threads
 from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
 from dlrover.python.rl.recipe.rollout.scheduler import RolloutLimits, RolloutScheduler
 from dlrover.python.rl.recipe.rollout.stream import EventLoop, InlineLoop, ThreadLoop
@@ -41,9 +34,7 @@ class RolloutWorkload(EngineWorkload):
     No step depends on its state: each step first gives it the weights, and the list of its groups. Samples depend on
     those, the seed, the prompt's id and the sample's index."""
 
-    @classmethod
-    def warm_up(cls) -> None:
-        load_warmup().warm_rollout()
+    warmup = "warm_rollout"
 
     def init_model(self, model: str, engine: EngineConfig, rollout: RolloutConfig = _ONE_COMPLETION) -> str:
         """Load the policy and the environment; returns the engine's class. It serves nothing before weights arrive."""
@@ -61,7 +52,7 @@ class RolloutWorkload(EngineWorkload):
             if rollout.max_staleness and self._device_locks:
                 raise EngineError("a rollout on a shared device cannot run ahead: rollout.max_staleness has to be 0")
             self._engine: BaseRolloutEngine = engine_class(ROLLOUT_ENGINES, engine.rollout)(model, settings, memory)
-        self._weights = make_weight_transport(self, engine, device)
+        self._weights = self._make_weight_transport(engine, device)
         guard = Guard(_make_environment(rollout), rollout.env_timeout_s) if rollout.env_path else None
         self._loop: EventLoop = ThreadLoop(engine.threads) if rollout.max_staleness else InlineLoop()
         self._scheduler = RolloutScheduler(self._engine, guard, RolloutLimits(engine.max_batch, rollout.max_turns))

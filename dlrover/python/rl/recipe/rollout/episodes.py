@@ -4,6 +4,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -190,10 +191,7 @@ class EpisodeRunner:
 
     async def _run_episode(self, guard: Guard, group: Group, sample: Sample, episode: Episode) -> None:
         trajectory = self._start_trajectory(group, episode)
-
-        def fits(tokens: list[int]) -> bool:
-            return self._fits(tokens, group.sampling)
-
+        fits = partial(self._fits, group.sampling)
         if episode.state is not None and not fits(trajectory.context):
             guard.fail(episode, _first_state_error(len(trajectory.context)))
         while episode.state is not None:
@@ -213,7 +211,7 @@ class EpisodeRunner:
     def _start_trajectory(self, group: Group, episode: Episode) -> Trajectory:
         state = group.text if episode.state is None else episode.state
         tokens = encode_prompt(self._tokenizer, group.prompt) if state == group.text else None
-        whole = self._encode if not isinstance(group.prompt, str) else self._encode_whole
+        whole = partial(encode_prompt, self._tokenizer) if isinstance(group.prompt, str) else self._encode
         return Trajectory(self._encode, state, tokens, whole)
 
     async def _generate(self, group: Group, sample: Sample, context: Sequence[int]) -> Completion:
@@ -234,7 +232,7 @@ class EpisodeRunner:
         finally:
             self.generating += 1
 
-    def _fits(self, tokens: list[int], sampling: SamplingParams) -> bool:
+    def _fits(self, sampling: SamplingParams, tokens: list[int]) -> bool:
         try:
             self._stream.engine.check(Ragged.from_rows([tokens], dtype=np.int64), sampling)
         except EngineError:
@@ -243,9 +241,6 @@ class EpisodeRunner:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _encode_whole(self, text: str) -> list[int]:
-        return encode_prompt(self._tokenizer, text)
 
 
 def _generated_columns(completion: Completion) -> tuple[list[int], list[float], list[int]]:

@@ -162,9 +162,6 @@ class RolloutScheduler:
             raise WeightSyncError("no weights yet: this rollout has not received the actor's, and serves no others")
 
     async def start(self) -> None:
-        self._start_driver()
-
-    def _start_driver(self) -> None:
         self._driver = asyncio.get_running_loop().create_task(self._drive(lambda: False, math.inf))
         self._driver.add_done_callback(lambda _: self._wakeup.notify())
 
@@ -186,9 +183,8 @@ class RolloutScheduler:
         for group in failed:
             if self._groups.get(group.key) is group:
                 del self._groups[group.key]
-        for group in failed:
-            if group.failure is not None:
-                raise group.failure
+        if failed and failed[0].failure is not None:
+            raise failed[0].failure
 
     async def _drive(self, should_stop: Callable[[], bool], patience_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -208,7 +204,7 @@ class RolloutScheduler:
         while not should_stop() and (remaining_s := deadline_s - loop.time()) > 0:
             if self._driver is not None and self._driver.done():
                 error = self._driver.exception()
-                self._start_driver()
+                await self.start()
                 if error is not None:
                     raise error
             await self._wakeup.wait(remaining_s if remaining_s < math.inf else None)
