@@ -62,7 +62,8 @@ def load_samples(dataset: SampleDataset, name: str, rewards: bool = False, answe
         item = dataset[number]
         faults = _validate_sample(item)
         if not faults:
-            samples.append(_load_sample(item))
+            messages = [{key: message[key] for key in ("role", "content")} for message in _field(item, "prompt")]
+            samples.append(LoadedSample(messages, _field(item, "answer"), item))
             faults = _validate_purpose(samples[-1], rewards, answers)
         errors += [f"{name}[{number}] {fault}" for fault in faults]
     if errors:
@@ -82,11 +83,6 @@ def _validate_purpose(sample: LoadedSample, rewards: bool, answers: bool) -> lis
     if answers and sample.answer is not None and sample.prompt[-1]["role"] == "assistant":
         errors.append("has an answer, and an assistant's message as its last one: only one of them can be the answer")
     return errors
-
-
-def _load_sample(item: Any) -> LoadedSample:
-    messages = [{"role": message["role"], "content": message["content"]} for message in _field(item, "prompt")]
-    return LoadedSample(messages, _field(item, "answer"), item)
 
 
 def _field(item: Any, name: str) -> Any:

@@ -121,7 +121,7 @@ def verify_snapshot(snapshot: WeightSnapshot, expected: Mapping[str, tuple[int, 
 
 
 def _find_damage(snapshot: WeightSnapshot, name: str) -> str:
-    buffer, claimed = snapshot.buffers[name], _nbytes(snapshot.shapes[name], snapshot.dtypes[name])
+    buffer, claimed = snapshot.buffers[name], tensor_bytes(snapshot.shapes[name], snapshot.dtypes[name])
     if buffer.nbytes != claimed:
         return f"'{name}' has {buffer.nbytes} bytes, not the {snapshot.dtypes[name]} it claims"
     if not snapshot.checked and crc32(buffer.data) != snapshot.fingerprints[name]:
@@ -142,5 +142,5 @@ def describe_shape_mismatches(
     return faults
 
 
-def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * int(getattr(torch, dtype).itemsize)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default train engine: a Hugging Face model and its optimizer under FSDP2, with this rank's shards."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from dlrover.python.rl.engine.model.packing import MicroBatch
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.model.spec import ModelSpec
 from dlrover.python.rl.engine.training.backend import (
+    ShardedBackend,
     model_tensor,
     optimizer_tensor,
     read_checkpoint,
-    restore_state,
     write_checkpoint,
 )
 from dlrover.python.rl.engine.training.stepping import MasterOptimizer, accumulate_gradients
@@ -44,7 +44,7 @@ def checkpoint_tensors(made: MaterializedModule, optimizer: MasterOptimizer[Para
     return tree
 
 
-class Fsdp2Backend:
+class Fsdp2Backend(ShardedBackend):
     def __init__(  # noqa: PLR0913 - what an engine is made of
         self,
         spec: ModelSpec,
@@ -109,22 +109,6 @@ class Fsdp2Backend:
             sums = accumulate_gradients(micros, batch, loss, read, torch.Tensor.backward, self._settings.device)
         return sums if self.shards.grid.reports else {}
 
-    def reduce_gradients(self) -> list[Any]:
-        return self.shards.take_gradients()
-
-    def gradient_norm(self) -> float:
-        return self.shards.gradient_norm(self._ranks)
-
-    def first_bad_gradient(self) -> str:
-        return self.shards.first_bad_gradient(self._ranks)
-
-    def update(self, version: int, norm: float) -> float:
-        assert self.optimizer is not None
-        return self.optimizer.step(version, norm)
-
-    def drop_gradients(self) -> None:
-        self.shards.drop_gradients()
-
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
@@ -161,19 +145,10 @@ class Fsdp2Backend:
     def local_state(self) -> dict[str, Any]:
         """With adapters, those alone: the rest of the model does not change."""
         locate = self.parked.locate
-        moments = None if self.optimizer is None else self.optimizer.moments(locate)
         adapted = self._settings.lora is not None
         model = {shard.name: locate(shard.master) for shard in (self.shards.trained if adapted else self.shards)}
         model |= {} if adapted else {name: locate(buffer) for name, buffer in self.buffers.items()}
-        return {"layout": list(self.shards.grid.layout.shape), "model": model, "optimizer": moments}
-
-    def restore_local_state(self, state: Mapping[str, Any]) -> None:
-        restore_state(self.local_state(), state)
-        self._refresh()
-
-    def _refresh(self) -> None:
-        for shard in self.shards:
-            shard.refresh(self.parked.locate)
+        return {"layout": list(self.shards.grid.layout.shape), "model": model, "optimizer": self._moments()}
 
     def write_checkpoint(self, path: Path, version: int) -> None:
         tensors = checkpoint_tensors(self.made, self.optimizer)
@@ -184,8 +159,6 @@ class Fsdp2Backend:
         version = read_checkpoint(path, self._ranks, self.shards.grid.layout, tensors)
         self._refresh()
         return version
-
-    def release(self) -> None: ...
 
 
 def _source(spec: ModelSpec, module: Any) -> WeightReader:

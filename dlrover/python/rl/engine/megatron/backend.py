@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's GPT with its optimizer: passes through its pipeline schedules, sums through its data parallelism."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from dlrover.python.rl.engine.model.outputs import VocabularyShard, token_logpro
 from dlrover.python.rl.engine.model.packing import MicroBatch
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.model.spec import ModelSpec
-from dlrover.python.rl.engine.training.backend import read_checkpoint, restore_state, write_checkpoint
+from dlrover.python.rl.engine.training.backend import ShardedBackend, read_checkpoint, write_checkpoint
 from dlrover.python.rl.engine.training.stepping import MasterOptimizer, accumulate_gradients
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -34,7 +34,7 @@ Finish = Callable[[MicroBatch, Any], tuple[Any, Any, Any]]
 """Called by the last stage with a micro-batch's logits; returns the loss, an unused number, and a result."""
 
 
-class MegatronBackend:
+class MegatronBackend(ShardedBackend):
     packs = True
 
     def __init__(  # noqa: PLR0913 - what an engine is made of
@@ -60,18 +60,18 @@ class MegatronBackend:
             if config is not None:
                 sums = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
                 self._passes = DistributedDataParallel(self._module.config, sums, self._module)
-        self._shards = MegatronShards(self._module, shape, stage, trained=config is not None)
-        self._optimizer = None if config is None else MasterOptimizer(config, self._shards.trained)
+        self.shards = MegatronShards(self._module, shape, stage, trained=config is not None)
+        self.optimizer = None if config is None else MasterOptimizer(config, self.shards.trained)
         if stage.is_last:
             self._module.output_layer.register_forward_pre_hook(self._select_read_tokens)
         self._track_memory()
 
     def _track_memory(self) -> None:
-        self.parked.hold("weights", [shard.tensor for shard in self._shards])
-        self.parked.hold("weights", [shard.master for shard in self._shards])
-        if self._optimizer is not None:
-            self.parked.hold("gradients", [shard.tensor.main_grad for shard in self._shards])
-            self.parked.hold("optimizer", self._optimizer.tensors())
+        self.parked.hold("weights", [shard.tensor for shard in self.shards])
+        self.parked.hold("weights", [shard.master for shard in self.shards])
+        if self.optimizer is not None:
+            self.parked.hold("gradients", [shard.tensor.main_grad for shard in self.shards])
+            self.parked.hold("optimizer", self.optimizer.tensors())
 
     @torch.no_grad()
     def load(self, spec: ModelSpec) -> None:
@@ -81,8 +81,8 @@ class MegatronBackend:
         if self._shape.tied:
             wanted[_EMBEDDING] = (_EMBEDDING, "lm_head.weight")
         read = spec.reader(wanted, shapes, "model")
-        for shard in self._shards:
-            shard.master.copy_(self._shards.part(shard, [read(name) for name in shard.parameter.sources]))
+        for shard in self.shards:
+            shard.master.copy_(self.shards.part(shard, [read(name) for name in shard.parameter.sources]))
             shard.refresh()
 
     def _pass(self, finish: Finish, micros: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
@@ -171,20 +171,10 @@ class MegatronBackend:
     def reduce_gradients(self) -> list[Any]:
         with self._context:
             finalize_model_grads([self._passes])
-        return self._shards.take_gradients()
-
-    def gradient_norm(self) -> float:
-        return self._shards.gradient_norm(self._ranks)
-
-    def first_bad_gradient(self) -> str:
-        return self._shards.first_bad_gradient(self._ranks)
-
-    def update(self, version: int, norm: float) -> float:
-        assert self._optimizer is not None
-        return self._optimizer.step(version, norm)
+        return super().reduce_gradients()
 
     def drop_gradients(self) -> None:
-        self._shards.drop_gradients()
+        super().drop_gradients()
         with self._context:
             self._passes.zero_grad_buffer()
 
@@ -192,26 +182,20 @@ class MegatronBackend:
         return self.parked.locate(shard.master)
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
-        return self._shards.named_weights(self._local, self._settings.device)
+        return self.shards.named_weights(self._local, self._settings.device)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return self._shards.shapes()
+        return self.shards.shapes()
 
     @torch.no_grad()
     def write_weights(self, weights: WeightSnapshot) -> None:
-        for shard in self._shards:
+        for shard in self.shards:
             tensors = [weights.tensor(name) for name in shard.parameter.sources]
-            self._local(shard).copy_(self._shards.part(shard, tensors))
+            self._local(shard).copy_(self.shards.part(shard, tensors))
 
     def local_state(self) -> dict[str, Any]:
-        moments = None if self._optimizer is None else self._optimizer.moments(self.parked.locate)
-        model = {shard.name: self._local(shard) for shard in self._shards}
-        return {"layout": list(self._stage.layout.shape), "model": model, "optimizer": moments}
-
-    def restore_local_state(self, state: Mapping[str, Any]) -> None:
-        restore_state(self.local_state(), state)
-        for shard in self._shards:
-            shard.refresh(self.parked.locate)
+        model = {shard.name: self._local(shard) for shard in self.shards}
+        return {"layout": list(self._stage.layout.shape), "model": model, "optimizer": self._moments()}
 
     def write_checkpoint(self, path: Path, version: int) -> None:
         write_checkpoint(path, self._ranks, self._stage.layout, self._checkpoint_tensors().tensors, version)
@@ -223,6 +207,4 @@ class MegatronBackend:
         return version
 
     def _checkpoint_tensors(self) -> CheckpointTensors:
-        return CheckpointTensors(self._shape, self._stage, self._shards, self._optimizer)
-
-    def release(self) -> None: ...
+        return CheckpointTensors(self._shape, self._stage, self.shards, self.optimizer)

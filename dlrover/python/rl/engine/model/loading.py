@@ -35,13 +35,13 @@ class WeightReader(Protocol):
 
 
 class TensorSource:
-    """Tensors in memory; a value may be a function of no arguments that makes the tensor."""
+    """Tensors in memory; a value may be a function of no arguments that makes the tensor, of a known shape."""
 
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
+        self._tensors, self._shapes = tensors, shapes
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(self._whole(name).shape) for name in self._tensors}
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes or {name: tuple(self._whole(name).shape) for name in self._tensors}
 
     def read(self, name: str, ranges: Ranges) -> Any:
         return self._whole(name)[ranges]

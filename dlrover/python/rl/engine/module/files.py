@@ -2,6 +2,7 @@
 """Where a user's module gets its weights from, and how it is written."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from transformers.utils import logging as hf_logging
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.model.loading import (
-    Ranges,
     SafetensorsSource,
     TensorSource,
     WeightReader,
@@ -22,22 +22,6 @@ from dlrover.python.rl.engine.model.spec import find_model_folder
 from dlrover.python.rl.engine.model.train_module import empty_weights
 
 
-class FunctionSource:
-    """Tensors that a function of name and shape makes."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], make: Callable[[str, tuple[int, ...]], Any]) -> None:
-        self._shapes, self._make = dict(shapes), make
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
-
-    def read(self, name: str, ranges: Ranges) -> Any:
-        tensor, shape = self._make(name, self._shapes[name]), self._shapes[name]
-        if tuple(tensor.shape) != shape:
-            raise EngineError(f"materialization_source() made '{name}' as {tuple(tensor.shape)}, not {shape}")
-        return tensor[ranges]
-
-
 def find_weight_source(module: Any) -> WeightReader:
     """The source that a :class:`TrainModule` names."""
     origin = module.materialization_source()
@@ -45,8 +29,15 @@ def find_weight_source(module: Any) -> WeightReader:
         return TensorSource(origin)
     if callable(origin):
         shapes = {module.source_name(name): tuple(tensor.shape) for name, tensor in list_saved_tensors(module).items()}
-        return FunctionSource(shapes, origin)
+        return TensorSource({name: partial(_make, origin, name, shape) for name, shape in shapes.items()}, shapes)
     return SafetensorsSource(find_model_folder(origin))
+
+
+def _make(make: Callable[[str, tuple[int, ...]], Any], name: str, shape: tuple[int, ...]) -> Any:
+    tensor = make(name, shape)
+    if tuple(tensor.shape) != shape:
+        raise EngineError(f"materialization_source() made '{name}' as {tuple(tensor.shape)}, not {shape}")
+    return tensor
 
 
 def write_module(path: Path, module: Any, tensors: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ import shutil
 import time
 import uuid
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model.loading import sync_to_disk
 from dlrover.python.rl.engine.model.packing import MicroBatch
 from dlrover.python.rl.engine.model.ranks import Ranks, pack_random_state, unpack_random_state
+from dlrover.python.rl.engine.training.stepping import MasterOptimizer
 
 
 @torch.no_grad()
@@ -122,6 +124,50 @@ class TrainBackend(Protocol):
 
     def release(self) -> None:
         """Undo side effects; the backend is not used again, and its tensors are emptied next."""
+
+
+class ShardedBackend(ABC):
+    """The methods of a :class:`TrainBackend` whose ranks step the masters of their shards."""
+
+    parked: ParkedTensors
+    shards: Any
+    """Iterates over the shards; sums, measures and drops their gradients."""
+
+    optimizer: MasterOptimizer[Any] | None
+    _ranks: Ranks
+
+    def reduce_gradients(self) -> list[Any]:
+        gradients: list[Any] = self.shards.take_gradients()
+        return gradients
+
+    def gradient_norm(self) -> float:
+        return float(self.shards.gradient_norm(self._ranks))
+
+    def first_bad_gradient(self) -> str:
+        return str(self.shards.first_bad_gradient(self._ranks))
+
+    def update(self, version: int, norm: float) -> float:
+        assert self.optimizer is not None
+        return self.optimizer.step(version, norm)
+
+    def drop_gradients(self) -> None:
+        self.shards.drop_gradients()
+
+    @abstractmethod
+    def local_state(self) -> dict[str, Any]: ...
+
+    def _moments(self) -> dict[str, Any] | None:
+        return None if self.optimizer is None else self.optimizer.moments(self.parked.locate)
+
+    def restore_local_state(self, state: Mapping[str, Any]) -> None:
+        restore_state(self.local_state(), state)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        for shard in self.shards:
+            shard.refresh(self.parked.locate)
+
+    def release(self) -> None: ...
 
 
 _VERSION, _LAYOUT = "version", "layout"

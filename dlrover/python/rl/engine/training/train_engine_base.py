@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import torch
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.config.typed import parse
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig, Rendezvous, TokenLoss, TrainSettings, UpdateResult
 from dlrover.python.rl.engine.api.registry import (
@@ -22,6 +21,7 @@ from dlrover.python.rl.engine.api.registry import (
     find_optimizer_errors,
     find_train_errors,
     raise_engine_errors,
+    read_options,
 )
 from dlrover.python.rl.engine.api.settings import Layout
 from dlrover.python.rl.engine.api.weights import DeviceKind, Part, WeightSnapshot, take_snapshot, verify_snapshot
@@ -90,8 +90,7 @@ class BackendTrainEngine(ABC):
     def _check_settings(self) -> None:
         settings, config = self._settings, self._config
         if self.info.options is not None:
-            self._options, errors = parse(self.info.options, dict(settings.backend), "backend")
-            raise_engine_errors([f"{self.name}: {error}" for error in errors])
+            self._options = read_options(self.info.options, settings.backend, f"{self.name}: backend")
         lora, bare_head = settings.lora is not None, not settings.head_bias
         raise_engine_errors(find_train_errors(self.name, self.info, settings.parallel, lora, bare_head))
         if config is not None:

@@ -9,7 +9,7 @@ of the logit. vLLM, set to greedy sampling and processed logits, then takes the 
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from dlrover.python.rl.engine.api.base import SamplingParams
-from dlrover.python.rl.engine.api.weights import WeightSnapshot
+from dlrover.python.rl.engine.api.weights import WeightSnapshot, tensor_bytes
 from dlrover.python.rl.engine.rollout.requests import choose
 
 EXTRA = "dlrover_drawing"
@@ -122,8 +122,9 @@ class SharedWeights:
     def open(self) -> WeightSnapshot:
         """The snapshot, whose bytes are mapped from the file."""
         file, outline = np.memmap(self.path, dtype=np.uint8, mode="c"), self.outline
-        buffers = {name: file[start : start + _nbytes(outline, name)] for name, start in self.starts.items()}
-        return WeightSnapshot(outline.version, buffers, outline.shapes, outline.dtypes, outline.fingerprints)
+        sizes = {name: tensor_bytes(outline.shapes[name], outline.dtypes[name]) for name in self.starts}
+        buffers = {name: file[start : start + sizes[name]] for name, start in self.starts.items()}
+        return replace(outline, buffers=buffers)
 
 
 @contextmanager
@@ -135,12 +136,8 @@ def share_weights(weights: WeightSnapshot) -> Iterator[SharedWeights]:
             starts[name] = file.seek(-(-file.tell() // _ALIGN) * _ALIGN)
             file.write(weights.tensor(name).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
-        outline = WeightSnapshot(weights.version, {}, weights.shapes, weights.dtypes, weights.fingerprints)
+        outline = replace(weights, buffers={}, checked=False)
         yield SharedWeights(f"/proc/{os.getpid()}/fd/{file.fileno()}", starts, outline)
-
-
-def _nbytes(outline: WeightSnapshot, name: str) -> int:
-    return int(np.prod(outline.shapes[name], dtype=np.int64)) * int(getattr(torch, outline.dtypes[name]).itemsize)
 
 
 class WeightLoader:

@@ -16,7 +16,6 @@ through the trainer. Behind the bytes the sender puts a :class:`Seal`. ``receive
 host memory and compared with the seal, or raises: an engine never sees a part, and a device holds at most a bucket.
 """
 
-import math
 import struct
 import time
 import weakref
@@ -36,7 +35,7 @@ from annotated_types import Ge, Gt
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.common.names import hint
-from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
+from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp, tensor_bytes
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 
 ALIGN = 64
@@ -93,7 +92,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
+        return tensor_bytes(self.shape, self.dtype)
 
     def __str__(self) -> str:
         return f"'{self.name}' {self.dtype}{list(self.shape)}"

@@ -36,7 +36,7 @@ class CrcTally:
     """CRC-32 of each tensor of a table, updated while the passing bytes are in the cache."""
 
     def __init__(self, table: WeightTable) -> None:
-        self.crcs = [0] * len(table.entries)
+        self.table, self.crcs = table, [0] * len(table.entries)
         self._spans, self._tensor, self._offset = table.spans(), 0, 0
 
     def update(self, window: Bytes, base: int, stop: int) -> None:
@@ -97,14 +97,14 @@ class HostBuffer:
 
 
 def fill_buckets(
-    pieces: Pieces, buckets: Sequence[Any], tally: CrcTally, table: WeightTable, host: HostBuffer
+    pieces: Pieces, buckets: Sequence[Any], tally: CrcTally, host: HostBuffer
 ) -> Iterator[tuple[int, Any]]:
     """Copy pieces, none of which crosses the end of a bucket, into ``buckets`` (``uint8 [bucket]``) in turn.
 
     Yields:
         Each bucket once it is full and fingerprinted: its number, counted from 0 over all rounds, and its bytes.
     """
-    spans = bucket_spans(table, len(buckets[0]))
+    spans = bucket_spans(tally.table, len(buckets[0]))
     for number in _fill(pieces, buckets):
         start, stop = spans[number]
         part = buckets[number % len(buckets)][: stop - start]

@@ -65,7 +65,7 @@ class BroadcastTransport(SenderBase):
     def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
         tally, bucket = CrcTally(ticket.table), self._allocate_bucket(ticket)
         with self._entered_group(ticket, self._gather_receivers) as group:
-            for _, part in fill_buckets(pieces, [bucket], tally, ticket.table, self._host):
+            for _, part in fill_buckets(pieces, [bucket], tally, self._host):
                 group.broadcast(part)
             seal = Seal.of(ticket, tally.crcs)
             group.broadcast(self._to_device(seal.pack()))

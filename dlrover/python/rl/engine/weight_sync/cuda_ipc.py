@@ -78,7 +78,7 @@ class CudaIpcTransport(SenderBase):
             self._account(bucket)
             for receiver in receivers:
                 receiver.send(make_handle())
-            for number, _ in fill_buckets(pieces, bucket.split(self._half), tally, ticket.table, self._host):
+            for number, _ in fill_buckets(pieces, bucket.split(self._half), tally, self._host):
                 self._broadcast(receivers, number)
                 if number:  # the next half to fill is the one before this
                     self._await_copies(receivers, number - 1)
