@@ -13,7 +13,7 @@ from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
 from dlrover.python.rl.environment.core.functions import load_environment
 from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
-from dlrover.python.rl.recipe.rollout.scheduler import RolloutLimits, RolloutScheduler
+from dlrover.python.rl.recipe.rollout.scheduler import RolloutScheduler
 from dlrover.python.rl.recipe.rollout.stream import InlineLoop
 
 
@@ -82,7 +82,7 @@ class Rolling:
     def __init__(self, say, environment=None, max_turns=4, *, room=64, timeout_s=20.0, episodes=None, longest=4096):
         self.engine, self.loop = Scripted(say, longest), InlineLoop()
         self.guard = Guard(environment, timeout_s, episodes) if environment is not None else None
-        self.scheduler = RolloutScheduler(self.engine, self.guard, RolloutLimits(room, max_turns))
+        self.scheduler = RolloutScheduler(self.engine, self.guard, room, max_turns)
 
     def sample(self, groups, samples=1, enough=10**6, patience_s=math.inf):
         sampling = SamplingParams(max_new_tokens=64, samples_per_prompt=samples, keep_stop=True)

@@ -61,7 +61,6 @@ def _command(recipe: str, job_file: str | None, overrides: tuple[str, ...]) -> N
 
 
 def main(recipe: str = "") -> None:
-    """Entry point of a recipe's module."""
     _command(obj=recipe, prog_name=f"python -m dlrover.python.rl.recipe.{recipe or 'launch'}")
 
 
@@ -99,11 +98,8 @@ def run_together(describe: Callable[[], JobSpec], launch: LaunchEnv, report: Rep
         link = join(launch, store)
         if link is None:
             return InvalidJob([ConfigError("rank 0", "has started nothing; it says why")])
-        return (
-            None
-            if run_follower(launch, link)
-            else JobFailed(f"rank {launch.rank}: the job has failed; rank 0 says why")
-        )
+        has_succeeded = run_follower(launch, link)
+        return None if has_succeeded else JobFailed(f"rank {launch.rank}: the job has failed; rank 0 says why")
     try:
         job = describe()
     except BaseException:

@@ -10,7 +10,6 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m dlrover.python.rl.recipe.tiny",
         description="Write a tiny byte-level model with random weights in Hugging Face format.",

@@ -80,7 +80,9 @@ class InferenceEngine(HandEngine):
         """
         if not self._should_build(ignore_rebuild_error):
             return self
-        own, backend = _divide_settings(settings)
+        fields = {field.name for field in dataclasses.fields(RolloutSettings)} - {"device", "tensor_parallel_size"}
+        own = {name: settings.pop(name) for name in fields & settings.keys()}
+        backend = {**own.pop("backend", {}), **settings}
         if self._registered and (errors := validate_engine(ROLLOUT_ENGINES, self._registered, backend, "backend")):
             raise EngineError("; ".join(map(str, errors)))
         request = SlotRequest.near(colocate_with, not_colocate_with, nodes)
@@ -131,11 +133,3 @@ class InferenceEngine(HandEngine):
             if part
             for output in as_outputs(part, start, batch)
         ]
-
-
-def _divide_settings(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of ``RolloutSettings``, and options of the backend."""
-    fields = {field.name for field in dataclasses.fields(RolloutSettings)} - {"device", "tensor_parallel_size"}
-    own = {name: value for name, value in values.items() if name in fields}
-    rest = {name: value for name, value in values.items() if name not in fields}
-    return own, {**own.pop("backend", {}), **rest}

@@ -270,9 +270,8 @@ class InferenceMember(EngineMember):
         if not prompts:
             return None
         takes = getattr(self._engine, "prompt_columns", ())
-        completions: Batch = self._engine.generate(
-            as_batch(prompts, first, self._engine.tokenizer, takes), sampling, seed
-        )
+        batch = as_batch(prompts, first, self._engine.tokenizer, takes)
+        completions: Batch = self._engine.generate(batch, sampling, seed)
         return completions
 
     def _receive(self, weights: WeightSnapshot) -> WeightStamp:

@@ -121,9 +121,8 @@ class SlotTable:
         where = " with each group on one node" if request.one_node and request.group > 1 else ""
         if request.colocate_with is not None:
             return f"{asks}{where}, but colocate_with has {len(candidates)}: {list(candidates)}"
-        held_by = (
-            "; ".join(f"{name} holds {list(slots)}" for name, slots in self._slots_of.items()) or "no engine holds any"
-        )
+        holders = [f"{name} holds {list(slots)}" for name, slots in self._slots_of.items()]
+        held_by = "; ".join(holders) or "no engine holds any"
         is_limited = request.nodes or request.apart_from
         limits = " on the requested nodes and apart from not_colocate_with" if is_limited else ""
         return f"{asks}{where}; free{limits} are {list(candidates)} of {len(self.devices)} ({held_by})"
@@ -299,21 +298,18 @@ def init(
     if _OPEN:
         raise SessionError(f"init() was called before: {_OPEN[0]!r}; shutdown() ends it")
     forget_memory(MEMORY)  # files that killed sessions have left
-    session = Session(_make_hosting(address, slots_per_node, local, log_to_driver, timeout_s))
+    hosting: Hosting
+    if local:
+        hosting = LocalHosting("cuda" if torch.cuda.is_available() else "cpu", slots_per_node or 1)
+    else:
+        from dlrover.python.rl.runtime.ray.hosting import RayHosting  # Ray takes a second to import
+
+        hosting = RayHosting(address, slots_per_node, log_to_driver, timeout_s)
+    session = Session(hosting)
     _OPEN.append(session)
     # Called before Ray's own handler, which would leave a cluster that was started here without its owner.
     atexit.register(session.close)
     return session
-
-
-def _make_hosting(
-    address: str | None, per_node: int | None, local: bool, log_to_driver: bool, timeout_s: float
-) -> Hosting:
-    if local:
-        return LocalHosting("cuda" if torch.cuda.is_available() else "cpu", per_node or 1)
-    from dlrover.python.rl.runtime.ray.hosting import RayHosting  # Ray takes a second to import
-
-    return RayHosting(address, per_node, log_to_driver, timeout_s)
 
 
 def shutdown() -> None:

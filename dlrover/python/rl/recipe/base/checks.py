@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the parts of a job against each other: roles, data, algorithm, reward function, engines, model."""
 
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.dapo import DAPO
@@ -62,13 +60,11 @@ def validate_train_engine(
 
 
 def validate_optimizer(engine: EngineConfig, optimizer: OptimizerConfig) -> list[ConfigError]:
-    """Whether the train engine has the optimizer that is asked for."""
     errors = find_optimizer_errors(engine.train, engine_info(TRAIN_ENGINES, engine.train), optimizer)
     return [ConfigError("config.optimizer.name", error) for error in errors]
 
 
 def validate_rollout_engine(engine: EngineConfig) -> list[ConfigError]:
-    """Whether there is such an engine, that can do what is asked of it."""
     errors = validate_engine(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, "config.engine.rollout")
     errors += validate_transport(engine.weight_sync, engine.weight_sync_options, engine.device)
     split = find_rollout_errors(
@@ -108,15 +104,12 @@ def validate_roles(trainer: str, cfg: PolicyConfig, roles: Mapping[RLRoleType, i
         RLRoleType.ACTOR: (samples, "samples"),
         RLRoleType.CRITIC: (samples, "samples"),
     }
-    replica = dict.fromkeys(
-        (RLRoleType.ACTOR, RLRoleType.CRITIC), (cfg.engine.parallel or ParallelSizes()).replica_size
-    )
+    replica_size = (cfg.engine.parallel or ParallelSizes()).replica_size
     for role, (rows, noun) in shared.items():
-        if roles.get(role, 1) > rows * replica.get(role, 1):
-            name = role.lower()
-            errors.append(
-                ConfigError(f"workload.{name}.num", f"{roles[role]} {name} members cannot share {rows} {noun}")
-            )
+        is_trained, name = role in (RLRoleType.ACTOR, RLRoleType.CRITIC), role.lower()
+        if roles.get(role, 1) > rows * (replica_size if is_trained else 1):
+            what = f"{roles[role]} {name} members cannot share {rows} {noun}"
+            errors.append(ConfigError(f"workload.{name}.num", what))
     return errors
 
 
@@ -158,27 +151,3 @@ def _count_held_out(cfg: PolicyConfig) -> int:
     if path is None or PROMPT_ROWS.validate(path, keys):
         return cfg.data.eval_rows
     return min(cfg.data.eval_rows, len(load_prompts(path, keys)))
-
-
-def validate_template(cfg: PolicyConfig) -> list[ConfigError]:
-    """Conversations need a chat template; for a model on the hub this is checked when it is loaded."""
-    folder, keys = Path(cfg.model).expanduser(), cfg.data.keys
-    if not cfg.model or not (folder / "config.json").is_file() or _has_chat_template(folder):
-        return []
-    for path in (cfg.data.train, cfg.data.eval):
-        for row in load_prompts(path, keys) if path and not PROMPT_ROWS.validate(path, keys) else ():
-            if not isinstance(row.prompt, str):
-                what = f"the tokenizer in {cfg.model} has no chat template, which the 'messages' of"
-                return [ConfigError("config.model", f"{what} {path}:{row.line} need")]
-    return []
-
-
-def _has_chat_template(folder: Path) -> bool:
-    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-    if any((folder / name).exists() for name in files):
-        return True
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and bool(settings.get("chat_template"))

@@ -327,6 +327,5 @@ def _split_updates(batch: Batch, updates: int) -> Iterator[Batch]:
 def average_metrics(trained: Sequence[UpdateResult]) -> dict[str, float]:
     """Means over a step's updates, and the last learning rate."""
     values = [{"loss": one.loss, "grad_norm": one.grad_norm, "lr": one.lr, **one.metrics} for one in trained]
-    return {name: sum(one.get(name, 0.0) for one in values) / len(values) for name in values[0]} | {
-        "lr": trained[-1].lr
-    }
+    means = {name: sum(one.get(name, 0.0) for one in values) / len(values) for name in values[0]}
+    return {**means, "lr": trained[-1].lr}

@@ -50,14 +50,12 @@ def warm_actor() -> None:
 
 
 def warm_reference() -> None:
-    """Log-probs of a few tokens."""
     with preserve_random_state():
         Fsdp2TrainEngine(_throwaway_spec(), None).evaluate(_make_batch())
     gc.collect()
 
 
 def warm_rollout() -> None:
-    """Received weights and two completions."""
     with preserve_random_state():
         weights = Fsdp2TrainEngine(_throwaway_spec(), None).publish()
         engine = TorchRolloutEngine(_throwaway_lm())

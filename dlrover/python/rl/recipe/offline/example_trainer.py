@@ -12,7 +12,7 @@ from dlrover.python.rl.algorithm.base import Algorithm, select_added
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.data.sampler import PromptCursor
+from dlrover.python.rl.data.sampler import Partition, PromptCursor, partition
 from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.recipe.base.config import EngineConfig, KeepConfig, LogConfig, NonNegative, Positive
@@ -21,7 +21,6 @@ from dlrover.python.rl.recipe.offline.examples import (
     ExampleData,
     Examples,
     Measured,
-    partition_segments,
     select_segments,
     validate_examples,
 )
@@ -90,7 +89,6 @@ class ExampleTrainer(RecipeTrainer):
         return {f"eval_{name}": value for name, value in cls.metrics(measured).items()}
 
     def init(self) -> None:
-        """Encode the examples and load the models."""
         super().init()
         cfg = self.cfg
         self.examples: Examples
@@ -113,7 +111,6 @@ class ExampleTrainer(RecipeTrainer):
         return loading
 
     def fit(self) -> None:
-        """Train to the end, or until the evaluations get no better."""
         for step in self.logged_steps(self.total_steps):
             batch = select_segments(self.examples.train, self.cfg.data.segment_rows, self.cursor.next())
             trained = self.update(step, self.prepare(batch, self.algorithm))
@@ -142,7 +139,7 @@ class ExampleTrainer(RecipeTrainer):
         if not _uses_reference(algorithm):
             return ready
         reference = self.RG_REFERENCE
-        plan = partition_segments(batch, self.cfg.data.segment_rows, reference.data_parallel_size)
+        plan = self._partition(batch, reference.data_parallel_size)
         logprobs = reference.logprobs.options(blocking=True)(Shard(batch.select(*TRAINED), rows=plan.groups), 1.0)
         return ready.with_columns(ref_logprobs=plan.gather(logprobs)["ref_logprobs"])
 
@@ -164,9 +161,11 @@ class ExampleTrainer(RecipeTrainer):
         return f"{self.cfg.data.train}:{line}"
 
     def _shard(self, batch: Batch) -> Shard:
-        """The rows of each model replica."""
-        plan = partition_segments(batch, self.cfg.data.segment_rows, self.RG_ACTOR.data_parallel_size)
-        return Shard(batch, rows=plan.groups)
+        return Shard(batch, rows=self._partition(batch, self.RG_ACTOR.data_parallel_size).groups)
+
+    def _partition(self, batch: Batch, replicas: int) -> Partition:
+        """The rows of each replica, with about as many tokens each; of few segments some replicas get none."""
+        return partition(batch.ragged("tokens").lengths.tolist(), replicas, self.cfg.data.segment_rows)
 
     def should_evaluate(self, step: int) -> bool:
         return self.cfg.eval_every > 0 and (step % self.cfg.eval_every == 0 or step == self.total_steps)
@@ -190,7 +189,6 @@ class ExampleTrainer(RecipeTrainer):
         return self.algorithm
 
     def finish(self, steps: int) -> None:
-        """Save the model, the curve and the summary."""
         counts, held_out = self.examples.counts, self.examples.held_out
         held_out_rows = {} if held_out is None else {"held-out rows": len(held_out)}
         cut_rows = {"cut rows": counts.cut, "dropped rows": counts.dropped}

@@ -15,7 +15,6 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.conversation import SFT_ROWS, Counts, Encoding, encode_sft
 from dlrover.python.rl.data.jsonl import first_errors
 from dlrover.python.rl.data.pairs import PAIR_ROWS, Masked, PairEncoding, encode_pairs
-from dlrover.python.rl.data.sampler import Partition, partition
 from dlrover.python.rl.data.source import HELD_OUT_SHARE, RowReader, SourceRows, hold_out
 from dlrover.python.rl.engine.api.base import BaseTrainEngine
 from dlrover.python.rl.engine.model.packing import select_columns
@@ -165,11 +164,6 @@ def select_segments(batch: Batch, segment_rows: int, numbers: Iterable[int]) -> 
     return rows.with_columns(pair=np.arange(len(rows)) // segment_rows) if "pair" in rows else rows
 
 
-def partition_segments(batch: Batch, segment_rows: int, members: int) -> Partition:
-    """The rows of each member, with about as many tokens each; of few segments some members get none."""
-    return partition(batch.ragged("tokens").lengths.tolist(), members, segment_rows)
-
-
 @dataclass(frozen=True)
 class Measured:
     """A loss and its metrics: a rank's weighted sums, whose weights add up to 1 over all ranks."""
@@ -178,22 +172,23 @@ class Measured:
     metrics: dict[str, float]
 
     @classmethod
+    def of(cls, engine: BaseTrainEngine, batch: Batch, loss: EngineLoss) -> "Measured":
+        """This rank's part of the loss on annotated rows; a collective call. Weights and random state stay
+        unchanged."""
+        with preserve_random_state(), torch.no_grad():
+            outputs = compute_outputs(engine, batch)
+            flat = np.flatnonzero(batch.ragged("action_mask").values)
+            if not len(flat):
+                return cls(0.0, {})
+            value, metrics = loss(torch.from_numpy(outputs[flat]), select_columns(batch, flat, "cpu"))
+        return cls(float(value), {name: float(amount) for name, amount in metrics.items()})
+
+    @classmethod
     def total(cls, parts: Sequence["Measured"]) -> "Measured":
         """Sum over ranks; a rank without rows has no metrics."""
         names = {name: None for part in parts for name in part.metrics}
         metrics = {name: sum(part.metrics.get(name, 0.0) for part in parts) for name in names}
         return cls(sum(part.loss for part in parts), metrics)
-
-
-def measure(engine: BaseTrainEngine, batch: Batch, loss: EngineLoss) -> Measured:
-    """This rank's part of the loss on annotated rows; a collective call. Weights and random state stay unchanged."""
-    with preserve_random_state(), torch.no_grad():
-        outputs = compute_outputs(engine, batch)
-        flat = np.flatnonzero(batch.ragged("action_mask").values)
-        if not len(flat):
-            return Measured(0.0, {})
-        value, metrics = loss(torch.from_numpy(outputs[flat]), select_columns(batch, flat, "cpu"))
-    return Measured(float(value), {name: float(amount) for name, amount in metrics.items()})
 
 
 def compute_outputs(engine: BaseTrainEngine, batch: Batch) -> Any:

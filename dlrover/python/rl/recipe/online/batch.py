@@ -33,9 +33,8 @@ class StepBatch:
     groups: int
     total: int  # rows of ``rollouts``
     filtered: tuple[Batch, ...] = ()  # ``scored`` of groups whose rewards are all alike
-    train_rows: Batch = field(
-        default_factory=lambda: Batch({})
-    )  # as the algorithm sees them: without the rewards of rows that it may not train on
+    # As the algorithm sees them: without the rewards of rows that it may not train on.
+    train_rows: Batch = field(default_factory=lambda: Batch({}))
 
     @classmethod
     def from_rollouts(cls, rollouts: Pending, scored: Batch, order: npt.NDArray[np.int64], groups: int) -> "StepBatch":
@@ -144,9 +143,7 @@ class AuxOutput:
 def cast_columns(batch: Batch, dtypes: Mapping[str, str]) -> Batch:
     """The ragged columns with the dtypes that they were declared with."""
     columns = {name: batch.ragged(name) for name in dtypes if name in batch}
-    cast = {
-        name: Ragged(column.values.astype(dtypes[name], copy=False), column.offsets) for name, column in columns.items()
-    }
+    cast = {name: column.like(column.values.astype(dtypes[name], copy=False)) for name, column in columns.items()}
     return batch.with_columns(**cast)
 
 
@@ -234,14 +231,11 @@ def trainable_rewards(scored: Batch, config: RewardConfig) -> npt.NDArray[np.flo
     """``[rows]``: rewards, NaN in samples that are not trained on."""
     reward = scored.dense("reward").copy()
     if config.on_failure != "drop_sample":
-        reward[_is_in_failed_group(scored)] = np.nan
+        keys = np.stack([scored.dense("prompt_id"), scored.dense("retry")])
+        group = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
+        has_failure = np.bincount(group, weights=is_unscored(scored)) > 0
+        reward[has_failure[group]] = np.nan
     return reward
-
-
-def _is_in_failed_group(scored: Batch) -> npt.NDArray[np.bool_]:
-    keys = np.stack([scored.dense("prompt_id"), scored.dense("retry")])
-    _, group = np.unique(keys, axis=1, return_inverse=True)
-    return np.bincount(group.reshape(-1), weights=is_unscored(scored))[group.reshape(-1)] > 0
 
 
 def _describe_failure(samples: Batch, errors: list[str | None]) -> str:

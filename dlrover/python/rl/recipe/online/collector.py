@@ -258,13 +258,8 @@ class SampleCollector:
         groups_by_rank = [self._tracker.groups_of(rank) for rank in range(self._members)]
         complete = [sum(group.complete for group in groups) for groups in groups_by_rank]
         share = -(-max(count - sum(complete), 1) // self._members)
-        statuses = self._trainer.RG_ROLLOUT.sample(
-            [self._describe(groups) for groups in groups_by_rank],
-            self.sampling,
-            self._cfg.seed,
-            [number + share for number in complete],
-            patience_s,
-        )
+        wanted, enough = [self._describe(groups) for groups in groups_by_rank], [number + share for number in complete]
+        statuses = self._trainer.RG_ROLLOUT.sample(wanted, self.sampling, self._cfg.seed, enough, patience_s)
         for groups, status in zip(groups_by_rank, statuses, strict=True):
             columns = [status.dense(name).tolist() for name in ("started", "complete", "min_version")]
             for group, started, is_complete, min_version in zip(groups, *columns, strict=True):

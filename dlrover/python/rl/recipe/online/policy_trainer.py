@@ -13,13 +13,7 @@ from dlrover.python.rl.common.errors import ConfigError, EngineError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch, Column
-from dlrover.python.rl.recipe.base.checks import (
-    require_role,
-    validate_algorithm,
-    validate_roles,
-    validate_rollout,
-    validate_template,
-)
+from dlrover.python.rl.recipe.base.checks import require_role, validate_algorithm, validate_roles, validate_rollout
 from dlrover.python.rl.recipe.base.config import PolicyConfig
 from dlrover.python.rl.recipe.base.engine_workload import UpdatePlan, assign_updates, average_metrics
 from dlrover.python.rl.recipe.online.batch import (
@@ -36,7 +30,7 @@ from dlrover.python.rl.recipe.online.batch import (
     sample_metrics,
 )
 from dlrover.python.rl.recipe.online.collector import SampleCollector, bind_method
-from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data
+from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data, validate_template
 from dlrover.python.rl.recipe.reporting.metrics import (
     EVALUATED,
     SCORED,

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prompts of a run: which are trained on, which are held out, and their order."""
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +40,7 @@ class PromptSource:
             held_out, self.held_out_rows = make_prompt_batch(evaluated, range(len(evaluated))), len(evaluated)
             self.places, self._first_held = _places((source, rows), (data.eval, evaluated)), len(rows)
         self._rows, self.rows, self._config = rows, len(rows), config
-        self._every = train, held_out
+        self._every, self._limit = (train, held_out), [data.max_prompt_tokens, data.over_long]
         self._drop_rows([])
 
     def drop(self, too_long: Sequence[ConfigError]) -> None:
@@ -59,10 +61,6 @@ class PromptSource:
                 raise DataError([ConfigError("config.data.max_prompt_tokens", f"leaves no prompt to {purpose} on")])
         self.dropped, self.held_out = list(numbers), held_out.take(evaluated)
         self._cursor = PromptCursor(len(self._train), self._config.prompts_per_step, self._config.seed)
-
-    @property
-    def _limit(self) -> list[Any]:
-        return [self._config.data.max_prompt_tokens, self._config.data.over_long]
 
     def summary(self) -> dict[str, int]:
         dropped = {"dropped prompts": len(self.dropped)} if self.dropped else {}
@@ -135,3 +133,27 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
         except (ValueError, DataError) as error:
             errors.append(ConfigError("config.data.eval_rows", str(error)))
     return errors
+
+
+def validate_template(cfg: PolicyConfig) -> list[ConfigError]:
+    """Conversations need a chat template; for a model on the hub this is checked when it is loaded."""
+    folder, keys = Path(cfg.model).expanduser(), cfg.data.keys
+    if not cfg.model or not (folder / "config.json").is_file() or _has_chat_template(folder):
+        return []
+    for path in (cfg.data.train, cfg.data.eval):
+        for row in load_prompts(path, keys) if path and not PROMPT_ROWS.validate(path, keys) else ():
+            if not isinstance(row.prompt, str):
+                what = f"the tokenizer in {cfg.model} has no chat template, which the 'messages' of"
+                return [ConfigError("config.model", f"{what} {path}:{row.line} need")]
+    return []
+
+
+def _has_chat_template(folder: Path) -> bool:
+    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    if any((folder / name).exists() for name in files):
+        return True
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and bool(settings.get("chat_template"))

@@ -59,7 +59,6 @@ class Tracker(Protocol):
 
 
 def validate_log(config: LogConfig) -> list[ConfigError]:
-    """Check that each tracker's class exists and accepts its options."""
     errors = []
     for name, options in config.tracker_options.items():
         try:
@@ -78,12 +77,8 @@ class Trackers:
     def __init__(
         self, config: LogConfig, folder: Path, settings: Mapping[str, Any], disk_wait: DiskWait = DEFAULT_DISK_WAIT
     ) -> None:
-        self._options, self._folder, self._settings, self._disk_wait = (
-            config.tracker_options,
-            folder,
-            settings,
-            disk_wait,
-        )
+        self._options, self._settings = config.tracker_options, settings
+        self._folder, self._disk_wait = folder, disk_wait
         self._open: dict[str, Tracker] | None = None
         self._state: dict[str, Any] = {}
 

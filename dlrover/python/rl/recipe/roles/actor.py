@@ -28,14 +28,7 @@ from dlrover.python.rl.recipe.base.engine_workload import (
     on_device,
     run_updates,
 )
-from dlrover.python.rl.recipe.offline.examples import (
-    ExampleData,
-    Examples,
-    Measured,
-    compute_outputs,
-    load_examples,
-    measure,
-)
+from dlrover.python.rl.recipe.offline.examples import ExampleData, Examples, Measured, compute_outputs, load_examples
 from dlrover.python.rl.recipe.online.batch import cast_columns, find_nonfinite_rows
 from dlrover.python.rl.recipe.reporting.metrics import Machine
 from dlrover.python.rl.trainer.workload import trainer_invocation
@@ -98,7 +91,7 @@ class ActorWorkload(TrainedWorkload):
 
     @on_device
     def measure(self, batch: Batch) -> Measured:
-        return measure(self._engine, batch, EngineLoss(self._algorithm))
+        return Measured.of(self._engine, batch, EngineLoss(self._algorithm))
 
     @on_device
     def find_nonfinite(self, batch: Batch, names: tuple[str, ...]) -> Batch:

@@ -84,9 +84,8 @@ class ModelRewardWorkload(EngineWorkload):
         if reward is None or engine is None:
             return []  # the trainer reports their errors
         if reward.model is None:
-            return [
-                ConfigError("config.reward.model", f"is required by {cls.__name__}; RewardWorkload calls a function")
-            ]
+            what = f"is required by {cls.__name__}; RewardWorkload calls a function"
+            return [ConfigError("config.reward.model", what)]
         errors = validate_model(reward.model, "config.reward.model")
         if not errors and (folder := Path(reward.model).expanduser()).is_dir():
             errors += [ConfigError("config.reward.model", fault) for fault in _inspect_head(folder)[1]]

@@ -19,8 +19,8 @@ from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEn
 from dlrover.python.rl.recipe.base.config import EngineConfig, RolloutConfig
 from dlrover.python.rl.recipe.base.engine_workload import EngineWorkload, device_of, on_device, use_threads
 from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
-from dlrover.python.rl.recipe.rollout.scheduler import RolloutLimits, RolloutScheduler
-from dlrover.python.rl.recipe.rollout.stream import EventLoop, InlineLoop, ThreadLoop
+from dlrover.python.rl.recipe.rollout.scheduler import RolloutScheduler
+from dlrover.python.rl.recipe.rollout.stream import InlineLoop, ThreadLoop
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 _LOG = get_logger(__name__)
@@ -54,8 +54,8 @@ class RolloutWorkload(EngineWorkload):
             self._engine: BaseRolloutEngine = engine_class(ROLLOUT_ENGINES, engine.rollout)(model, settings, memory)
         self._weights = self._make_weight_transport(engine, device)
         guard = Guard(_make_environment(rollout), rollout.env_timeout_s) if rollout.env_path else None
-        self._loop: EventLoop = ThreadLoop(engine.threads) if rollout.max_staleness else InlineLoop()
-        self._scheduler = RolloutScheduler(self._engine, guard, RolloutLimits(engine.max_batch, rollout.max_turns))
+        self._loop: InlineLoop | ThreadLoop = ThreadLoop(engine.threads) if rollout.max_staleness else InlineLoop()
+        self._scheduler = RolloutScheduler(self._engine, guard, engine.max_batch, rollout.max_turns)
         if self._loop.runs_between_calls:
             self._loop.run(self._scheduler.start())
         return type(self._engine).__name__

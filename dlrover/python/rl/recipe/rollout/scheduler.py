@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,15 +30,9 @@ _CLOSING_S = 5.0
 _PROMPT_COLUMNS = ("prompt", "answer", "extra_info")
 
 
-@dataclass(frozen=True)
-class RolloutLimits:
-    max_generating: int  # samples that need the engine at a time; with fewer, more groups are started
-    max_turns: int = 1  # actions of a sample
-
-
 class RolloutScheduler:
-    """Generates groups of samples with one engine, which has no other user; without ``guard`` a sample is one
-    completion.
+    """Generates groups of samples, of at most ``max_turns`` actions, with one engine, which has no other user; without
+    ``guard`` a sample is one completion. It starts groups while fewer than ``max_generating`` samples need the engine.
 
     ::
 
@@ -50,11 +44,11 @@ class RolloutScheduler:
     Every method is called in the event loop that the samples live in. Before :meth:`start` samples advance only within
     ``_run_until``."""
 
-    def __init__(self, engine: BaseRolloutEngine, guard: Guard | None, limits: RolloutLimits) -> None:
+    def __init__(self, engine: BaseRolloutEngine, guard: Guard | None, max_generating: int, max_turns: int = 1) -> None:
         self.engine, self.guard = engine, guard
-        self._limits, self._wakeup = limits, Wakeup()
+        self._max_generating, self._wakeup = max_generating, Wakeup()
         self._stream = EngineStream(engine, self._wakeup)
-        self._runner = EpisodeRunner(self._stream, guard, limits.max_turns)
+        self._runner = EpisodeRunner(self._stream, guard, max_turns)
         self._groups: dict[GroupKey, Group] = {}
         self._queue: deque[Group] = deque()
         self._cancelled: set[asyncio.Task[None]] = set()
@@ -118,9 +112,7 @@ class RolloutScheduler:
         lowest = [[low for low, _ in map(self._version_range, group.samples) if low >= 0] for group in groups]
         return Batch(
             {
-                "prompt_id": keys[:, 0].copy(),
-                "retry": keys[:, 1].copy(),
-                "created_step": keys[:, 2].copy(),
+                **dict(zip(GroupKey._fields, keys.T.copy(), strict=True)),
                 "started": np.array([group.started for group in groups], dtype=np.bool_),
                 "complete": np.array([group.complete for group in groups], dtype=np.bool_),
                 "min_version": np.array([min(versions, default=-1) for versions in lowest], dtype=np.int64),
@@ -211,7 +203,7 @@ class RolloutScheduler:
 
     def _start_queued(self) -> bool:
         length = len(self._queue)
-        while self._queue and self._runner.generating < self._limits.max_generating and not self._stream.is_exclusive:
+        while self._queue and self._runner.generating < self._max_generating and not self._stream.is_exclusive:
             self._start_group(self._queue.popleft())
         return len(self._queue) < length
 

@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, Completion, Request, SamplingParams
@@ -23,14 +23,6 @@ from dlrover.python.rl.recipe.base.engine_workload import use_threads
 T = TypeVar("T")
 
 _JOIN_S, _CANCEL_S = 10.0, 1.0
-
-
-class EventLoop(Protocol):
-    runs_between_calls: bool
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T: ...
-
-    def close(self) -> None: ...
 
 
 class InlineLoop:
@@ -46,7 +38,11 @@ class InlineLoop:
             asyncio.get_running_loop()
         except RuntimeError:
             return self._loop.run_until_complete(coroutine)
-        return _run_in_thread(self._loop, coroutine)  # A notebook's cell has a running loop; a thread has one at most.
+        pool = ThreadPoolExecutor(1, "rollouts")  # A notebook's cell has a running loop; a thread has one at most.
+        try:
+            return pool.submit(self._loop.run_until_complete, coroutine).result()  # waits: the trainer bounds the call
+        finally:
+            pool.shutdown(wait=False)
 
     def close(self) -> None:
         self.run(_cancel_all())
@@ -110,14 +106,6 @@ async def _cancel_all() -> None:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks, timeout=_CANCEL_S)
-
-
-def _run_in_thread(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
-    pool = ThreadPoolExecutor(1, "rollouts")
-    try:
-        return pool.submit(loop.run_until_complete, coroutine).result()  # waits: for a call that the trainer bounds
-    finally:
-        pool.shutdown(wait=False)
 
 
 class Wakeup:
