@@ -35,8 +35,13 @@ from dlrover.python.rl.engine.model.outputs import OutputReader
 from dlrover.python.rl.engine.model.packing import MicroBatch
 from dlrover.python.rl.engine.model.ranks import Ranks, all_gather_single, pack_random_state, unpack_random_state
 from dlrover.python.rl.engine.model.spec import ModelSpec
-from dlrover.python.rl.engine.training.backend import present, restore_state, write_folder
-from dlrover.python.rl.engine.training.stepping import accumulate_gradients, compute_learning_rate, find_nonfinite
+from dlrover.python.rl.engine.training.backend import present, write_folder
+from dlrover.python.rl.engine.training.stepping import (
+    accumulate_gradients,
+    compute_learning_rate,
+    find_nonfinite,
+    restore_state,
+)
 
 
 def fill_parameters(

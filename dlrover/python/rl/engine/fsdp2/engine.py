@@ -24,13 +24,12 @@ from dlrover.python.rl.engine.model.packing import MicroBatch
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.model.spec import ModelSpec
 from dlrover.python.rl.engine.training.backend import (
-    ShardedBackend,
     model_tensor,
     optimizer_tensor,
     read_checkpoint,
     write_checkpoint,
 )
-from dlrover.python.rl.engine.training.stepping import MasterOptimizer, accumulate_gradients
+from dlrover.python.rl.engine.training.stepping import MasterOptimizer, ShardedBackend, accumulate_gradients
 from dlrover.python.rl.engine.training.train_engine_base import BackendTrainEngine
 
 

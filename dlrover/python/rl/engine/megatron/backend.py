@@ -25,8 +25,8 @@ from dlrover.python.rl.engine.model.outputs import VocabularyShard, token_logpro
 from dlrover.python.rl.engine.model.packing import MicroBatch
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.model.spec import ModelSpec
-from dlrover.python.rl.engine.training.backend import ShardedBackend, read_checkpoint, write_checkpoint
-from dlrover.python.rl.engine.training.stepping import MasterOptimizer, accumulate_gradients
+from dlrover.python.rl.engine.training.backend import read_checkpoint, write_checkpoint
+from dlrover.python.rl.engine.training.stepping import MasterOptimizer, ShardedBackend, accumulate_gradients
 
 _EMBEDDING = "model.embed_tokens.weight"
 

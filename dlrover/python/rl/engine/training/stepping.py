@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a step that all train engines share, and the optimizer over a rank's float32 master weights."""
+"""The parts of a step that all train engines share, the optimizer over a rank's float32 master weights, and backends
+that step it."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate
+from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate, WeightSyncError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig, TokenLoss
+from dlrover.python.rl.engine.api.weights import describe_shape_mismatches
+from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model.packing import MicroBatch
 from dlrover.python.rl.engine.model.ranks import Ranks, join_rank_errors
 
@@ -202,3 +206,80 @@ def _build_optimizer(config: OptimizerConfig, groups: Sequence[dict[str, Any]]) 
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
     groups = [{**group, "decayed": False} for group in groups]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+
+
+@torch.no_grad()
+def restore_state(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Copy a rank's state into its live tensors. Both have ``layout``, ``model`` (tensors by name) and ``optimizer``
+    (None if frozen; else by name the tensors of each kind).
+
+    Raises:
+        WeightSyncError: the state is of another model; nothing was changed.
+        EngineError: it is of another layout, one of the two is frozen, or it has been released; nothing was changed.
+    """
+    moments, own_moments = state["optimizer"], own["optimizer"]
+    if (moments is None) != (own_moments is None):
+        raise EngineError("the state of a trained engine does not fit a frozen one, nor the reverse")
+    if state["layout"] != own["layout"]:
+        raise EngineError(
+            f"the state is of layout {state['layout']}, not {own['layout']}: a checkpoint can be read in both"
+        )
+    shapes = {name: tuple(tensor.shape) for name, tensor in own["model"].items()}
+    faults = describe_shape_mismatches(shapes, {name: tuple(tensor.shape) for name, tensor in state["model"].items()})
+    faults += [f"the optimizer's '{name}' is unknown" for name in moments or {} if name not in own_moments]
+    faults += [f"the optimizer's '{name}' is missing" for name in own_moments or {} if name not in moments]
+    if not faults and moments and any(moments[name].keys() != kinds.keys() for name, kinds in own_moments.items()):
+        faults = ["its optimizer is of another kind"]
+    if faults:
+        raise WeightSyncError("the state is of another model: " + "; ".join(faults))
+    if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in state["model"].values()):
+        raise EngineError("the state's tensors were released with their engine: take a copy before meta()")
+    for name, tensor in own["model"].items():
+        tensor.copy_(state["model"][name])
+    for name, kinds in (own_moments or {}).items():
+        for kind, tensor in kinds.items():
+            tensor.copy_(moments[name][kind])
+
+
+class ShardedBackend(ABC):
+    """The methods of a :class:`TrainBackend` whose ranks step the masters of their shards."""
+
+    parked: ParkedTensors
+    shards: Any
+    """Iterates over the shards; sums, measures and drops their gradients."""
+
+    optimizer: MasterOptimizer[Any] | None
+    _ranks: Ranks
+
+    def reduce_gradients(self) -> list[Any]:
+        gradients: list[Any] = self.shards.take_gradients()
+        return gradients
+
+    def gradient_norm(self) -> float:
+        return float(self.shards.gradient_norm(self._ranks))
+
+    def first_bad_gradient(self) -> str:
+        return str(self.shards.first_bad_gradient(self._ranks))
+
+    def update(self, version: int, norm: float) -> float:
+        assert self.optimizer is not None
+        return self.optimizer.step(version, norm)
+
+    def drop_gradients(self) -> None:
+        self.shards.drop_gradients()
+
+    @abstractmethod
+    def local_state(self) -> dict[str, Any]: ...
+
+    def _moments(self) -> dict[str, Any] | None:
+        return None if self.optimizer is None else self.optimizer.moments(self.parked.locate)
+
+    def restore_local_state(self, state: Mapping[str, Any]) -> None:
+        restore_state(self.local_state(), state)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        for shard in self.shards:
+            shard.refresh(self.parked.locate)
+
+    def release(self) -> None: ...
