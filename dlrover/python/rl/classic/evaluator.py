@@ -120,7 +120,6 @@ class Evaluator:
         return self._evaluate(self._loaded)
 
     def evaluate_with_model(self, model: Any, tokenizer: Any) -> dict[str, Any]:
-        """Evaluate a copy of a Hugging Face model in memory."""
         settings = RolloutSettings(_device(), max_batch=self.batch_size)
         lm = as_causal_lm(copy.deepcopy(model).float(), tokenizer, settings.device)
         engine = engine_class(ROLLOUT_ENGINES, "torch")(lm, settings)
@@ -190,7 +189,6 @@ def score(
 
 
 def vllm_settings(settings: RolloutSettings, arguments: Mapping[str, Any]) -> RolloutSettings:
-    """``settings`` with the arguments of ``vllm.LLM``."""
     shared = {name: arguments[name] for name in _SHARED_SETTINGS if name in arguments}
     rest = {name: value for name, value in arguments.items() if name not in shared}
     backend = {"engine_args": rest} if rest else {}

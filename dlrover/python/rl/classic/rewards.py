@@ -26,7 +26,6 @@ _SUFFIX = ".environments"
 
 
 def reward_function(folder: Path) -> str:
-    """The name of the reward function for the files of :func:`write_samples` in a folder."""
     return f"{__name__}:{quote(str(folder.absolute())).replace('.', '%2E')}"
 
 

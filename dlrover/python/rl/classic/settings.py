@@ -146,7 +146,6 @@ def _schedule_values(scheduler: Any, arguments: Mapping[str, Any] | None, lr: An
 
 
 def _scheduler_options(scheduler: Any, arguments: Mapping[str, Any] | None) -> tuple[type, dict[str, Any]]:
-    """The class and the arguments of a scheduler, which is a class or an instance."""
     if isinstance(scheduler, type):
         return scheduler, dict(arguments or {})
     if arguments:

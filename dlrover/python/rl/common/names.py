@@ -28,7 +28,6 @@ def package_version() -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name closest to ``name``, ignoring case, or None when none is close."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[matches[0]] if matches else None

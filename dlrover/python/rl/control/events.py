@@ -83,8 +83,6 @@ class RoleSettings:
 
 @dataclass(frozen=True)
 class Process:
-    """Where a process runs."""
-
     node: str = ""  # id of its node
     pid: int = 0
     host: str = ""  # the node's name, for people
@@ -203,7 +201,6 @@ class TrainerLost:
 def make_lost_event(
     process_id: ProcessId, number: int, cause: Cause, node: str = ""
 ) -> MemberLost | StandbyLost | TrainerLost:
-    """The event of a lost process; ``number`` is its incarnation or epoch, unused for a standby."""
     if process_id.kind is ProcessKind.TRAINER:
         return TrainerLost(number, cause, node)
     if process_id.kind is ProcessKind.STANDBY:

@@ -171,7 +171,6 @@ def _shape(job: JobSpec, resources: Resources, counts: Mapping[RLRoleType, int],
 
 
 def _place(job: JobSpec, shapes: Sequence[Shape], resources: Resources) -> Placement:
-    """Place ``shapes`` in this order. Raises DoesNotFit."""
     trainer = job.trainer
     nodes = empty_nodes(trainer.device_type, trainer.node_number, trainer.device_per_node)
     cursors: dict[tuple[object, ...], int] = {}
@@ -223,7 +222,6 @@ def _impossible(failure: DoesNotFit, job: JobSpec) -> ConfigError:
 def _rank_slots(
     job: JobSpec, units: Sequence[PlacedUnit], starts: Mapping[int, int], resources: Resources
 ) -> dict[RLRoleType, tuple[Slot, ...]]:
-    """Slots in rank order, which is the order of the nodes, with local ranks."""
     places: dict[RLRoleType, list[tuple[int, int]]] = {role: [] for role in job.workloads}
     for unit in units:
         for role, count in unit.counts.items():

@@ -127,7 +127,6 @@ class JobState:
 
     @property
     def restarts(self) -> int:
-        """Restarts of the whole job."""
         return sum(self.restarts_by.values())
 
 

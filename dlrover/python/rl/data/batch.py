@@ -167,7 +167,6 @@ class Batch:
 
     @classmethod
     def concat(cls, parts: Sequence["Batch"]) -> "Batch":
-        """Concatenate parts that have the same columns."""
         if not parts:
             raise DataError("nothing to concatenate")
         if len(parts) == 1:

@@ -35,7 +35,6 @@ class Encoded:
 
     @property
     def trained(self) -> int:
-        """The number of trained tokens."""
         return sum(self.action_mask)
 
     def cut(self, max_length: int) -> "Encoded":

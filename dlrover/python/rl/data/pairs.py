@@ -102,7 +102,6 @@ def pair_prompt(pair: Mapping[str, Any]) -> Any:
 
 
 def _complete(side: str, answer: Any, context: list[Any]) -> list[Any]:
-    """The conversation of a side from its beginning."""
     if isinstance(answer, list):
         if answer[: len(context)] == context:
             return answer

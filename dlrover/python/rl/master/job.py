@@ -63,8 +63,6 @@ _ANSWER_S = 60.0
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """A job without errors."""
-
     job: JobSpec
     placement: Placement
     inspection: Inspection

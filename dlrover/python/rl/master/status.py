@@ -22,8 +22,6 @@ from dlrover.python.rl.trainer.trainer import StepReport
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job at one moment."""
-
     name: str
     phase: Phase
     incarnation: int  # 1 for its first run, one more for each restart

@@ -36,8 +36,6 @@ class LocalMember:
 
 @dataclass(frozen=True)
 class CallResult:
-    """The result or the error of a call, and its duration."""
-
     result: Stored | None
     error: InvocationError | None
     took_s: float = 0.0
@@ -164,7 +162,6 @@ def _death(member: LocalMember, role: str, rank: int, call: Call) -> WorkloadDie
 
 @contextmanager
 def process_environment(env: Mapping[str, str]) -> Iterator[None]:
-    """Set ``env`` in ``os.environ`` for the block."""
     before = {name: os.environ.get(name) for name in env}
     os.environ.update(env)
     try:

@@ -46,8 +46,6 @@ class Standing:
 
 @dataclass(frozen=True)
 class Call:
-    """One method call on one member."""
-
     call_id: tuple[int, int]  # (step, n): the n-th role-group call of that step; the same for all members of the group
     method: str
     args: tuple[Any, ...]  # values, Refs, lists of Refs, or Rows
@@ -168,8 +166,6 @@ def gather(refs: Sequence[Ref], timeout_s: float | None) -> list[Any]:
 
 @dataclass(frozen=True)
 class RestartInfo:
-    """Why this process was restarted."""
-
     count: int = 0  # of the trainer or the job so far, including those inside its process
     reason: str = ""  # of the last restart, one line; "" for none
     step: int = 0  # the last committed step, 0 for none

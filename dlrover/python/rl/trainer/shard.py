@@ -198,7 +198,6 @@ def _fetch_chosen(rows: Rows, sizes: Sequence[int], fetch: Callable[[Any], Any])
 
 
 def _select(value: Any, rows: list[int]) -> Any:
-    """These rows of ``value``, in this order; ``value`` itself if they are all of it."""
     if rows == list(range(len(value))):
         return value
     if isinstance(value, Batch):

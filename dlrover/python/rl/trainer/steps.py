@@ -270,7 +270,6 @@ def _names(members: list[ProcessId]) -> str:
 
 
 def dump_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The trainer's state as a plain tree, with the ``state_dict()`` of objects."""
     return {
         name: {"object": value.state_dict()} if hasattr(value, "load_state_dict") else {"value": value}
         for name, value in state.items()

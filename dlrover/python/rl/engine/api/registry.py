@@ -152,7 +152,6 @@ def find_rollout_errors(name: str, info: EngineInfo, tensor_parallel_size: int) 
 
 
 def raise_engine_errors(errors: list[str]) -> None:
-    """Raise an :class:`EngineError` if there are any."""
     if errors:
         raise EngineError("; ".join(errors))
 

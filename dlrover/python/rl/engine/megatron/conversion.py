@@ -116,7 +116,6 @@ class Parameter:
         return self.layer * stages // shape.layers
 
     def local_name(self, shape: TransformerShape, stages: int) -> str:
-        """Its name on its stage."""
         per_stage = shape.layers // stages
         return self.name if self.layer is None else self.name.format(layer=self.layer % per_stage)
 
@@ -172,7 +171,6 @@ def _list_layer(shape: TransformerShape, layer: int) -> list[Parameter]:
 
 
 def split(parameter: Parameter, tensors: Sequence[Any], shape: TransformerShape, rank: int, ranks: int) -> Any:
-    """The part of a parameter on a tensor-parallel rank, from its whole Hugging Face tensors (``sources``)."""
     return _SPLITS[parameter.form](tensors, shape, rank, ranks)
 
 

@@ -132,7 +132,6 @@ class DeviceMemory:
         return self._place(owner, kind, nbytes, lambda: torch.zeros(tuple(shape), dtype=dtype, device=self.device))
 
     def bring(self, owner: str, kind: Kind, tensor: Any) -> Any:
-        """A copy of ``tensor`` on the device, accounted to ``owner``."""
         return self._place(owner, kind, tensor.nbytes, lambda: tensor.detach().to(self.device, copy=True))
 
     def _place(self, owner: str, kind: Kind, nbytes: int, make: Callable[[], Any]) -> Any:
@@ -177,7 +176,6 @@ class DeviceMemory:
         return self.by_owner().get(owner, {})
 
     def by_owner(self) -> dict[str, dict[str, int]]:
-        """Bytes by owner and kind."""
         owners: dict[str, dict[str, int]] = {}
         for storage in self._live().values():
             kinds = owners.setdefault(storage.owner, {})

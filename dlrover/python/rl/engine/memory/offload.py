@@ -36,7 +36,6 @@ class OffloadState:
         self._present: dict[Kind, Any] = {}
 
     def missing_kinds(self, part: Part) -> list[Kind]:
-        """The kinds of ``part`` that are not on the device."""
         return [kind for kind in _KINDS[part] if kind not in self._present]
 
     def bring(self, kind: Kind, nbytes: int | None = None) -> None:

@@ -120,7 +120,6 @@ def list_aliases(module: Any) -> list[tuple[str, ...]]:
 
 
 def tie_parameter(module: Any, names: Sequence[str], parameter: Any) -> None:
-    """Make ``parameter`` that of all these names."""
     for name in names:
         owner, _, last = name.rpartition(".")
         module.get_submodule(owner).register_parameter(last, parameter)

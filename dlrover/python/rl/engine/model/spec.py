@@ -210,7 +210,6 @@ def load_meta_causal_lm(source: str | Path) -> tuple[CausalLM, str]:
 
 
 def count_weight_bytes(lm: CausalLM, dtype: torch.dtype) -> int:
-    """Bytes of all weights in ``dtype``, tied ones once."""
     return sum(tensor.numel() for _, tensor in lm.named_weights()) * dtype.itemsize
 
 

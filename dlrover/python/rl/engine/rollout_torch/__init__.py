@@ -11,8 +11,6 @@ from dlrover.python.rl.engine.api.registry import EngineInfo
 
 @dataclass(frozen=True)
 class TorchOptions:
-    """``backend`` options of the rollout engine ``torch``."""
-
     forward: Literal["auto", "fused", "huggingface"] = "auto"
     """``fused``: this engine's forward pass, for Llama-like models; ``huggingface``: the model's; ``auto``: ``fused``
     where the model supports it."""

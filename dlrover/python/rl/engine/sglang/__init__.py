@@ -13,8 +13,6 @@ from dlrover.python.rl.engine.api.registry import EngineInfo
 
 @dataclass(frozen=True)
 class SglangOptions:
-    """``backend`` options of the rollout engine ``sglang``."""
-
     url: str | None = None
     """A running server, started with the flags of :func:`launch_arguments`; None starts one."""
 

@@ -32,8 +32,6 @@ _BLOCK = 128
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """``backend`` options of the rollout engine ``vllm``."""
-
     max_model_len: Annotated[int, Gt(0)] | None = None
     """Longest sequence in tokens; None: the model's limit."""
 
@@ -49,7 +47,6 @@ class VllmOptions:
 
 
 def engine_arguments(model: str, lm: CausalLM, settings: RolloutSettings, options: VllmOptions) -> dict[str, Any]:
-    """Arguments of vLLM's ``EngineArgs`` for the ``model`` in a folder."""
     on_cpu = settings.device == "cpu"
     longest = options.max_model_len or lm.max_positions
     cache = options.kv_cache_bytes

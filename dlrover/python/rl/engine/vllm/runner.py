@@ -174,8 +174,6 @@ def _preserved_process_state() -> Iterator[None]:
 
 
 class OffloadableRunner(Protocol):
-    """A runner, awake or asleep."""
-
     has_weights: bool  # to wake
 
     @property

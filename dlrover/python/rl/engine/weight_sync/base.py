@@ -170,8 +170,6 @@ _STAMP = struct.Struct("<q8s")
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """Settings of one side of a sync, the same for all transports; each is made as ``Transport(settings)``."""
-
     name: str = "the sender"
     """This process's name in messages: ``ACTOR[0]``."""
 
@@ -209,7 +207,6 @@ class SyncSettings:
 
     @property
     def bucket(self) -> int:
-        """Bytes of a bucket."""
         nbytes = self.bucket_bytes or (HOST_BUCKET if self.is_on_host else DEVICE_BUCKET)
         return -(-nbytes // ALIGN) * ALIGN
 

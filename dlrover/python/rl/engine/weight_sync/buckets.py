@@ -53,7 +53,6 @@ class CrcTally:
 
 
 def bucket_spans(table: WeightTable, size: int) -> list[tuple[int, int]]:
-    """Start and stop of each bucket of ``size`` bytes."""
     end = table.nbytes
     return [(start, min(start + size, end)) for start in range(0, end, size)]
 

@@ -32,8 +32,6 @@ TRANSPORTS = ExtensionPoint(
 
 @dataclass(frozen=True)
 class WeightSyncOptions:
-    """What ``engine.weight_sync_options`` may hold."""
-
     folder: str | None = None
     """A folder that all members see; required by ``disk``."""
 
@@ -80,7 +78,6 @@ def check_collocation(name: str, device: str, is_collocated: bool) -> None:
 
 
 def make_transport(name: str, options: Mapping[str, Any], settings: SyncSettings) -> WeightTransport:
-    """Make one side of the transport ``name``; ``options`` have been validated."""
     transport = TRANSPORTS.load(name)
     parsed = WeightSyncOptions(**options)
     timeout_s = parsed.timeout_s or (60.0 if waits_for_receivers(transport) else settings.timeout_s)

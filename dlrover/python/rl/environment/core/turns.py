@@ -174,7 +174,6 @@ class TokenSequence:
     finished: bool = False
 
     def give(self, tokens: Sequence[int]) -> None:
-        """Add tokens of an observation."""
         self._extend(tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
 
     def act(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:

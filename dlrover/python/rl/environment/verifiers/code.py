@@ -102,7 +102,6 @@ class _ExpectedValues(ast.NodeTransformer):
 
 
 def _comparison(test: ast.expr) -> tuple[ast.expr | None, Any]:
-    """The compared expression and its literal, or None."""
     if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq | ast.Is):
         return None, None
     none_only = isinstance(test.ops[0], ast.Is)  # 1 equals True, and is not it

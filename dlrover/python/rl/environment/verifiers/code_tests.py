@@ -31,7 +31,6 @@ _EXACT: dict[type[Any], Callable[[Any], Any]] = {
 
 
 def run_tested(file: str, channel: int) -> None:
-    """Run ``file``, then the tests from ``channel``; does not return if they pass."""
     os.set_inheritable(channel, False)
     run, build, read, leave = exec, compile, os.read, os._exit
     say = _speaker(channel)

@@ -81,7 +81,6 @@ class ExampleTrainer(RecipeTrainer):
 
     @classmethod
     def metrics(cls, measured: Measured) -> dict[str, float]:
-        """The metrics of a step: the loss, and the metrics of :attr:`metric_names`."""
         return {"loss": measured.loss, **{label: measured.metrics[name] for name, label in cls.metric_names.items()}}
 
     @classmethod
@@ -180,7 +179,6 @@ class ExampleTrainer(RecipeTrainer):
         return metrics
 
     def extra_metrics(self, step: int) -> dict[str, float]:
-        """More metrics of an evaluation."""
         return {}
 
     @property

@@ -25,8 +25,6 @@ from dlrover.python.rl.recipe.base.engine_workload import TRAINED
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleData:
-    """Examples for training and evaluation."""
-
     train: str
     """A file (``.json``, ``.jsonl``, ``.csv``, ``.parquet``, ``.arrow``), a folder or a hub name; the prefix ``split@``
     selects a split."""

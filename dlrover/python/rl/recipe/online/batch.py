@@ -141,7 +141,6 @@ class AuxOutput:
 
 
 def cast_columns(batch: Batch, dtypes: Mapping[str, str]) -> Batch:
-    """The ragged columns with the dtypes that they were declared with."""
     columns = {name: batch.ragged(name) for name in dtypes if name in batch}
     cast = {name: column.like(column.values.astype(dtypes[name], copy=False)) for name, column in columns.items()}
     return batch.with_columns(**cast)

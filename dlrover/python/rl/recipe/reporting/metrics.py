@@ -317,7 +317,6 @@ class RecipeTrainer(BaseTrainer):
         return {"step_s": whole, **{f"time/{phase}": seconds for phase, seconds in spent.items()}}
 
     def report(self, step: int, metrics: Mapping[str, float], tokens: int) -> None:
-        """Log the metrics of a step that trained on ``tokens``, its times and speed included."""
         times = self.time_metrics()
         metrics = {**metrics, **self.machine.metrics(tokens, len(self.RG_ACTOR), times), **times}
         self.run_log.write_step(step, metrics)
@@ -337,7 +336,6 @@ class RecipeTrainer(BaseTrainer):
         self.run_log.begin_step(self.last_step + 1)
 
     def write_results(self, metric: str, summary: Mapping[str, Any]) -> None:
-        """Save the model, the curve of ``metric`` and the summary."""
         model = self.job_dir / "model"
         self.RG_ACTOR.save(model)
         self.run_log.write_curve(metric, f"{metric}.png")

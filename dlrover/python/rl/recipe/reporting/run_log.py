@@ -54,7 +54,6 @@ class TensorBoardWriter:
         self._write(events)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the finite metrics of a step."""
         now_s = time.time()
         self._write(
             Event(wall_time=now_s, step=step, summary=scalar(name, value))
@@ -132,14 +131,12 @@ class RunLog:
         self._trackers.log(self._run, step, values)
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write samples of a step, one line each, and log the first ``log.show_samples``."""
         samples = list(rows)
         self._append(_SAMPLES, ({"step": step, **row} for row in samples))
         for row in samples[: self._config.show_samples]:
             _LOG.info("step %d: %s", step, _format_sample(row, self._config.max_chars))
 
     def write_refused(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write the samples that an update was refused for, one line each, to ``refused.jsonl``."""
         self._replace("refused.jsonl", "".join(_format_line({"step": step, **row}) for row in rows).encode())
 
     def write_held_out(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -175,7 +172,6 @@ class RunLog:
 
 
 def _format_sample(row: Mapping[str, Any], max_chars: int) -> str:
-    """A sample in one line of the log, each of its texts cut after ``max_chars``."""
     texts = {name: text if isinstance(text, str) else str(text) for name, text in row.items() if text is not None}
     return "  ".join(f"{name} {_shorten(text, max_chars)}" for name, text in texts.items())
 
@@ -234,7 +230,6 @@ def curve_png(name: str, points: Sequence[tuple[int, float]]) -> bytes:
 
 
 def running_mean(values: list[float], window: int) -> list[float]:
-    """Each value's mean with up to ``window - 1`` before it."""
     return [sum(values[max(0, end - window) : end]) / (end - max(0, end - window)) for end in range(1, len(values) + 1)]
 
 

@@ -130,7 +130,6 @@ class ActorWorkload(TrainedWorkload):
 
     @trainer_invocation(target="RANK0")
     def published_stamp(self) -> WeightStamp | None:
-        """The stamp of the weights that :meth:`publish_weights` sent last."""
         if self._sending is not None:
             self._published = self._sending.result()  # waits: as long as the transport's own timeout
             self._sending = None

@@ -139,7 +139,6 @@ class ModelRewardWorkload(EngineWorkload):
         return tokens
 
     def _compute_scores(self, sequences: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
-        """``[sequences]``: at the last token of each."""
         tokens = Ragged.from_rows(sequences, dtype=np.int64)
         ends = tokens.offsets[1:] - 1
         last = np.zeros(len(tokens.values), dtype=np.bool_)

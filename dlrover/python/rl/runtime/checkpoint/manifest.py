@@ -50,7 +50,6 @@ def folder_name(step: int, epoch: int) -> str:
 
 
 def step_and_epoch(name: str) -> tuple[int, int] | None:
-    """Read :func:`folder_name`; None for another name."""
     match = _FOLDER.fullmatch(name)
     return (int(match["step"]), int(match["epoch"])) if match else None
 

@@ -44,7 +44,6 @@ class Roots:
         return self.commits or memory_root(self.job, self.run)
 
     def commit_store(self, node: str) -> CheckpointStore:
-        """The store of each step's commit on this node, ``node``."""
         return CheckpointStore(self.commit_root(), self.run, durable=self.shared, node=self.owner(node))
 
     def owner(self, node: str) -> str:

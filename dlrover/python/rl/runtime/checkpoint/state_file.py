@@ -46,8 +46,6 @@ Header = Mapping[str, str | int]
 
 @dataclass(frozen=True)
 class StateFile:
-    """The expected properties of a state file."""
-
     name: str  # inside its folder
     nbytes: int
     checksum: int  # crc32 of all but the last four bytes, which hold the same number
@@ -256,7 +254,6 @@ def _decode(path: Path, content: memoryview, header: Header) -> Any:
 
 
 def _cut(content: memoryview, table_size: int, skeleton_size: int) -> tuple[Header, bytes, list[memoryview]]:
-    """Header, skeleton and buffers."""
     at = _PREFIX.size + table_size
     table = json.loads(bytes(content[_PREFIX.size : at]))
     skeleton = bytes(content[at : at + skeleton_size])

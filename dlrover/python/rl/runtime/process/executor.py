@@ -134,7 +134,6 @@ def load_class(module: str, name: str, search_path: Sequence[str] = ()) -> Any:
 
 
 def class_at(path: str, search_path: Sequence[str] = ()) -> Any:
-    """The class at ``package.module:Class``; see :func:`load_class`."""
     module, _, name = path.partition(":")
     return load_class(module, name, search_path)
 

@@ -116,7 +116,6 @@ def _ask(where: str, question: Callable[[], Iterable[ConfigError]]) -> list[Conf
 
 
 def inspect_in_child(job: JobSpec, deadline_s: float = DEADLINE_S) -> Inspection:
-    """:func:`inspect_job` in a child process that ends at the deadline."""
     with tempfile.TemporaryDirectory(prefix="dlrover-rl-") as folder:
         request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
         request.write_text(json.dumps({"job": job_to_yaml(job), "name": job.name, "search_path": job.search_path}))

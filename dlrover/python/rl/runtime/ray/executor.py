@@ -158,7 +158,6 @@ class RayExecutor:
         await NodeWatch(self._cluster.list_nodes).watch(lose)
 
     def process_of(self, process_id: ProcessId) -> Process | None:
-        """Where a process runs, None if that is not known."""
         entry = self._table.find(process_id)
         return entry.process if entry else None
 
@@ -224,7 +223,6 @@ class RayExecutor:
         excluded: tuple[str, ...],
         emit: Emit,
     ) -> None:
-        """Start the actor unless it was a standby, locate it, wait until all ``peers`` are located, construct."""
         process_id, timeout_s = entry.process_id, self._job.liveness.start_timeout_s
         if entry.handle is None:
             await self._start_actor(entry, excluded)

@@ -29,8 +29,6 @@ _NAME = re.compile(r"(?P<prefix>.+/\d+)/node-(?P<node>\d+)(?:/(?P<number>\d+)-(?
 
 @dataclass(frozen=True)
 class _NodeGroup:
-    """A placement group of a plan."""
-
     id: str
     prefix: str
     node: int  # the plan's node that it reserves
@@ -220,7 +218,6 @@ def _ray_bundle(resources: Mapping[str, float]) -> dict[str, float]:
 
 
 def _list_groups(cluster: ClusterApi) -> list[_NodeGroup]:
-    """The groups of all plans on the cluster."""
     groups = []
     for row in cluster.list_groups():
         if match := _NAME.fullmatch(row.name):

@@ -72,8 +72,6 @@ class RemoteResult:
 
 @dataclass(frozen=True)
 class RowsOf:
-    """The row count of a result."""
-
     result: RemoteResult
 
     def __reduce__(self) -> Any:
@@ -139,7 +137,6 @@ class TorchrunPort:
         self.worker.handle(End(clean))
 
     def wait_for_loss(self, timeout_s: float) -> int | None:
-        """The first process that was lost, None if there is none within the timeout."""
         with self._loss:
             self._loss.wait_for(lambda: bool(self.lost), timeout_s)
             return self.lost[0] if self.lost else None

@@ -35,8 +35,6 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True)
 class ActorPlacement:
-    """Where an actor goes."""
-
     resources: Mapping[str, float] = field(default_factory=dict)  # cpu, gpu, memory in MB, and custom ones
     group: str = ""  # id of a placement group, "" for none
     bundle: int = -1  # index in the group, -1 for any
@@ -191,7 +189,6 @@ async def kill_process(cluster: ClusterApi, process: Process) -> None:
 
 
 async def read_stacks(cluster: ClusterApi, process: Process) -> str:
-    """The stacks of a process, or the reason why there are none."""
     return await cluster.run_on(process.node, stacks_of, process.pid) or "its node does not answer"
 
 

@@ -54,7 +54,6 @@ ON_CPU = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def process_env(job: JobSpec) -> dict[str, str]:
-    """The environment variables of every process of the job."""
     if job.trainer.device_type != "CPU":
         return dict(job.env)
     return {**ON_CPU, **job.env}
@@ -235,7 +234,6 @@ def _one_line(error: BaseException) -> str:
 
 
 def cause_with_log(error: Exception, process: Process | None) -> Cause:
-    """The cause of an error, with the last log lines of the process if they can be read."""
     cause = classify(error)
     if process is None or not isinstance(error, MemberGone):
         return cause

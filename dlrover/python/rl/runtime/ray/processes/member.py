@@ -36,8 +36,6 @@ _BEAT_S = 5.0  # for the answer to a heartbeat
 
 @dataclass(frozen=True)
 class MemberStart:
-    """Makes a process a member."""
-
     job: JobSpec
     context: MemberContext
     incarnation: int
@@ -64,8 +62,6 @@ def locate_with_port(port: HeldPort, preferred: Sequence[int] = ()) -> Process:
 
 
 def send_to(master: Any) -> Any:
-    """A function that sends a heartbeat to the master."""
-
     def send(beat: Heartbeat) -> bool:
         is_current: bool = ray.get(master.beat.remote(beat), timeout=_BEAT_S)
         return is_current
@@ -167,8 +163,6 @@ def _get(refs: Any) -> Any:
 
 
 def member_class(name: str, methods: Sequence[str]) -> type[MemberActor]:
-    """A :class:`MemberActor` with one more method for each name in ``methods``."""
-
     def forward(method: str) -> Any:
         def call(self: MemberActor, *args: Any, **kwargs: Any) -> Any:
             return self._run(method, args, kwargs)

@@ -37,8 +37,6 @@ _LOG = get_logger(__name__)
 
 @dataclass
 class ProcessEntry:
-    """A process that was started."""
-
     process_id: ProcessId
     number: int = 0  # its incarnation or epoch, 0 for a standby
     slot: int = -1  # index of its slot among those of its role
@@ -61,7 +59,6 @@ class ProcessEntry:
             task.cancel()
 
     def loss(self, cause: Cause) -> Event:
-        """The event of its loss."""
         # A trainer that failed may name a member as the cause.
         if self.process_id != TRAINER_ID or cause.who == "job":
             cause = replace(cause, who=str(self.process_id))
@@ -96,14 +93,12 @@ class ProcessTable:
         return [entry.process for entry in entries if entry.process is not None]
 
     def free_slot(self, role: str, preferred: int) -> int:
-        """The preferred slot of a role, or another free one if a standby has taken that."""
         used = {entry.slot for entry in self._entries.values() if entry.process_id.role == role}
         spec = self._job.workloads[RLRoleType(role)]
         free = [slot for slot in range(spec.num + spec.standby) if slot not in used]
         return preferred if preferred in free or not free else free[0]
 
     def context(self, entry: ProcessEntry, name: str, restart: RestartInfo) -> MemberContext:
-        """The context of a member whose role is located."""
         role, rank = entry.role, entry.process_id.rank
         peers = [peer for peer in self._entries.values() if peer.process_id.pool == entry.process_id.pool]
         processes = {peer.process_id.rank: peer.process or Process() for peer in peers}
@@ -124,7 +119,6 @@ class ProcessTable:
 
 
 def entries_of(state: JobState) -> Iterator[ProcessEntry]:
-    """The processes that are up in a state, without their handles."""
     for process_id, member in state.members.items():
         if member.process is not None:
             slot = member.process.slot

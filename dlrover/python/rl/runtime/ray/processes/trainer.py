@@ -233,7 +233,6 @@ class TrainerActor:
 
 
 def _root(error: BaseException) -> BaseException:
-    """The death of a member that caused ``error``, or ``error`` itself."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, WorkloadDied):
