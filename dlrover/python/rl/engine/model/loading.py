@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights in Hugging Face format: read as float32, whole or in parts; written atomically."""
 
+import importlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+import huggingface_hub
 import torch
 from safetensors import safe_open
 
@@ -178,6 +180,33 @@ def find_limits(model: Any) -> tuple[int, int | None]:
 
 def is_hub_name(text: str) -> bool:
     return _HUB_NAME.fullmatch(text) is not None
+
+
+def find_model_folder(model: str | Path) -> Path:
+    """The folder with a model's files; downloads those of a hub name, or raises an ``EngineError``."""
+    text = str(Path(model).expanduser()) if str(model).startswith("~") else str(model)
+    if Path(text).is_dir():
+        return Path(text)
+    message = f"no model at '{text}': it is neither a folder nor reachable on the hub"
+    if isinstance(model, Path) or not is_hub_name(text):
+        raise EngineError(message)
+    wanted = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+    try:
+        return Path(huggingface_hub.snapshot_download(text, allow_patterns=wanted))
+    except (OSError, ValueError) as error:  # the hub's errors are OSErrors
+        raise EngineError(message) from error
+
+
+def load_tokenizer(model: str | Path) -> Any:
+    try:
+        return load_auto("AutoTokenizer", find_model_folder(model))
+    except (OSError, ValueError) as error:
+        raise EngineError(f"no tokenizer can be loaded from '{model}'") from error
+
+
+def load_auto(kind: str, folder: Path) -> Any:
+    """Imported on demand: that takes longer than torch, and of a job's processes only those with a model need it."""
+    return getattr(importlib.import_module("transformers"), kind).from_pretrained(folder)
 
 
 def _as_ids(value: int | list[int] | None) -> list[int]:

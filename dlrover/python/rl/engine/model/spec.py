@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,8 +27,8 @@ from dlrover.python.rl.engine.model.loading import (
     WeightReader,
     as_causal_lm,
     disable_dropout,
+    find_model_folder,
     init_normal,
-    is_hub_name,
     match_names,
     write_atomically,
 )
@@ -38,7 +36,6 @@ from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.model.train_module import empty_weights
 
 _CLASSES = {"causal": AutoModelForCausalLM, "token": AutoModelForTokenClassification}
-_WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,27 +164,6 @@ class ModelSpec:
             config.pad_token_id = self.tokenizer.pad_token_id
         with empty_weights():
             return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-
-
-def load_tokenizer(model: str | Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(find_model_folder(model))
-    except (OSError, ValueError) as error:
-        raise EngineError(f"no tokenizer can be loaded from '{model}'") from error
-
-
-def find_model_folder(model: str | Path) -> Path:
-    """The folder with a model's files; downloads those of a hub name, or raises an ``EngineError``."""
-    text = str(Path(model).expanduser()) if str(model).startswith("~") else str(model)
-    if Path(text).is_dir():
-        return Path(text)
-    message = f"no model at '{text}': it is neither a folder nor reachable on the hub"
-    if isinstance(model, Path) or not is_hub_name(text):
-        raise EngineError(message)
-    try:
-        return Path(snapshot_download(text, allow_patterns=list(_WANTED)))
-    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise EngineError(message) from error
 
 
 def load_causal_lm(source: str | Path, device: str = "cpu") -> CausalLM:

@@ -15,10 +15,10 @@ from dlrover.python.rl.engine.model.loading import (
     SafetensorsSource,
     TensorSource,
     WeightReader,
+    find_model_folder,
     list_saved_tensors,
     write_atomically,
 )
-from dlrover.python.rl.engine.model.spec import find_model_folder
 from dlrover.python.rl.engine.model.train_module import empty_weights
 
 

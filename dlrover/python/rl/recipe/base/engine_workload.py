@@ -168,8 +168,9 @@ class EngineWorkload(BaseWorkload):
         use_threads(engine.threads)
         device = device_of(self, engine)
         settings = replace(train_settings(engine, device, ParallelSizes()), **changes)
+        make = engine_class(TRAIN_ENGINES, engine.train)  # the import takes seconds: not while it holds the device
         with self._first_turn(device) as memory:
-            self._engine = engine_class(TRAIN_ENGINES, engine.train)(model, optimizer, settings, rendezvous, memory)
+            self._engine = make(model, optimizer, settings, rendezvous, memory)
 
     def _make_weight_transport(self, engine: EngineConfig, device: str, is_leader: bool = False) -> WeightTransport:
         """This member's side of ``engine.weight_sync``, between the actor and the rollouts."""

@@ -14,9 +14,9 @@ from dlrover.python.rl.algorithm.losses.values import ValueLoss, shift_to_action
 from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
 from dlrover.python.rl.engine.api.weights import WeightStamp
+from dlrover.python.rl.engine.model.loading import load_tokenizer
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.model.ranks import resolve_device
-from dlrover.python.rl.engine.model.spec import load_tokenizer
 from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receivers
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import (

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from transformers import AutoConfig
 
 from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError, VerifierError
 from dlrover.python.rl.common.log import get_logger
@@ -18,7 +17,7 @@ from dlrover.python.rl.data.conversation import encode_raw
 from dlrover.python.rl.data.pairs import encode_pair
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info, find_train_errors
 from dlrover.python.rl.engine.api.settings import ParallelSizes
-from dlrover.python.rl.engine.model.spec import find_model_folder
+from dlrover.python.rl.engine.model.loading import find_model_folder, load_auto
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
 from dlrover.python.rl.environment.verifiers import exact
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig, validate_model
@@ -104,7 +103,7 @@ class ModelRewardWorkload(EngineWorkload):
         self._longest, faults = _inspect_head(folder)
         if faults:
             raise EngineError("; ".join(faults))
-        has_bias = _head_kind(AutoConfig.from_pretrained(folder)) == _TOKENS
+        has_bias = _head_kind(load_auto("AutoConfig", folder)) == _TOKENS
         self._make_train_engine(reward.model, engine, head="token", head_bias=has_bias)
 
     @on_device
@@ -148,7 +147,7 @@ class ModelRewardWorkload(EngineWorkload):
 
 
 def _inspect_head(folder: Path) -> tuple[int | None, list[str]]:
-    config = AutoConfig.from_pretrained(folder)
+    config = load_auto("AutoConfig", folder)
     longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not _head_kind(config):
         names = ", ".join(config.architectures or ["a model without a class"])

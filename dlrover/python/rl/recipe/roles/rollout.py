@@ -48,10 +48,11 @@ class RolloutWorkload(EngineWorkload):
             engine.gpu_memory_utilization,
             engine.rollout_options,
         )
+        make = engine_class(ROLLOUT_ENGINES, engine.rollout)
         with self._first_turn(device) as memory:
             if rollout.max_staleness and self._device_locks:
                 raise EngineError("a rollout on a shared device cannot run ahead: rollout.max_staleness has to be 0")
-            self._engine: BaseRolloutEngine = engine_class(ROLLOUT_ENGINES, engine.rollout)(model, settings, memory)
+            self._engine: BaseRolloutEngine = make(model, settings, memory)
         self._weights = self._make_weight_transport(engine, device)
         guard = Guard(_make_environment(rollout), rollout.env_timeout_s) if rollout.env_path else None
         self._loop: InlineLoop | ThreadLoop = ThreadLoop(engine.threads) if rollout.max_staleness else InlineLoop()
