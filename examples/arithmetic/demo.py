@@ -79,8 +79,8 @@ def main() -> None:
     write_tiny_model(OUT / "random-model", layers=2, max_positions=64, seed=options.seed, **shape)
     write_data(options.seed)
     began_s = time.monotonic()
-    run("run", str(HERE / "sft.yaml"), "--local", f"seed={options.seed}")
-    run("run", str(HERE / "grpo.yaml"), f"seed={options.seed}", *options.overrides)
+    run("run", str(HERE / "sft.yaml"), "--local", "overwrite=true", f"seed={options.seed}")
+    run("run", str(HERE / "grpo.yaml"), "overwrite=true", f"seed={options.seed}", *options.overrides)
     if all(override.lstrip("+").startswith("engine.") for override in options.overrides):
         check(time.monotonic() - began_s)
 

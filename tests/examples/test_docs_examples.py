@@ -126,7 +126,7 @@ def read(file):
 def test_the_first_trainer_finds_the_lever_that_pays_best(desk):
     done = run(desk, "dlrover-rl run examples/first_trainer/job.yaml --local")
     assert done.returncode == 0, done.stderr
-    learnt = read(desk / "runs/first-trainer/policy.json")
+    learnt = read(desk / "runs/first-trainer/latest/policy.json")
     assert learnt["policy"][1] > 0.9
     first = float(re.search(r"step 1/60 +reward ([\d.]+)", done.stderr)[1])
     assert first < 0.6 < 0.7 < learnt["reward"]
@@ -159,14 +159,14 @@ def test_breakpoint_stops_in_the_member_that_got_the_empty_text(desk):
     assert done.returncode == 0, done.stderr
     assert "(1, ['', 'eleven'])" in done.stdout
     assert any("(1, ['', 'eleven'])" in text for text in texts_after("(Pdb) p self.rank"))
-    assert read(desk / "runs/debug-locally/total.json") == {"total": 28.0, "texts": 4}
+    assert read(desk / "runs/debug-locally/latest/total.json") == {"total": 28.0, "texts": 4}
 
 
 def test_breakpoints_can_be_switched_off(desk):
     done = run(desk, "dlrover-rl run examples/debug_locally/job.yaml --local", PYTHONBREAKPOINT="0")
     assert done.returncode == 0, done.stderr
     assert "Pdb" not in done.stdout
-    assert read(desk / "runs/debug-locally/total.json")["total"] == 28.0
+    assert read(desk / "runs/debug-locally/latest/total.json")["total"] == 28.0
 
 
 def test_leaving_the_debugger_ends_the_job_as_failed(desk):

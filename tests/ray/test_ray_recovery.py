@@ -17,9 +17,8 @@ from dlrover.python.rl.config.spec import CheckpointSpec
 from dlrover.python.rl.control.events import CauseKind, MemberLost, MemberStarted, Released, TrainerLost
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, follow, start_master, stop_master
-from dlrover.python.rl.runtime.checkpoint.commits import roots_of
+from dlrover.python.rl.runtime.checkpoint.commits import newest_commit, roots_of
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest
-from dlrover.python.rl.runtime.checkpoint.store import newest_of_any_run
 from dlrover.python.rl.runtime.process.host import CallHeader
 from dlrover.python.rl.runtime.ray.processes.actors import end
 from dlrover.python.rl.trainer.port import COMMIT, RAW_CALL
@@ -276,11 +275,11 @@ def test_a_run_goes_on_where_a_stopped_one_left_its_last_copy(stage):
         assert follow(master, deadline_s=60).phase is Phase.STOPPED
     finally:
         end(master)
-    copy = newest_of_any_run(job.job.job_dir / "checkpoints")
+    copy = newest_commit(job.job.job_dir)
     assert copy is not None
     job.run()
-    run, manifest = copy
-    assert (run, manifest.step) in [(first, 2), (first, 4)]  # that of step 4 may have been under way
+    store, manifest = copy
+    assert (store.run, manifest.step) in [(first, 2), (first, 4)]  # that of step 4 may have been under way
     assert job.run_id != first
     assert [report.step for report in job.reports] == list(range(manifest.step + 1, 9))
     assert undisturbed(job)

@@ -189,7 +189,7 @@ def test_completions_are_logged_as_far_as_is_asked_for(model, tmp_path, capsys):
     shown = [line.split("  ", 1)[1] for line in capsys.readouterr().err.splitlines() if "I reward " in line]
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert shown == [repr(sample["completion"][:2]) for sample in samples]
-    grpo(model, tmp_path, num_steps=1).train()
+    grpo(model, tmp_path / "again", num_steps=1).train()
     assert "I reward " not in capsys.readouterr().err
 
 

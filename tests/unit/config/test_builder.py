@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The original's builder methods."""
 
-from pathlib import Path
-
 import pytest
 from omegaconf import OmegaConf
 
@@ -10,7 +8,7 @@ from dlrover.python.rl.common.errors import CallError, InvalidJob
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.config.spec import CheckpointSpec, LivenessSpec, RestartSpec, TrainerSpec, WorkloadSpec
+from dlrover.python.rl.config.spec import RUNS, CheckpointSpec, LivenessSpec, RestartSpec, TrainerSpec, WorkloadSpec
 
 
 def minimal():
@@ -49,7 +47,7 @@ def test_a_whole_job():
     assert job.env == {"A": "1", "B": "2"}
     assert (job.restart.job_max_restart, job.restart.workload_max_restart) == (3, {"rollout": 5})
     assert job.config == {"lr": 1e-6, "nothing": None, "path": "a\\b"}
-    assert (job.name, job.job_dir, job.search_path) == ("my-job", Path("runs/my-job").absolute(), ("here",))
+    assert (job.name, job.job_dir, job.search_path) == ("my-job", RUNS, ("here",))
     assert load_job_text(job_to_yaml(job), "my-job", search_path=("here",)) == job
 
 

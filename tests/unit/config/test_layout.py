@@ -15,6 +15,7 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.layout import job_from_mapping, job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import (
+    RUNS,
     CheckpointSpec,
     LivenessSpec,
     MasterSpec,
@@ -56,7 +57,7 @@ def test_the_defaults():
     job = read(workload=actor())
     assert job.trainer == TrainerSpec("m", "T", 1, "GPU", 8, (), "USER_DEFINED")
     assert job.workloads == {RLRoleType.ACTOR: WorkloadSpec("m", "A", 1, None, {}, {})}
-    assert (job.name, job.job_dir) == ("default", Path("runs/default").absolute())
+    assert (job.name, job.job_dir) == ("default", RUNS)
     assert (job.groups, job.env, job.config) == ((), {}, {})
     assert job.restart == RestartSpec(10, 10, {}, backoff_s=1.0, window_s=3600.0, node_max_failures=3)
     assert job.checkpoint == CheckpointSpec(every=10, keep=2, resume="never")

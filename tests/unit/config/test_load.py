@@ -49,7 +49,7 @@ def test_a_file_is_read_and_its_folder_is_searched_for_classes(job_file, monkeyp
     job = load_job(path)
     assert job.name == "my-job-1"
     assert job.search_path == (str(tmp_path / "elsewhere"), str(tmp_path))
-    assert job.job_dir == tmp_path / "elsewhere" / "runs" / "my-job-1"
+    assert job.run_folders == tmp_path / "elsewhere" / "runs" / "my-job-1"
     assert (job.workloads["ACTOR"].num, job.workloads["ROLLOUT"].num) == (2, 1)
 
 

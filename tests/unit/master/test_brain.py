@@ -2,6 +2,7 @@
 """The brain: saved before ordered, replayed after a restart, silent about what changes nothing."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from toy_jobs import toy_job
@@ -31,10 +32,11 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.brain import Brain, earlier_journal, fresh_journal, new_run, submission
+from dlrover.python.rl.master.brain import Brain, earlier_journal, fresh_journal, submission
 from dlrover.python.rl.master.status import status_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore
 from dlrover.python.rl.runtime.process.inspection import Inspection
+from dlrover.python.rl.runtime.run_folder import new_run
 from dlrover.python.rl.trainer.trainer import StepReport
 from tests.manual_clock import ManualClock
 
@@ -209,7 +211,7 @@ def test_the_journal_of_another_run_is_not_its_own(tmp_path):
     begun(job, "earlier")
     assert earlier_journal(job, "run") is None
     assert fresh_journal(job) == tmp_path / "out" / "journal.jsonl"
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"job.yaml", "journal.1.jsonl"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"journal.1.jsonl"}
 
 
 def test_a_master_that_comes_back_to_a_damaged_journal_does_not_start_as_new(tmp_path):
@@ -229,17 +231,17 @@ def test_a_master_that_comes_back_to_a_damaged_journal_does_not_start_as_new(tmp
 
 def test_the_status_of_a_job():
     brain = Brain(MemoryStateStore())
-    assert status_of("toy", brain.state, None).phase is Phase.CREATED
+    assert status_of(toy_job(Path("out")), brain.state, None).phase is Phase.CREATED
     brain.handle(MasterStarted(pid=6))
     for event in RUNNING:
         brain.handle(event)
-    status = status_of("toy", brain.state, StepReport(3, 10, {}))
+    status = status_of(toy_job(Path("out")), brain.state, StepReport(3, 10, {}))
     assert (status.phase, status.incarnation, status.restarts, status.masters) == (Phase.RUNNING, 1, 0, 1)
     assert status.members == (("ACTOR[0]", "host", 7), ("trainer", "host", 8))
     assert (status.step, status.total_steps, status.cause, status.recoveries) == (3, 10, None, {})
     for event in (TrainerLost(1, Cause(CauseKind.USER_ERROR, "trainer", "words")), Released(1)):
         brain.handle(event)
-    status = status_of("toy", brain.state, None)
+    status = status_of(toy_job(Path("out")), brain.state, None)
     assert (status.phase, status.cause.who, status.members) == (Phase.FAILED, "trainer", ())
     assert status.reason == "trainer: words (user_error is not retried)"
 
@@ -252,7 +254,7 @@ def test_the_status_counts_what_was_recovered_and_names_the_standbys():
     brain.handle(StandbyReady("ACTOR", 0, Process("node", 9, "host")))
     dead = TrainerLost(1, Cause(CauseKind.PROCESS_DIED, "trainer", "gone"))
     assert any(isinstance(command, StartTrainer) for command in brain.handle(dead))
-    status = status_of("toy", brain.state, None)
+    status = status_of(toy_job(Path("out")), brain.state, None)
     assert (status.phase, status.restarts, status.recoveries) == (Phase.RUNNING, 0, {"ACTOR": 1, "trainer": 1})
     assert status.members == (("ACTOR-standby[0]", "host", 9),)
 

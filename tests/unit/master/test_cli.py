@@ -73,8 +73,9 @@ def test_a_job_that_finishes_exits_with_0(shell):
     code, out, err = shell("run", "--local", write())
     assert (code, out) == (0, "")
     assert "step 3/3  loss 12" in err
-    assert f"job: finished, the trainer returned; files in {Path('runs/job').absolute()}" in err
-    assert {path.name for path in Path("runs/job").iterdir()} == {"job.yaml", "journal.jsonl", "checkpoints"}
+    folder = Path("runs/job/latest")
+    assert f"job: finished, the trainer returned; files in {folder.resolve()}" in err
+    assert {path.name for path in folder.iterdir()} == {"job.yaml", "journal.jsonl", "owner.1.json", "checkpoints"}
 
 
 @pytest.mark.parametrize(
@@ -102,8 +103,8 @@ def test_a_job_that_is_interrupted_exits_with_130(shell):
 
 def test_an_earlier_runs_journal_is_kept(shell):
     for _ in range(3):
-        assert shell("run", "--local", write())[0] == 0
-    assert {path.name for path in Path("runs/job").glob("journal*")} == {
+        assert shell("run", "--local", write(), "job_dir=out", "overwrite=true")[0] == 0
+    assert {path.name for path in Path("out").glob("journal*")} == {
         "journal.jsonl",
         "journal.1.jsonl",
         "journal.2.jsonl",
@@ -148,7 +149,7 @@ def resolved(*options):
     """The job file that ``submit`` writes down."""
     result = CliRunner().invoke(cli, ["submit", "--local", "--job_name", "mine", "--rl_config", GOOD, *options])
     assert result.exit_code == 0, result.output
-    return Path("runs/mine/job.yaml").read_text()
+    return Path("runs/mine/latest/job.yaml").read_text()
 
 
 def test_options_win_over_the_jobs_own_fields_and_absent_ones_leave_them(shell, monkeypatch):

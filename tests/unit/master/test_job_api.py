@@ -61,9 +61,9 @@ def test_a_wrong_job_raises_and_starts_nothing(tmp_path):
 def test_what_submit_is_not_told_stays_as_the_job_says(tmp_path):
     job = builder().restart_limits(job_max_restart=3).build()
     job.submit("my-job", local=True)
-    assert "job_max_restart: 3" in (tmp_path / "runs/my-job/job.yaml").read_text()
+    assert "job_max_restart: 3" in (tmp_path / "runs/my-job/latest/job.yaml").read_text()
     job.submit("my-job", local=True, job_max_restart=0, master_cpu=1)
-    text = (tmp_path / "runs/my-job/job.yaml").read_text()
+    text = (tmp_path / "runs/my-job/latest/job.yaml").read_text()
     assert "job_max_restart: 0" in text
     assert "master:\n  cpu: 1.0\n  memory: 0.0" in text
 

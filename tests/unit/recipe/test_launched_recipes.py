@@ -46,10 +46,10 @@ def test_torchrun_with_two_processes_leaves_one_model(desk):
     found = [path.relative_to(desk).as_posix() for path in desk.rglob("*.safetensors")]
     assert sorted(found) == [
         "model/model.safetensors",
-        "runs/sft/model/model.safetensors",
+        "runs/sft/latest/model/model.safetensors",
         "teacher/model.safetensors",
     ]
-    rows = [json.loads(line) for line in (desk / "runs/sft/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (desk / "runs/sft/latest/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
 
 

@@ -15,7 +15,13 @@ from dlrover.python.rl.common.disk_space import DiskWait
 from dlrover.python.rl.common.errors import CheckpointMissing
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints, checkpoints_of, forget_commits, roots_of
+from dlrover.python.rl.runtime.checkpoint.commits import (
+    StoreCheckpoints,
+    checkpoints_of,
+    forget_commits,
+    newest_commit,
+    roots_of,
+)
 from dlrover.python.rl.runtime.checkpoint.member_state import MemberState, Roots
 
 ACTORS = [("ACTOR", 0), ("ACTOR", 1)]
@@ -115,14 +121,19 @@ def test_one_function_says_where_commits_go(tmp_path, monkeypatch, nodes, strate
     assert (roots.commit_root(), roots.shared) == (where, shared)
 
 
-def test_commits_are_forgotten_and_nothing_is_written_after_that(tmp_path):
-    for run in ("run1", "run2", "run3"):
-        Store(tmp_path, run=run).commit(1)
+@pytest.mark.parametrize("later", [False, True])
+def test_commits_of_an_ended_run_stay_only_if_they_go_beyond_its_copies(tmp_path, later):
+    store = Store(tmp_path)
+    store.commit(1)
+    store.commit(2)
+    store.copied()
+    store.checkpoints.newest()
+    if later:
+        store.commit(3)
     forget_commits(tmp_path, "run1")
-    assert sorted(os.listdir(tmp_path / "commits")) == ["run2", "run3"]
-    forget_commits(tmp_path)
-    forget_commits(tmp_path)
-    assert not (tmp_path / "commits").exists()
+    assert (tmp_path / "commits").exists() == later
+    found, manifest = newest_commit(tmp_path)
+    assert (found.run, manifest.step) == ("run1", 3 if later else 2)
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------

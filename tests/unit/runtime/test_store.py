@@ -26,7 +26,7 @@ from dlrover.python.rl.runtime.checkpoint.state_file import (
     read_state,
     write_state,
 )
-from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, newest_of_any_run
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, newest_of
 
 MEMBERS = ("ACTOR-0", "ACTOR-1", "trainer")
 DAMAGES = [range(300), pytest.param(range(300, 1000), marks=pytest.mark.slow)]
@@ -567,16 +567,18 @@ def test_who_reads_while_old_ones_are_removed_never_takes_them_for_damaged(tmp_p
 # -- folders ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_of_any_run_is_the_one_that_was_committed_last(tmp_path):
-    assert newest_of_any_run(tmp_path / "nowhere") is None
-    assert newest_of_any_run(tmp_path) is None
+def test_the_newest_generation_is_that_of_the_run_that_committed_last(tmp_path):
+    def newest():
+        return newest_of(CheckpointStore(root, root.name, durable=True) for root in tmp_path.iterdir())
+
+    assert newest() is None
     for run, step in (("aa", 30), ("bb", 10), ("cc", 20)):
         store = CheckpointStore(tmp_path / run, run, durable=True)
         store.claim(1)
         commit(store, step)
-    run, manifest = newest_of_any_run(tmp_path)
-    assert (run, manifest.step) == ("cc", 20)
+    store, manifest = newest()
+    assert (store.run, manifest.step) == ("cc", 20)
     (tmp_path / "cc" / manifest.folder / "trainer.1.state").write_bytes(b"x")
-    run, manifest = newest_of_any_run(tmp_path)
-    assert (run, manifest.step) == ("bb", 10)
+    store, manifest = newest()
+    assert (store.run, manifest.step) == ("bb", 10)
     assert (tmp_path / "cc" / "step-00000020.e1.bad.1").is_dir()

@@ -105,6 +105,9 @@ class ClassicTrainer:
     resume: bool = False
     """Go on from the last step that an earlier run has finished in ``output_dir``."""
 
+    overwrite: bool = False
+    """Replace the results of an earlier run in ``output_dir``."""
+
     engine: Mapping[str, Any] | None = None
     """Fields of :class:`~dlrover.python.rl.recipe.base.config.EngineConfig`, ``{"train": "deepspeed"}``."""
 
@@ -163,7 +166,7 @@ class ClassicTrainer:
         builder.config(recipe_config(self, {**self._shared_config(), **self._config(launch)}))
         builder.checkpoint(resume="latest" if self.resume else "never")
         job = builder.spec(self.recipe.__name__.lower(), search_folders())
-        return replace(job, job_dir=self.folder.absolute())
+        return replace(job, job_dir=self.folder.absolute(), overwrite=self.overwrite)
 
     def _roles(self) -> Mapping[str, type[BaseWorkload]]:
         raise NotImplementedError

@@ -2,6 +2,7 @@
 """A fluent description of a job, with upstream DLRover's builder methods."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -23,6 +24,7 @@ class JobBuilder:
         self._groups: list[dict[str, int]] = []
         self._env: dict[str, str] = {}
         self._config: Any = {}
+        self._files: dict[str, Any] = {}
         self._restart: dict[str, Any] = {}
         self._checkpoint: dict[str, Any] = {}
         self._liveness: dict[str, Any] = {}
@@ -39,6 +41,12 @@ class JobBuilder:
     def device_type(self: B, device_type: str = "GPU") -> B:
         """``"CPU"`` or ``"GPU"``."""
         self._trainer["device_type"] = device_type
+        return self
+
+    def job_dir(self: B, folder: str | Path, overwrite: bool = False) -> B:
+        """The output folder of the job; ``overwrite`` replaces the results of an earlier run there. By default each run
+        gets a folder of its own in ``runs/<name>``."""
+        self._files = {"job_dir": str(folder), "overwrite": overwrite}
         return self
 
     def config(self: B, config: Mapping[str, Any] | DictConfig) -> B:
@@ -153,6 +161,7 @@ class JobBuilder:
         data = OmegaConf.create(
             {
                 "name": name,
+                **self._files,
                 "trainer": self._trainer,
                 "workload": self._workload,
                 "workload_group": self._groups,

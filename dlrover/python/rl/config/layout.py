@@ -4,7 +4,8 @@
 ::
 
     name: my-job                       # default: the file's name
-    job_dir: runs/my-job               # default: runs/<name>
+    job_dir: out                       # default: each run gets a folder in runs/<name>
+    overwrite: false                   # true replaces the results in job_dir
     trainer: {module, class, node_number, device_type, device_per_node}
     workload:
       actor: {module, class, num, resource: {cpu, gpu, memory}, env}
@@ -28,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType, check_job_name, hint, is_role_name
 from dlrover.python.rl.config.spec import (
+    RUNS,
     CheckpointSpec,
     JobSpec,
     LivenessSpec,
@@ -50,6 +52,7 @@ class JobLayout:
     workload: Mapping[str, WorkloadSpec]
     name: str = ""
     job_dir: str = ""
+    overwrite: bool = False
     workload_group: list[Mapping[str, Positive]] = field(default_factory=list)
     env: Mapping[str, str] = field(default_factory=dict)
     config: Any = None
@@ -63,6 +66,7 @@ class JobLayout:
 
 
 JOB_KEYS = tuple(JobLayout.__dataclass_fields__)
+HIDDEN = "***"
 _SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 
 
@@ -95,7 +99,8 @@ def _spec(layout: JobLayout, config: Any, default_name: str, search_path: tuple[
         ),
         env=layout.env,
         config=config if config is not None else OmegaConf.create({}),
-        job_dir=Path(layout.job_dir or Path("runs") / (layout.name or default_name)).absolute(),
+        job_dir=Path(layout.job_dir).absolute() if layout.job_dir else RUNS,
+        overwrite=layout.overwrite,
         search_path=search_path,
         restart=layout.restart,
         checkpoint=layout.checkpoint,
@@ -225,14 +230,14 @@ def _validate_times(layout: JobLayout) -> list[ConfigError]:
 def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
     """Write the resolved job as a job file; reading it back gives the same job.
 
-    ``hide_secrets`` writes ``***`` for environment variables with TOKEN, KEY, SECRET, PASSWORD, PASSWD or CREDENTIAL
+    ``hide_secrets`` writes ``HIDDEN`` for environment variables with TOKEN, KEY, SECRET, PASSWORD, PASSWD or CREDENTIAL
     in their names, for a file that others may read.
     """
     trainer = {_file_key(name): value for name, value in vars(job.trainer).items()}
     trainer["torch_master_port"] = list(job.trainer.torch_master_port)
     layout = {
         "name": job.name,
-        "job_dir": str(job.job_dir),
+        "job_dir": "" if job.job_dir == RUNS else str(job.job_dir),
         "trainer": trainer,
         "workload": {
             role.lower(): {
@@ -263,6 +268,6 @@ def _file_key(name: str) -> str:
 def _env_to_file(env: Mapping[str, str], hide_secrets: bool) -> dict[str, str]:
     """The variables as OmegaConf reads them back: a literal ``${`` is escaped, and so are backslashes before it."""
     return {
-        name: "***" if hide_secrets and _SECRET.search(name) else re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+        name: HIDDEN if hide_secrets and _SECRET.search(name) else re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
         for name, value in env.items()
     }

@@ -15,6 +15,8 @@ NonNegative = Annotated[int, Ge(0)]
 Amount = Annotated[float, Ge(0.0), Lt(float("inf"))]
 Seconds = Annotated[float, Gt(0.0), Lt(float("inf"))]
 
+RUNS = Path("runs")
+
 SchedulingStrategy = Literal["AUTO", "SIMPLE", "GROUP"]
 
 
@@ -113,13 +115,18 @@ class CheckpointSpec:
     """Number of newest copies to keep."""
 
     resume: Literal["never", "latest"] = "never"
-    """``never``: start a new run. ``latest``: continue from the newest valid copy of any earlier run in ``job_dir``."""
+    """``never``: start a new run. ``latest``: continue from the newest valid commit of any earlier run in ``job_dir``;
+    without a ``job_dir``, of the last run of this name, unless that has finished."""
 
     commit_to: Literal["auto", "memory", "job_dir"] = "auto"
     """Location of the state after each step, until the job ends. ``memory``: the memory of each node, which is fast; if
     a node is lost, the job goes back to the last copy in ``job_dir``, or to step 1. ``job_dir``: a folder that all
     nodes share; losing a node loses no committed step. ``auto``: ``memory`` for a job on a single node, else
     ``job_dir``."""
+
+    keep_runs: NonNegative = 5
+    """Of the ended runs of this name with folders of their own, the newest ones that keep their checkpoints; models,
+    metrics and logs of the others stay."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +180,14 @@ class JobSpec:
     config: Any = None
     """Configuration of the user, a ``DictConfig``, passed through unchanged."""
 
-    job_dir: Path = Path("runs")
-    """Output folder of the job."""
+    job_dir: Path = RUNS
+    """Output folder of the job, an absolute path; ``RUNS``: each run gets a folder of its own, in ``run_folders``."""
+
+    run: str = ""
+    """Id of the run; empty before it begins."""
+
+    overwrite: bool = False
+    """Replace the results of an earlier run in ``job_dir``."""
 
     work_dir: str = ""
     """Folder of relative paths in ``config``, and working directory of every process on nodes that have it."""
@@ -192,6 +205,11 @@ class JobSpec:
     scheduling_strategy: SchedulingStrategy = "AUTO"
     """AUTO and GROUP reserve all resources before anything starts; SIMPLE reserves nothing and starts each member when
     its resources are free."""
+
+    @property
+    def run_folders(self) -> Path | None:
+        """The parent of the folders that runs get, None with a ``job_dir``."""
+        return (RUNS / self.name).absolute() if self.job_dir == RUNS else None
 
     def members(self) -> Iterator[tuple[RLRoleType, int]]:
         """Every member as role and rank, in the order of the file."""

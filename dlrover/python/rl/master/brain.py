@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pure machine with its journal: an event is saved before its commands are returned; running a job without Ray."""
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 from dlrover.python.rl.common.errors import JobConflict
-from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.commands import Command, Release
 from dlrover.python.rl.control.events import Event, RoleSettings, StopRequested, Submitted
@@ -20,6 +18,7 @@ from dlrover.python.rl.master.status import JobStatus, status_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore, StateStore
 from dlrover.python.rl.runtime.local_executor import LocalExecutor
 from dlrover.python.rl.runtime.process.inspection import Inspection
+from dlrover.python.rl.runtime.run_folder import new_run
 from dlrover.python.rl.trainer.trainer import Reporter, StepReport
 
 JOURNAL = "journal.jsonl"
@@ -49,11 +48,6 @@ class Brain:
         self._store.close()
 
 
-def new_run() -> str:
-    """An id that tells a run from all others of the same job name."""
-    return os.urandom(4).hex()
-
-
 def submission(job: JobSpec, run: str, inspection: Inspection, brain: Brain) -> Submitted:
     """The first event of a run of ``job``. Raises JobConflict if the journal already holds one."""
     if brain.state.settings is not None:
@@ -76,11 +70,7 @@ def submission(job: JobSpec, run: str, inspection: Inspection, brain: Brain) -> 
 
 
 def fresh_journal(job: JobSpec) -> Path:
-    """Prepare the job's directory and return the journal's path; an earlier run's journal is renamed."""
-    job.job_dir.mkdir(parents=True, exist_ok=True)
-    description = job.job_dir / "job.yaml"
-    description.write_text(job_to_yaml(job, hide_secrets=True), encoding="utf-8")
-    description.chmod(0o600)
+    """The path of a new journal in the job's claimed folder; an earlier run's journal there is renamed."""
     journal = job.job_dir / JOURNAL
     if journal.exists():
         numbers = [int(file.suffixes[0][1:]) for file in job.job_dir.glob("journal.[0-9]*.jsonl")]
@@ -118,7 +108,7 @@ def run_local(
         last[:] = [step_report]
         report(step_report)
 
-    run = new_run()
+    run = job.run or new_run()
     executor = LocalExecutor(job, placement, noting, enforce_deadlines, run)
     commands: deque[Command] = deque()
 
@@ -137,4 +127,4 @@ def run_local(
                 emit(StopRequested("interrupted"))
     finally:
         brain.close()
-    return status_of(job.name, brain.state, last[0] if last else None)
+    return status_of(job, brain.state, last[0] if last else None)

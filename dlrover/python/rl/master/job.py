@@ -21,14 +21,14 @@ from dlrover.python.rl.config.load import search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.placement import Placement, plan
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.brain import fresh_journal, new_run, run_local
+from dlrover.python.rl.master.brain import fresh_journal, run_local
 from dlrover.python.rl.master.rl_master import RLMaster
 from dlrover.python.rl.master.status import JobStatus, Position, Update
-from dlrover.python.rl.runtime.checkpoint.commits import forget_commits
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
 from dlrover.python.rl.runtime.process.inspection import Inspection, inspect_in_child, inspect_job
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, launch, sweep, wait_gone
+from dlrover.python.rl.runtime.run_folder import IN_PROCESS, ON_RAY, begin, claim, conflict, continued, held
 from dlrover.python.rl.trainer.trainer import Reporter, StepReport
 
 
@@ -74,8 +74,9 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     ``local`` jobs run in this process, so their classes are imported here; otherwise a child process imports them.
     """
     job = replace(job, work_dir=job.work_dir or str(Path.cwd()), search_path=job.search_path or search_folders())
+    job = continued(job)
     placement, errors = plan(job)
-    errors += _validate_job_dir(job.job_dir)
+    errors += _validate_job_dir(job)
     inspection = inspect_job(job) if local else inspect_in_child(job)
     errors += inspection.errors
     if local:
@@ -105,13 +106,15 @@ def _validate_further(error: InvalidJob, local: bool) -> list[ConfigError]:
     return []
 
 
-def _validate_job_dir(folder: Path) -> list[ConfigError]:
+def _validate_job_dir(job: JobSpec) -> list[ConfigError]:
+    folder = job.run_folders or job.job_dir
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():
         return [ConfigError("job_dir", f"{existing} is a file, not a folder")]
     if not os.access(existing, os.W_OK | os.X_OK):
         return [ConfigError("job_dir", f"{existing} cannot be written to")]
-    return []
+    why = conflict(job)
+    return [ConfigError("job_dir", why)] if why else []
 
 
 def _quiet(report: StepReport) -> None:
@@ -119,9 +122,12 @@ def _quiet(report: StepReport) -> None:
 
 
 def run_here(checked: CheckedJob, report: Reporter = _quiet) -> JobStatus:
-    """Run a checked job in this process, without Ray."""
-    store = FileStateStore(fresh_journal(checked.job))
-    return run_local(checked.job, checked.placement, report, store)
+    """Run a checked job in this process, without Ray. Raises JobConflict if its folder is in use or has results."""
+    job = begin(checked.job)
+    with held(claim(job, IN_PROCESS, bound=True)) as claimed:
+        status = run_local(job, checked.placement, report, FileStateStore(fresh_journal(job)))
+        claimed.end(status.phase.value)
+    return status
 
 
 def run_on_ray(
@@ -137,17 +143,27 @@ def run_on_ray(
         connected: this process is connected to Ray already; ``address`` is ignored.
 
     Raises:
-        JobConflict: a job of this name is running on the cluster.
+        JobConflict: a job of this name is running on the cluster, or the job's folder is in use or has results.
         ClusterUnavailable: no Ray.
         MasterLost: the master died, and its processes were ended; or it does not answer, and nothing was touched.
     """
+    checked = replace(checked, job=begin(checked.job))
+    if connected or address is not None:
+        return _run_on_cluster(checked, report, address, connected)
+    with held(claim(checked.job, ON_RAY, bound=True)) as claimed:
+        status = _run_on_cluster(checked, report, None, False)
+        claimed.end(status.phase.value)
+    return status
+
+
+def _run_on_cluster(checked: CheckedJob, report: Reporter, address: str | None, connected: bool) -> JobStatus:
     name, total = checked.job.name, dict(checked.placement.total)
     total["cpu"] = total.get("cpu", 0.0) + checked.job.master.cpu
     with Interrupts() as interrupts, nullcontext() if connected else ray_cluster(address, total):
         if interrupts.count:
             return JobStatus(name, Phase.STOPPED, 0, 0, INTERRUPTED, None)
         try:
-            master = start_master(checked)
+            master = start_master(checked, claims=connected or address is not None)
             status = follow(master, report, interrupts)
         except MasterLost:
             # A master that exists but does not answer still owns its job, which may not be this one.
@@ -159,16 +175,20 @@ def run_on_ray(
         return status
 
 
-def start_master(checked: CheckedJob) -> Any:
-    """Launch and start the master of a checked job on the connected cluster. Raises JobConflict while a job of this
-    name is running, and MasterLost."""
-    job = checked.job
+def start_master(checked: CheckedJob, claims: bool = True) -> Any:
+    """Launch and start the master of a checked job on the connected cluster; it ``claims`` the job's folder unless this
+    process has done so. Raises JobConflict while a job of this name is running or another run holds the folder, and
+    MasterLost."""
+    job = checked.job if checked.job.run else begin(checked.job)
     _clear_the_name(job.name)
-    forget_commits(job.job_dir)
     needs = {"cpu": job.master.cpu, "memory": job.master.memory}
-    arguments = (job, new_run(), checked.placement, checked.inspection)
+    arguments = (job, checked.placement, checked.inspection, claims)
     master = launch(RLMaster, master_name(job.name), arguments, needs, job.master.max_restart)
-    ask(master.start.remote, _ANSWER_S)
+    try:
+        ask(master.start.remote, _ANSWER_S)
+    except JobConflict:
+        end(master)
+        raise
     return master
 
 

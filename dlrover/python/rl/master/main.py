@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``dlrover-rl run|check|submit|status|stop``.
+"""The command line: ``dlrover-rl run|resume|check|submit|status|stop``.
 
 Exit codes: 0 the job finished; 1 it failed; 2 the request was wrong and nothing was started; 3 it was stopped from
 elsewhere; 4 Ray could not be reached; 5 the job's master was lost; 130 it was interrupted here (Ctrl-C).
@@ -7,6 +7,8 @@ elsewhere; 4 Ray could not be reached; 5 the job's master was lost; 130 it was i
 
 import ast
 import json
+import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,10 +42,12 @@ from dlrover.python.rl.master.job import (
     run_on_ray,
     stop_master,
 )
+from dlrover.python.rl.master.saved_run import find_saved_run, last_commit, saved_job
 from dlrover.python.rl.master.status import JobStatus
 from dlrover.python.rl.runtime.process.progress import ProgressView
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, sweep, wait_gone
+from dlrover.python.rl.runtime.run_folder import FINISHED, IN_PROCESS, LAUNCHED, superseded
 
 EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_MASTER_LOST, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
 
@@ -67,6 +71,30 @@ def cli() -> None:
 def run(job_file: str, overrides: tuple[str, ...], address: str | None, local: bool) -> None:
     """Run JOB_FILE to its end. OVERRIDES are key=value (+key=value adds a key)."""
     _run(check_described(lambda: load_job(job_file, overrides), local), address, local)
+
+
+@cli.command()
+@click.argument("name_or_dir")
+@click.argument("overrides", nargs=-1)
+@click.option("--address", help="A running Ray cluster; by default one is started for the job.")
+@click.option("--local/--ray", default=None, help="By default as the run was started.")
+def resume(name_or_dir: str, overrides: tuple[str, ...], address: str | None, local: bool | None) -> None:
+    """Go on with a run from its last commit. NAME_OR_DIR is the folder of a run, or a job's name: its last run."""
+    saved = find_saved_run(name_or_dir)
+    folder, owner = saved.folder, saved.owner
+    if owner.runtime == LAUNCHED:
+        raise InvalidJob([ConfigError(name_or_dir, f"go on with the same launch, of '{shlex.join(owner.command)}'")])
+    if owner.state == FINISHED and not overrides:
+        click.echo(f"{folder}: the run has finished; to go on, override a setting such as its number of steps")
+        return
+    local = owner.runtime == IN_PROCESS if local is None else local
+    if local and owner.work_dir:
+        os.chdir(owner.work_dir)
+    checked = check_described(lambda: saved_job(saved, overrides), local)
+    step = last_commit(owner.job, folder)
+    where = f"after step {step}" if step else "from the beginning: no step was committed"
+    click.echo(f"{owner.job}: going on in {folder}, {where}", err=True)
+    _run(checked, address, local)
 
 
 @cli.command()
@@ -234,6 +262,9 @@ def describe(checked: CheckedJob) -> str:
             lines.append(
                 f"  {'':<10} and {len(standbys)} standby in bundle {', '.join(str(slot.bundle) for slot in standbys)}"
             )
+    if checked.job.run_folders:
+        lines.append(f"files: each run in a folder of its own, {checked.job.run_folders}/<time>-<id>")
+        lines += [f"  the run will remove {folder} (checkpoint.keep_runs)" for folder in superseded(checked.job)]
     return "\n".join(lines)
 
 
@@ -242,22 +273,24 @@ def _run(checked: CheckedJob, address: str | None, local: bool) -> None:
     with ProgressView(checked.job.name, live=not local) as view:
         ended = run_here(checked, view) if local else run_on_ray(checked, view, address)
     if ended.phase is Phase.FINISHED:
-        _print_summary(checked.job)
-    click.echo(f"{ended.name}: {ended.phase.value}, {ended.reason}; files in {checked.job.job_dir}", err=True)
+        _print_summary(ended)
+    click.echo(f"{ended.name}: {ended.phase.value}, {ended.reason}; files in {ended.folder}", err=True)
     if ended.cause is not None and ended.cause.detail:
         click.echo(f"\n{ended.cause.detail}", err=True)
+    if ended.phase is not Phase.FINISHED and ended.folder and last_commit(ended.name, Path(ended.folder)) is not None:
+        click.echo(f"to go on after its last committed step: dlrover-rl resume {ended.folder}", err=True)
     if ended.phase is Phase.FAILED:
         sys.exit(EXIT_FAILED)
     if ended.phase is not Phase.FINISHED:
         sys.exit(EXIT_INTERRUPTED if ended.reason == INTERRUPTED else EXIT_STOPPED)
 
 
-def _print_summary(job: JobSpec) -> None:
+def _print_summary(ended: JobStatus) -> None:
     """The closing metrics, when the trainer wrote a ``summary.json`` that can be seen from here."""
-    file = job.job_dir / "summary.json"
+    file = Path(ended.folder) / "summary.json"
     if not file.is_file():
         return
-    table = Table("metric", "value", title=job.name)
+    table = Table("metric", "value", title=ended.name)
     for name, value in json.loads(file.read_text(encoding="utf-8")).items():
         table.add_row(str(name), str(value))
     Console(width=100).print(table)

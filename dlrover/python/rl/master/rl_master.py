@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dlrover.python.rl.common.errors import JobFailed, JournalCorrupt, StaleEpoch
@@ -51,6 +52,7 @@ from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.processes.actors import current_actor, was_restarted
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
 from dlrover.python.rl.runtime.ray.reservations import RunPlan
+from dlrover.python.rl.runtime.run_folder import BEAT_S, ON_RAY, Claim, claim
 from dlrover.python.rl.trainer.trainer import StepReport
 
 _LOG = get_logger(__name__)
@@ -63,14 +65,16 @@ _JOURNAL_PAUSE_S = 0.5
 
 
 class RLMaster:
-    """Runs one run of one job."""
+    """Runs one run of one job. It ``claims`` the run's folder unless the process that started the job holds it."""
 
-    def __init__(self, job: JobSpec, run: str, placement: Placement, inspection: Inspection) -> None:
+    def __init__(self, job: JobSpec, placement: Placement, inspection: Inspection, claims: bool = True) -> None:
         configure_logging("master")
-        self._job, self._run_id, self._inspection = job, run, inspection
+        self._job, self._run_id, self._inspection = job, job.run, inspection
+        self._claims = claims
+        self._claim: Claim | None = None
         self._brain = Brain(MemoryStateStore())
         self._fallen: JobState | None = None
-        plan = RunPlan(job, run, placement, inspection.methods)
+        plan = RunPlan(job, job.run, placement, inspection.methods)
         self._executor = RayExecutor(plan, current_actor(), RayClusterApi())
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._news = asyncio.Condition()
@@ -89,10 +93,11 @@ class RLMaster:
     # -- beginning ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Open the journal, begin the job and return at once. A second call does nothing. Raises OSError if the job's
-        directory cannot be used."""
+        """Open the journal, begin the job and return at once. A second call does nothing. Raises JobConflict if another
+        run holds the job's folder, OSError if it cannot be used."""
         if await self._awake():
             return
+        await self._claim_folder()
         self._brain = Brain(FileStateStore(fresh_journal(self._job)))
         self._events.put_nowait(MasterStarted(pid=os.getpid()))
         self._events.put_nowait(submission(self._job, self._run_id, self._inspection, self._brain))
@@ -110,6 +115,7 @@ class RLMaster:
             return True
         if brain is None:
             return False
+        await self._claim_folder()
         self._brain = brain
         self._spawn(self._come_back())
         return True
@@ -135,7 +141,22 @@ class RLMaster:
             await self._fall(error)
         self._live()
 
+    async def _claim_folder(self) -> None:
+        if self._claims:
+            self._claim = await asyncio.to_thread(partial(claim, self._job, ON_RAY, bound=False))
+
+    async def _hold_folder(self, claimed: Claim) -> None:
+        while not self._state.phase.terminal:
+            await asyncio.sleep(BEAT_S)
+            await asyncio.to_thread(claimed.beat)
+
+    def _leave_folder(self) -> None:
+        if self._claim is not None:
+            self._claim.end(self._state.phase.value)
+
     def _live(self) -> None:
+        if self._claim is not None:
+            self._spawn(self._hold_folder(self._claim))
         self._spawn(self._run())
         self._spawn(self._watch_hangs())
         self._spawn(self._executor.watch_nodes(self._events.put_nowait))
@@ -174,6 +195,8 @@ class RLMaster:
             _LOG.info("%s is %s %s", self._job.name, after.phase.value, after.reason)
         for line in recoveries(before, after, event):
             _LOG.warning("%s: %s", self._job.name, line)
+        if after.phase.terminal:
+            self._leave_folder()  # before it is told: this process may be ended then
         condemned = self._condemned.pop(event, None)
         if condemned is not None and after is not before:
             # Only after the event is journalled: a master that has been replaced must not act.
@@ -206,6 +229,7 @@ class RLMaster:
             failure=cause,
             reason=f"master: {error}",
         )
+        self._leave_folder()
         await self._tell()
 
     async def _watch_hangs(self) -> None:
@@ -291,7 +315,7 @@ class RLMaster:
         self._events.put_nowait(StopRequested(reason))
 
     async def status(self) -> JobStatus:
-        return status_of(self._job.name, self._state, self._reports[-1] if self._reports else None)
+        return status_of(self._job, self._state, self._reports[-1] if self._reports else None)
 
     async def follow(self, position: Position, timeout_s: float) -> Update:
         """Wait up to ``timeout_s`` seconds for news after ``position``."""

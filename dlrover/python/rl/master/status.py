@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import (
     Cause,
     Event,
@@ -33,6 +34,7 @@ class JobStatus:
     members: tuple[tuple[str, str, int], ...] = ()  # ("ROLLOUT[1]", node, pid) of each process that is up
     step: int = 0  # the last reported step, 0 for none
     total_steps: int = 0  # 0: unknown
+    folder: str = ""  # of the run's files
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Update:
     position: Position
 
 
-def status_of(name: str, state: JobState, last: StepReport | None) -> JobStatus:
+def status_of(job: JobSpec, state: JobState, last: StepReport | None) -> JobStatus:
     taking = {
         ProcessId.standby(role, number)
         for role, standbys in state.standbys.items()
@@ -63,7 +65,7 @@ def status_of(name: str, state: JobState, last: StepReport | None) -> JobStatus:
         if standby.phase is StandbyPhase.TAKING
     }
     return JobStatus(
-        name=name,
+        name=job.name,
         phase=state.phase,
         incarnation=state.incarnation,
         restarts=state.restarts,
@@ -78,6 +80,7 @@ def status_of(name: str, state: JobState, last: StepReport | None) -> JobStatus:
         masters=state.master_starts,
         step=last.step if last else 0,
         total_steps=last.total_steps if last else 0,
+        folder=str(job.job_dir),
     )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 import torch.distributed as dist
 
-from dlrover.python.rl.common.errors import ConfigError, DLRoverRLError, InvalidJob, JobFailed
+from dlrover.python.rl.common.errors import ConfigError, DLRoverRLError, InvalidJob, JobConflict, JobFailed
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.load import load_job, search_folders
@@ -29,6 +29,7 @@ from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.runtime.process.inspection import inspect_job
 from dlrover.python.rl.runtime.process.progress import ProgressView
+from dlrover.python.rl.runtime.run_folder import begin, continued
 from dlrover.python.rl.runtime.torchrun.links import MEETING_S, KeyValueStore, LaunchEnv, accept_all, join, refuse_all
 from dlrover.python.rl.runtime.torchrun.run import Leader, run_follower
 from dlrover.python.rl.trainer.trainer import Reporter
@@ -50,7 +51,7 @@ def _command(recipe: str, job_file: str | None, overrides: tuple[str, ...]) -> N
         code = launch(recipe, job_file, overrides)
     except DLRoverRLError as error:
         click.echo(str(error), err=True)
-        code = EXIT_INVALID if isinstance(error, InvalidJob) else EXIT_FAILED
+        code = EXIT_INVALID if isinstance(error, InvalidJob | JobConflict) else EXIT_FAILED
     except KeyboardInterrupt:
         click.echo("interrupted: the same command goes on from the last commit", err=True)
         code = EXIT_INTERRUPTED
@@ -78,7 +79,7 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
     with ProgressView(recipe or "job", live=not launch.rank) as view:
         error = run_together(describe, launch, view)
     if error is not None:
-        return EXIT_INVALID if isinstance(error, InvalidJob) else EXIT_FAILED
+        return EXIT_INVALID if isinstance(error, InvalidJob | JobConflict) else EXIT_FAILED
     for job in jobs:
         _print_summary(job)
     return 0
@@ -130,13 +131,13 @@ def check_job(read: Callable[[], JobSpec], launch: LaunchEnv) -> JobSpec:
     except InvalidJob as error:
         job, errors = error.salvaged, list(error.errors)
     if job is not None:
-        job = _spread_over_processes(job, launch)
+        job = continued(_spread_over_processes(job, launch))
         places = {error.where for error in errors}
         further = [*inspect_job(job).errors, *_validate_sharing(job, launch)]
         errors += [error for error in further if error.where not in places]
     if errors or job is None:
         raise InvalidJob(errors)
-    return job
+    return begin(job)
 
 
 def _spread_over_processes(job: JobSpec, launch: LaunchEnv) -> JobSpec:

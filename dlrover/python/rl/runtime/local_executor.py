@@ -34,7 +34,7 @@ from dlrover.python.rl.control.events import (
     WaitOver,
 )
 from dlrover.python.rl.control.placement import Placement
-from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of, roots_of
+from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of, forget_commits
 from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
 from dlrover.python.rl.runtime.local_port import (
     LocalMember,
@@ -169,7 +169,8 @@ class LocalExecutor:
             except Exception:  # noqa: BLE001 -- a process boundary; the others are closed too
                 _LOG.exception("closing %s failed", member.env["NAME"])
         if final:
-            roots_of(self.job, self.run, epoch=0).commit_store(node="").remove()
+            forget_memory(self.job.name, self.run)
+            forget_commits(self.job.job_dir, self.run)
 
 
 def _here() -> Process:

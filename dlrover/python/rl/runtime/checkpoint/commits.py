@@ -30,7 +30,7 @@ from dlrover.python.rl.runtime.checkpoint.member_state import (
     incarnation_of,
 )
 from dlrover.python.rl.runtime.checkpoint.state_file import Header, StateFile, check_size, copy_file
-from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, newest_of_any_run
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, newest_of
 from dlrover.python.rl.trainer.port import LastCommit
 
 _LOG = get_logger(__name__)
@@ -53,35 +53,44 @@ def roots_of(job: JobSpec, run: str, epoch: int, node: str = "") -> Roots:
     return Roots(job.name, run, epoch, folder / _FOLDER / run, commits, node, shared)
 
 
-def forget_commits(job_dir: Path, run: str | None = None) -> None:
-    """Remove the commits of a run, or of all runs, from the job's directory; its checkpoints stay."""
-    folder = job_dir.absolute() / _COMMITS
-    runs = [run] if run is not None else [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    for name in runs:
-        CheckpointStore(folder / name, name, durable=True).remove()
+def forget_commits(job_dir: Path, run: str) -> None:
+    """Remove the commits of an ended run from the job's directory, unless they go beyond its last copy."""
+    folder = job_dir.absolute()
+    commits, copies = (CheckpointStore(folder / name / run, run, durable=True) for name in (_COMMITS, _FOLDER))
+    if max(_steps(commits), default=0) <= max(_steps(copies), default=0):
+        commits.remove()
+
+
+def _steps(store: CheckpointStore) -> list[int]:
+    return [manifest.step for manifest in store.manifests() if store.valid(manifest, check_size)]
+
+
+def newest_commit(job_dir: Path) -> tuple[CheckpointStore, Manifest] | None:
+    """The valid commit or copy made last by any run in the folder."""
+    folder = job_dir.absolute()
+    roots = [root for name in (_FOLDER, _COMMITS) for root in (folder / name).glob("*") if root.is_dir()]
+    return newest_of(CheckpointStore(root, root.name, durable=True) for root in roots)
 
 
 def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "StoreCheckpoints":
     """The commits of a job's run, for its trainer of ``epoch`` on ``node``. Raises StaleEpoch after a later trainer."""
     roots = roots_of(job, run, epoch, node)
-    folder = roots.durable.parent
-    resumed = newest_of_any_run(folder) if job.checkpoint.resume == "latest" else None
+    resumed = newest_commit(job.job_dir) if job.checkpoint.resume == "latest" else None
     before = None
-    if resumed is not None and resumed[0] != run:
-        before = CheckpointStore(folder / resumed[0], resumed[0], durable=True)
-        _LOG.info("continuing from step %d of run %s", resumed[1].step, resumed[0])
+    if resumed is not None and resumed[0].run != run:
+        before, manifest = resumed
+        _LOG.info("continuing from step %d of run %s", manifest.step, before.run)
     return StoreCheckpoints(roots, job.checkpoint.every, job.checkpoint.keep, before)
 
 
 def resumed_layout(job: JobSpec) -> tuple[str, dict[str, int]] | None:
     """The copy that ``job`` would continue from, and its members by role; None for a fresh start."""
-    folder = job.job_dir.absolute() / _FOLDER
-    newest = newest_of_any_run(folder) if job.checkpoint.resume == "latest" else None
+    newest = newest_commit(job.job_dir) if job.checkpoint.resume == "latest" else None
     if newest is None:
         return None
-    run, manifest = newest
+    store, manifest = newest
     members = Counter(name.rpartition("-")[0] for name in manifest.files if name != _TRAINER)
-    return str(folder / run / manifest.folder), dict(members)
+    return str(store.root / manifest.folder), dict(members)
 
 
 @dataclass(frozen=True)
@@ -256,5 +265,24 @@ class StoreCheckpoints:
             target = self._durable.folder(manifest.step, self.roots.epoch)
             own = copy_file(self._commits.root / manifest.folder, target, manifest.files[_TRAINER], durable=True)
             self._durable.commit(manifest.step, self.roots.epoch, {**copies, _TRAINER: own})
+            self._prune_earlier_runs()
         except (CheckpointCorrupt, CheckpointMissing, OSError) as error:
             _LOG.warning("step %d was not copied to %s: %s", manifest.step, self._durable.root, error)
+
+    def _prune_earlier_runs(self) -> None:
+        """Of all runs in the folder, keep the newest copies; the commits of earlier runs are superseded."""
+        folder = self._durable.root.parent.parent
+        for root in (folder / _COMMITS).glob("*"):
+            if root.name != self.roots.run:
+                CheckpointStore(root, root.name, durable=True).remove()
+        room = self._durable.keep - len(self._durable.manifests())
+        others = [CheckpointStore(root, root.name, durable=True) for root in (folder / _FOLDER).glob("*")]
+        for store in sorted(others, key=_committed_at, reverse=True):
+            if store.run != self.roots.run:
+                kept = store.manifests()[: max(room, 0)]
+                room -= len(kept)
+                store.drop_older(kept[-1].step) if kept else store.remove()
+
+
+def _committed_at(store: CheckpointStore) -> float:
+    return max((manifest.committed_at for manifest in store.manifests()), default=0.0)

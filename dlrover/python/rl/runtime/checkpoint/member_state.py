@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, retry_while_full
-from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.runtime.checkpoint.manifest import Manifest
 from dlrover.python.rl.runtime.checkpoint.state_file import StateFile, copy_file, read_state
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 
@@ -41,7 +42,7 @@ class Roots:
     shared: bool = False
 
     def commit_root(self) -> Path:
-        return self.commits or memory_root(self.job, self.run)
+        return self.commits or memory_root(self.job, self.run, self.durable)
 
     def commit_store(self, node: str) -> CheckpointStore:
         return CheckpointStore(self.commit_root(), self.run, durable=self.shared, node=self.owner(node))
@@ -186,7 +187,7 @@ class MemberState:
 
 # -- the folder in a node's memory ------------------------------------------------------------------------------------
 
-_HELD = "held"
+_HELD, _SAVED_TO = "held", "saved-to"
 _PAUSE_S = 0.05
 _SHARED_MEMORY = Path("/dev/shm")
 _MEMORY_VARIABLE = "DLROVER_RL_MEMORY"
@@ -199,9 +200,9 @@ def memory_path(job: str, run: str) -> Path:
     return _memory_folder() / f"{job}-{run}"
 
 
-def memory_root(job: str, run: str) -> Path:
+def memory_root(job: str, run: str, durable: Path | None = None) -> Path:
     """Create the folder of a run's memory-backed generations on this node, for this user only, and lock it until this
-    process ends."""
+    process ends. ``durable`` is where its newest generation is saved when it is removed."""
     root = memory_path(job, run)
     shared = root.parent
     for _ in range(100):
@@ -213,22 +214,56 @@ def memory_root(job: str, run: str) -> Path:
             break
     if root.is_symlink() or root.stat().st_uid != os.getuid():
         raise PermissionError(errno.EPERM, "belongs to another user", str(root))
+    if durable is not None:
+        with suppress(FileExistsError, FileNotFoundError):  # made by another process; or the run has ended
+            (root / _SAVED_TO).symlink_to(durable)
     _hold(root)
     return root
 
 
 def forget_memory(job: str, run: str | None = None, patience_s: float = 0.0) -> None:
     """Remove the files of a run from this node's memory; without ``run``, those of all runs without living processes: a
-    job of the same name may run in another directory or cluster. Killed processes get ``patience_s`` seconds to end."""
+    job of the same name may run in another directory or cluster. Killed processes get ``patience_s`` seconds to end.
+    A commit that goes beyond the copies in the run's folder is saved there first."""
     deadline_s = time.monotonic() + patience_s
     roots = [root for root in _memory_folder().glob(f"{job}-*") if root.name.rpartition("-")[0] == job]
     for root in roots:
         while run in (None, root.name.rpartition("-")[2]) and _is_held(root) and time.monotonic() < deadline_s:
             time.sleep(_PAUSE_S)
         if root.name.rpartition("-")[2] == run or (run is None and not _is_held(root)):
-            shutil.rmtree(root, ignore_errors=True)
+            try:
+                _save(root)
+            except OSError as error:
+                _LOG.error("the last step of run %s stays in %s: %s", root.name.rpartition("-")[2], root, error)
+            else:
+                shutil.rmtree(root, ignore_errors=True)
     with suppress(OSError):
         _memory_folder().rmdir()  # only when it was the last one there
+
+
+def _save(root: Path) -> None:
+    """Copy the newest generation of an ended run to the disk, if all of it was on this node and no later copy exists.
+    Raises OSError."""
+    run, target = root.name.rpartition("-")[2], root / _SAVED_TO
+    if not target.is_symlink() or not target.readlink().parent.parent.is_dir():
+        return
+    memory, copies = CheckpointStore(root, run, durable=False), CheckpointStore(target.readlink(), run, durable=True)
+    newest = max((copy.step for copy in copies.manifests()), default=0)
+    for manifest in memory.manifests():
+        if manifest.step > newest and _save_generation(memory, manifest, copies):
+            _LOG.warning("step %d of run %s was only in memory: saved to %s", manifest.step, run, copies.root)
+            return
+
+
+def _save_generation(memory: CheckpointStore, manifest: Manifest, copies: CheckpointStore) -> bool:
+    try:
+        copies.claim(manifest.epoch)
+        source, target = memory.root / manifest.folder, copies.folder(manifest.step, manifest.epoch)
+        files = {name: copy_file(source, target, file, durable=True) for name, file in manifest.files.items()}
+        copies.commit(manifest.step, manifest.epoch, files)
+    except (CheckpointCorrupt, CheckpointMissing, StaleEpoch):
+        return False
+    return True
 
 
 _locks: dict[Path, int] = {}

@@ -21,7 +21,7 @@ A generation is changed as a whole, by renaming its folder, so readers see all o
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -72,7 +72,7 @@ class CheckpointStore:
             raise ValueError(f"keep must be at least 1, not {keep}")
         self.root, self.run, self.durable = root, run, durable
         self.pinned: set[int] = set()
-        self._keep, self._node = keep, node
+        self.keep, self._node = keep, node
         self._fence = EpochFence(root, durable, lambda: max((epoch for _, epoch in self._folders()), default=0))
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class CheckpointStore:
         """Keep the newest generations, pinned ones, and folders that may still become one."""
         recent = {newest.folder}
         for manifest in existing:
-            if len(recent) < self._keep and self.valid(manifest, check_size):
+            if len(recent) < self.keep and self.valid(manifest, check_size):
                 recent.add(manifest.folder)
         committed = {manifest.folder for manifest in existing}
         for step, epoch in self._folders():
@@ -274,16 +274,13 @@ def _changed_at(path: Path) -> float:
         return 0.0
 
 
-def newest_of_any_run(checkpoints_dir: Path) -> tuple[str, Manifest] | None:
-    """The valid generation committed last by any run under ``checkpoints_dir``, and its run."""
-    folders = (
-        [folder for folder in checkpoints_dir.iterdir() if folder.is_dir() and folder.suffix != _GONE]
-        if checkpoints_dir.is_dir()
-        else []
-    )
-    stores = [CheckpointStore(folder, folder.name, durable=True) for folder in folders]
-    pairs = [(store, manifest) for store in stores for manifest in store.manifests()]
-    for store, manifest in sorted(pairs, key=lambda item: (item[1].committed_at, item[1].step), reverse=True):
+def newest_of(stores: Iterable[CheckpointStore]) -> tuple[CheckpointStore, Manifest] | None:
+    """The valid generation of the latest step of the run that committed last; a copy is younger than its commit."""
+    pairs = [(store, manifest) for store in stores if store.root.suffix != _GONE for manifest in store.manifests()]
+    ended: dict[str, float] = {}
+    for store, manifest in pairs:
+        ended[store.run] = max(manifest.committed_at, ended.get(store.run, 0.0))
+    for store, manifest in sorted(pairs, key=lambda pair: (ended[pair[0].run], pair[1].step), reverse=True):
         if store.valid(manifest, check_size):
-            return store.run, manifest
+            return store, manifest
     return None

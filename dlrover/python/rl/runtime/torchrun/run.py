@@ -8,39 +8,46 @@
     others   run_follower():  main thread: this rank's members, until rank 0 sends End or is lost
 """
 
-import json
 import os
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from dlrover.python.rl.common.errors import (
     ConfigError,
     InvalidJob,
     InvocationError,
-    JobConflict,
     WorkloadDied,
     WorkloadStartError,
 )
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import member_name
 from dlrover.python.rl.common.sockets import HeldPort
-from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of, roots_of
-from dlrover.python.rl.runtime.checkpoint.manifest import take_lock
 from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
-from dlrover.python.rl.runtime.checkpoint.state_file import new_file
 from dlrover.python.rl.runtime.local_port import trainer_maker
 from dlrover.python.rl.runtime.process.host import Stored
+from dlrover.python.rl.runtime.run_folder import (
+    BEAT_S,
+    FAILED,
+    FINISHED,
+    LAUNCHED,
+    Claim,
+    claim,
+    held,
+    in_use,
+    newest_owner,
+)
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, Link
 from dlrover.python.rl.runtime.torchrun.port import TorchrunPort
 from dlrover.python.rl.runtime.torchrun.worker import End, Worker
@@ -53,60 +60,36 @@ CLOSE_S = 30.0  # how long members may take to close when the job has finished
 ABORT_S = 3.0  # the same when it has failed, including the running call
 _ECHO_S = 1.0  # until the loss of a process is noticed: errors of other ranks may be its consequence
 _PREDECESSOR_S = 15.0
-_RUN, _LOCK = "torchrun.json", "torchrun.lock"
-
-
-@dataclass(frozen=True)
-class RunStart:
-    """One start of a run, which keeps its name each time it is resumed; ``number`` counts from 1."""
-
-    run: str
-    number: int
+_POLL_S = 0.1
 
 
 @contextmanager
-def open_run(job: JobSpec) -> Iterator[RunStart]:
-    """Lock the job's directory; yields the start of a resumed run, or of a new one.
+def open_run(job: JobSpec) -> Iterator[tuple[JobSpec, Claim]]:
+    """Claim the folder of the job, which has begun: for its new run, or for that of an earlier launch, to go on with.
 
     Raises:
-        InvalidJob: the directory cannot be written to.
-        JobConflict: another process holds the lock.
+        InvalidJob: the folder cannot be written to.
+        JobConflict: another start holds the folder, and did not end within 15 s: a launcher may start processes again
+            while the former ones end.
     """
-    path = job.job_dir / _LOCK
+    previous = newest_owner(job.job_dir)
+    if previous is not None and previous.runtime == LAUNCHED and job.checkpoint.resume == "latest":
+        _wait_until_free(job.job_dir, _PREDECESSOR_S if previous.is_here else job.liveness.lease_s + BEAT_S)
+        job = replace(job, run=previous.run)
+    else:
+        forget_memory(job.name)
     try:
-        job.job_dir.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        claimed = claim(job, LAUNCHED, bound=True)
     except OSError as error:
         raise InvalidJob([ConfigError("job_dir", f"cannot be written to: {error}")]) from error
-    try:
-        try:
-            take_lock(handle, path, _PREDECESSOR_S)
-        except TimeoutError:
-            raise JobConflict(f"another start of this job is running in {job.job_dir}") from None
-        previous = _previous_start(job)
-        if previous is None:
-            forget_memory(job.name)
-            start = RunStart(uuid4().hex[:8], 1)
-        else:
-            start = RunStart(previous.run, previous.number + 1)
-        with new_file(job.job_dir / _RUN, durable=True) as file:
-            file.write(json.dumps({"run": start.run, "start": start.number}).encode())
-        (job.job_dir / "job.yaml").write_text(job_to_yaml(job, hide_secrets=True), encoding="utf-8")
-        yield start
-    finally:
-        os.close(handle)
+    with held(claimed):
+        yield job, claimed
 
 
-def _previous_start(job: JobSpec) -> RunStart | None:
-    file = job.job_dir / _RUN
-    if job.checkpoint.resume == "never" or not file.exists():
-        return None
-    try:
-        fields = json.loads(file.read_bytes())
-        return RunStart(str(fields["run"]), int(fields["start"]))
-    except (ValueError, KeyError, TypeError):
-        _LOG.warning("%s is damaged: starting a new run from the newest checkpoint", file)
-        return None
+def _wait_until_free(folder: Path, limit_s: float) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while in_use(folder) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
 
 
 @dataclass
@@ -122,7 +105,7 @@ class Leader:
 
     def run(self) -> BaseException | None:
         """Run the job until all processes end. Returns its error, None if it finished."""
-        with open_run(self.job) as start:
+        with open_run(self.job) as (self.job, start):
             port = TorchrunPort(self.launch, self.links)
             trainer = threading.Thread(
                 target=self._run_trainer, args=(port, start), name="dlrover-trainer", daemon=True
@@ -136,10 +119,11 @@ class Leader:
             for holder in self._tcp_ports.values():
                 holder.give_back()
             if self.error is None:
-                roots_of(self.job, start.run, start.number, socket.gethostname()).commit_store("").remove()
+                roots_of(self.job, self.job.run, start.number, socket.gethostname()).commit_store("").remove()
+            start.end(FAILED if self.error else FINISHED)
         return self.error
 
-    def _run_trainer(self, port: TorchrunPort, start: RunStart) -> None:
+    def _run_trainer(self, port: TorchrunPort, start: Claim) -> None:
         try:
             self._start_members(port, start)
             link = TrainerLink(
@@ -148,7 +132,7 @@ class Leader:
                 job=self.job.name,
                 job_dir=self.job.job_dir,
                 resources={role: dict(spec.resource) for role, spec in self.job.workloads.items()},
-                checkpoints=checkpoints_of(self.job, start.run, start.number, socket.gethostname()),
+                checkpoints=checkpoints_of(self.job, self.job.run, start.number, socket.gethostname()),
             )
             run_trainer(partial(trainer_maker(self.job), link), link)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the boundary of the job
@@ -171,14 +155,14 @@ class Leader:
         died.__cause__ = error
         return died
 
-    def _start_members(self, port: TorchrunPort, start: RunStart) -> None:
+    def _start_members(self, port: TorchrunPort, start: Claim) -> None:
         starts: dict[Future[Stored], str] = {}
         for role, spec in self.job.workloads.items():
             self._tcp_ports[role] = holder = HeldPort()
             tcp_port = holder.take(self.job.preferred_ports(role))
             for rank in range(spec.num):
                 context = MemberContext(
-                    name=member_name(self.job.name, start.run, role, rank, start.number),
+                    name=member_name(self.job.name, self.job.run, role, rank, start.number),
                     role=role,
                     rank=rank,
                     world_size=spec.num,
@@ -186,7 +170,7 @@ class Leader:
                     master_port=tcp_port,
                     collocation=",".join(self.job.workloads) if len(self.job.workloads) > 1 else "",
                 )
-                starts[port.start(self.job, start.run, context)] = f"{role}[{rank}]"
+                starts[port.start(self.job, self.job.run, context)] = f"{role}[{rank}]"
         limit_s = self.job.liveness.start_timeout_s
         finished, late = wait_for(starts, limit_s, FIRST_EXCEPTION)
         for future in finished:

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run to go on with: its folder has the job as it was described, its owner's record where it was started."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.config.layout import HIDDEN
+from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.config.spec import RUNS, JobSpec
+from dlrover.python.rl.runtime.checkpoint.commits import newest_commit
+from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
+from dlrover.python.rl.runtime.run_folder import DESCRIPTION, LATEST, Owner, newest_owner
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    folder: Path
+    owner: Owner
+
+
+def find_saved_run(name_or_dir: str) -> SavedRun:
+    """The run in a folder, or the last run of a job's name. Raises InvalidJob."""
+    for base in (Path(name_or_dir), RUNS / name_or_dir):
+        for folder in (base, base / LATEST):
+            owner = newest_owner(folder)
+            if owner is not None and (folder / DESCRIPTION).is_file():
+                return SavedRun(folder.resolve(), owner)
+    names = [path.name for path in RUNS.glob("*") if (path / LATEST).is_dir()]
+    what = f"neither the folder of a run nor a name under {RUNS.absolute()}{hint(name_or_dir, names)}"
+    raise InvalidJob([ConfigError(name_or_dir, what)])
+
+
+def saved_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
+    """The job of a saved run, to go on in its folder; hidden variables come from the environment. Raises InvalidJob."""
+    text = (run.folder / DESCRIPTION).read_text(encoding="utf-8")
+    job = load_job_text(text, run.owner.job, ["checkpoint.resume=latest", *overrides], run.owner.search_path)
+    unknown = [
+        ConfigError(f"env.{name}", "a secret, which was not saved: set it in the environment")
+        for env in (job.env, *(spec.env for spec in job.workloads.values()))
+        for name, value in env.items()
+        if value == HIDDEN and name not in os.environ
+    ]
+    if unknown:
+        raise InvalidJob(unknown)
+    workloads = {role: replace(spec, env=_revealed(spec.env)) for role, spec in job.workloads.items()}
+    job = replace(job, env=_revealed(job.env), workloads=workloads)
+    return replace(job, job_dir=run.folder, work_dir=run.owner.work_dir)
+
+
+def _revealed(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: os.environ[name] if value == HIDDEN else value for name, value in env.items()}
+
+
+def last_commit(job: str, folder: Path) -> int | None:
+    """The step from which a run goes on; what its last process has left in this node's memory is saved first. None for
+    none."""
+    forget_memory(job)
+    newest = newest_commit(folder)
+    return newest[1].step if newest is not None else None

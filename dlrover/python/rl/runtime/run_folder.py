@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run, and who holds it.
+
+::
+
+    runs/<name>/20261123-071500-1a2b3c4d/   by default each run has a folder of its own
+    runs/<name>/latest                      link to the folder of the last start
+    <job_dir>/owner.<n>.json                the n-th start in this folder; the highest number counts
+
+A start claims its folder by creating the next record, in which only one of several processes succeeds, and touches it
+while it runs. There is no lock, since one that a lost node holds on a shared disk stays.
+"""
+
+import json
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from dlrover.python.rl.common.errors import JobConflict
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.config.layout import job_to_yaml
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.runtime.checkpoint.member_state import memory_path
+from dlrover.python.rl.runtime.checkpoint.state_file import new_file
+
+_LOG = get_logger(__name__)
+
+LATEST, DESCRIPTION = "latest", "job.yaml"
+RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+IN_PROCESS, ON_RAY, LAUNCHED = "one process", "Ray", "torchrun"
+BEAT_S = 5.0
+_RESULTS = ("metrics.jsonl", "summary.json", "model", "checkpoints/*/step-*", "commits/*/step-*")
+
+
+def new_run() -> str:
+    """An id that tells a run from all others of the same job name."""
+    return os.urandom(4).hex()
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A start of a run. ``pid`` 0: it is not bound to one process, and lives until its record was not touched for
+    ``lease_s`` seconds; the same holds for a process on another machine."""
+
+    job: str
+    run: str
+    runtime: str
+    host: str
+    machine: str
+    pid: int
+    began: str
+    since_s: float
+    lease_s: float
+    work_dir: str
+    search_path: tuple[str, ...]
+    command: tuple[str, ...]
+    state: str = RUNNING
+
+    @property
+    def is_here(self) -> bool:
+        return self.machine == _machine()
+
+    def __str__(self) -> str:
+        process = f"process {self.pid} on" if self.pid else "on"
+        since = datetime.fromtimestamp(self.since_s).strftime("%Y-%m-%d %H:%M:%S")
+        return f"run {self.run} of '{self.job}' ({self.runtime}, {process} {self.host}, since {since})"
+
+
+def _owner(job: JobSpec, runtime: str, bound: bool) -> Owner:
+    pid = os.getpid() if bound else 0
+    return Owner(
+        job=job.name,
+        run=job.run,
+        runtime=runtime,
+        host=socket.gethostname(),
+        machine=_machine(),
+        pid=pid,
+        began=_began(pid) if pid else "",
+        since_s=time.time(),
+        lease_s=job.liveness.lease_s,
+        work_dir=job.work_dir,
+        search_path=job.search_path,
+        command=tuple(sys.orig_argv),
+    )
+
+
+def continued(job: JobSpec) -> JobSpec:
+    """With ``checkpoint.resume: latest`` a job without ``job_dir`` goes on in the folder of the last run of this name,
+    unless that one has finished."""
+    if job.run_folders is None or job.checkpoint.resume != "latest":
+        return job
+    last = (job.run_folders / LATEST).resolve()
+    owner = newest_owner(last)
+    return job if owner is None or owner.state == FINISHED else replace(job, job_dir=last)
+
+
+def begin(job: JobSpec) -> JobSpec:
+    """The job with the id of a new run and the folder that it writes into."""
+    run = new_run()
+    name = f"{datetime.now().strftime('%Y%m%d-%H%M%S')}-{run}"
+    return replace(job, run=run, job_dir=job.run_folders / name if job.run_folders else job.job_dir)
+
+
+def newest_owner(folder: Path) -> Owner | None:
+    record = _newest_record(folder)
+    return _read(record) if record is not None else None
+
+
+def in_use(folder: Path) -> bool:
+    record = _newest_record(folder)
+    owner = _read(record) if record is not None else None
+    return record is not None and owner is not None and _is_alive(owner, record)
+
+
+def conflict(job: JobSpec) -> str:
+    """Why a run of ``job`` must not begin in its folder; empty if it may."""
+    folder, record = job.job_dir, _newest_record(job.job_dir)
+    owner = _read(record) if record is not None else None
+    if job.run_folders is not None or (owner is not None and owner.run == job.run and not owner.pid):
+        return ""
+    if in_use(folder):
+        return f"{folder} is in use by {owner}"
+    if job.checkpoint.resume == "latest" or job.overwrite:
+        return ""
+    if not _has_results(folder, owner):
+        return ""
+    whose = f"{owner}, {owner.state if owner.state != RUNNING else 'ended'}" if owner is not None else "an earlier run"
+    return (
+        f"{folder} has the results of {whose}: 'dlrover-rl resume {folder}' goes on, overwrite=true replaces them, "
+        "and without job_dir each run has a folder of its own"
+    )
+
+
+def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
+    """Make this process the owner of the folder of the job's run; ``bound``: the run ends with it.
+
+    Raises:
+        JobConflict: another run is there.
+        OSError: the folder cannot be used.
+    """
+    folder, owner = job.job_dir, _owner(job, runtime, bound)
+    folder.mkdir(parents=True, exist_ok=True)
+    earlier = newest_owner(folder)
+    while True:
+        newest = _newest_record(folder)
+        if why := conflict(job):
+            raise JobConflict(why)
+        record = folder / f"owner.{_number(newest) + 1}.json"
+        if _create(record, owner):
+            if _newest_record(folder) == record:
+                break
+            record.unlink()  # others came and went meanwhile
+    if newest is not None:
+        newest.unlink(missing_ok=True)
+    if job.overwrite and (earlier is None or earlier.run != job.run):
+        for name in ("checkpoints", "commits"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+    with new_file(folder / DESCRIPTION, durable=False) as file:
+        file.write(job_to_yaml(job, hide_secrets=True).encode())
+    (folder / DESCRIPTION).chmod(0o600)
+    if folder.parent.name == job.name:
+        _link_latest(folder)
+        _remove(superseded(job))
+    return Claim(record, owner)
+
+
+def superseded(job: JobSpec) -> list[Path]:
+    """The checkpoints and commits of ended runs of this name beyond the newest ``checkpoint.keep_runs``."""
+    parent = job.run_folders or job.job_dir.parent
+    records = [record for folder in parent.glob("*-*-*") if (record := _newest_record(folder)) is not None]
+    ended = [record.parent for record in records if not in_use(record.parent) and record.parent != job.job_dir]
+    return [
+        path
+        for folder in sorted(ended, reverse=True)[job.checkpoint.keep_runs :]
+        for name in ("checkpoints", "commits")
+        if (path := folder / name).is_dir()
+    ]
+
+
+def _remove(folders: list[Path]) -> None:
+    for folder in folders:
+        _LOG.warning("removing %s: checkpoint.keep_runs", folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass
+class Claim:
+    """A claimed folder. Its owner calls :meth:`beat` every ``BEAT_S`` seconds, and :meth:`end` once."""
+
+    record: Path
+    owner: Owner
+
+    @property
+    def number(self) -> int:
+        """Of the starts in this folder, from 1 on."""
+        return _number(self.record)
+
+    def beat(self) -> None:
+        """Raises JobConflict if another start has taken the folder over."""
+        with suppress(OSError):  # a disk that does not answer for a while
+            newest = _newest_record(self.record.parent)
+            if newest is not None and newest != self.record:
+                raise JobConflict(f"{self.record.parent} was taken over by {_read(newest)}")
+            os.utime(self.record)
+
+    def end(self, state: str) -> None:
+        with suppress(OSError), new_file(self.record, durable=True) as file:
+            file.write(_encode(replace(self.owner, state=state)))
+
+
+@contextmanager
+def held(claimed: Claim) -> Iterator[Claim]:
+    """Touch the record in a thread until the block ends. The block calls ``end``, or has failed."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(BEAT_S):
+            try:
+                claimed.beat()
+            except JobConflict as error:
+                _LOG.error("%s", error)
+                return
+
+    thread = threading.Thread(target=beat, name="dlrover-owner", daemon=True)
+    thread.start()
+    try:
+        yield claimed
+    except BaseException:
+        claimed.end(FAILED)
+        raise
+    finally:
+        over.set()
+        thread.join(BEAT_S)
+
+
+# -- records ----------------------------------------------------------------------------------------------------------
+
+
+def _records(folder: Path) -> list[Path]:
+    return sorted(folder.glob("owner.*.json"), key=_number)
+
+
+def _newest_record(folder: Path) -> Path | None:
+    records = _records(folder)
+    return records[-1] if records else None
+
+
+def _number(record: Path | None) -> int:
+    digits = record.name.split(".")[1] if record is not None else "0"
+    return int(digits) if digits.isdigit() else 0
+
+
+def _encode(owner: Owner) -> bytes:
+    return json.dumps(asdict(owner), indent=1).encode()
+
+
+def _read(record: Path) -> Owner | None:
+    """The content of a record; None if it is gone or damaged."""
+    try:
+        fields: dict[str, Any] = json.loads(record.read_bytes())
+        lists = {name: tuple(fields[name]) for name in ("search_path", "command")}
+        return Owner(**{**fields, **lists})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _create(record: Path, owner: Owner) -> bool:
+    """Write a record that does not exist yet; False if it does."""
+    temporary = record.with_name(f".{record.name}.{uuid4().hex}.tmp")
+    temporary.write_bytes(_encode(owner))
+    temporary.chmod(0o600)
+    try:
+        os.link(temporary, record)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    return True
+
+
+def _is_alive(owner: Owner, record: Path) -> bool:
+    if owner.state != RUNNING:
+        return False
+    if owner.pid and owner.is_here:
+        return _began(owner.pid) == owner.began
+    try:
+        return _now_s(record.parent) - record.stat().st_mtime < owner.lease_s
+    except OSError:
+        return True  # a disk that does not answer is no reason to take over
+
+
+def _now_s(folder: Path) -> float:
+    """The time of the file system, which may be another machine's."""
+    probe = folder / f".now.{uuid4().hex}.tmp"
+    try:
+        probe.touch()
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _machine() -> str:
+    """This boot of this machine, and the container's own numbers of processes."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _began(pid: int) -> str:
+    """When the process of this number began, in ticks since the boot; empty if there is none."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()
+    except (OSError, ValueError):
+        return ""
+    return "" if state in "ZX" else fields[18]
+
+
+def _has_results(folder: Path, owner: Owner | None) -> bool:
+    """Return True if a run has finished or left something to go on with: in the folder, or in this machine's memory."""
+    if owner is not None and (owner.state == FINISHED or memory_path(owner.job, owner.run).exists()):
+        return True
+    return any(path.is_dir() or path.stat().st_size for pattern in _RESULTS for path in folder.glob(pattern))
+
+
+def _link_latest(folder: Path) -> None:
+    link = folder.parent / f".{LATEST}.{uuid4().hex}.tmp"
+    with suppress(OSError):  # a file system without links
+        link.symlink_to(folder.name)
+        link.replace(folder.parent / LATEST)

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job that waits at a step for its test, run by the command line in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+TEXT = """
+name: held
+trainer: {module: held_job_classes, class: Held, device_type: CPU, device_per_node: 2}
+workload: {actor: {module: held_job_classes, class: Counter}}
+config: {steps: 6, hold: 0}
+"""
+
+CLASSES = """
+import json
+
+from dlrover.rl import BaseTrainer, BaseWorkload, trainer_invocation
+
+
+class Counter(BaseWorkload):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.total = 0
+
+    @trainer_invocation()
+    def add(self, number):
+        self.total += number
+        return self.total
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+
+
+class Held(BaseTrainer):
+    def init(self):
+        pass
+
+    def fit(self):
+        for step in self.steps(self.config.steps):
+            if step == self.config.hold:
+                (self.job_dir / "waiting").touch()
+                with open(self.job_dir.parent / f"{self.job_dir.name}.gate") as gate:
+                    gate.read()
+            (total,) = self.RG_ACTOR.add(step)
+            with (self.job_dir / "steps.jsonl").open("a") as file:
+                file.write(json.dumps([step, total]) + "\\n")
+"""
+
+_DEADLINE_S = 120.0
+
+
+class Desk:
+    """A working directory with the job."""
+
+    def __init__(self, folder):
+        self.folder, self._outputs = folder, {}
+        (folder / "job.yaml").write_text(TEXT)
+        (folder / "held_job_classes.py").write_text(CLASSES)
+
+    def start(self, *arguments, **env):
+        command = [sys.executable, "-m", "dlrover.python.rl.master.main", *arguments]
+        output = self.folder / f"output-{len(self._outputs)}.txt"
+        with output.open("w") as file:
+            streams = {"stdout": file, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(command, cwd=self.folder, env={**os.environ, **env}, **streams)
+        self._outputs[process] = output
+        return process
+
+    def end(self, process):
+        """Wait until a process has ended, and return what it said."""
+        process.wait(_DEADLINE_S)
+        return self._outputs[process].read_text()
+
+    def kill_all(self):
+        for process in self._outputs:
+            process.kill()
+            process.wait(_DEADLINE_S)
+
+    def run(self, *arguments, code=0, **env):
+        process = self.start(*arguments, **env)
+        said = self.end(process)
+        assert process.returncode == code, said
+        return said
+
+    def held(self, name, *arguments, step=4):
+        """Start a run in the folder ``name`` that waits before ``step``, and return once it waits."""
+        os.mkfifo(self.folder / f"{name}.gate")
+        process = self.start("run", "job.yaml", f"job_dir={name}", f"hold={step}", *arguments)
+        wait_for(lambda: (self.folder / name / "waiting").exists() or process.poll() is not None)
+        assert process.poll() is None, self.end(process)
+        return process
+
+    def release(self, name):
+        with open(self.folder / f"{name}.gate", "w"):
+            pass
+
+    def steps(self, name):
+        """The steps that were run in a folder, in order; the totals must be those of an undisturbed run."""
+        file = self.folder / name / "steps.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        assert all(total == step * (step + 1) // 2 for step, total in rows), rows
+        return [step for step, _ in rows]
+
+    def owner(self, name):
+        (record,) = (self.folder / name).glob("owner.*.json")
+        return json.loads(record.read_text())
+
+
+def wait_for(reached):
+    deadline_s = time.monotonic() + _DEADLINE_S
+    while not reached():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)

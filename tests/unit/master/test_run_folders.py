@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folders of runs, seen from outside: real processes in one working directory."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.held_job import Desk
+
+HERE = "--local"
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
+    desk = Desk(tmp_path)
+    yield desk
+    desk.kill_all()
+
+
+def kill(process):
+    process.kill()
+    process.wait(60)
+
+
+def folders(desk):
+    return sorted(path for path in (desk.folder / "runs/held").iterdir() if not path.is_symlink())
+
+
+# -- one folder for each run ------------------------------------------------------------------------------------------
+
+
+def test_runs_of_one_file_have_folders_of_their_own_and_latest_is_the_last(desk):
+    started = [desk.start("run", "job.yaml", HERE) for _ in range(2)]
+    for process in started:
+        said = desk.end(process)
+        assert process.returncode == 0, said
+    desk.run("run", "job.yaml", HERE)
+    assert len(folders(desk)) == 3
+    for folder in folders(desk):
+        assert desk.steps(folder) == [1, 2, 3, 4, 5, 6]
+        assert {"job.yaml", "journal.jsonl", "owner.1.json", "checkpoints"} <= {path.name for path in folder.iterdir()}
+    assert (desk.folder / "runs/held/latest").resolve() == folders(desk)[-1]
+
+
+def test_old_runs_lose_their_checkpoints_only_and_check_names_them_first(desk):
+    for _ in range(3):
+        desk.run("run", "job.yaml", HERE)
+    first, second, third = folders(desk)
+    said = desk.run("check", "job.yaml", HERE, "checkpoint.keep_runs=2")
+    assert re.findall(r"the run will remove (\S+)", said) == [str(first / "checkpoints")]
+    assert (first / "checkpoints").is_dir()
+    desk.run("run", "job.yaml", HERE, "checkpoint.keep_runs=2")
+    assert not (first / "checkpoints").exists()
+    assert desk.steps(first) == [1, 2, 3, 4, 5, 6]
+    assert (second / "checkpoints").is_dir() and (third / "checkpoints").is_dir()
+
+
+# -- one owner --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_in_use_is_refused_with_who_holds_it_and_its_run_goes_on(desk):
+    first = desk.held("out", HERE)
+    owner = desk.owner("out")
+    for more in ((), ("overwrite=true",), ("checkpoint.resume=latest",)):
+        said = desk.run("run", "job.yaml", HERE, "job_dir=out", *more, code=2)
+        assert f"in use by run {owner['run']} of 'held' (one process, process {first.pid} on" in said
+        assert "Traceback" not in said
+    assert "in use by" in desk.run("resume", "out", code=2)
+    desk.release("out")
+    assert first.wait(60) == 0
+    assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
+    assert desk.owner("out") == {**owner, "state": "finished"}
+
+
+def test_of_several_starts_at_once_one_gets_the_folder(desk):
+    os.mkfifo(desk.folder / "out.gate")
+    started = [desk.start("run", "job.yaml", HERE, "job_dir=out", "hold=2") for _ in range(4)]
+    refused = []
+    while len(refused) < 3:
+        refused += [process for process in started if process.poll() is not None and process not in refused]
+    (winner,) = set(started) - set(refused)
+    assert [process.returncode for process in refused] == [2, 2, 2]
+    desk.release("out")
+    assert winner.wait(60) == 0
+    assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
+
+
+def test_results_are_replaced_only_on_request(desk):
+    desk.run("run", "job.yaml", HERE, "job_dir=out")
+    first = desk.owner("out")["run"]
+    said = desk.run("run", "job.yaml", HERE, "job_dir=out", code=2)
+    assert f"has the results of run {first} of 'held'" in said
+    assert "finished: 'dlrover-rl resume" in said
+    assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
+    desk.run("run", "job.yaml", HERE, "job_dir=out", "overwrite=true")
+    assert desk.owner("out")["run"] != first
+    assert [path.name for path in (desk.folder / "out/checkpoints").iterdir()] == [desk.owner("out")["run"]]
+
+
+def test_what_failed_before_its_first_step_is_no_result(desk):
+    desk.run("run", "job.yaml", HERE, "job_dir=out", "steps=wrong", code=1)
+    desk.run("run", "job.yaml", HERE, "job_dir=out")
+    assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
+
+
+# -- going on ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("commit_to", ["memory", "job_dir"])
+def test_a_killed_run_is_not_begun_again_by_accident_and_goes_on_after_its_last_step(desk, commit_to):
+    kill(desk.held("out", HERE, f"checkpoint.commit_to={commit_to}"))
+    assert "has the results of" in desk.run("run", "job.yaml", HERE, "job_dir=out", code=2)
+    said = desk.run("resume", "out", "hold=0")
+    assert "after step 3" in said
+    assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
+    assert not list((desk.folder / "memory").rglob("step-*"))
+
+
+def test_the_last_step_of_a_killed_run_is_kept_when_another_run_of_the_name_clears_the_memory(desk):
+    kill(desk.held("out", HERE))
+    desk.run("run", "job.yaml", HERE, "job_dir=other")
+    assert not list((desk.folder / "memory").rglob("step-*"))
+    assert "after step 3" in desk.run("resume", "out", "hold=0")
+    assert desk.steps("out") == desk.steps("other") == [1, 2, 3, 4, 5, 6]
+
+
+def test_after_ctrl_c_the_command_to_go_on_is_printed_and_works(desk):
+    process = desk.held("out", HERE)
+    process.send_signal(signal.SIGINT)
+    said = desk.end(process)
+    assert process.returncode == 130, said
+    command = re.search(r"dlrover-rl (resume) (\S+)", said)
+    assert "after step 3" in desk.run(*command.groups(), "hold=0")
+    assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
+    assert "has finished" in desk.run("resume", "out")
+    assert "after step 6" in desk.run("resume", "out", "steps=8", "hold=0")
+    assert desk.steps("out") == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert len(list((desk.folder / "out/checkpoints").glob("*/step-*"))) == 2, "one rule for all runs in the folder"
+
+
+def test_a_run_is_found_by_its_jobs_name_and_a_wrong_one_gets_the_nearest(desk):
+    desk.run("run", "job.yaml", HERE, "steps=3")
+    assert "did you mean 'held'" in desk.run("resume", "hold", code=2)
+    desk.run("resume", "held", "steps=5")
+    assert [desk.steps(folder) for folder in folders(desk)] == [[1, 2, 3, 4, 5]]
+
+
+def test_secrets_are_not_saved_and_come_from_the_environment(desk):
+    process = desk.held("out", HERE, "+env.API_KEY=sesame")
+    kill(process)
+    assert "sesame" not in "".join(path.read_text() for path in Path(desk.folder / "out").glob("*.yaml"))
+    said = desk.run("resume", "out", "hold=0", code=2)
+    assert "env.API_KEY: a secret, which was not saved: set it in the environment" in said
+    desk.run("resume", "out", "hold=0", API_KEY="sesame")
+
+
+def test_another_machines_run_is_alive_as_long_as_its_record_is_touched(desk):
+    kill(desk.held("out", HERE))
+    (record,) = (desk.folder / "out").glob("owner.*.json")
+    record.write_text(json.dumps({**desk.owner("out"), "machine": "elsewhere", "host": "node-7"}))
+    assert "on node-7" in desk.run("resume", "out", code=2)
+    os.utime(record, (0, 0))
+    desk.run("resume", "out", "hold=0")
