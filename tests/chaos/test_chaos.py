@@ -78,3 +78,11 @@ def test_every_kind_of_fault(tmp_path, seed):
 def test_rollouts_that_run_ahead_give_no_step_what_is_too_stale(tmp_path):
     report = run_chaos(tmp_path, 9, 30, 120, FAST, 580, "--max-staleness", "2")
     assert (len(report["findings"]), report["problems"]) == (9, [])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_kills_from_outside_from_the_first_actor_on(tmp_path):
+    command = [sys.executable, "-m", "tests.chaos.outside", "--seeds", "1-2", "--out", str(tmp_path)]
+    ran = subprocess.run(command, cwd=REPOSITORY, timeout=1700, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, f"{ran.stdout[-8000:]}\n{ran.stderr[-4000:]}"

@@ -16,11 +16,11 @@ from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.brain import new_run
 from dlrover.python.rl.master.job import check_job, follow, run_on_ray, start_master, stop_master
 from dlrover.python.rl.master.rl_master import RLMaster
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.ray.processes.actors import end, launch
+from dlrover.python.rl.runtime.run_folder import begin
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
@@ -212,7 +212,7 @@ def test_a_master_whose_own_loop_breaks_releases_everything_and_says_that_it_fai
             await super()._take(event)
 
     checked = check_job(describe(tmp_path, monkeypatch, "endless", "fragile"))
-    arguments = (checked.job, new_run(), checked.placement, checked.inspection)
+    arguments = (begin(checked.job), checked.placement, checked.inspection)
     master = launch(FragileMaster, master_name("fragile"), arguments, {})
     try:
         ray.get(master.start.remote(), timeout=30)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGKILL from outside: ``python -m tests.chaos.outside --seeds 1-10``.
+
+Each run is ``dlrover-rl run examples/arithmetic/grpo.yaml``. From its first actor on, random ones of its processes (members,
+trainer, master) are killed, at exponential gaps; it must end in the bits of an undisturbed run. This process knows only the
+command line and the process table.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+CLI = [sys.executable, "-m", "dlrover.python.rl.master.main"]
+VICTIMS = ("ray::MemberActor", "ray::TrainerActor", "ray::RLMaster")
+_POLL_S = 0.05
+_LIMIT_S = 900.0
+
+
+@dataclass
+class Ended:
+    """One run: its exit code, what was killed when, and digests of what it left."""
+
+    code: int
+    seconds: float
+    killed: list[tuple[float, str]] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+def processes_below(pid: int) -> dict[int, str]:
+    """The command lines of all descendants of a process."""
+    rows: dict[int, tuple[int, str]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                parent = int((folder / "stat").read_text().rpartition(") ")[2].split()[1])
+                rows[int(folder.name)] = parent, (folder / "cmdline").read_text().replace("\0", " ").strip()
+            except OSError:
+                continue  # it has ended
+    found, waiting = {}, [pid]
+    while waiting:
+        above = waiting.pop()
+        for child, (parent, command) in rows.items():
+            if parent == above:
+                found[child] = command
+                waiting.append(child)
+    return found
+
+
+def victims(pid: int) -> dict[int, str]:
+    return {child: name for child, name in processes_below(pid).items() if name.startswith(VICTIMS)}
+
+
+def run(folder: Path, steps: int, kills: int = 0, mean_s: float = 6.0, seed: int = 0) -> Ended:
+    """One run into ``folder``, with so many kills."""
+    choice, began_s = random.Random(seed), time.monotonic()
+    command = [*CLI, "run", str(REPOSITORY / "examples/arithmetic/grpo.yaml"), f"steps={steps}", f"job_dir={folder}"]
+    with open(f"{folder}.log", "w") as log:
+        process = subprocess.Popen(command, cwd=folder.parent, stdout=log, stderr=subprocess.STDOUT)
+    ended = Ended(-1, 0.0)
+    next_s = None
+    while process.poll() is None:
+        now_s = time.monotonic()
+        if now_s - began_s > _LIMIT_S:
+            process.kill()
+        alive = victims(process.pid) if len(ended.killed) < kills else {}
+        if alive and next_s is None:
+            next_s = now_s + choice.expovariate(1 / mean_s)
+        if alive and next_s is not None and now_s >= next_s:
+            victim = choice.choice(sorted(alive))
+            os.kill(victim, signal.SIGKILL)
+            ended.killed.append((round(now_s - began_s, 2), alive[victim]))
+            next_s = now_s + choice.expovariate(1 / mean_s)
+        time.sleep(_POLL_S)
+    ended.code, ended.seconds = process.wait(), time.monotonic() - began_s
+    ended.digests = digests(folder)
+    return ended
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Of the model's file, of each sample, and of what each step has measured of the training, times left out."""
+    found = {}
+    for name in ("model/model.safetensors", "samples.jsonl"):
+        file = folder / name
+        found[name] = hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else "missing"
+    file = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    values = [[row[key] for key in ("step", "reward", "loss", "grad_norm")] for row in rows]
+    found["metrics.jsonl"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    return found
+
+
+def prepare(folder: Path) -> None:
+    """The data of the example, and the model that its warm-up makes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    example = runpy.run_path(str(REPOSITORY / "examples/arithmetic/demo.py"))
+    Path("build/demo").mkdir(parents=True, exist_ok=True)
+    shape = {"hidden": 96, "heads": 3, "kv_heads": 3, "intermediate": 384}
+    example["write_tiny_model"](Path("build/demo/random-model"), layers=2, max_positions=64, seed=0, **shape)
+    example["write_data"](0)
+    sft = [*CLI, "run", str(REPOSITORY / "examples/arithmetic/sft.yaml"), "--local", "overwrite=true", "seed=0"]
+    subprocess.run(sft, check=True, timeout=_LIMIT_S)
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def seeds_of(text: str) -> list[int]:
+    first, _, last = text.partition("-")
+    return list(range(int(first), int(last or first) + 1))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns 1 unless every run has ended in the undisturbed bits."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.outside", description=__doc__)
+    parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-10"))
+    parser.add_argument("--kills", type=int, default=8)
+    parser.add_argument("--mean-s", type=float, default=6.0)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "outside")
+    options = parser.parse_args(argv)
+    folder = (options.out / time.strftime("%Y%m%d-%H%M%S")).resolve()
+    prepare(folder)
+    expected = run(folder / "undisturbed", options.steps)
+    say(f"undisturbed: exit code {expected.code} in {expected.seconds:.0f} s")
+    results = {"undisturbed": vars(expected)}
+    wrong = [] if expected.code == 0 else ["undisturbed"]
+    for seed in options.seeds:
+        ended = run(folder / f"seed-{seed}", options.steps, options.kills, options.mean_s, seed)
+        same = ended.code == 0 and ended.digests == expected.digests and len(ended.killed) == options.kills
+        wrong += [] if same else [f"seed {seed}"]
+        names = ", ".join(f"{name.removeprefix('ray::')} at {at_s:g} s" for at_s, name in ended.killed)
+        verdict = "the undisturbed bits" if same else "WRONG"
+        say(f"seed {seed}: {verdict}, exit code {ended.code} in {ended.seconds:.0f} s; killed {names}")
+        results[f"seed {seed}"] = vars(ended)
+    (folder / "results.json").write_text(json.dumps(results, indent=1))
+    say(f"wrong: {', '.join(wrong) or 'none'}; kept in {folder}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
