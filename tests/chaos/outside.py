@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SIGKILL from outside: ``python -m tests.chaos.outside --seeds 1-10``.
 
-Each run is ``dlrover-rl run examples/arithmetic/grpo.yaml``. From its first actor on, random ones of its processes (members,
-trainer, master) are killed, at exponential gaps; it must end in the bits of an undisturbed run. This process knows only the
-command line and the process table.
+Each run is ``dlrover-rl run examples/arithmetic/grpo.yaml``. From its first actor on, random ones of its processes
+(members, trainer, master) are killed, at exponential gaps; it must end in the bits of an undisturbed run. This process
+knows only the command line and the process table.
 """
 
 import argparse

@@ -293,7 +293,7 @@ class JobFailed(JobError):
 
 
 class JobConflict(JobError):
-    """A job of this name is already running."""
+    """A job of this name is running, or another run's files are in the job's folder."""
 
 
 class MasterLost(JobError):

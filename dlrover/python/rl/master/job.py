@@ -165,11 +165,12 @@ def _run_on_cluster(checked: CheckedJob, report: Reporter, address: str | None, 
         try:
             master = start_master(checked, claims=connected or address is not None)
             status = follow(master, report, interrupts)
-        except MasterLost:
+        except MasterLost as error:
             # A master that exists but does not answer still owns its job, which may not be this one.
-            if find(master_name(name)) is None:
-                sweep(name)
-            raise
+            if find(master_name(name)) is not None:
+                raise
+            sweep(name)
+            raise MasterLost(f"{error}; to go on: dlrover-rl resume {checked.job.job_dir}") from error
         if status.phase.terminal:
             end(master)
         return status

@@ -78,6 +78,8 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
 
     with ProgressView(recipe or "job", live=not launch.rank) as view:
         error = run_together(describe, launch, view)
+    if error is not None and jobs:
+        click.echo("to go on after the last committed step, run the same command again", err=True)
     if error is not None:
         return EXIT_INVALID if isinstance(error, InvalidJob | JobConflict) else EXIT_FAILED
     for job in jobs:
