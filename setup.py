@@ -90,7 +90,7 @@ setup(
         "wandb": WANDB,
         **ENGINES,
     },
-    entry_points={"console_scripts": ["dlrover-rl = dlrover.python.rl.master.main:main"]},
+    entry_points={"console_scripts": ["dlrover-rl = dlrover.python.rl.master.entry:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",
         "Environment :: GPU :: NVIDIA CUDA",

@@ -4,7 +4,7 @@
 import os
 import sys
 
-from dlrover.python.rl.common.errors import ConfigError
+from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
@@ -28,6 +28,11 @@ class Loop(BaseTrainer):
 class NoFit(BaseTrainer):
     def init(self):
         pass
+
+
+class DataFault(Loop):
+    def fit(self):
+        raise DataError("row 3 is empty")
 
 
 class FailingInit(Loop):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 CLI = [sys.executable, "-m", "dlrover.python.rl.master.main"]
-VICTIMS = ("ray::MemberActor", "ray::TrainerActor", "ray::RLMaster")
+VICTIMS = ("ray::arithmetic-grpo/", "ray::RLMaster")  # as Ray names the processes of actors
 _POLL_S = 0.05
 _LIMIT_S = 900.0
 

@@ -298,3 +298,27 @@ def test_problems_of_every_kind_come_in_one_message(shell):
 def test_a_job_directory_that_cannot_be_is_said(shell):
     Path("taken").write_text("")
     assert "job_dir: " in refused(shell, f"job_dir: taken/here\n{GOOD}")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--steps", "5"], "no option --steps: settings are written key=value, steps=5"),
+        (["--max-steps=5"], "no option --max-steps: settings are written key=value, max_steps=5"),
+        (["--loca"], "or did you mean --local?"),
+        (["trainr.module=x"], "trainr.module: unknown key 'trainr'; did you mean 'trainer.module'?"),
+        (["job_dir=/proc/nowhere/out"], "job_dir: cannot be made: "),
+    ],
+)
+def test_a_wrong_argument_is_answered_with_the_right_one(shell, given, words):
+    code, out, err = shell("run", "--local", write(), *given)
+    assert code == 2
+    assert words in err
+    assert "Traceback" not in out + err
+
+
+def test_an_error_in_the_users_data_shows_no_code_of_ours(shell):
+    code, out, err = shell("run", "--local", write(), "trainer.class=DataFault")
+    assert code == 1
+    assert "DataError: row 3 is empty" in err
+    assert "Traceback" not in out + err

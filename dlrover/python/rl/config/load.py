@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.config.layout import JOB_KEYS, job_from_mapping
 from dlrover.python.rl.config.spec import JobSpec
 
@@ -126,10 +126,13 @@ def _find_missing(data: DictConfig, path: str, key: str) -> ConfigError | None:
         elif isinstance(node, DictConfig) and part in node:
             node = node.get(part)
         else:
-            return _unknown_key(node, part, key)
+            own = JOB_KEYS if node is data.get("config") and part == rest[0] else ()
+            return _unknown_key(node, part, key, own)
     return None
 
 
-def _unknown_key(node: Any, part: str, key: str) -> ConfigError:
+def _unknown_key(node: Any, part: str, key: str, own: Sequence[str]) -> ConfigError:
     names = [str(name) for name in node] if isinstance(node, DictConfig) else []
+    if nearest(part, names) is None and (close := nearest(part, own)):
+        return ConfigError(key, f"unknown key '{part}'; did you mean '{key.replace(part, close, 1)}'?")
     return ConfigError(key, f"unknown key '{part}'{hint(part, names)} (write +{key}=... to add it)")

@@ -20,6 +20,7 @@ class CauseKind(StrEnum):
     START_FAILED = "start_failed"  # a constructor raised; not retried
     PROCESS_DIED = "process_died"
     OUT_OF_MEMORY = "out_of_memory"
+    NO_SPACE = "no_space"  # a disk stayed full; not retried
     NODE_LOST = "node_lost"
     HUNG = "hung"  # no progress within the role's limit; the process was killed
     PREEMPTED = "preempted"  # ended because the rest of its group had to restart; never charged to a budget
@@ -30,6 +31,7 @@ class CauseKind(StrEnum):
 RETRYABLE = frozenset(CauseKind) - {
     CauseKind.USER_ERROR,
     CauseKind.START_FAILED,
+    CauseKind.NO_SPACE,
     CauseKind.NO_RESOURCES,
     CauseKind.INTERNAL,
 }

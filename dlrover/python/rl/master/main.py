@@ -19,6 +19,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from dlrover.python.rl.common.command_line import OverridesCommand
 from dlrover.python.rl.common.errors import (
     ClusterUnavailable,
     ConfigError,
@@ -63,7 +64,7 @@ def cli() -> None:
     configure_logging()
 
 
-@cli.command()
+@cli.command(cls=OverridesCommand)
 @click.argument("job_file")
 @click.argument("overrides", nargs=-1)
 @click.option("--address", help="A running Ray cluster ('auto', 'host:port'); by default one is started for the job.")
@@ -73,7 +74,7 @@ def run(job_file: str, overrides: tuple[str, ...], address: str | None, local: b
     _run(check_described(lambda: load_job(job_file, overrides), local), address, local)
 
 
-@cli.command()
+@cli.command(cls=OverridesCommand)
 @click.argument("name_or_dir")
 @click.argument("overrides", nargs=-1)
 @click.option("--address", help="A running Ray cluster; by default one is started for the job.")
@@ -97,7 +98,7 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], address: str | None, lo
     _run(checked, address, local)
 
 
-@cli.command()
+@cli.command(cls=OverridesCommand)
 @click.argument("job_file")
 @click.argument("overrides", nargs=-1)
 @click.option("--local", is_flag=True, help="Check for a run in one process.")

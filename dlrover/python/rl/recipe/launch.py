@@ -20,6 +20,7 @@ from pathlib import Path
 import click
 import torch.distributed as dist
 
+from dlrover.python.rl.common.command_line import OverridesCommand
 from dlrover.python.rl.common.errors import ConfigError, DLRoverRLError, InvalidJob, JobConflict, JobFailed
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import RLRoleType
@@ -41,7 +42,7 @@ _MEETINGS = itertools.count()
 EXIT_FAILED, EXIT_INVALID, EXIT_INTERRUPTED = 1, 2, 130
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=OverridesCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", "job_file", help="A job file; by default the recipe's own settings.")
 @click.argument("overrides", nargs=-1)
 @click.pass_obj

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from dlrover.python.rl.common.errors import JobConflict
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import JobSpec
@@ -146,10 +146,13 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
 
     Raises:
         JobConflict: another run is there.
-        OSError: the folder cannot be used.
+        InvalidJob: the folder cannot be made.
     """
     folder, owner = job.job_dir, _owner(job, runtime, bound)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidJob([ConfigError("job_dir", f"cannot be made: {error}")]) from error
     earlier = newest_owner(folder)
     while True:
         newest = _newest_record(folder)

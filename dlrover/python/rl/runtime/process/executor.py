@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
+from dlrover.python.rl.common.disk_space import is_disk_full
 from dlrover.python.rl.common.errors import (
     ClassNotFound,
+    DataError,
+    InvalidJob,
     InvocationError,
     JobFailed,
     MasterLost,
@@ -77,14 +80,24 @@ class Hosting(Protocol):
 def cause_of(error: BaseException, who: str, remote_traceback: str = "") -> Cause:
     if isinstance(error, WorkloadDied):
         return Cause(CauseKind.PROCESS_DIED, str(ProcessId(error.role, error.rank)), _first_line(error))
-    if isinstance(error, InvocationError):
-        member, detail = str(ProcessId(error.role, error.rank)), error.remote_traceback or remote_traceback
-        return Cause(CauseKind.USER_ERROR, member, _first_line(error), detail)
     if isinstance(error, WorkloadStartError):
         return Cause(CauseKind.START_FAILED, error.who, f"could not start: {error.summary}", error.remote_traceback)
-    kind = CauseKind.RETRYABLE_ERROR if isinstance(error, JobFailed | MasterLost) else CauseKind.USER_ERROR
+    if isinstance(error, InvocationError):
+        member, detail = str(ProcessId(error.role, error.rank)), error.remote_traceback or remote_traceback
+        kind = _kind_of(error.original) if error.original is not None else CauseKind.USER_ERROR
+        return Cause(kind, member, _first_line(error), "" if isinstance(error.original, _USERS_INPUT) else detail)
     message = f"{type(error).__name__}: {_first_line(error)}".rstrip(": ")
-    return Cause(kind, who, message, remote_traceback)
+    return Cause(_kind_of(error), who, message, "" if isinstance(error, _USERS_INPUT) else remote_traceback)
+
+
+_USERS_INPUT = (DataError, InvalidJob)
+"""Errors whose message says all: where the code found them helps nobody."""
+
+
+def _kind_of(error: BaseException) -> CauseKind:
+    if is_disk_full(error):
+        return CauseKind.NO_SPACE
+    return CauseKind.RETRYABLE_ERROR if isinstance(error, JobFailed | MasterLost) else CauseKind.USER_ERROR
 
 
 @contextmanager

@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import (
-    ConfigError,
-    InvalidJob,
     InvocationError,
     WorkloadDied,
     WorkloadStartError,
@@ -68,7 +66,7 @@ def open_run(job: JobSpec) -> Iterator[tuple[JobSpec, Claim]]:
     """Claim the folder of the job, which has begun: for its new run, or for that of an earlier launch, to go on with.
 
     Raises:
-        InvalidJob: the folder cannot be written to.
+        InvalidJob: the folder cannot be made.
         JobConflict: another start holds the folder, and did not end within 15 s: a launcher may start processes again
             while the former ones end.
     """
@@ -78,11 +76,7 @@ def open_run(job: JobSpec) -> Iterator[tuple[JobSpec, Claim]]:
         job = replace(job, run=previous.run)
     else:
         forget_memory(job.name)
-    try:
-        claimed = claim(job, LAUNCHED, bound=True)
-    except OSError as error:
-        raise InvalidJob([ConfigError("job_dir", f"cannot be written to: {error}")]) from error
-    with held(claimed):
+    with held(claim(job, LAUNCHED, bound=True)) as claimed:
         yield job, claimed
 
 
