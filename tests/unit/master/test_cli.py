@@ -320,5 +320,5 @@ def test_a_wrong_argument_is_answered_with_the_right_one(shell, given, words):
 def test_an_error_in_the_users_data_shows_no_code_of_ours(shell):
     code, out, err = shell("run", "--local", write(), "trainer.class=DataFault")
     assert code == 1
-    assert "DataError: row 3 is empty" in err
+    assert "DataError: data: row 3 is empty" in err
     assert "Traceback" not in out + err
