@@ -179,7 +179,7 @@ def test_the_name_of_an_ended_job_can_be_used_again(tmp_path, monkeypatch):
     checked = check_job(describe(tmp_path, monkeypatch, "steps_only", "again"))
     first = start_master(checked)
     wait_until(lambda: ray.get(first.status.remote(), timeout=10).phase.terminal, 60)
-    status, _ = run(checked.job)
+    status, _ = run(replace(checked.job, job_dir=tmp_path / "second"))
     assert status.phase is Phase.FINISHED
     with pytest.raises(ValueError, match="Failed to look up"):
         ray.get_actor(master_name("again"), namespace=NAMESPACE)
