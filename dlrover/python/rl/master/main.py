@@ -8,7 +8,6 @@ elsewhere; 4 Ray could not be reached; 5 the job's master was lost; 130 it was i
 import ast
 import json
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -84,7 +83,7 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], address: str | None, lo
     saved = find_saved_run(name_or_dir)
     folder, owner = saved.folder, saved.owner
     if owner.runtime == LAUNCHED:
-        raise InvalidJob([ConfigError(name_or_dir, f"go on with the same launch, of '{shlex.join(owner.command)}'")])
+        raise InvalidJob([ConfigError(name_or_dir, "was launched without Ray: the same command goes on with it")])
     if owner.state == FINISHED and not overrides:
         click.echo(f"{folder}: the run has finished; to go on, override a setting such as its number of steps")
         return

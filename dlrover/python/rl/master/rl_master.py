@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dlrover.python.rl.common.errors import JobFailed, JournalCorrupt, StaleEpoch
+from dlrover.python.rl.common.errors import JobConflict, JobFailed, JournalCorrupt, StaleEpoch
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
@@ -52,7 +52,7 @@ from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.processes.actors import current_actor, was_restarted
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
 from dlrover.python.rl.runtime.ray.reservations import RunPlan
-from dlrover.python.rl.runtime.run_folder import BEAT_S, ON_RAY, Claim, claim
+from dlrover.python.rl.runtime.run_folder import BEAT_S, ON_RAY, Claim, claim, newest_owner
 from dlrover.python.rl.trainer.trainer import StepReport
 
 _LOG = get_logger(__name__)
@@ -148,7 +148,13 @@ class RLMaster:
     async def _hold_folder(self, claimed: Claim) -> None:
         while not self._state.phase.terminal:
             await asyncio.sleep(BEAT_S)
-            await asyncio.to_thread(claimed.beat)
+            try:
+                await asyncio.to_thread(claimed.beat)
+            except JobConflict as error:
+                owner = newest_owner(self._job.job_dir)
+                if owner is not None and owner.run == self._run_id:
+                    leave(f"another process of this master has taken over: {error}")
+                raise
 
     def _leave_folder(self) -> None:
         if self._claim is not None:

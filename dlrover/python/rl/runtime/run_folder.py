@@ -14,8 +14,8 @@ while it runs. There is no lock, since one that a lost node holds on a shared di
 import json
 import os
 import shutil
+import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -63,7 +63,6 @@ class Owner:
     lease_s: float
     work_dir: str
     search_path: tuple[str, ...]
-    command: tuple[str, ...]
     state: str = RUNNING
 
     @property
@@ -90,7 +89,6 @@ def _owner(job: JobSpec, runtime: str, bound: bool) -> Owner:
         lease_s=job.liveness.lease_s,
         work_dir=job.work_dir,
         search_path=job.search_path,
-        command=tuple(sys.orig_argv),
     )
 
 
@@ -166,8 +164,9 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
     if newest is not None:
         newest.unlink(missing_ok=True)
     if job.overwrite and (earlier is None or earlier.run != job.run):
-        for name in ("checkpoints", "commits"):
-            shutil.rmtree(folder / name, ignore_errors=True)
+        memory = [memory_path(earlier.job, earlier.run)] if earlier is not None else []
+        for path in (folder / "checkpoints", folder / "commits", *memory):
+            shutil.rmtree(path, ignore_errors=True)
     with new_file(folder / DESCRIPTION, durable=False) as file:
         file.write(job_to_yaml(job, hide_secrets=True).encode())
     (folder / DESCRIPTION).chmod(0o600)
@@ -223,7 +222,8 @@ class Claim:
 
 @contextmanager
 def held(claimed: Claim) -> Iterator[Claim]:
-    """Touch the record in a thread until the block ends. The block calls ``end``, or has failed."""
+    """Touch the record in a thread until the block ends. The block calls ``end``, or has failed. Once the folder is
+    another run's, which can happen to a process that was stopped for long, this process is interrupted."""
     over = threading.Event()
 
     def beat() -> None:
@@ -232,6 +232,7 @@ def held(claimed: Claim) -> Iterator[Claim]:
                 claimed.beat()
             except JobConflict as error:
                 _LOG.error("%s", error)
+                os.kill(os.getpid(), signal.SIGINT)
                 return
 
     thread = threading.Thread(target=beat, name="dlrover-owner", daemon=True)
@@ -271,8 +272,7 @@ def _read(record: Path) -> Owner | None:
     """The content of a record; None if it is gone or damaged."""
     try:
         fields: dict[str, Any] = json.loads(record.read_bytes())
-        lists = {name: tuple(fields[name]) for name in ("search_path", "command")}
-        return Owner(**{**fields, **lists})
+        return Owner(**{**fields, "search_path": tuple(fields["search_path"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
