@@ -91,7 +91,7 @@ def cause_of(error: BaseException, who: str, remote_traceback: str = "") -> Caus
 
 
 _USERS_INPUT = (DataError, InvalidJob)
-"""Errors whose message says all: where the code found them helps nobody."""
+"""Errors whose message says all that helps: their tracebacks show the code that checks."""
 
 
 def _kind_of(error: BaseException) -> CauseKind:
