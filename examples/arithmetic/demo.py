@@ -44,6 +44,11 @@ def run(*arguments: str) -> None:
         sys.exit(code)
 
 
+def replaced(name: str) -> tuple[str, str]:
+    """Write to a folder of the demo; an earlier demo's results there are replaced."""
+    return f"job_dir={OUT / name}", "overwrite=true"
+
+
 def accuracy_by_transformers() -> float:
     """The saved model, loaded and asked by transformers alone: its share of right greedy answers."""
     folder = OUT / "grpo" / "model"
@@ -79,8 +84,8 @@ def main() -> None:
     write_tiny_model(OUT / "random-model", layers=2, max_positions=64, seed=options.seed, **shape)
     write_data(options.seed)
     began_s = time.monotonic()
-    run("run", str(HERE / "sft.yaml"), "--local", "overwrite=true", f"seed={options.seed}")
-    run("run", str(HERE / "grpo.yaml"), "overwrite=true", f"seed={options.seed}", *options.overrides)
+    run("run", str(HERE / "sft.yaml"), "--local", *replaced("sft"), f"seed={options.seed}")
+    run("run", str(HERE / "grpo.yaml"), *replaced("grpo"), f"seed={options.seed}", *options.overrides)
     if all(override.lstrip("+").startswith("engine.") for override in options.overrides):
         check(time.monotonic() - began_s)
 

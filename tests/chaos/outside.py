@@ -109,7 +109,7 @@ def prepare(folder: Path) -> None:
     shape = {"hidden": 96, "heads": 3, "kv_heads": 3, "intermediate": 384}
     example["write_tiny_model"](Path("build/demo/random-model"), layers=2, max_positions=64, seed=0, **shape)
     example["write_data"](0)
-    sft = [*CLI, "run", str(REPOSITORY / "examples/arithmetic/sft.yaml"), "--local", "overwrite=true", "seed=0"]
+    sft = [*CLI, "run", str(REPOSITORY / "examples/arithmetic/sft.yaml"), "--local", "job_dir=build/demo/sft", "seed=0"]
     subprocess.run(sft, check=True, timeout=_LIMIT_S)
 
 

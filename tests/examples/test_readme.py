@@ -92,5 +92,5 @@ def test_own_problems_and_model_go_in_with_nothing_else_changed(folder):
     command = command.replace("examples/", f"{ROOT}/examples/")
     done = run(f"{command} data.eval_rows=8 steps=1 prompts_per_step=4 --local", folder)
     assert done.returncode == 0, done.stderr
-    summary = json.loads((folder / "build/demo/grpo/summary.json").read_text())
+    summary = json.loads((folder / "runs/arithmetic-grpo/latest/summary.json").read_text())
     assert summary["held-out prompts"] == 8

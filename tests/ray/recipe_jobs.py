@@ -22,7 +22,7 @@ def write_inputs(folder, problems=40):
 def grpo_job(folder, *overrides):
     """The demo's own job file on the small inputs."""
     given = write_inputs(folder) if not (folder / "model").exists() else inputs(folder)
-    return load_job(JOB, [*given, "steps=1", *overrides])
+    return load_job(JOB, [*given, "steps=1", f"job_dir={folder / 'out'}", *overrides])
 
 
 def inputs(folder):

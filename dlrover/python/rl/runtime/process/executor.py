@@ -85,13 +85,17 @@ def cause_of(error: BaseException, who: str, remote_traceback: str = "") -> Caus
     if isinstance(error, InvocationError):
         member, detail = str(ProcessId(error.role, error.rank)), error.remote_traceback or remote_traceback
         kind = _kind_of(error.original) if error.original is not None else CauseKind.USER_ERROR
-        return Cause(kind, member, _first_line(error), "" if isinstance(error.original, _USERS_INPUT) else detail)
+        return Cause(kind, member, _first_line(error), _detail(error.original, detail))
     message = f"{type(error).__name__}: {_first_line(error)}".rstrip(": ")
-    return Cause(_kind_of(error), who, message, "" if isinstance(error, _USERS_INPUT) else remote_traceback)
+    return Cause(_kind_of(error), who, message, _detail(error, remote_traceback))
 
 
-_USERS_INPUT = (DataError, InvalidJob)
-"""Errors whose message says all that helps: their tracebacks show the code that checks."""
+def _detail(error: BaseException | None, remote_traceback: str) -> str:
+    """The traceback, but the whole message of an error in the user's input: that one's shows the code that checks."""
+    if not isinstance(error, DataError | InvalidJob):
+        return remote_traceback
+    message = str(error).strip()
+    return message if "\n" in message else ""
 
 
 def _kind_of(error: BaseException) -> CauseKind:
