@@ -145,6 +145,7 @@ def test_a_master_that_dies_comes_back_to_a_job_that_has_gone_on(stage):
     assert job.repeated() == {("ACTOR-0", "publish", 5), ("ACTOR-0", "update", 5)}
     assert job.losses() == [("ACTOR[0]", "process_died")]
     assert (job.status.recoveries, job.status.masters) == ({"ACTOR": 1}, 3)
+    assert [path.name for path in job.job.job_dir.glob("owner.*")] == ["owner.3.json"], "each master claims once"
 
 
 # -- hangs ------------------------------------------------------------------------------------------------------------

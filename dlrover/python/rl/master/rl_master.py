@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from dlrover.python.rl.common.errors import JobConflict, JobFailed, JournalCorrupt, StaleEpoch
@@ -97,7 +96,7 @@ class RLMaster:
         run holds the job's folder, OSError if it cannot be used."""
         if await self._awake():
             return
-        await self._claim_folder()
+        self._claim_folder()
         self._brain = Brain(FileStateStore(fresh_journal(self._job)))
         self._events.put_nowait(MasterStarted(pid=os.getpid()))
         self._events.put_nowait(submission(self._job, self._run_id, self._inspection, self._brain))
@@ -109,13 +108,14 @@ class RLMaster:
             return True
         try:
             brain = earlier_journal(self._job, self._run_id)
-        except JournalCorrupt as error:
+            if brain is not None:
+                self._claim_folder()
+        except (JournalCorrupt, JobConflict) as error:
             _LOG.error("%s: %s", self._job.name, error)
             self._spawn(self._fall(error))
             return True
         if brain is None:
             return False
-        await self._claim_folder()
         self._brain = brain
         self._spawn(self._come_back())
         return True
@@ -141,9 +141,10 @@ class RLMaster:
             await self._fall(error)
         self._live()
 
-    async def _claim_folder(self) -> None:
+    def _claim_folder(self) -> None:
+        """Not in a thread: until it is done, no other request may resume too."""
         if self._claims:
-            self._claim = await asyncio.to_thread(partial(claim, self._job, ON_RAY, bound=False))
+            self._claim = claim(self._job, ON_RAY, bound=False)
 
     async def _hold_folder(self, claimed: Claim) -> None:
         while not self._state.phase.terminal:
