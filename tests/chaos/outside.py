@@ -22,7 +22,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 CLI = [sys.executable, "-m", "dlrover.python.rl.master.main"]
-VICTIMS = ("ray::arithmetic-grpo/", "ray::RLMaster")  # as Ray names the processes of actors
+SPARED = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")  # Ray's own; all others are actors of the job
 _POLL_S = 0.05
 _LIMIT_S = 900.0
 
@@ -58,7 +58,8 @@ def processes_below(pid: int) -> dict[int, str]:
 
 
 def victims(pid: int) -> dict[int, str]:
-    return {child: name for child, name in processes_below(pid).items() if name.startswith(VICTIMS)}
+    found = processes_below(pid)
+    return {child: name for child, name in found.items() if name.startswith("ray::") and not name.startswith(SPARED)}
 
 
 def run(folder: Path, steps: int, kills: int = 0, mean_s: float = 6.0, seed: int = 0) -> Ended:
@@ -140,11 +141,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = [] if expected.code == 0 else ["undisturbed"]
     for seed in options.seeds:
         ended = run(folder / f"seed-{seed}", options.steps, options.kills, options.mean_s, seed)
-        same = ended.code == 0 and ended.digests == expected.digests and len(ended.killed) == options.kills
+        same = ended.code == 0 and ended.digests == expected.digests and ended.killed
         wrong += [] if same else [f"seed {seed}"]
         names = ", ".join(f"{name.removeprefix('ray::')} at {at_s:g} s" for at_s, name in ended.killed)
         verdict = "the undisturbed bits" if same else "WRONG"
-        say(f"seed {seed}: {verdict}, exit code {ended.code} in {ended.seconds:.0f} s; killed {names}")
+        often = f"{len(ended.killed)} of {options.kills} kills before its end"
+        say(f"seed {seed}: {verdict}, exit code {ended.code} in {ended.seconds:.0f} s, {often}: {names}")
         results[f"seed {seed}"] = vars(ended)
     (folder / "results.json").write_text(json.dumps(results, indent=1))
     say(f"wrong: {', '.join(wrong) or 'none'}; kept in {folder}")
