@@ -161,7 +161,7 @@ def _run_on_cluster(checked: CheckedJob, report: Reporter, address: str | None, 
     total["cpu"] = total.get("cpu", 0.0) + checked.job.master.cpu
     with Interrupts() as interrupts, nullcontext() if connected else ray_cluster(address, total):
         if interrupts.count:
-            return JobStatus(name, Phase.STOPPED, 0, 0, INTERRUPTED, None)
+            return JobStatus(name, Phase.STOPPED, 0, 0, INTERRUPTED, None, folder=str(checked.job.job_dir))
         try:
             master = start_master(checked, claims=connected or address is not None)
             status = follow(master, report, interrupts)
