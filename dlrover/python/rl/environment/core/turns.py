@@ -174,13 +174,10 @@ class TokenSequence:
     finished: bool = False
 
     def give(self, tokens: Sequence[int]) -> None:
-        self._extend(tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
+        self.act(tokens, [0.0] * len(tokens), [-1] * len(tokens), by_policy=False)
 
-    def act(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
-        self._extend(tokens, True, logprobs, versions)
-
-    def _extend(
-        self, tokens: Sequence[int], by_policy: bool, logprobs: Sequence[float], versions: Sequence[int]
+    def act(
+        self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], by_policy: bool = True
     ) -> None:
         self.tokens += tokens
         self.action_mask += [by_policy] * len(tokens)
