@@ -21,6 +21,7 @@ class Algorithm(Protocol):
 
     def check_group_size(self, samples_per_prompt: int) -> None:
         """Raise ValueError if the algorithm cannot learn from this many samples of a prompt."""
+        ...
 
     def annotate(self, rows: Batch) -> Batch:
         """Add the columns of the loss: ``weight`` (float32 ``[rows]``, of each action token of the row), and others.
@@ -32,6 +33,7 @@ class Algorithm(Protocol):
         Added columns are dense ``[rows]`` or ragged ``[rows, seq]``, 0 on rows that failed or have no action token.
         Rows with the same number in an added ``unit`` must be in one micro-batch.
         """
+        ...
 
     def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
         """Return the scalar weighted sum of token losses, and metrics that add up; raise DataError if a column is
@@ -40,6 +42,7 @@ class Algorithm(Protocol):
         ``logprobs`` (or scores) of the action tokens under the current weights are ``[tokens]``, with gradient;
         ``columns`` those of :meth:`annotate` and :attr:`needs`, and ``unit``: by default the row of each token.
         """
+        ...
 
 
 class EngineLoss:

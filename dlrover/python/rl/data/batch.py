@@ -138,7 +138,7 @@ class Batch:
     def row(self, index: int) -> dict[str, Any]:
         return {name: column[index] for name, column in self.columns.items()}
 
-    # -- derived batches ----------------------------------------------------------------------------------------------
+    # -- derived batche------------------------------------------------------------------------------------------------
 
     def with_columns(self, **columns: Any) -> "Batch":
         return Batch({**self.columns, **columns})
@@ -177,22 +177,22 @@ class Batch:
                 raise DataError(f"parts have different columns: {sorted(names)} and {sorted(part.columns)}")
         return cls({name: _concat([part[name] for part in parts]) for name in names})
 
-    def split(self, parts: int, by: str = "rows") -> list["Batch"]:
+    def split(self, parts: int, by: str = "rows", column: str = "tokens") -> list["Batch"]:
         """Cut into contiguous batches: by ``"rows"`` sizes differ by at most one, larger ones first; by ``"tokens"``
-        the summed lengths of the ragged ``tokens`` are greedily evened, and neighbours with the same number in a dense
+        the summed lengths of the ragged ``column`` are greedily evened, and neighbours with the same number in a dense
         column ``unit`` stay together."""
         if not 1 <= parts <= len(self):
             raise DataError(f"{len(self)} rows cannot be split into {parts} parts")
         if by == "rows":
             cuts = even_cuts(len(self), parts)
         elif by == "tokens":
-            cuts = self._token_cuts(parts)
+            cuts = self._token_cuts(parts, column)
         else:
             raise DataError(f"split by '{by}'{hint(by, ('rows', 'tokens'))}")
         return [self.rows(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
 
-    def _token_cuts(self, parts: int) -> list[int]:
-        lengths = self.ragged("tokens").lengths
+    def _token_cuts(self, parts: int, column: str) -> list[int]:
+        lengths = self.ragged(column).lengths
         if "unit" not in self:
             return token_cuts(lengths, parts)
         unit = self.dense("unit")

@@ -175,9 +175,12 @@ class CallLog:
         assert self._open is not None, "the log is open"
         self._last[call.member] = call
         self._open.append(call)
-        start = self._init_count
-        if self._open is self.setup and start is not None and len(self.setup) > start + _MAX_CALLS_BEFORE_STEPS:
-            del self.setup[start:]
+        if self._open is self.setup and self._init_count is not None:
+            self._limit_setup(self._init_count)
+
+    def _limit_setup(self, init_count: int) -> None:
+        if len(self.setup) > init_count + _MAX_CALLS_BEFORE_STEPS:
+            del self.setup[init_count:]
             self.overflowed = True
             self.end()
 

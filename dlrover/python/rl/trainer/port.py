@@ -99,12 +99,15 @@ class Outcome:
 class Port(Protocol):
     def put(self, value: Any) -> Ref:
         """Store ``value`` once, for several calls."""
+        ...
 
     def submit(self, role: str, rank: int, call: Call) -> Ref:
         """Start ``call`` on a member and return at once."""
+        ...
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
         """Wait until all refs have values, one has failed, or the time is up."""
+        ...
 
 
 class Pending(list[Ref]):
@@ -200,15 +203,19 @@ class Recovery(Protocol):
         """Block until the port calls a later incarnation of the member, and of all others that restart with it. Returns
         at once if it does already. ``incarnation`` is the dead one (0: unknown). Thread safe. Raises JobFailed if there
         will be no replacement."""
+        ...
 
     def opened(self) -> None:
         """The trainer has entered ``steps()``: failures are recovered from here on. Called once in each epoch."""
+        ...
 
     def began(self, step: int) -> None:
         """Must return at once."""
+        ...
 
     def progressed(self, step: int) -> None:
         """Must return at once."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -226,32 +233,41 @@ class Checkpoints(Protocol):
     def newest(self) -> int | None:
         """The step of the newest generation that is intact as far as can be seen from here, None before the first
         commit. Damaged ones are set aside and logged. Raises CheckpointMissing if all generations are lost."""
+        ...
 
     def last_known(self) -> LastCommit | None:
         """The last commit, None for none: even if it is lost, it tells members that hold its state from those that
         replaced them."""
+        ...
 
     def load(self, step: int) -> Mapping[str, Any]:
         """The trainer's state of the generation that :meth:`newest` returned; raises CheckpointCorrupt,
         CheckpointMissing."""
+        ...
 
     def discard(self, step: int, why: str) -> None:
         """Set the generation of ``step`` aside: a member could not read its part."""
+        ...
 
     def restore_request(self, step: int) -> Any:
         """The argument of ``RESTORE``: go back to ``step``."""
+        ...
 
     def commit_request(self, step: int, last: bool) -> Any:
         """The argument of ``COMMIT``: write the state after ``step``. ``last``: no step follows."""
+        ...
 
     def commit(self, step: int, answers: Mapping[ProcessId, Any], state: Mapping[str, Any]) -> None:
         """Make ``step`` a generation of the members' answers and the trainer's state. Raises StaleEpoch."""
+        ...
 
     def persist_request(self) -> Any:
         """The argument of ``PERSIST``: finish the copy to the job's directory. None if there is nothing to copy."""
+        ...
 
     def persisted(self, answers: Mapping[ProcessId, Any]) -> None:
         """Publish the copy, of which every member has finished its part."""
+        ...
 
 
 def is_damage(error: BaseException) -> bool:

@@ -3,7 +3,7 @@
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from dlrover.python.rl.common.errors import CallError, UnknownMethod
 from dlrover.python.rl.common.names import RLRoleType, hint
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.trainer.port import Call, Pending, Port, Ref
+from dlrover.python.rl.trainer.port import Call, Pending, Port, Ref, gather
 from dlrover.python.rl.trainer.shard import Rows, divide, unwrap
 from dlrover.python.rl.trainer.workload import InvocationOptions, get_invocation_options
 
@@ -90,12 +90,13 @@ class Invocation:
         if settings.pre_func is not None:
             changed = settings.pre_func(*args, **kwargs)
             args, kwargs = (changed if isinstance(changed, tuple) else (changed,)), {}
-        pending = self._submit(args, kwargs)
+        refs, replica = self._submit(args, kwargs)
         if not settings.blocking:
-            return pending
-        return pending.result(settings.timeout if settings.is_async else None)
+            return Pending(refs, replica, settings.post_func)
+        results = gather(refs, settings.timeout if settings.is_async else None)[::replica]
+        return results if settings.post_func is None else settings.post_func(results)
 
-    def _submit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Pending:
+    def _submit(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Ref], int]:
         group, settings = self.group, self.settings
         port, sized = group._port, not settings.blocking
         if settings.target == "RANK0":
@@ -104,14 +105,17 @@ class Invocation:
             world_size, shards = group.world_size, group.data_parallel_size
         replica = world_size // shards
         auto_shard = settings.auto_shard and settings.target == "ALL"
-        shard_args = _Arguments(port, shards, replica, auto_shard, f"{group.role}.{self.method}").arrange(args, kwargs)
+        shard_args = _Arguments(port, shards, replica, auto_shard, self._label).arrange(args, kwargs)
         with group._counter.lock:
             call_id = group._counter.next_id()
             refs = [
                 port.submit(group.role, rank, Call(call_id, self.method, *shard_args[rank // replica], sized))
                 for rank in range(world_size)
             ]
-        return Pending(refs, replica, settings.post_func)
+        return refs, replica
+
+    def _label(self, argument: str) -> str:
+        return f"{self.group.role}.{self.method}: argument {argument}"
 
 
 @dataclass(frozen=True)
@@ -120,26 +124,26 @@ class _Arguments:
     shards: int
     replica: int
     auto_shard: bool
-    call: str
+    label: Callable[[str], str]
 
     def arrange(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        positional = [self._one(value, f"{self.call}: argument {index}") for index, value in enumerate(args)]
-        named = {name: self._one(value, f"{self.call}: argument '{name}'") for name, value in kwargs.items()}
+        positional = [self._one(value, str(index)) for index, value in enumerate(args)]
+        named = {name: self._one(value, f"'{name}'") for name, value in kwargs.items()}
         return [
             (tuple(parts[shard] for parts in positional), {name: parts[shard] for name, parts in named.items()})
             for shard in range(self.shards)
         ]
 
-    def _one(self, value: Any, label: str) -> list[Any]:
+    def _one(self, value: Any, name: str) -> list[Any]:
         pending = unwrap(value)
         if isinstance(pending, Pending) and pending.post_func is not None:
-            raise CallError(f"{label} is pending with a post_func, which runs here: pass its .result()")
-        parts = divide(value, self.shards, self.auto_shard, label)
+            raise CallError(f"{self.label(name)} is pending with a post_func, which runs here: pass its .result()")
+        parts = divide(value, self.shards, self.auto_shard, self.label(name))
         if parts is None:
-            return [self._store(unwrap(value), self.shards * self.replica, label)] * self.shards
-        return [self._store(part, self.replica, label) for part in parts]
+            return [self._store(unwrap(value), self.shards * self.replica, name)] * self.shards
+        return [self._store(part, self.replica, name) for part in parts]
 
-    def _store(self, value: Any, readers: int, label: str) -> Any:
+    def _store(self, value: Any, readers: int, name: str) -> Any:
         """Store a value that several members take once, and pass its ref; likewise one that may not be serializable,
         which must show before any member begins the call."""
         if isinstance(value, Ref | Rows) or (isinstance(value, list) and any(isinstance(item, Ref) for item in value)):
@@ -152,7 +156,7 @@ class _Arguments:
             return self.port.put(value)
         except Exception as error:  # noqa: BLE001 -- serialising runs the value's own code
             root = error.__cause__ or error  # Ray wraps it in a page of advice
-            raise CallError(f"{label} cannot be sent: {type(root).__name__}: {root}") from error
+            raise CallError(f"{self.label(name)} cannot be sent: {type(root).__name__}: {root}") from error
 
 
 def _is_plain_data(value: Any) -> bool:

@@ -190,6 +190,8 @@ def _fetch_chosen(rows: Rows, sizes: Sequence[int], fetch: Callable[[Any], Any])
     starts = np.cumsum([0, *sizes])
     part_of = np.searchsorted(starts, chosen, side="right") - 1
     needed = np.unique(part_of).tolist() or [0]
+    if needed == [0] and not len(chosen):
+        return _select(fetch(rows.parts[0]), [])
     pieces = [_select(fetch(rows.parts[part]), (chosen[part_of == part] - starts[part]).tolist()) for part in needed]
     back = np.argsort(np.argsort(part_of, kind="stable"), kind="stable").tolist()
     return _select(join(pieces), back)

@@ -58,11 +58,14 @@ class NoRecovery:
     def renew(self, role: str, rank: int, incarnation: int, why: str) -> Renewed:
         raise JobFailed(f"{ProcessId(role, rank)} is lost, and nothing replaces it here: {why}")
 
-    def opened(self) -> None: ...
+    def opened(self) -> None:
+        pass
 
-    def began(self, step: int) -> None: ...
+    def began(self, step: int) -> None:
+        pass
 
-    def progressed(self, step: int) -> None: ...
+    def progressed(self, step: int) -> None:
+        pass
 
 
 class Steps:
@@ -239,8 +242,7 @@ class Steps:
         writers: Mapping[ProcessId, int] = commit.incarnations if commit is not None else {}
         survivors = [member for member in moved if member not in writers or current.get(member, 0) <= writers[member]]
         if survivors:
-            names = ", ".join(map(str, survivors))
-            raise CheckpointMissing(f"{summary}, and {names} cannot begin again: they hold a later state")
+            raise CheckpointMissing(f"{summary}, and {_names(survivors)} cannot begin again: they hold a later state")
         if moved or self._loaded:
             for member in moved:
                 self._recovery.renew(
@@ -261,6 +263,10 @@ class Steps:
             checkpoints.commit(step, answers, dump_state(self.state))
         except (CheckpointCorrupt, CheckpointMissing) as error:
             raise StepAbandoned(step, error) from error
+
+
+def _names(members: list[ProcessId]) -> str:
+    return ", ".join(map(str, members))
 
 
 def dump_state(state: Mapping[str, Any]) -> dict[str, Any]:

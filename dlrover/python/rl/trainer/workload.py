@@ -15,6 +15,7 @@ from dlrover.python.rl.trainer.port import RestartInfo
 
 __all__ = ["BaseWorkload", "MemberContext", "trainer_invocation"]
 
+_NO_TCP_PORT = -1
 _OPTIONS = "__trainer_invocation__"
 _TARGETS = ("ALL", "RANK0")
 
@@ -121,7 +122,7 @@ class MemberContext:
     local_rank: int = 0
     local_world_size: int = 1
     master_addr: str = ""
-    master_port: int = -1
+    master_port: int = _NO_TCP_PORT
     collocation: str = ""
     restart: RestartInfo = RestartInfo()
     devices: tuple[int, ...] = ()

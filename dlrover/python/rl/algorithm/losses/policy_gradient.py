@@ -13,7 +13,7 @@ ref(a) k1 = x, k2 = x^2 / 2, k3 = x + exp(-x) - 1. k1 and k3 are unbiased; k2 an
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, TypeAlias, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -124,7 +124,7 @@ KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 """Estimators of a value: for metrics and for rewards."""
 
 KLPenalty: TypeAlias = Literal["k2", "k3"]
-"""Estimators for losses: on-policy their expected gradients are those of KL(pi || ref) and of KL(ref || pi)."""
+"""Estimators whose gradient leads to the reference: for losses."""
 
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
@@ -137,6 +137,14 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEsti
     if kind == "k3":
         return x + torch.expm1(-x)
     raise ValueError(f"unknown KL estimator '{kind}'{hint(kind, get_args(KLEstimator))}")
+
+
+def kl_penalty(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
+    """The estimator as a loss per token, ``[tokens]``, differentiated through ``logprobs``.
+
+    On-policy the expected gradient is that of KL(pi || ref) for k2, and that of KL(ref || pi) for k3; k1 is refused."""
+    check_penalty(kind)
+    return kl_estimate(logprobs, ref_logprobs, kind)
 
 
 def check_penalty(kind: str) -> None:
@@ -164,6 +172,11 @@ class PolicyGradient:
 
     has_token_advantages: ClassVar[bool] = False
     """Each token has a separate advantage: ``advantages`` returns a ragged column."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "judges_tokens" in vars(cls):
+            raise TypeError(f"{cls.__name__}.judges_tokens is now called has_token_advantages")
 
     clip_low: Annotated[float, Ge(0.0), Lt(1.0)] = 0.2
     """How far the ratio to the policy before the update may fall below 1."""
@@ -273,7 +286,7 @@ class PolicyGradient:
         if "ref_logprobs" in self.needs.loss:
             reference = column(columns, "ref_logprobs")
             if self.kl_in == "loss":
-                losses = losses + self.kl_coef * kl_estimate(logprobs, reference, self.kl_estimator)
+                losses = losses + self.kl_coef * kl_penalty(logprobs, reference, self.kl_estimator)
             metrics["kl"] = weighted_sum(weight, kl_estimate(logprobs.detach(), reference, "k3"))
         if self.entropy_coef > 0:
             entropy = column(columns, "entropy")

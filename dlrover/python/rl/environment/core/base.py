@@ -37,15 +37,19 @@ class Environment(Protocol):
     async def reset(self, extra_info: dict[str, Any]) -> str | None:
         """Start an episode: the first state, or None to use the row's prompt. ``extra_info`` may be changed for later
         steps."""
+        ...
 
     async def step(self, state: str, action: str, extra_info: dict[str, Any]) -> StepResult:
         """Answer ``action``, the policy's text for ``state``; ``extra_info`` is the row's, then the last step's."""
+        ...
 
     async def close(self, extra_info: dict[str, Any]) -> None:
         """End an episode: finished, at the limit of turns, or failed. Called once for each."""
+        ...
 
     async def shutdown(self) -> None:
         """Release all resources; called once, even if episodes are open."""
+        ...
 
 
 _FIELDS = tuple(item.name for item in fields(StepResult))

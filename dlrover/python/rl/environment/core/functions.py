@@ -92,8 +92,7 @@ def find_environment(where: str, options: Mapping[str, Any] | None = None) -> An
     """Return the module, object, class or factory of a name without making the environment; raise EnvironmentFailed."""
     target, is_member = _import_target(where)
     if _is_made(target):
-        if fault := find_argument_fault(target, options or {}):
-            raise EnvironmentFailed(f"{where} does not take its options: {fault}")
+        _check_options(where, target, options or {})
     elif options:
         reason = "is an object, which takes" if is_member else "is made of functions, which take"
         raise EnvironmentFailed(f"{where} {reason} no options: {', '.join(options)}")
@@ -111,6 +110,11 @@ def _check_step(target: Any, name: str) -> None:
     if not callable(getattr(target, "step", None)):
         names = [key for key in dir(target) if callable(getattr(target, key)) and not key.startswith("_")]
         raise EnvironmentFailed(f"{name} has no function 'step'{hint('step', names)}")
+
+
+def _check_options(where: str, maker: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    if fault := find_argument_fault(maker, options):
+        raise EnvironmentFailed(f"{where} does not take its options: {fault}")
 
 
 def find_argument_fault(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:

@@ -79,9 +79,11 @@ class ToolEnvironment:
         shown = "\n".join(f"<tool_response>\n{response}\n</tool_response>" for response in responses)
         return StepResult(state + action + self._turn.replace("{responses}", shown), 0.0, 0.0, False, extra_info)
 
-    async def close(self, extra_info: dict[str, Any]) -> None: ...
+    async def close(self, extra_info: dict[str, Any]) -> None:
+        """An episode holds nothing."""
 
-    async def shutdown(self) -> None: ...
+    async def shutdown(self) -> None:
+        """Nothing is held."""
 
     async def _response(self, call: str) -> str:
         """Return the result of a call, or the error."""

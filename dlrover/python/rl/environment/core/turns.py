@@ -174,10 +174,13 @@ class TokenSequence:
     finished: bool = False
 
     def give(self, tokens: Sequence[int]) -> None:
-        self.act(tokens, [0.0] * len(tokens), [-1] * len(tokens), by_policy=False)
+        self._extend(tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
 
-    def act(
-        self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], by_policy: bool = True
+    def act(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        self._extend(tokens, True, logprobs, versions)
+
+    def _extend(
+        self, tokens: Sequence[int], by_policy: bool, logprobs: Sequence[float], versions: Sequence[int]
     ) -> None:
         self.tokens += tokens
         self.action_mask += [by_policy] * len(tokens)

@@ -64,12 +64,15 @@ class Hosting(Protocol):
         Raises:
             WorkloadStartError: a process or workload did not start in time; none is left.
         """
+        ...
 
     def end(self, name: str) -> None:
         """Close the workloads, and end the processes; busy or dead ones get only a short time."""
+        ...
 
     def forget(self, job: str, run: str) -> None:
         """``forget_memory`` on every node that answers."""
+        ...
 
     def close(self) -> None: ...
 
