@@ -63,7 +63,7 @@ def victims(pid: int) -> dict[int, str]:
 
 
 def run(folder: Path, steps: int, kills: int = 0, mean_s: float = 6.0, seed: int = 0) -> Ended:
-    """One run into ``folder``, with so many kills."""
+    """One run into ``folder``, with this number of kills."""
     choice, began_s = random.Random(seed), time.monotonic()
     command = [*CLI, "run", str(REPOSITORY / "examples/arithmetic/grpo.yaml"), f"steps={steps}", f"job_dir={folder}"]
     with open(f"{folder}.log", "w") as log:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory, memory_root
+from dlrover.python.rl.runtime.checkpoint.member_state import Roots, forget_memory, memory_root
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 
 HOLDER = "import sys, time; from dlrover.python.rl.runtime.checkpoint.member_state import memory_root; "
@@ -79,3 +79,16 @@ def test_the_removal_of_a_run_waits_for_the_processes_that_hold_its_memory(memor
     finally:
         holder.kill()
         holder.communicate()
+
+
+def test_a_commit_in_memory_is_saved_though_a_later_trainer_has_claimed_the_copies(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
+    roots = Roots("job", "1", 2, tmp_path / "out/checkpoints/1")
+    memory = roots.commit_store("")
+    memory.claim(2)
+    memory.commit(8, 2, {"trainer": memory.write(8, 2, "trainer.state", {"role": "trainer", "step": 8}, {"x": 1})})
+    copies = roots.durable_store()
+    copies.claim(3)
+    forget_memory("job", "1")
+    (manifest,) = copies.manifests()
+    assert (manifest.step, copies.read(manifest, "trainer")) == (8, {"x": 1})

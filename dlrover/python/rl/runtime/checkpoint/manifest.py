@@ -145,7 +145,7 @@ class EpochFence:
 
     def check(self, epoch: int) -> None:
         """Raise StaleEpoch if a higher epoch than ``epoch`` has claimed the folder."""
-        highest = self._highest()
+        highest = self.highest()
         if epoch < highest:
             raise StaleEpoch(f"epoch {epoch} has ended: epoch {highest} has taken over {self._root}")
 
@@ -162,7 +162,7 @@ class EpochFence:
         except FileNotFoundError:
             return None
 
-    def _highest(self) -> int:
+    def highest(self) -> int:
         content = self._content()
         digits = (content or b"").partition(b" ")[0]
         if digits.isdigit() and content == _line(int(digits)):

@@ -248,7 +248,7 @@ def _save(root: Path) -> None:
     if not target.is_symlink() or not target.readlink().parent.parent.is_dir():
         return
     memory, copies = CheckpointStore(root, run, durable=False), CheckpointStore(target.readlink(), run, durable=True)
-    newest = max((copy.step for copy in copies.manifests()), default=0)
+    newest = max((copy.step for copy in copies.manifests() if copies.valid(copy)), default=0)
     for manifest in memory.manifests():
         if manifest.step > newest and _save_generation(memory, manifest, copies):
             _LOG.warning("step %d of run %s was only in memory: saved to %s", manifest.step, run, copies.root)
@@ -256,11 +256,13 @@ def _save(root: Path) -> None:
 
 
 def _save_generation(memory: CheckpointStore, manifest: Manifest, copies: CheckpointStore) -> bool:
+    # A later trainer may have claimed the copies and ended before its first commit.
+    epoch = max(manifest.epoch, copies.epoch)
     try:
-        copies.claim(manifest.epoch)
-        source, target = memory.root / manifest.folder, copies.folder(manifest.step, manifest.epoch)
+        copies.claim(epoch)
+        source, target = memory.root / manifest.folder, copies.folder(manifest.step, epoch)
         files = {name: copy_file(source, target, file, durable=True) for name, file in manifest.files.items()}
-        copies.commit(manifest.step, manifest.epoch, files)
+        copies.commit(manifest.step, epoch, files)
     except (CheckpointCorrupt, CheckpointMissing, StaleEpoch):
         return False
     return True

@@ -86,6 +86,11 @@ class CheckpointStore:
         with self._fence.locked():
             self._fence.claim(epoch)
 
+    @property
+    def epoch(self) -> int:
+        """The highest that has claimed the folder."""
+        return self._fence.highest()
+
     def folder(self, step: int, epoch: int) -> Path:
         """Create and return the folder of generation ``step``; raises StaleEpoch, or CheckpointMissing after the job's
         end."""
