@@ -5,7 +5,7 @@ import hashlib
 import random
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate, pairwise
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data import state_tree
@@ -78,6 +78,9 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 BUCKET_ELEMENTS = 1 << 24
 """Elements of one gradient all-reduce: large enough to hide latency, small enough not to double a model's memory."""
+
+_LEAVE_TIMEOUT = timedelta(seconds=10)
+"""How long a rank whose engine failed waits for rank 0 to fail, too."""
 
 
 @dataclass(frozen=True)
@@ -155,8 +158,12 @@ class Ranks:
         """Leave the group if the block fails, so another engine can meet the ranks."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            store = _get_default_store() if self.owns_group and self.rank else None
             self.close()
+            if store is not None and isinstance(error, Exception):
+                with suppress(RuntimeError):  # rank 0 has left: its store would take the ranks of another group
+                    store.wait(["never set"], _LEAVE_TIMEOUT)
             raise
 
     def close(self) -> None:
