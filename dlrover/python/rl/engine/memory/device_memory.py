@@ -169,6 +169,10 @@ class DeviceMemory:
         if self.ledger is not None:  # freeing memory does not update it
             self.ledger.publish(self.by_owner())
 
+    def release(self, tensor: Any) -> None:
+        """No longer account for a tensor that its last user is about to free."""
+        self._storages.pop(tensor.untyped_storage()._cdata, None)
+
     def total(self) -> int:
         return sum(storage.nbytes for storage in self._live().values())
 

@@ -273,6 +273,11 @@ class SenderBase:
         if self.settings.memory is not None:
             self.settings.memory.hold(f"weight sync of {self.settings.name}", "buffer", [bucket])
 
+    def _release(self, bucket: Any) -> None:
+        """The bucket is about to be freed: gloo's threads keep it for a moment after the last broadcast."""
+        if self.settings.memory is not None:
+            self.settings.memory.release(bucket)
+
     @contextmanager
     def _pieces(self, ticket: Ticket, source: WeightSource, bucket: int) -> Iterator[Pieces]:
         """Offset and bytes (``uint8``) of successive pieces, none across the end of a bucket of this size.

@@ -69,7 +69,7 @@ class BroadcastTransport(SenderBase):
                 group.broadcast(part)
             seal = Seal.of(ticket, tally.crcs)
             group.broadcast(self._to_device(seal.pack()))
-        _free(bucket)
+        self._release(bucket)
         return seal.stamp
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
@@ -81,7 +81,7 @@ class BroadcastTransport(SenderBase):
                 group.broadcast(received)
                 np.copyto(part, self._host.read(received))
             group.broadcast(seal)
-        _free(bucket)
+        self._release(bucket)
         return assembly.seal(self._host.read(seal).tobytes())
 
     def _allocate_bucket(self, ticket: Ticket) -> Any:
@@ -168,12 +168,6 @@ class BroadcastTransport(SenderBase):
     def close(self) -> None:
         self._group.leave()
         self._server, self._client = None, (None, None)
-
-
-def _free(bucket: Any) -> None:
-    """Give the bucket's memory back now: gloo's threads drop their references some time after the last broadcast, which
-    must have succeeded."""
-    bucket.untyped_storage().resize_(0)
 
 
 @contextmanager
