@@ -76,7 +76,8 @@ def __getattr__(name: str) -> Any:
     if name == "nn":
         return importlib.import_module("dlrover.rl.nn")
     if name not in _HOME:
-        raise AttributeError(f"module 'dlrover.rl' has no attribute '{name}'")
+        moved = importlib.import_module("dlrover.python.rl.common.moved")
+        raise AttributeError(moved.no_attribute(__name__, name))
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules of your own for a train engine: ``class Policy(rl.nn.TrainModule, Qwen2ForCausalLM)``."""
 
+from typing import Any
+
+from dlrover.python.rl.common.moved import no_attribute
 from dlrover.python.rl.engine.model.train_module import TrainModule, empty_weights
 
 __all__ = ["TrainModule", "empty_weights"]
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(no_attribute(__name__, name))

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainers and workloads of whole jobs under a real master."""
 
+import asyncio
 import os
 import signal
 import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from dlrover.python.rl.common.errors import InvocationTimeout
 from dlrover.python.rl.trainer.trainer import BaseTrainer
-from dlrover.python.rl.trainer.workload import BaseWorkload
+from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
 
 
 class OwnError(Exception):
@@ -41,6 +45,20 @@ class Worker(BaseWorkload):
     def leave(self):
         sys.exit(5)
 
+    @trainer_invocation(blocking=False)
+    def later(self, value):
+        time.sleep(0.2)
+        return value + self.rank
+
+    @trainer_invocation(blocking=False)
+    def die_later(self, folder):
+        self.die_once(folder)
+        return self.rank
+
+    @trainer_invocation(is_async=True, timeout=1.0)
+    def get_stuck(self, rank):
+        time.sleep(600 if rank == self.rank else 0)
+
     def own_exception(self):
         raise OwnError("of a module that only the job's processes can import")
 
@@ -69,6 +87,36 @@ class Trainer(BaseTrainer):
 
     def user_error(self):
         self.RG_ACTOR.boom()
+
+    def rays_own_functions(self):
+        import ray
+
+        refs = self.RG_ACTOR.later(1)
+        assert ray.get(list(refs)) == ray.get(refs) == refs.result() == [1, 2]
+        done, rest = ray.wait(self.RG_ACTOR.later(3), num_returns=2)
+        assert [ref.result() for ref in done] == [3, 4] and not rest
+
+        async def gathered():
+            return [await ref for ref in self.RG_ACTOR.later(5)]
+
+        assert asyncio.run(gathered()) == [5, 6]
+        assert ray.get(self.actors[1].work.remote(refs[0])) == 2
+        assert self.RG_ACTOR.work(self.RG_ACTOR.later(7)) == [8, 9]
+        assert len(repr(refs)) < 100 and len(repr(refs[0])) < 100
+        self.steps_only()
+
+    def loses_what_it_gets(self):
+        import ray
+
+        for step in self.steps(3):
+            self.log(step, reward=float(sum(ray.get(list(self.RG_ACTOR.die_later(self.config.folder))))))
+
+    def replaces_the_late(self):
+        for step in self.steps(2):
+            with pytest.raises(InvocationTimeout) as late:
+                self.RG_ACTOR.get_stuck(step % 2)
+            self.replace_late(late.value)
+            self.log(step, reward=float(sum(self.RG_ACTOR.work(step))))
 
     def own_error(self):
         raise RuntimeError("the trainer's own mistake")

@@ -76,6 +76,26 @@ def test_a_job_whose_workloads_ask_the_master_runs_to_its_end_reports_its_steps_
     wait_until(lambda: nothing_is_left("plain"))
 
 
+def test_results_that_were_not_waited_for_are_taken_by_rays_own_functions(tmp_path, monkeypatch):
+    status, reports = run(describe(tmp_path, monkeypatch, "rays_own_functions", "rays-own"))
+    assert (status.phase, status.restarts, status.cause) == (Phase.FINISHED, 0, None)
+    assert len(reports) == 3
+
+
+def test_a_member_that_dies_under_ray_get_is_replaced_and_the_step_repeated(tmp_path, monkeypatch):
+    status, reports = run(describe(tmp_path, monkeypatch, "loses_what_it_gets", "ray-get"))
+    assert (status.phase, status.restarts) == (Phase.FINISHED, 0)
+    assert sum(status.recoveries.values()) == 1
+    assert [(report.step, report.metrics["reward"]) for report in reports][-3:] == [(1, 1.0), (2, 1.0), (3, 1.0)]
+
+
+def test_members_that_are_late_can_be_replaced_instead_of_waited_for(tmp_path, monkeypatch):
+    status, reports = run(describe(tmp_path, monkeypatch, "replaces_the_late", "late"))
+    assert (status.phase, status.restarts) == (Phase.FINISHED, 0), status.cause
+    assert sum(status.recoveries.values()) == 2
+    assert [report.metrics["reward"] for report in reports] == [4.0, 6.0]
+
+
 def test_a_users_error_ends_the_job_at_once_with_role_rank_and_traceback(tmp_path, monkeypatch):
     status, _ = run(describe(tmp_path, monkeypatch, "user_error", "user-error"))
     assert (status.phase, status.restarts) == (Phase.FAILED, 0)

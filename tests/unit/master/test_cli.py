@@ -317,6 +317,26 @@ def test_a_wrong_argument_is_answered_with_the_right_one(shell, given, words):
     assert "Traceback" not in out + err
 
 
+def test_without_ray_its_functions_start_no_cluster_and_name_the_way_without_it(tmp_path):
+    pytest.importorskip("ray")
+    (tmp_path / "guide.py").write_text(
+        "import ray\n"
+        "from toy_jobs import Adder, Loop\n\n\n"
+        "class Gets(Loop):\n"
+        "    def fit(self):\n"
+        "        ray.get(list(self.RG_ACTOR.add.options(blocking=False)(1)))\n"
+    )
+    job = tmp_path / write(GOOD.replace("module: toy_jobs, class: Loop", "module: guide, class: Gets"), tmp_path / "j")
+    command = [sys.executable, "-m", "dlrover.python.rl.master.main", "run", "--local", str(job), "env.TOKEN=sesame"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([TESTS, str(tmp_path)])}
+    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 1
+    assert "CallError: there is no Ray in one process: resolve what role groups and handles return" in ran.stderr
+    assert "Started a local Ray" not in ran.stderr
+    assert "sesame" not in ran.stdout + ran.stderr
+    assert len(ran.stdout + ran.stderr) < 5000
+
+
 def test_an_error_in_the_users_data_shows_no_code_of_ours(shell):
     code, out, err = shell("run", "--local", write(), "trainer.class=DataFault")
     assert code == 1

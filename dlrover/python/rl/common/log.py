@@ -12,6 +12,12 @@ def get_logger(module: str) -> logging.Logger:
     return logging.getLogger(module)
 
 
+def cut_middle(text: str, limit: int, cut: str = " [...] ") -> str:
+    """``text`` with at most ``limit`` characters: the middle of a longer one is left out."""
+    half = (limit - len(cut)) // 2
+    return text if len(text) <= limit else f"{text[:half]}{cut}{text[-half:]}"
+
+
 def configure_logging(process: str = "", level: int = logging.INFO) -> None:
     """Send this package's log lines to stderr, each behind ``[process]``. A second call replaces the first."""
     logger = logging.getLogger(_ROOT)

@@ -70,7 +70,7 @@ class WorkloadSpec:
     defaults to 1 (in a group: an equal share of what the others leave): in a GPU job set ``gpu: 0`` for a role without
     a device."""
 
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables of the members; they override those of the job."""
 
     standby: NonNegative = 0
@@ -174,10 +174,10 @@ class JobSpec:
     groups: tuple[Mapping[RLRoleType, int], ...] = ()
     """Collocated roles: each group maps roles to their members in one instance of the group."""
 
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables of the trainer and all members."""
 
-    config: Any = None
+    config: Any = field(default=None, repr=False)
     """Configuration of the user, a ``DictConfig``, passed through unchanged."""
 
     job_dir: Path = RUNS
@@ -205,6 +205,9 @@ class JobSpec:
     scheduling_strategy: SchedulingStrategy = "AUTO"
     """AUTO and GROUP reserve all resources before anything starts; SIMPLE reserves nothing and starts each member when
     its resources are free."""
+
+    def __repr__(self) -> str:
+        return f"JobSpec({self.name!r})"
 
     @property
     def run_folders(self) -> Path | None:

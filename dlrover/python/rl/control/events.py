@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias, get_args
 
+from dlrover.python.rl.common.log import cut_middle
 from dlrover.python.rl.common.names import ProcessId, ProcessKind
 
 
@@ -36,10 +37,10 @@ RETRYABLE = frozenset(CauseKind) - {
     CauseKind.INTERNAL,
 }
 
-MOST_DETAIL = 1 << 16
+MOST_DETAIL = 1 << 14
 """Characters that the journal keeps of one cause's detail."""
 
-_CUT = "\n[...]\n"
+_MOST_MESSAGE = 600
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,8 @@ class Cause:
     detail: str = ""  # remote traceback, stacks or log lines; the middle of a long text is cut out
 
     def __post_init__(self) -> None:
-        if len(self.detail) > MOST_DETAIL:
-            half = MOST_DETAIL // 2 - len(_CUT)
-            object.__setattr__(self, "detail", self.detail[:half] + _CUT + self.detail[-half:])
+        object.__setattr__(self, "message", cut_middle(" ".join(self.message.splitlines()), _MOST_MESSAGE))
+        object.__setattr__(self, "detail", cut_middle(self.detail, MOST_DETAIL, "\n[...]\n"))
 
     @property
     def retryable(self) -> bool:

@@ -8,11 +8,14 @@ beside the trainer, so members that are killed meanwhile are replaced without th
 import contextlib
 import os
 import socket
+import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from uuid import uuid4
 
+from dlrover.python.rl.common.errors import CallError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId, RLRoleType, member_name
 from dlrover.python.rl.common.sockets import HeldPort
@@ -126,10 +129,11 @@ class LocalExecutor:
 
     def _run_trainer(self, command: StartTrainer, emit: Emit) -> None:
         try:
-            link, make = self._link(command, emit), trainer_maker(self.job)
-            emit(TrainerStarted(command.epoch, _here()))
-            with process_environment(self.job.env):
-                run_trainer(lambda: make(link), link)
+            with _no_ray():
+                link, make = self._link(command, emit), trainer_maker(self.job)
+                emit(TrainerStarted(command.epoch, _here()))
+                with process_environment(self.job.env):
+                    run_trainer(lambda: make(link), link)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- a process boundary
             cause = cause_of(error, "trainer", traceback.format_exc())
             emit(TrainerLost(command.epoch, cause))
@@ -171,6 +175,33 @@ class LocalExecutor:
         if final:
             forget_memory(self.job.name, self.run)
             forget_commits(self.job.job_dir, self.run)
+
+
+@contextlib.contextmanager
+def _no_ray() -> Iterator[None]:
+    """Inside, ``ray.get`` and its like start no cluster but raise a CallError that names the way without Ray."""
+    starts = _set_ray_auto_start(False)
+    try:
+        with process_environment({"RAY_ENABLE_AUTO_CONNECT": "0"}):  # read when Ray is imported
+            yield
+    except Exception as error:
+        if type(error).__name__ == "RaySystemError" and "ray.init" in str(error):
+            raise CallError(
+                "there is no Ray in one process: resolve what role groups and handles return with .result(),"
+                " which works on Ray as well"
+            ) from error
+        raise
+    finally:
+        _set_ray_auto_start(starts)
+
+
+def _set_ray_auto_start(value: bool) -> bool:
+    """Set whether Ray, if it is imported, starts with its first use; returns the earlier value."""
+    hook: Any = sys.modules.get("ray._private.auto_init_hook")
+    if hook is None:
+        return True
+    earlier, hook.enable_auto_connect = bool(hook.enable_auto_connect), value
+    return earlier
 
 
 def _here() -> Process:

@@ -28,7 +28,7 @@ class LocalMember:
     """A member in this process, and the environment that its process would have."""
 
     host: MemberHost
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(repr=False)
     incarnation: int = 1
     together: bool = False  # all members of the role restart when one fails
     alive: bool = True
@@ -53,7 +53,7 @@ class CallResult:
         return self.result.load()
 
 
-@dataclass
+@dataclass(repr=False)
 class LocalPort:
     """The port over members of this process."""
 

@@ -51,7 +51,7 @@ class LoggedCall:
     def __init__(self, role: str, rank: int, call: Call | None, previous: "LoggedCall | None" = None) -> None:
         self.role, self.rank, self.call, self.previous = role, rank, call, previous
         self.state = CallState.ISSUED
-        self.ref: Any = None
+        self.ref: Any = None  # of the inner port
         self.error: InvocationError | None = None
         self.replay: Ref | None = None
         self._retries = 0
@@ -132,7 +132,7 @@ class LoggedCall:
         self.call = self.previous = None
 
 
-@dataclass
+@dataclass(repr=False)
 class CallLog:
     """The calls in ``init`` and up to the first step (``setup``), for the whole run, and those of the open ``step``.
 
@@ -183,6 +183,14 @@ class CallLog:
             del self.setup[init_count:]
             self.overflowed = True
             self.end()
+
+    def drop(self, calls: Iterable[LoggedCall]) -> None:
+        """None of these will be issued again, in this step or on a new member."""
+        dropped = set(calls)
+        for listed in (self.setup, self.step):
+            listed[:] = [call for call in listed if call not in dropped]
+        for call in dropped:
+            call.forget()
 
     def close_step(self) -> None:
         for call in self.step:

@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import (
+    CallError,
     CheckpointMissing,
     InvocationError,
+    InvocationTimeout,
     ReplayDiverged,
     ResultLost,
     StepAbandoned,
@@ -62,7 +64,7 @@ _MAX_ROUNDS = 20
 _LostRuns: TypeAlias = dict[LoggedCall, tuple[Ref, InvocationError]]
 
 
-@dataclass
+@dataclass(repr=False)
 class DurablePort:
     """A port that recovers lost calls once it is ``opened``, else raises failures. Thread safe.
 
@@ -111,7 +113,8 @@ class DurablePort:
             logged.issue(self._sender.send(logged, call.sized))
             if is_logged:
                 self.log.add(logged)
-        return Ref(self, logged, None, role, rank, call.method)
+            run: Ref = logged.ref
+            return run.rebind(self, logged)
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
         """The deadline starts again after each recovery."""
@@ -126,6 +129,29 @@ class DurablePort:
                 elif self._record(calls, runs, outcomes):
                     _mark_raised(calls, outcomes)
                     return outcomes
+
+    def replace_late(self, late: InvocationTimeout) -> None:
+        """End the members that are late, and rebuild those that replace them without the late call."""
+        if not self.opened:
+            raise CallError("members are replaced from steps() on, not in init()")
+        role, ranks = late.role, late.late
+        with self._lock:
+            is_late = {
+                call.call_id
+                for logged in self.log.running()
+                if (call := logged.call) is not None and call.method == late.method
+                if logged.role == role and logged.rank in ranks
+            }
+            self.log.drop(
+                logged
+                for logged in self.log.all_calls()
+                if logged.call is not None and logged.call.call_id in is_late and logged.role == role
+                if logged.rank in ranks or self.roles[role].together
+            )
+            deaths = [WorkloadDied("it was late", role=role, rank=rank, method=late.method) for rank in ranks]
+            for death in deaths:
+                death.incarnation = self._incarnations.get(ProcessId(role, death.rank), 0)
+            self._recover({}, deaths)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

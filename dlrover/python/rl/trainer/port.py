@@ -7,7 +7,7 @@ them. A trainer without :class:`Recovery` and :class:`Checkpoints` runs as well;
 
 import asyncio
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dlrover.python.rl.common.errors import (
@@ -57,7 +57,7 @@ class Call:
     after: tuple[int, int] | None = None  # id of the call to this member that must have run before; None for any
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Ref:
     """A result that may be pending, or a stored value (``role`` is ``""``); ``token`` and ``size`` are the port's
     handles of the value and of its row count, if that was asked for; ``incarnation`` 0 is unknown."""
@@ -75,7 +75,16 @@ class Ref:
 
     def probe(self) -> "Ref":
         """A ref that tells whether the call succeeded, without fetching its value if the row count was asked for."""
-        return self if self.size is None else replace(self, token=self.size)
+        if self.size is None:
+            return self
+        return Ref(self.port, self.size, self.size, self.role, self.rank, self.method, self.incarnation)
+
+    def rebind(self, port: "Port", token: Any) -> "Ref":
+        """The ref that a port around this one's hands out for the same call."""
+        return Ref(port, token, None, self.role, self.rank, self.method)
+
+    def __repr__(self) -> str:
+        return f"<result of {ProcessId(self.role, self.rank)}.{self.method}>" if self.role else "<stored value>"
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.to_thread(self.result).__await__()
@@ -122,6 +131,9 @@ class Pending(list[Ref]):
     ) -> None:
         super().__init__(refs[::replica])
         self._refs, self._replica, self.post_func = list(refs), replica, post_func
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} results of {self[0].role}.{self[0].method}>" if self else "<no results>"
 
     @property
     def refs(self) -> list[Ref]:

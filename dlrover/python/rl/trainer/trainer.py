@@ -7,15 +7,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dlrover.python.rl.common.errors import CallError, ConfigError, InvocationError, StepAbandoned, UnknownMethod
+from dlrover.python.rl.common.errors import (
+    CallError,
+    ConfigError,
+    InvocationError,
+    InvocationTimeout,
+    StepAbandoned,
+    UnknownMethod,
+)
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType, hint
 from dlrover.python.rl.trainer.port import Checkpoints, Port, Recovery, Renewed, RestartInfo, RoleTraits
 from dlrover.python.rl.trainer.role_group import RoleGroup, replicas_of
 from dlrover.python.rl.trainer.steps import Attempt, Steps
-from dlrover.python.rl.trainer.workload import BaseWorkload, is_stateful, undecorated
+from dlrover.python.rl.trainer.workload import BaseWorkload, is_stateful, trainer_invocation, undecorated
 
-__all__ = ["BaseTrainer", "BaseWorkload", "StepReport", "TrainerLink"]
+__all__ = ["BaseTrainer", "BaseWorkload", "StepReport", "TrainerLink", "trainer_invocation"]
 
 _LOG = get_logger(__name__)
 _MAX_ATTEMPTS = 3
@@ -46,6 +53,7 @@ class TrainerLink:
     resources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     recovery: Recovery | None = None
     checkpoints: Checkpoints | None = None
+    is_loss: Callable[[BaseException], bool] = lambda error: False  # of an error of the runtime's own functions
 
 
 class BaseTrainer(ABC):
@@ -112,6 +120,11 @@ class BaseTrainer(ABC):
         """Report the metrics of a step. Returns at once."""
         values = {name: float(value) for name, value in {**(metrics or {}), **more}.items()}
         self._bound().report(StepReport(step, self._total_steps, values))
+
+    def replace_late(self, timeout: InvocationTimeout) -> None:
+        """End the members that are late, and wait for those that replace them, which have the state of the last commit
+        and of the step's earlier calls. The late call is dropped; without this, later calls wait behind it."""
+        self._bound_steps().port.replace_late(timeout)
 
     @property
     def job_dir(self) -> Path:
@@ -213,7 +226,7 @@ def run_trainer(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) -> N
         except StepAbandoned as abandoned:
             step, cause = abandoned.step, abandoned.cause
         except Exception as error:
-            if not _is_retryable(error):
+            if not _is_retryable(error) and not link.is_loss(error):
                 raise
             step, cause = steps.port.step, error
         failures = 1 if steps.commits else failures + 1

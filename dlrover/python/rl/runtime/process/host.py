@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 import cloudpickle
 
 from dlrover.python.rl.common.errors import CallSkipped, InvocationError, ReplayDiverged, ResultLost, StaleCall
+from dlrover.python.rl.common.log import cut_middle
 from dlrover.python.rl.runtime.checkpoint.member_state import (
     CommitAnswer,
     CommitRequest,
@@ -41,6 +42,7 @@ from dlrover.python.rl.trainer.workload import MemberContext, member_context
 CallId: TypeAlias = tuple[int, int]
 Arguments: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 
+_MOST_TEXT, _MOST_TRACEBACK = 2000, 20_000  # characters of an error that travel
 _NEVER: CallId = (-1, -1)
 
 
@@ -239,12 +241,12 @@ class MemberHost:
     def failure(self, method: str, error: BaseException) -> InvocationError:
         """``error``, which is being handled, as the trainer receives it."""
         failure = InvocationError(
-            f"{type(error).__name__}: {error}",
+            cut_middle(f"{type(error).__name__}: {error}", _MOST_TEXT),
             role=self._context.role,
             rank=self._context.rank,
             method=method,
             node=socket.gethostname(),
-            remote_traceback=traceback.format_exc(),
+            remote_traceback=cut_middle(traceback.format_exc(), _MOST_TRACEBACK, "\n[...]\n"),
         )
         try:
             cloudpickle.loads(cloudpickle.dumps(error))

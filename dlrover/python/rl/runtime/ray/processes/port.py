@@ -30,6 +30,18 @@ _SETTLE_S = 30.0
 """How long fetching a result that is already there may take."""
 
 
+class RayRef(Ref, ray.ObjectRef):
+    """A ref that Ray's functions take, too: ``ray.get``, ``ray.wait``, remote functions. ``ref`` is the call's own; one
+    that is issued again has another."""
+
+    def __init__(self, ref: Any, *fields: Any) -> None:
+        Ref.__init__(self, *fields)
+        ray.ObjectRef.__init__(self, ref.binary())
+
+    def rebind(self, port: Any, token: Any) -> Ref:
+        return RayRef(self, port, token, None, self.role, self.rank, self.method)
+
+
 class RayPort:
     """The port over Ray actors, which ``handles`` lists by role, in rank order. Thread safe."""
 
@@ -67,7 +79,7 @@ class RayPort:
             result, size = handle.dlrover_invoke.remote(header, *values), None
         else:
             result, size = handle.dlrover_invoke.options(num_returns=2).remote(header, *values)
-        return Ref(self, result, size, role, rank, call.method, incarnation)
+        return RayRef(result, self, result, size, role, rank, call.method, incarnation)
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
         # One get for the whole list: it ends at the first error, wherever in the list that is.
@@ -107,6 +119,12 @@ class RayPort:
         text, trace = f"{type(cause).__name__}: {cause}", str(error)
         failure = InvocationError(text, role=ref.role, rank=ref.rank, method=ref.method, remote_traceback=trace)
         return _with_cause(failure, cause)
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error of ``ray.get`` says that a process or a result is lost."""
+    lost = RayActorError | NodeDiedError | WorkerCrashedError | ObjectLostError
+    return any(isinstance(link, lost) for link in _chain(error))
 
 
 def _death_of(error: BaseException, ref: Ref, owner: tuple[str, int, int]) -> WorkloadDied:

@@ -5,6 +5,7 @@ The trainer asks the master for the replacement of a lost member, and calls that
 the request is repeated.
 """
 
+import sys
 import threading
 import time
 import traceback
@@ -25,7 +26,7 @@ from dlrover.python.rl.runtime.process.executor import cause_of, enter_folder, l
 from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSender, HeartbeatSettings
 from dlrover.python.rl.runtime.ray.processes.actors import ask, find
 from dlrover.python.rl.runtime.ray.processes.member import locate, send_to
-from dlrover.python.rl.runtime.ray.processes.port import Activity, WatchedPort
+from dlrover.python.rl.runtime.ray.processes.port import Activity, WatchedPort, is_loss
 from dlrover.python.rl.trainer.port import Renewed, RestartInfo
 from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLink, run_trainer
 
@@ -34,6 +35,7 @@ _LOG = get_logger(__name__)
 OWN_CODE = "its own code"
 """The method that a trainer's heartbeat names while it waits for no member."""
 
+_RAY_WORKER = "ray._private.worker"
 _RENEWAL_S = 600.0  # for a lost member's replacement, besides the time that placing it may take
 _WAIT_S = 5.0
 _ASK_S = 30.0
@@ -186,6 +188,8 @@ class TrainerActor:
 
     def _beat(self) -> Heartbeat:
         step = self._recovery.step if self._recovery is not None else -1
+        if _is_waiting_in_ray(threading.main_thread()):
+            self._activity.touch()
         own_s = self._activity.own_s() if self._running else None
         return Heartbeat(TRAINER_ID, self._epoch, "" if own_s is None else OWN_CODE, own_s or 0.0, step)
 
@@ -229,7 +233,18 @@ class TrainerActor:
                 trainer: BaseTrainer = self._trainer_class(recovery.handles(), self._classes, job.config)
                 return trainer
 
-        return TrainerLink(port, report, job.name, job.job_dir, start.resources, recovery, checkpoints), make
+        link = TrainerLink(port, report, job.name, job.job_dir, start.resources, recovery, checkpoints, is_loss)
+        return link, make
+
+
+def _is_waiting_in_ray(thread: threading.Thread) -> bool:
+    """Whether a thread is inside ``ray.get`` or ``ray.wait``, which a trainer may call itself."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _RAY_WORKER and frame.f_code.co_name in ("get", "wait"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _root(error: BaseException) -> BaseException:

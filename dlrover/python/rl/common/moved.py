@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of upstream DLRover and RLite that are elsewhere here: importing one names its new place."""
+
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_PACKAGE = "dlrover.python.rl."
+
+_MODULES = {
+    "api": "RLJobBuilder, RLJob: from dlrover.rl import RLJobBuilder, RLJob",
+    "driver": "the command 'dlrover-rl submit', which takes its options",
+    "common.enums": "RLRoleType: from dlrover.rl import RLRoleType",
+    "common.args": "the command 'dlrover-rl submit', which takes its options",
+    "trainer.example": "the folder examples/ of the repository",
+}
+
+_RLITE_NAMES = {
+    "RliteInferenceEngine": "InferenceEngine",
+    "RliteTrainEngine": "TrainEngine",
+    "HuggingFaceFsdp2TrainModule": "TrainModule",
+}
+
+
+def no_attribute(module: str, name: str) -> str:
+    """The message for a name that ``module`` does not have; the new name of one of RLite's."""
+    new = f"; use '{_RLITE_NAMES[name]}'" if name in _RLITE_NAMES else ""
+    return f"module '{module}' has no attribute '{name}'{new}"
+
+
+class MovedModules:
+    """A finder that finds nothing: the last of ``sys.meta_path``, for names that no other one has found."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Raises ModuleNotFoundError for a module that is elsewhere."""
+        place = _MODULES.get(name.removeprefix(_PACKAGE)) if name.startswith(_PACKAGE) else None
+        if place is not None:
+            raise ModuleNotFoundError(f"there is no module '{name}'; use {place}", name=name)
+        return None
+
+
+def name_the_places() -> None:
+    if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
+        sys.meta_path.append(MovedModules())
