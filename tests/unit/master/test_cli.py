@@ -12,6 +12,7 @@ import pytest
 import toy_jobs
 from click.testing import CliRunner
 
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.master.main import cli, main
 
 TESTS = str(Path(toy_jobs.__file__).parent)
@@ -266,6 +267,61 @@ def test_a_recipe_names_every_missing_file_and_every_malformed_line(shell):
         "eval.jsonl: no such file; did you mean 'evals.jsonl'?",
     ):
         assert said in message
+
+
+@pytest.fixture
+def recipe(tmp_path, capfd):
+    """The text of a job that a recipe can run."""
+    write_tiny_model(tmp_path / "model", hidden=32, layers=1)
+    capfd.readouterr()
+    rows = [json.dumps({"prompt": f"1+{row}=", "answer": str(row + 1)}) for row in range(40)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+    return GRPO.replace(", eval: eval.jsonl", ", eval_rows: 8")
+
+
+def test_any_key_of_a_recipe_can_be_overridden_and_check_full_shows_all(shell, recipe):
+    write(recipe)
+    code, given, _ = shell("check", "job.yaml", "seed=7", "keep.save_every=3")
+    assert code == 0
+    assert "  seed: 7\n" in given and "save_every: 3" in given
+    assert "max_staleness" not in given
+    code, full, _ = shell("check", "--full", "job.yaml", "seed=7")
+    assert code == 0
+    assert all(line in full for line in ("  seed: 7\n", "    max_staleness: 0\n", "    device: cpu\n"))
+    for line in (
+        "model: ./model, 20.7 k parameters; 82.9 kB of weights to generate, 332 kB to train, activations not counted",
+        "engines: train fsdp2, rollout torch, on cpu in fp32",
+        "each step: 16 prompts x 8 samples = 128 of up to 64 new tokens; 1 update of 128",
+    ):
+        assert line in full
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("sead=1", "config.sead: unknown key 'sead'; did you mean 'seed'?"),
+        ("adv.estimator=gae", "config.adv.estimator: unknown key; here it is the recipe (ppo for gae) and algorithm.n"),
+        ("trainer.n_epochs=2", "trainer.n_epochs: unknown key; here it is epochs, or steps for recipes that"),
+        ("actor_rollout_ref.actor.clip_ratio=0.2", "here it is algorithm.clip_low and algorithm.clip_high"),
+        ("train_data.path=other", "config.train_data.path: is another name of data.train, which is given too"),
+        ("trainer.device_type=GPU engine.device=cpu", "config.engine.device: 'cpu', but the job is one on GPUs"),
+    ],
+)
+def test_a_key_that_a_recipe_has_not_is_answered_with_its_own(shell, recipe, override, said):
+    message = refused(shell, recipe, *override.split(), commands=[("check",), ("run",)])
+    assert said in message
+
+
+def test_keys_of_other_libraries_are_read_as_the_recipes_own(shell, recipe):
+    write(recipe)
+    code, full, _ = shell("check", "--local", "--full", "job.yaml", "learning_rate=0.5", "kl.type=reward")
+    assert code == 0
+    assert "    lr: 0.5\n" in full and "    kl_in: reward\n" in full
+
+
+def test_the_keys_of_users_own_trainers_must_be_in_the_file(shell):
+    message = refused(shell, GOOD, "stepz=1")
+    assert "stepz: unknown key 'stepz'; did you mean 'steps'? (write +stepz=... to add it)" in message
 
 
 def test_problems_of_every_kind_come_in_one_message(shell):

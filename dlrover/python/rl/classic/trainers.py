@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import torch
 from annotated_types import Ge
 from transformers import AutoConfig
 
@@ -121,7 +122,7 @@ class ClassicSFTTrainer(ClassicTrainer):
         return metrics | self._evaluate(self.model_after(), environments, **sampling)
 
     def _cross_entropy(self, samples: Sequence[LoadedSample]) -> float:
-        config = EngineConfig(**self._engine())
+        config = EngineConfig(**self._engine()).resolve(torch.cuda.is_available())
         settings = train_settings(config, config.device, ParallelSizes())
         engine = engine_class(TRAIN_ENGINES, config.train)(self.model_after(), None, settings, Rendezvous())
         rows = collect_sft([{"prompt": sample.prompt, "answer": sample.answer} for sample in samples], "dataset")

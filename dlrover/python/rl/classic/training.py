@@ -191,9 +191,7 @@ class ClassicTrainer:
         return asdict(optimizer_config(self.optimizer, arguments, *scheduler, max_grad_norm=self.max_grad_norm))
 
     def _engine(self) -> dict[str, Any]:
-        on_cuda = torch.cuda.is_available()
-        defaults = {"device": "cuda" if on_cuda else "cpu", "precision": "bf16" if on_cuda else "fp32"}
-        return {**defaults, **(self.engine or {})}
+        return {"rollout": "torch", **(self.engine or {})}
 
     @property
     def _data_folder(self) -> Path:

@@ -21,7 +21,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -43,10 +43,32 @@ from dlrover.python.rl.config.spec import (
 )
 from dlrover.python.rl.config.typed import salvage, to_plain
 
+_ELSEWHERE: Mapping[str, str] = {
+    "trainer.n_epochs": "epochs, or steps for recipes that learn from samples",
+    "trainer.total_epochs": "epochs, or steps for recipes that learn from samples",
+    "trainer.total_training_steps": "steps",
+    "trainer.n_gpus_per_node": "trainer.device_per_node",
+    "trainer.nnodes": "trainer.node_number",
+    "trainer.test_freq": "eval_every",
+    "trainer.save_freq": "checkpoint.every, and keep.save_every for models",
+    "trainer.save_dir": "job_dir",
+    "trainer.default_local_dir": "job_dir",
+    "trainer.load_ckpt_from": "checkpoint.resume",
+    "trainer.resume_mode": "checkpoint.resume",
+    "trainer.use_wandb": "log.wandb",
+    "trainer.logger": "log.trackers",
+    "trainer.project": "log.wandb.project",
+    "trainer.project_name": "log.wandb.project",
+    "trainer.experiment_name": "log.wandb.name",
+}
+"""What answers keys of RL2 and verl, which begin with a key of the layout."""
+
 
 @dataclass(frozen=True)
 class JobLayout:
     """The top level of a job file, before roles and groups are checked against each other."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = _ELSEWHERE
 
     trainer: TrainerSpec
     workload: Mapping[str, WorkloadSpec]

@@ -3,6 +3,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,14 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
         siblings = [sibling.name for sibling in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
         raise InvalidJob([ConfigError(str(path), f"no such job file{hint(file.name, siblings)}")])
     data = _read(_text(file), str(path))
-    errors = _apply(data, overrides)
+    errors, unlisted = _apply(data, overrides)
     search = search_folders(file.absolute().parent)
     try:
         job = job_from_mapping(data, _as_name(file.stem), search)
     except InvalidJob as error:
-        raise InvalidJob([*errors, *error.errors], error.salvaged) from None
+        salvaged = error.salvaged and replace(error.salvaged, unlisted=tuple(unlisted))
+        raise InvalidJob([*errors, *error.errors], salvaged) from None
+    job = replace(job, unlisted=tuple(unlisted))
     if errors:
         raise InvalidJob(errors, salvaged=job)
     return job
@@ -48,11 +51,12 @@ def load_job_text(
 ) -> JobSpec:
     """Like :func:`load_job` for YAML or JSON text; classes are looked for in the working directory by default."""
     data = _read(text, "rl_config")
-    errors = _apply(data, overrides)
+    errors, unlisted = _apply(data, overrides)
     if errors:
         raise InvalidJob(errors)
     data["name"] = name
-    return job_from_mapping(data, name, search_folders() if search_path is None else search_path)
+    job = job_from_mapping(data, name, search_folders() if search_path is None else search_path)
+    return replace(job, unlisted=tuple(unlisted))
 
 
 def search_folders(*more: Path) -> tuple[str, ...]:
@@ -89,8 +93,10 @@ def _read(text: str, where: str) -> DictConfig:
     return data
 
 
-def _apply(data: DictConfig, overrides: Sequence[str]) -> list[ConfigError]:
-    errors = []
+def _apply(data: DictConfig, overrides: Sequence[str]) -> tuple[list[ConfigError], list[ConfigError]]:
+    """Merge the overrides; returns the errors, and what are errors unless the trainer's schema has the keys."""
+    errors: list[ConfigError] = []
+    unlisted: list[ConfigError] = []
     if data.get("config") is None:
         data["config"] = OmegaConf.create({})
     for override in overrides:
@@ -102,6 +108,9 @@ def _apply(data: DictConfig, overrides: Sequence[str]) -> list[ConfigError]:
         path = key if key.split(".")[0] in JOB_KEYS else f"config.{key}"
         try:
             error = None if adding else _find_missing(data, path, key)
+            if error is not None and _is_addable(data, path) and not _is_near_layout(data, key):
+                unlisted.append(error)
+                error = None
             if error is None:
                 # Not resolved here: a value may refer to other keys of the file.
                 data.merge_with_dotlist([f"{path}={value}"])
@@ -109,7 +118,24 @@ def _apply(data: DictConfig, overrides: Sequence[str]) -> list[ConfigError]:
             error = ConfigError(key, str(failure).splitlines()[0])
         if error is not None:
             errors.append(error)
-    return errors
+    return errors, unlisted
+
+
+def _is_addable(data: DictConfig, path: str) -> bool:
+    """Whether a key that is not there is one of ``config``, and nothing but mappings is in its way."""
+    first, *parts = path.split(".")
+    node: Any = data.get(first)
+    for part in parts:
+        if node is not None and (not isinstance(node, DictConfig) or not part):
+            return False
+        node = node.get(part) if node is not None else None
+    return first == "config"
+
+
+def _is_near_layout(data: DictConfig, key: str) -> bool:
+    """Whether a key is none of ``config``, but almost one of the layout."""
+    first = key.split(".")[0]
+    return first not in data["config"] and nearest(first, JOB_KEYS) is not None
 
 
 def _find_missing(data: DictConfig, path: str, key: str) -> ConfigError | None:

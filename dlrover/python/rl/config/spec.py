@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
+from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.names import RLRoleType
 
 Positive = Annotated[int, Gt(0)]
@@ -179,6 +180,9 @@ class JobSpec:
 
     config: Any = field(default=None, repr=False)
     """Configuration of the user, a ``DictConfig``, passed through unchanged."""
+
+    unlisted: tuple[ConfigError, ...] = ()
+    """Overrides of keys that ``config`` had not: errors, unless the trainer's schema has them."""
 
     job_dir: Path = RUNS
     """Output folder of the job, an absolute path; ``RUNS``: each run gets a folder of its own, in ``run_folders``."""

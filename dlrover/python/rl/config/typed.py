@@ -3,7 +3,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -23,6 +23,9 @@ _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 OTHER_NAMES = "other_names"
 """The class variable of a schema that maps dotted keys of other libraries to those of its own fields."""
+
+ELSEWHERE = "elsewhere"
+"""The class variable of a schema that maps dotted keys of other libraries to what answers them."""
 
 _MISSING = object()
 
@@ -52,7 +55,7 @@ def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Conf
     except InvalidJob as error:
         return None, list(error.errors)
     except ValidationError as error:
-        errors = [_config_error(schema, item, where) for item in error.errors()]
+        errors = [found for item in error.errors() for found in _config_errors(schema, item, where)]
         values = copy.deepcopy(values)
         for item in error.errors():
             _mend(values, item)
@@ -104,6 +107,17 @@ def _nested(schema: Any) -> list[type[Any]]:
     return classes
 
 
+def _config_errors(schema: Any, item: Mapping[str, Any], where: str) -> list[ConfigError]:
+    """The error of an item; of an unknown key that ``schema.elsewhere`` has, or has keys below, those of these."""
+    path = ".".join(map(str, item["loc"]))
+    found = []
+    for key, place in getattr(schema, ELSEWHERE, {}).items() if item["type"] in _UNKNOWN else ():
+        below = key.removeprefix(path).split(".")[1:]
+        if (key == path or key.startswith(f"{path}.")) and _pick(item["input"], below) is not _MISSING:
+            found.append(ConfigError(f"{where}.{key}" if where else key, f"unknown key; here it is {place}"))
+    return found or [_config_error(schema, item, where)]
+
+
 def _config_error(schema: Any, item: Mapping[str, Any], where: str) -> ConfigError:
     path = _path(item)
     place = ".".join([where, *map(str, path)]) if where else ".".join(map(str, path))
@@ -128,6 +142,21 @@ def _lower(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
+def list_keys(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every dotted key of a schema, and its default as a job file would have it; ``required``."""
+    hints = get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        inner = default if default is not None else hints[field.name]
+        (kind,) = _nested(inner if default is None else type(inner))[:1] or (None,)
+        if kind is not None:
+            yield from list_keys(kind, f"{prefix}{field.name}.")
+        elif default is dataclasses.MISSING:
+            yield f"{prefix}{field.name}", "required"
+        else:
+            yield f"{prefix}{field.name}", "null" if default is None else str(default)
+
+
 def _fields_at(schema: Any, path: list[Any]) -> list[str]:
     kind = schema
     for part in path:
@@ -149,13 +178,28 @@ def to_plain(value: Any) -> Any:
         raise InvalidJob([ConfigError(where, str(error).splitlines()[0])]) from error
 
 
+def from_plain(values: Mapping[str, Any]) -> DictConfig:
+    """The inverse of :func:`to_plain`: text is literal, whatever it looks like."""
+    config: DictConfig = OmegaConf.create(_escape(values))
+    return config
+
+
+def _escape(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escape(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
+
+
 def complete_values(schema: type[Any], values: Any, where: str) -> Any:
     """Rename the keys of ``values`` to the schema's own, and add its defaults; other values than mappings stay. Raises
     InvalidJob if a value has two names."""
-    return _with_defaults(schema, _rename_keys(schema, values, where))
+    return _with_defaults(schema, rename_keys(schema, values, where))
 
 
-def _rename_keys(schema: type[Any], values: Any, where: str) -> Any:
+def rename_keys(schema: type[Any], values: Any, where: str) -> Any:
+    """``values`` with the schema's own names of its keys. Raises InvalidJob if a value has two names."""
     for alias, name in getattr(schema, OTHER_NAMES, {}).items():
         value = _pick(values, alias.split("."))
         if value is _MISSING:

@@ -66,6 +66,8 @@ class CheckedJob:
     job: JobSpec
     placement: Placement
     inspection: Inspection
+    given: Any = None
+    """The job's config as it was given, without the defaults that the job has."""
 
 
 def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
@@ -77,13 +79,13 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     job = continued(job)
     placement, errors = plan(job)
     errors += _validate_job_dir(job)
-    inspection = inspect_job(job) if local else inspect_in_child(job)
+    inspection = inspect_job(job, here=True) if local else inspect_in_child(job)
     errors += inspection.errors
     if local:
         errors += inspection.single_process_refusals
     if errors or placement is None:
         raise InvalidJob(errors)
-    return CheckedJob(job, placement, inspection)
+    return CheckedJob(inspection.complete(job), placement, inspection, job.config)
 
 
 def check_described(describe: Callable[[], JobSpec], local: bool = False) -> CheckedJob:

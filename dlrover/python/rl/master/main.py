@@ -101,10 +101,12 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], address: str | None, lo
 @click.argument("job_file")
 @click.argument("overrides", nargs=-1)
 @click.option("--local", is_flag=True, help="Check for a run in one process.")
-def check(job_file: str, overrides: tuple[str, ...], local: bool) -> None:
+@click.option("--full", is_flag=True, help="Print the defaults of config, too.")
+def check(job_file: str, overrides: tuple[str, ...], local: bool, full: bool) -> None:
     """Print the resolved plan of JOB_FILE, or all of its errors."""
     checked = check_described(lambda: load_job(job_file, overrides), local)
-    click.echo(f"{job_to_yaml(checked.job, hide_secrets=True)}\n{describe(checked)}")
+    job = checked.job if full else replace(checked.job, config=checked.given)
+    click.echo(f"{job_to_yaml(job, hide_secrets=True)}\n{describe(checked)}")
 
 
 def _literal(_: click.Context, option: click.Parameter, text: str) -> Any:
@@ -262,6 +264,7 @@ def describe(checked: CheckedJob) -> str:
             lines.append(
                 f"  {'':<10} and {len(standbys)} standby in bundle {', '.join(str(slot.bundle) for slot in standbys)}"
             )
+    lines += checked.inspection.about
     if checked.job.run_folders:
         lines.append(f"files: each run in a folder of its own, {checked.job.run_folders}/<time>-<id>")
         lines += [f"  the run will remove {folder} (checkpoint.keep_runs)" for folder in superseded(checked.job)]
@@ -269,6 +272,8 @@ def describe(checked: CheckedJob) -> str:
 
 
 def _run(checked: CheckedJob, address: str | None, local: bool) -> None:
+    for line in checked.inspection.about:
+        click.echo(line, err=True)
     # Drawing a live bar would erase the prompt of a debugger in this very process.
     with ProgressView(checked.job.name, live=not local) as view:
         ended = run_here(checked, view) if local else run_on_ray(checked, view, address)

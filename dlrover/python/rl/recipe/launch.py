@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import click
@@ -26,8 +26,10 @@ from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.load import load_job, search_folders
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.config.typed import list_keys
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info
 from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.runtime.process.executor import load_class
 from dlrover.python.rl.runtime.process.inspection import inspect_job
 from dlrover.python.rl.runtime.process.progress import ProgressView
 from dlrover.python.rl.runtime.run_folder import begin, continued
@@ -42,7 +44,19 @@ _MEETINGS = itertools.count()
 EXIT_FAILED, EXIT_INVALID, EXIT_INTERRUPTED = 1, 2, 130
 
 
-@click.command(cls=OverridesCommand, context_settings={"help_option_names": ["-h", "--help"]})
+class _RecipeCommand(OverridesCommand):
+    """Its help lists the keys of the recipe's configuration."""
+
+    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        if context.obj:
+            file = Path(__file__).with_name(f"{context.obj}.yaml")
+            trainer = load_job(file).trainer
+            schema = load_class(trainer.module, trainer.class_).config_class
+            with formatter.section("Keys of the configuration, with their defaults"):
+                formatter.write_dl(list(list_keys(schema)))
+
+
+@click.command(cls=_RecipeCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--config", "job_file", help="A job file; by default the recipe's own settings.")
 @click.argument("overrides", nargs=-1)
 @click.pass_obj
@@ -122,11 +136,18 @@ def describe_job(recipe: str, job_file: str | None, overrides: Sequence[str], la
         raise InvalidJob([ConfigError("--config", "is required: a job file")])
     file = job_file or Path(__file__).with_name(f"{recipe}.yaml")
     items = [item if job_file or item.startswith("+") else f"+{item}" for item in overrides]
-    return check_job(lambda: load_job(file, ["checkpoint.resume=latest", *items]), launch)
+    return check_job(
+        lambda: load_job(file, ["checkpoint.resume=latest", *items]), launch, partial(click.echo, err=True)
+    )
 
 
-def check_job(read: Callable[[], JobSpec], launch: LaunchEnv) -> JobSpec:
-    """Read a job, put one member of each role in each process, and check it; InvalidJob with every config error."""
+def _hide(line: str) -> None:
+    pass
+
+
+def check_job(read: Callable[[], JobSpec], launch: LaunchEnv, show: Callable[[str], None] = _hide) -> JobSpec:
+    """Read a job, put one member of each role in each process, and check it; InvalidJob with every config error.
+    ``show`` receives lines about it."""
     errors: list[ConfigError] = []
     job: JobSpec | None
     try:
@@ -136,11 +157,14 @@ def check_job(read: Callable[[], JobSpec], launch: LaunchEnv) -> JobSpec:
     if job is not None:
         job = continued(_spread_over_processes(job, launch))
         places = {error.where for error in errors}
-        further = [*inspect_job(job).errors, *_validate_sharing(job, launch)]
+        inspection = inspect_job(job, here=True)
+        further = [*inspection.errors, *_validate_sharing(job, launch)]
         errors += [error for error in further if error.where not in places]
     if errors or job is None:
         raise InvalidJob(errors)
-    return begin(job)
+    for line in inspection.about:
+        show(line)
+    return begin(inspection.complete(job))
 
 
 def _spread_over_processes(job: JobSpec, launch: LaunchEnv) -> JobSpec:

@@ -91,6 +91,19 @@ class BaseTrainer(ABC):
         """Validate the job's ``config`` and role sizes for this trainer, before anything starts."""
         return ()
 
+    @classmethod
+    def complete_config(cls, config: Any, devices: str) -> Mapping[str, Any] | None:
+        """The config with the default of every key that it lacks, which then is the job's; None: it has no schema.
+
+        ``devices`` is the job's ``device_type``, or ``HERE`` for those of this process. Raises InvalidJob.
+        """
+        return None
+
+    @classmethod
+    def describe_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[str]:
+        """Lines about a valid config for ``check`` and the beginning of a run."""
+        return ()
+
     def steps(self, total_steps: int) -> Iterator[int]:
         """Yield the steps after the last committed one up to ``total_steps``. The end of the body is the commit: the
         state of every stateful workload and :attr:`state` are saved.

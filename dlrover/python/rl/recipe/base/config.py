@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job file's ``config`` for the ready recipes."""
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -11,9 +12,12 @@ from annotated_types import Ge, Gt, Le
 from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, SamplingParams
 from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.recipe.base.other_names import ELSEWHERE, POLICY_NAMES
 
 Positive = Annotated[int, Gt(0)]
 NonNegative = Annotated[int, Ge(0)]
+
+AUTO = "auto"
 
 _LOSSES = ("loss", "nll", "perplexity", "kl", "failed")
 
@@ -28,8 +32,9 @@ class EngineConfig:
     train_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of this train engine: ``{zero_stage: 2}`` for deepspeed."""
 
-    rollout: str = "torch"
-    """The rollout engine: ``torch``, ``vllm``, ``sglang``, an entry point or ``module:Class``."""
+    rollout: str = AUTO
+    """The rollout engine: ``torch``, ``vllm``, ``sglang``, an entry point or ``module:Class``. ``auto``: ``vllm`` on
+    CUDA where it is installed, else ``torch``."""
 
     rollout_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of this rollout engine."""
@@ -42,15 +47,17 @@ class EngineConfig:
     weight_sync_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the transport: ``folder``, ``bucket_bytes``, ``timeout_s``."""
 
-    device: str = "cpu"
-    """A torch device. ``cuda`` is the device assigned to each member; ``cuda:0`` is the same device for all members."""
+    device: str = AUTO
+    """A torch device. ``cuda`` is the device assigned to each member; ``cuda:0`` is the same device for all members.
+    ``auto``: ``cuda`` for ``trainer.device_type: GPU``, in one process or under ``torchrun`` where there is one."""
 
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of forward and backward passes. Master weights, optimizer and gradient reduction are always float32."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision of forward and backward passes; ``auto``: ``bf16`` on CUDA, else ``fp32``. Master weights, optimizer
+    and gradient reduction are always float32."""
 
     parallel: ParallelSizes | None = None
-    """Parallelism of the actor; the remaining members shard the parameters. None: each member holds a full copy if the
-    engine supports it, and restores it from its own file after a failure."""
+    """Parallelism of the actor; the remaining members shard the parameters. None: all shard them on CUDA; on a CPU each
+    member holds a full copy if the engine supports it, and restores it from its own file after a failure."""
 
     lora: LoraSettings | None = None
     """Train LoRA adapters of the actor only, if the engine supports them; rollouts receive the merged weights."""
@@ -59,10 +66,10 @@ class EngineConfig:
     """Maximum tokens of one forward pass of a train engine; a longer row is a micro-batch by itself."""
 
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
+    """Recompute activations in the backward pass to save memory. Default on CUDA: true."""
 
     max_batch: Positive = 128
-    """Maximum sequences that a rollout engine decodes at once."""
+    """Maximum sequences that a rollout engine decodes at once. Default on CUDA: 256."""
 
     rollout_tensor_parallel_size: Positive = 1
     """Devices over which each rollout member splits the model, if the engine supports it."""
@@ -73,6 +80,21 @@ class EngineConfig:
     threads: Positive | None = None
     """CPU threads of each member; None: as the environment says (``OMP_NUM_THREADS``). The number affects the order of
     some sums: set it for results that are bitwise equal on machines of different sizes."""
+
+    @property
+    def dtype(self) -> Literal["fp32", "bf16"]:
+        """``precision``, once it is resolved."""
+        return "bf16" if self.precision == "bf16" else "fp32"
+
+    def resolve(self, on_cuda: bool) -> "EngineConfig":
+        """These settings without ``auto``."""
+        has_vllm = on_cuda and importlib.util.find_spec("vllm") is not None
+        return replace(
+            self,
+            device=self.device if self.device != AUTO else "cuda" if on_cuda else "cpu",
+            precision=self.precision if self.precision != AUTO else "bf16" if on_cuda else "fp32",
+            rollout=self.rollout if self.rollout != AUTO else "vllm" if has_vllm else "torch",
+        )
 
     def with_receivers(self, count: int) -> "EngineConfig":
         """The sender's settings, where ``count`` members receive its weights."""
@@ -89,7 +111,7 @@ class RolloutConfig:
     """Completions of each prompt; together they are a group."""
 
     max_new_tokens: Positive = 64
-    """Maximum tokens of a completion, the end-of-sequence token included."""
+    """Maximum tokens of a completion, the end-of-sequence token included. Default on CUDA: 1024."""
 
     temperature: Annotated[float, Gt(0.0)] = 1.0
     """Sampling temperature."""
@@ -279,8 +301,8 @@ class LogConfig:
 class PolicyConfig:
     """Settings shared by trainers that learn from samples."""
 
-    other_names: ClassVar[Mapping[str, str]] = {"actor.rollout.env_path": "rollout.env_path"}
-    """Other names of keys."""
+    other_names: ClassVar[Mapping[str, str]] = POLICY_NAMES
+    elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
 
     model: str
     """Folder or hub name of a causal language model."""
@@ -296,7 +318,7 @@ class PolicyConfig:
     """Passes over the samples of a step."""
 
     prompts_per_step: Positive = 16
-    """Prompts of a step, each sampled ``rollout.samples_per_prompt`` times."""
+    """Prompts of a step, each sampled ``rollout.samples_per_prompt`` times. Default on CUDA: 64."""
 
     seed: NonNegative = 0
     """Seed of the data order and of sampling."""

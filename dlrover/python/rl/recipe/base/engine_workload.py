@@ -61,6 +61,7 @@ _PATIENCE_S = 5.0
 
 def device_of(workload: BaseWorkload, engine: EngineConfig) -> str:
     """The torch device of a member; for ``cuda`` the first device reserved for it, or that of its local rank."""
+    engine = engine.resolve(torch.cuda.is_available())
     if engine.device != "cuda":
         return engine.device
     return f"cuda:{workload.devices[0] if workload.devices else workload.local_rank}"
@@ -69,7 +70,7 @@ def device_of(workload: BaseWorkload, engine: EngineConfig) -> str:
 def train_settings(engine: EngineConfig, device: str, parallel: ParallelSizes) -> TrainSettings:
     return TrainSettings(
         device,
-        engine.precision,
+        engine.dtype,
         max_tokens_per_microbatch=engine.max_tokens_per_microbatch,
         gradient_checkpointing=engine.gradient_checkpointing,
         parallel=parallel,
@@ -165,6 +166,7 @@ class EngineWorkload(BaseWorkload):
         **changes: Any,
     ) -> None:
         """Make ``self._engine``, of this member alone unless ``changes`` of its settings name other sizes."""
+        engine = engine.resolve(torch.cuda.is_available())
         use_threads(engine.threads)
         device = device_of(self, engine)
         settings = replace(train_settings(engine, device, ParallelSizes()), **changes)
@@ -237,8 +239,9 @@ class TrainedWorkload(EngineWorkload):
         self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, seed: int, lora: LoraSettings | None = None
     ) -> None:
         rendezvous = Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
-        # By default each member holds the whole model where the engine can: it recovers without the others.
-        sizes = engine.parallel or ParallelSizes(ddp_size=self.world_size if engine.train == "fsdp2" else 1)
+        # On a CPU each member holds the whole model where the engine can: it recovers without the others.
+        copies = engine.train == "fsdp2" and torch.device(device_of(self, engine)).type == "cpu"
+        sizes = engine.parallel or ParallelSizes(ddp_size=self.world_size if copies else 1)
         heads = {"head": self.head, "head_bias": self.head_bias}
         self._make_train_engine(model, engine, optimizer, rendezvous, parallel=sizes, lora=lora, **heads)
         seed_random(seed, self.role, self.rank)

@@ -17,6 +17,7 @@ from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.recipe.base.config import EngineConfig, KeepConfig, LogConfig, NonNegative, Positive
 from dlrover.python.rl.recipe.base.engine_workload import TRAINED
+from dlrover.python.rl.recipe.base.other_names import ELSEWHERE, EXAMPLE_NAMES
 from dlrover.python.rl.recipe.offline.examples import (
     ExampleData,
     Examples,
@@ -33,6 +34,9 @@ from dlrover.python.rl.trainer.shard import Replicate, Shard
 @dataclass(frozen=True, kw_only=True)
 class ExampleConfig:
     """Settings shared by recipes that learn from examples."""
+
+    other_names: ClassVar[Mapping[str, str]] = EXAMPLE_NAMES
+    elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
 
     model: str
     """Folder or hub name of a causal language model."""
@@ -191,6 +195,10 @@ class ExampleTrainer(RecipeTrainer):
         held_out_rows = {} if held_out is None else {"held-out rows": len(held_out)}
         cut_rows = {"cut rows": counts.cut, "dropped rows": counts.dropped}
         self.write_results("loss", {"examples": self.segment_count, **held_out_rows, **cut_rows, "steps": steps})
+
+    @classmethod
+    def describe_step(cls, cfg: ExampleConfig) -> str:
+        return f"{cfg.batch_size} examples, 1 update"
 
     @classmethod
     def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:

@@ -245,6 +245,17 @@ class PolicyTrainer(RecipeTrainer):
         return make_algorithm(str(options.pop("name", cls.algorithm_name)), options)
 
     @classmethod
+    def describe_step(cls, cfg: PolicyConfig) -> str:
+        samples = cfg.prompts_per_step * cfg.rollout.samples_per_prompt
+        updates = cfg.updates_per_step * cfg.epochs
+        turns = f" in up to {cfg.rollout.max_turns} turns" if cfg.rollout.env_path else ""
+        return (
+            f"{cfg.prompts_per_step} prompts x {cfg.rollout.samples_per_prompt} samples = {samples} of up to"
+            f" {cfg.rollout.max_new_tokens} new tokens{turns}; {updates} update{'s' if updates > 1 else ''} of"
+            f" {-(-samples // cfg.updates_per_step)}"
+        )
+
+    @classmethod
     def needs_of(cls, cfg: PolicyConfig) -> frozenset[str]:
         """The columns that the algorithm needs; empty if the configuration names none that exists."""
         try:

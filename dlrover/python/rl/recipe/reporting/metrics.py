@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,10 @@ from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.typed import require, salvage
 from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.recipe.base.auto import Devices, complete_config
 from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_train_engine
 from dlrover.python.rl.recipe.base.config import validate_model
+from dlrover.python.rl.recipe.base.model_facts import describe_engines
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
 from dlrover.python.rl.recipe.reporting.trackers import validate_log
 from dlrover.python.rl.trainer.port import COMMIT, Call, Outcome, Port, Ref
@@ -299,7 +301,8 @@ class RecipeTrainer(BaseTrainer):
         """The algorithm of a configuration; raises ``InvalidJob`` where it is none of this recipe's."""
 
     def init(self) -> None:
-        self.cfg = cfg = require(self.config_class, self.config, "config")
+        cfg = require(self.config_class, self.config, "config")
+        self.cfg = cfg = replace(cfg, engine=cfg.engine.resolve(torch.cuda.is_available()))
         self.algorithm = self.algorithm_of(cfg)
         self.run_log = self.state["log"] = RunLog(self.job_dir, config=cfg.log, settings=asdict(cfg))
         self.model_saver = self.state["model_saver"] = ModelSaver(cfg.keep, self.job_dir, self.RG_ACTOR.save)
@@ -344,11 +347,27 @@ class RecipeTrainer(BaseTrainer):
     # -- before the start ---------------------------------------------------------------------------------------------
 
     @classmethod
+    def complete_config(cls, config: Any, devices: str) -> Mapping[str, Any]:
+        return asdict(complete_config(cls.config_class, config, cast(Devices, devices)))
+
+    @classmethod
+    def describe_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> list[str]:
+        """The model, the engines and the batch of a step."""
+        cfg = require(cls.config_class, config, "config")
+        return [*describe_engines(cfg.model, cfg.engine), f"each step: {cls.describe_step(cfg)}"]
+
+    @classmethod
+    @abstractmethod
+    def describe_step(cls, cfg: Any) -> str:
+        """The rows of a step, and how its updates divide them."""
+
+    @classmethod
     def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
         """Every error of the configuration, the data and the roles, before anything starts."""
         cfg, invalid = salvage(cls.config_class, config, "config")
         if cfg is None:
             return invalid
+        cfg = replace(cfg, engine=cfg.engine.resolve(on_cuda=False))
         places = {error.where for error in invalid}
         return [*invalid, *(error for error in cls.find_errors(cfg, roles) if error.where not in places)]
 

@@ -2,6 +2,7 @@
 """ROLLOUT: generates completions with the policy."""
 
 import numpy as np
+import torch
 
 from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError, ResultLost, WeightsLost
 from dlrover.python.rl.common.log import get_logger
@@ -38,11 +39,12 @@ class RolloutWorkload(EngineWorkload):
 
     def init_model(self, model: str, engine: EngineConfig, rollout: RolloutConfig = _ONE_COMPLETION) -> str:
         """Load the policy and the environment; returns the engine's class. It serves nothing before weights arrive."""
+        engine = engine.resolve(torch.cuda.is_available())
         use_threads(engine.threads)
         device = device_of(self, engine)
         settings = RolloutSettings(
             device,
-            engine.precision,
+            engine.dtype,
             engine.max_batch,
             engine.rollout_tensor_parallel_size,
             engine.gpu_memory_utilization,

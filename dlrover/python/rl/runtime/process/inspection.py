@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.config.typed import from_plain
 from dlrover.python.rl.control.events import RecoveryScope
 from dlrover.python.rl.runtime.checkpoint.commits import resumed_layout
 from dlrover.python.rl.runtime.process.executor import load_class
@@ -29,6 +30,8 @@ from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, is_stateful
 
 DEADLINE_S = 180.0
+
+_DEVICE = "config.engine.device"
 
 
 @dataclass(frozen=True)
@@ -40,24 +43,39 @@ class Inspection:
     methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     single_process_refusals: tuple[ConfigError, ...] = ()
     collectives: tuple[str, ...] = ()
+    config: Mapping[str, Any] | None = None
+    """The job's config with all defaults, None if its trainer has no schema."""
+
+    about: tuple[str, ...] = ()
+    """Lines about the config for people."""
+
+    def complete(self, job: JobSpec) -> JobSpec:
+        return job if self.config is None else replace(job, config=from_plain(self.config))
 
     def scope_of(self, role: str) -> RecoveryScope:
         return RecoveryScope.GROUP if role in self.collectives else RecoveryScope.MEMBER
 
 
-def inspect_job(job: JobSpec) -> Inspection:
+def inspect_job(job: JobSpec, here: bool = False) -> Inspection:
+    """``here``: it runs in this process, on the devices that are here, whatever its ``device_type``."""
     errors: list[ConfigError] = []
     refusals: list[ConfigError] = []
     methods: dict[str, tuple[str, ...]] = {}
     collectives: list[str] = []
     stateful: dict[str, int] = {}
     roles = {role: spec.num for role, spec in job.workloads.items()}
+    config: Mapping[str, Any] | None = None
+    about: list[str] = []
     trainer = _load(errors, "trainer", job.trainer.module, job.trainer.class_, BaseTrainer, job)
     if trainer is not None:
         missing = sorted(trainer.__abstractmethods__)
         if missing:
             errors.append(ConfigError("trainer.class", f"{job.trainer.class_} does not define {', '.join(missing)}"))
-        errors += _ask("trainer", partial(trainer.check_config, job.config, roles))
+        config, faults = _complete(trainer, job, here)
+        job = job if config is None else replace(job, config=from_plain(config))
+        faults = faults or _ask("trainer", partial(trainer.check_config, job.config, roles))
+        errors += faults
+        about = [] if faults else _ask_lines(partial(trainer.describe_config, job.config, roles))
     for role, spec in job.workloads.items():
         where = f"workload.{role.lower()}"
         workload = _load(errors, where, spec.module, spec.class_, BaseWorkload, job)
@@ -73,7 +91,27 @@ def inspect_job(job: JobSpec) -> Inspection:
             reason = f"{spec.num} members of {spec.class_} meet in collectives, which one process cannot hold"
             refusals.append(ConfigError(f"{where}.num", f"{reason}; use num=1"))
     errors += _validate_resume(job, stateful) if len(methods) == len(roles) else []
-    return Inspection(tuple(errors), methods, tuple(refusals), tuple(collectives))
+    return Inspection(tuple(errors), methods, tuple(refusals), tuple(collectives), config, tuple(about))
+
+
+def _complete(trainer: Any, job: JobSpec, here: bool) -> tuple[Mapping[str, Any] | None, list[ConfigError]]:
+    """The complete config, and the errors that only completing it finds. Keys that overrides have added are errors for
+    a trainer without a schema."""
+    devices = "HERE" if here and job.trainer.device_type == "GPU" else job.trainer.device_type
+    try:
+        config = trainer.complete_config(job.config, devices)
+    except InvalidJob as error:
+        return None, [fault for fault in error.errors if fault.where == _DEVICE]  # check_config reports the others
+    except Exception as error:  # noqa: BLE001 -- the user's code may raise anything: it is reported
+        return None, [ConfigError("trainer", f"complete_config raised {type(error).__name__}: {error}")]
+    return config, list(job.unlisted) if config is None else []
+
+
+def _ask_lines(question: Callable[[], Iterable[str]]) -> list[str]:
+    try:
+        return list(question())
+    except Exception as error:  # noqa: BLE001 -- the user's code may raise anything, and nothing depends on it
+        return [f"describe_config raised {type(error).__name__}: {error}"]
 
 
 def _validate_resume(job: JobSpec, stateful: Mapping[str, int]) -> list[ConfigError]:
@@ -118,7 +156,9 @@ def _ask(where: str, question: Callable[[], Iterable[ConfigError]]) -> list[Conf
 def inspect_in_child(job: JobSpec, deadline_s: float = DEADLINE_S) -> Inspection:
     with tempfile.TemporaryDirectory(prefix="dlrover-rl-") as folder:
         request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
-        request.write_text(json.dumps({"job": job_to_yaml(job), "name": job.name, "search_path": job.search_path}))
+        unlisted = [asdict(error) for error in job.unlisted]
+        described = {"job": job_to_yaml(job), "name": job.name, "search_path": job.search_path, "unlisted": unlisted}
+        request.write_text(json.dumps(described))
         command = [sys.executable, "-m", "dlrover.python.rl.runtime.process.inspection", str(request), str(answer)]
         try:
             child = subprocess.run(
@@ -144,12 +184,15 @@ def _from_json(data: Mapping[str, Any]) -> Inspection:
         {RLRoleType(role): tuple(names) for role, names in data["methods"].items()},
         tuple(ConfigError(**item) for item in data["single_process_refusals"]),
         tuple(data["collectives"]),
+        data["config"],
+        tuple(data["about"]),
     )
 
 
 def _serve(request: Path, answer: Path) -> None:
     data = json.loads(request.read_text())
     job = load_job_text(data["job"], data["name"], search_path=tuple(data["search_path"]))
+    job = replace(job, unlisted=tuple(ConfigError(**item) for item in data["unlisted"]))
     answer.write_text(json.dumps(asdict(inspect_job(job))))
 
 

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of RL2, TRL and verl: those that are read as ours, and those that are answered with the place to look."""
+
+from collections.abc import Mapping
+
+_RL2_ACTOR = {
+    "model_name": "model",
+    "ddp_size": "engine.parallel.ddp_size",
+    "tp_size": "engine.parallel.tensor_parallel_size",
+    "sp_size": "engine.parallel.context_parallel_size",
+    "max_length_per_device": "engine.max_tokens_per_microbatch",
+    "gradient_checkpointing": "engine.gradient_checkpointing",
+    "lr": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "max_grad_norm": "optimizer.max_grad_norm",
+}
+"""With ``actor.`` before them, or alone."""
+
+_TRAINED = {
+    **_RL2_ACTOR,
+    **{f"actor.{name}": ours for name, ours in _RL2_ACTOR.items()},
+    "model_name_or_path": "model",
+    "learning_rate": "optimizer.lr",
+    "warmup_steps": "optimizer.warmup_steps",
+    "max_steps": "steps",
+    "eval_steps": "eval_every",
+}
+
+EXAMPLE_NAMES: Mapping[str, str] = {
+    **_TRAINED,
+    "data.path": "data.train",
+    "data.batch_size": "batch_size",
+    "num_train_epochs": "epochs",
+}
+"""Of recipes that learn from examples."""
+
+POLICY_NAMES: Mapping[str, str] = {
+    **_TRAINED,
+    # RL2
+    "train_data.path": "data.train",
+    "test_data.path": "data.eval",
+    "train_data.prompts_per_rollout": "prompts_per_step",
+    "train_data.responses_per_prompt": "rollout.samples_per_prompt",
+    "actor.update_per_rollout": "updates_per_step",
+    "actor.avg_level": "algorithm.averaging",
+    "actor.rollout.env_path": "rollout.env_path",
+    "actor.rollout.max_turns": "rollout.max_turns",
+    "actor.rollout.train_sampling_params.max_new_tokens": "rollout.max_new_tokens",
+    "actor.rollout.train_sampling_params.temperature": "rollout.temperature",
+    "actor.rollout.train_sampling_params.stop": "rollout.stop",
+    "rollout.train_sampling_params.max_new_tokens": "rollout.max_new_tokens",
+    "rollout.train_sampling_params.temperature": "rollout.temperature",
+    "rollout.train_sampling_params.stop": "rollout.stop",
+    "kl.coef": "algorithm.kl_coef",
+    "kl.type": "algorithm.kl_in",
+    "kl.loss_estimator": "algorithm.kl_estimator",
+    "kl.reward_estimator": "algorithm.kl_estimator",
+    "adv.norm_var": "algorithm.normalize",
+    "adv.gamma": "algorithm.gamma",
+    "adv.lamda": "algorithm.lam",
+    # TRL
+    "num_generations": "rollout.samples_per_prompt",
+    "max_completion_length": "rollout.max_new_tokens",
+    "temperature": "rollout.temperature",
+    "top_p": "rollout.top_p",
+    "top_k": "rollout.top_k",
+    "beta": "algorithm.kl_coef",
+    "epsilon_high": "algorithm.clip_high",
+    "delta": "algorithm.dual_clip",
+    "num_iterations": "epochs",
+    "steps_per_generation": "updates_per_step",
+    # verl
+    "data.train_files": "data.train",
+    "data.val_files": "data.eval",
+    "data.train_batch_size": "prompts_per_step",
+    "data.max_prompt_length": "data.max_prompt_tokens",
+    "data.max_response_length": "rollout.max_new_tokens",
+    "actor_rollout_ref.model.path": "model",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "engine.gradient_checkpointing",
+    "actor_rollout_ref.actor.optim.lr": "optimizer.lr",
+    "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl_coef",
+    "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_low",
+    "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_high",
+    "actor_rollout_ref.actor.ppo_epochs": "epochs",
+    "actor_rollout_ref.rollout.name": "engine.rollout",
+    "actor_rollout_ref.rollout.n": "rollout.samples_per_prompt",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "engine.rollout_tensor_parallel_size",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "engine.gpu_memory_utilization",
+}
+"""Of recipes that learn from samples."""
+
+_CLIP = "algorithm.clip_low and algorithm.clip_high"
+_ROWS = "the rows of an optimizer step over all ranks: batch_size, or prompts_per_step x rollout.samples_per_prompt"
+
+ELSEWHERE: Mapping[str, str] = {
+    "scheduler": "optimizer.schedule",
+    "actor.scheduler": "optimizer.schedule",
+    "actor.warmup_ratio": "optimizer.warmup_steps, a number of steps",
+    "warmup_ratio": "optimizer.warmup_steps, a number of steps",
+    "lr_scheduler_type": "optimizer.schedule",
+    "actor.clip": _CLIP,
+    "clip": _CLIP,
+    "epsilon": _CLIP,
+    "actor_rollout_ref.actor.clip_ratio": _CLIP,
+    "tis_coef": "algorithm.correction=truncate and algorithm.correction_high",
+    "actor.tis_coef": "algorithm.correction=truncate and algorithm.correction_high",
+    "vllm_importance_sampling_correction": "algorithm.correction=truncate",
+    "actor.freeze_steps": "critic.warmup_steps",
+    "adv.estimator": "the recipe (ppo for gae) and algorithm.name",
+    "loss_type": "algorithm.name and algorithm.averaging",
+    "scale_rewards": "algorithm.normalize",
+    "importance_sampling_level": "algorithm.name: gspo for 'sequence'",
+    "per_device_train_batch_size": _ROWS,
+    "gradient_accumulation_steps": _ROWS,
+    "num_train_epochs": "steps: of the run",
+    "bf16": "engine.precision",
+    "use_vllm": "engine.rollout=vllm",
+    "packing": "always on: rows attend only to themselves",
+    "peft_config": "engine.lora",
+    "reward_funcs": "reward.function",
+    "reward_weights": "reward.function: {module:first: 1.0, module:second: 0.2}",
+    "custom_reward_function": "reward.function=module:function",
+    "output_dir": "job_dir",
+    "save_steps": "checkpoint.every, and keep.save_every for models",
+    "save_freq": "checkpoint.every, and keep.save_every for models",
+    "save_dir": "job_dir",
+    "load_ckpt_from": "checkpoint.resume",
+    "resume_from_checkpoint": "checkpoint.resume",
+    "logging_steps": "none: every step is logged",
+    "report_to": "log.trackers",
+    "dataset_name": "data.train",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "updates_per_step: their number instead of their size",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "engine.max_tokens_per_microbatch, in tokens",
+    "actor_rollout_ref.actor.use_kl_loss": "algorithm.kl_coef and algorithm.kl_in",
+    "critic.optim": "critic.optimizer",
+}
+"""What answers a key that has no equal."""

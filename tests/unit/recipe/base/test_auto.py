@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a configuration leaves open: devices, precision, engines, and the defaults that depend on them."""
+
+import dataclasses
+
+import pytest
+
+from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.config.typed import from_plain, require, to_plain
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.recipe.base.auto import complete_config
+from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig
+from dlrover.python.rl.recipe.base.model_facts import count_parameters, describe_engines
+from dlrover.python.rl.recipe.dpo import DPOTrainer
+from dlrover.python.rl.recipe.grpo import GRPOTrainer
+from dlrover.python.rl.recipe.ppo import PPOTrainer
+from dlrover.python.rl.recipe.rm import RMTrainer
+from dlrover.python.rl.recipe.sft import SFTTrainer
+
+GIVEN = {"model": "m", "data": {"train": "d.jsonl"}}
+
+
+@pytest.mark.parametrize(
+    ("devices", "cuda_is_here", "expected"),
+    [
+        ("CPU", False, ("cpu", "fp32", "torch", False, 128, 64, 16)),
+        ("CPU", True, ("cpu", "fp32", "torch", False, 128, 64, 16)),
+        ("GPU", False, ("cuda", "bf16", "vllm", True, 256, 1024, 64)),
+        ("HERE", False, ("cpu", "fp32", "torch", False, 128, 64, 16)),
+        ("HERE", True, ("cuda", "bf16", "vllm", True, 256, 1024, 64)),
+    ],
+)
+def test_the_defaults_are_those_of_the_jobs_devices(monkeypatch, devices, cuda_is_here, expected):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda_is_here)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    cfg = complete_config(PolicyConfig, GIVEN, devices)
+    engine = cfg.engine
+    found = (engine.device, engine.precision, engine.rollout, engine.gradient_checkpointing, engine.max_batch)
+    assert (*found, cfg.rollout.max_new_tokens, cfg.prompts_per_step) == expected
+
+
+def test_what_is_given_stays():
+    engine = {"precision": "fp32", "rollout": "torch", "gradient_checkpointing": False, "max_batch": 7}
+    given = {**GIVEN, "engine": engine, "rollout": {"max_new_tokens": 9}, "prompts_per_step": 3}
+    cfg = complete_config(PolicyConfig, given, "GPU")
+    assert {name: getattr(cfg.engine, name) for name in engine} == engine
+    assert (cfg.rollout.max_new_tokens, cfg.prompts_per_step) == (9, 3)
+
+
+def test_vllm_is_the_engine_only_where_it_is_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert complete_config(PolicyConfig, GIVEN, "GPU").engine.rollout == "torch"
+
+
+@pytest.mark.parametrize(
+    ("devices", "device", "said"),
+    [
+        ("GPU", "cpu", "its GPUs would be idle; write trainer.device_type=CPU or engine.device=auto"),
+        ("CPU", "cuda", "no GPU is reserved; write trainer.device_type=GPU or engine.device=auto"),
+        ("CPU", "cuda:1", "no GPU is reserved"),
+        ("HERE", "cuda", "PyTorch finds no CUDA device here"),
+    ],
+)
+def test_an_engine_on_other_devices_than_the_jobs_is_refused(monkeypatch, devices, device, said):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(InvalidJob, match=said):
+        complete_config(PolicyConfig, {**GIVEN, "engine": {"device": device}}, devices)
+
+
+def test_one_process_may_compute_on_a_cpu_beside_a_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert complete_config(PolicyConfig, {**GIVEN, "engine": {"device": "cpu"}}, "HERE").engine.precision == "fp32"
+
+
+@pytest.mark.parametrize("devices", ["CPU", "GPU"])
+@pytest.mark.parametrize("trainer", [GRPOTrainer, PPOTrainer, SFTTrainer, DPOTrainer, RMTrainer])
+def test_a_complete_configuration_is_read_as_itself(trainer, devices):
+    given = {**GIVEN, "log": {"trackers": ["${not} a reference"]}}
+    complete = trainer.complete_config(given, devices)
+    again = require(trainer.config_class, to_plain(from_plain(complete)), "config")
+    assert dataclasses.asdict(again) == complete
+    assert again.log.trackers == ("${not} a reference",)
+
+
+def test_the_size_of_a_model_is_read_from_its_files(tmp_path):
+    folder = write_tiny_model(tmp_path / "m", hidden=32, layers=1)
+    from transformers import AutoModelForCausalLM
+
+    stored = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    tied = sum(tensor.numel() for tensor in {tensor.data_ptr(): tensor for tensor in stored.values()}.values())
+    assert count_parameters(folder) == tied
+    assert describe_engines(str(folder), EngineConfig().resolve(False)) == [
+        f"model: {folder}, {tied / 1e3:.3g} k parameters; {4 * tied / 1e3:.3g} kB of weights to generate,"
+        f" {16 * tied / 1e3:.3g} kB to train, activations not counted",
+        "engines: train fsdp2, rollout torch, on cpu in fp32",
+    ]
+    (folder / "model.safetensors").write_bytes(b"broken")
+    assert count_parameters(folder) is None
