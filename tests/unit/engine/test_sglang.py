@@ -355,3 +355,21 @@ def test_of_several_ranks_each_device_has_its_part(served, model_path):
     engine = SglangRolloutEngine(model_path, settings)
     assert engine.footprint() == {"weights": -(-weights // 2), "kv_cache": 128_000}
     engine.close()
+
+
+def test_a_started_server_sees_the_devices_of_the_engine_only(model_path, monkeypatch):
+    given = []
+
+    def record(command, **options):
+        given.append((options["env"]["CUDA_VISIBLE_DEVICES"], command[command.index("--device") + 1]))
+        raise EngineError("not here")
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("dlrover.python.rl.engine.sglang.server.subprocess.Popen", record)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    for name in ("memory_reserved", "memory_allocated"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda device: 0)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1 << 40, 1 << 40))
+    with pytest.raises(EngineError, match="not here"):
+        SglangRolloutEngine(model_path, RolloutSettings("cuda:2", tensor_parallel_size=2))
+    assert given == [("6,7", "cuda")]

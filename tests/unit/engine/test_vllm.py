@@ -351,8 +351,7 @@ def train_a_step(model_path):
 @needs_vllm
 def test_weights_reach_workers_of_other_processes_without_a_file_that_could_stay(model_path):
     sent = snapshot(model_path, 7)
-    worker = importlib.import_module("dlrover.python.rl.engine.vllm.worker")
-    with worker.share_weights(sent) as shared:
+    with importlib.import_module("dlrover.python.rl.engine.vllm.shared").share_weights(sent) as shared:
         shared = pickle.loads(pickle.dumps(shared))
         script = "import pickle, sys; print(pickle.load(sys.stdin.buffer).open().tensor(sys.argv[1]).sum().item())"
         name = "model.layers.1.mlp.up_proj.weight"
@@ -414,3 +413,73 @@ def test_buffers_of_weights_that_sleep_are_read_from_the_copies_of_their_memory(
     for name, tensor in found.items():
         assert (tensor.shape, tensor.dtype) == (wanted[name].shape, wanted[name].dtype)
         assert tensor.view(torch.uint8).tolist() == wanted[name].view(torch.uint8).tolist()
+
+
+@pytest.fixture(scope="module")
+def apart(model_path):
+    """An engine whose vLLM runs in a process of its own, as on CUDA."""
+    made = engine_class(ROLLOUT_ENGINES, "vllm")(
+        model_path, RolloutSettings(max_batch=8, backend={"own_process": True})
+    )
+    yield made
+    made.close()
+
+
+@needs_vllm
+def test_in_a_process_of_its_own_it_generates_the_same(engine, apart, model_path):
+    sampling = SamplingParams(max_new_tokens=20, samples_per_prompt=4)
+    rows = []
+    for each in (engine, apart):
+        each.cuda()
+        each.receive(snapshot(model_path, 0, scale=1.1), rewind=True)
+        rows.append(each.generate(prompts(), sampling, (3, 1)))
+    assert rows[0].objects("completion") == rows[1].objects("completion")
+    assert np.array_equal(rows[0].ragged("logprobs").values, rows[1].ragged("logprobs").values)
+
+
+@needs_vllm
+def test_in_a_process_of_its_own_it_sleeps_and_wakes(apart, model_path):
+    apart.cuda()
+    apart.receive(snapshot(model_path, 0), rewind=True)
+    before = apart.generate(prompts(), SamplingParams(max_new_tokens=8, temperature=0.0), (0,)).objects("completion")
+    apart.meta()
+    apart.receive(snapshot(model_path, 1))
+    apart.cuda()
+    assert apart.version == 1
+    after = apart.generate(prompts(), SamplingParams(max_new_tokens=8, temperature=0.0), (0,)).objects("completion")
+    assert before == after
+
+
+@needs_vllm
+def test_the_end_of_vllms_process_is_an_error_and_nothing_is_left(model_path):
+    made = engine_class(ROLLOUT_ENGINES, "vllm")(
+        model_path, RolloutSettings(max_batch=2, backend={"own_process": True})
+    )
+    process = made._offloadable._process
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises((EngineError, WeightSyncError), match="vLLM's process has ended with status -9"):
+        made.receive(snapshot(model_path, 0), rewind=True)
+    made.close()
+    assert process.poll() == -signal.SIGKILL
+
+
+@needs_vllm
+def test_its_process_sees_the_devices_of_the_member_only(model_path, monkeypatch):
+    """As on a node with GPUs; on this one vLLM does not start on them, in a process that says what it was given."""
+    child = importlib.import_module("dlrover.python.rl.engine.vllm.child")
+    given = []
+
+    def record(command, **options):
+        given.append(options["env"]["CUDA_VISIBLE_DEVICES"])
+        raise EngineError("not here")
+
+    monkeypatch.setattr(child.subprocess, "Popen", record)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1 << 40, 1 << 40))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 0)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 0)
+    for device, size, devices in (("cuda:2", 1, ()), ("cuda:1", 2, (1, 3)), ("cuda:0", 4, ())):
+        settings = RolloutSettings(device, tensor_parallel_size=size, devices=devices)
+        with pytest.raises(EngineError, match="not here"):
+            engine_class(ROLLOUT_ENGINES, "vllm")(model_path, settings)
+    assert given == ["6", "5,7", "4,5,6,7"]

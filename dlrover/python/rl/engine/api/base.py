@@ -295,3 +295,6 @@ class RolloutSettings:
 
     backend: Mapping[str, Any] = field(default_factory=dict)
     """Options of the backend; an unknown one is refused."""
+
+    devices: tuple[int, ...] = ()
+    """CUDA devices of the backend, as this process numbers them; empty: ``device`` and those after it."""

@@ -25,6 +25,7 @@ from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
 from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, OffloadState, SleepingEngine, divide_bytes
 from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
 from dlrover.python.rl.engine.model.spec import count_cache_bytes_per_token, count_weight_bytes, load_meta_causal_lm
+from dlrover.python.rl.engine.model.visible_devices import device_environment
 from dlrover.python.rl.engine.rollout.requests import NewToken, RolloutEngineBase, RunningRequest, RunningRequests
 from dlrover.python.rl.engine.sglang import INFO, SglangOptions, launch_arguments
 from dlrover.python.rl.engine.sglang.server import SglangServer
@@ -189,7 +190,9 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
 def _connect(model: str, settings: RolloutSettings, options: SglangOptions, exchange: Path) -> SglangServer:
     if options.url is None:
         flags = launch_arguments(model, settings, options)
-        return SglangServer.start(flags, exchange, options.start_timeout_s, options.timeout_s)
+        return SglangServer.start(
+            flags, exchange, options.start_timeout_s, options.timeout_s, device_environment(settings)
+        )
     server = SglangServer(options.url, timeout_s=options.timeout_s)
     server.wait_until_up(options.start_timeout_s)
     return server

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,9 @@ class SglangServer:
         self._client = httpx.Client(base_url=self.url, limits=_LIMITS, trust_env=False)
 
     @classmethod
-    def start(cls, arguments: Sequence[str], folder: Path, start_timeout_s: float, timeout_s: float) -> "SglangServer":
+    def start(
+        cls, arguments: Sequence[str], folder: Path, start_timeout_s: float, timeout_s: float, env: Mapping[str, str]
+    ) -> "SglangServer":
         """Start ``python -m sglang.launch_server`` on a free TCP port of this machine and wait until it answers.
 
         If this process is killed, the server is ended and ``folder`` removed.
@@ -57,7 +59,7 @@ class SglangServer:
         listen = ["--host", "127.0.0.1", "--port", str(tcp_port)]
         launch = [sys.executable, "-m", "sglang.launch_server", *listen, *arguments]
         keeper = [sys.executable, "-m", _KEEPER, str(folder), *launch]
-        process = subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True)
+        process = subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True, env=dict(env))
         server = cls(f"http://127.0.0.1:{tcp_port}", process, timeout_s)
         try:
             server.wait_until_up(start_timeout_s)

@@ -42,6 +42,9 @@ class VllmOptions:
     compile: bool = True
     """On a GPU, compile the model and record CUDA graphs; the start takes longer. A CPU always runs eagerly."""
 
+    own_process: bool | None = None
+    """Run vLLM in a process of its own, which sees this engine's devices only. None: on CUDA."""
+
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's ``EngineArgs``, which override all others."""
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engine on vLLM, which runs in this process; its tensor-parallel workers are child processes."""
+"""The rollout engine on vLLM: in this process on a CPU, on CUDA in a child process; its tensor-parallel workers are
+child processes, too."""
 
 import itertools
 from collections.abc import Collection
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.base import Finish, RolloutSettings
@@ -15,15 +17,13 @@ from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
 from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, OffloadState, SleepingEngine, divide_bytes
 from dlrover.python.rl.engine.model.loading import DTYPES
 from dlrover.python.rl.engine.model.spec import count_weight_bytes, get_head_width, load_meta_causal_lm
+from dlrover.python.rl.engine.model.visible_devices import device_environment
 from dlrover.python.rl.engine.rollout.requests import RolloutEngineBase, RunningRequests
 from dlrover.python.rl.engine.vllm import INFO, VllmOptions, engine_arguments
-from dlrover.python.rl.engine.vllm.runner import (
-    OffloadableRunner,
-    RestartingRunner,
-    Runner,
-    SleepingRunner,
-    check_head_width,
-)
+from dlrover.python.rl.engine.vllm.child import ChildRunner
+
+if TYPE_CHECKING:
+    from dlrover.python.rl.engine.vllm.runner import OffloadableRunner
 
 
 class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
@@ -47,8 +47,6 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
     def __init__(self, model: str | Path, settings: RolloutSettings, memory: DeviceMemory | None = None) -> None:
         options = read_options(VllmOptions, settings.backend)
         self._lm, folder = load_meta_causal_lm(model)
-        if settings.device == "cpu":
-            check_head_width(get_head_width(self._lm))
         arguments = engine_arguments(folder, self._lm, settings, options)
         self._requests = RunningRequests(self._lm, arguments["max_model_len"])
         self._names: dict[int, str] = {}
@@ -56,14 +54,28 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         self._offload = OffloadState(memory or DeviceMemory(settings.device), "vllm")
         nbytes = count_weight_bytes(self._lm, DTYPES[settings.precision])
         self._offload.bring("weights", divide_bytes(nbytes, settings.tensor_parallel_size))
-        offloadable = RestartingRunner if settings.device == "cpu" else SleepingRunner
         with ExitStack() as undo:
             undo.callback(self._offload.leave, "meta")
             with self._offload.computing():
-                self._offloadable: OffloadableRunner = offloadable(partial(Runner, arguments))
+                self._offloadable = self._start(arguments, settings, options)
             undo.callback(self._offloadable.close)
             self._offload.bring("kv_cache", self._offloadable.runner.cache_bytes())
             undo.pop_all()
+
+    def _start(self, arguments: dict[str, Any], settings: RolloutSettings, options: VllmOptions) -> "OffloadableRunner":
+        on_cpu = settings.device == "cpu"
+        has_own_process = not on_cpu if options.own_process is None else options.own_process
+        if not on_cpu and has_own_process:
+            return ChildRunner(arguments, on_cpu, device_environment(settings))
+        # Imported on demand: vLLM takes seconds, and reserves memory of the devices that it sees.
+        from dlrover.python.rl.engine.vllm import runner
+
+        if on_cpu:
+            runner.check_head_width(get_head_width(self._lm))
+        if has_own_process:
+            return ChildRunner(arguments, on_cpu, device_environment(settings))
+        kind = runner.RestartingRunner if on_cpu else runner.SleepingRunner
+        return kind(partial(runner.Runner, arguments))
 
     def _step(self, max_tokens: int | None) -> dict[int, Finish]:
         """Submit what is not submitted, and step once: a token for each sequence with capacity, or part of a prompt."""

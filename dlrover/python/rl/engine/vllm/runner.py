@@ -21,7 +21,8 @@ from dlrover.python.rl.engine.api.weights import WeightSnapshot, take_snapshot
 from dlrover.python.rl.engine.memory.device_memory import Kind
 from dlrover.python.rl.engine.model.ranks import preserve_random_state
 from dlrover.python.rl.engine.rollout.requests import RunningRequest
-from dlrover.python.rl.engine.vllm.worker import EXTRA, SamplingPlan, share_weights
+from dlrover.python.rl.engine.vllm.shared import share_weights
+from dlrover.python.rl.engine.vllm.worker import EXTRA, SamplingPlan
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives and ends with this process
@@ -173,11 +174,23 @@ def _preserved_process_state() -> Iterator[None]:
         os.environ.update(before)
 
 
+class TokenRunner(Protocol):
+    """What an engine needs of a :class:`Runner` that is awake."""
+
+    def submit(self, name: str, running: RunningRequest, eos_ids: Sequence[int]) -> None: ...
+
+    def step(self) -> list[tuple[str, int, float]]: ...
+
+    def abort(self, names: Sequence[str]) -> None: ...
+
+    def cache_bytes(self) -> int: ...
+
+
 class OffloadableRunner(Protocol):
     has_weights: bool  # to wake
 
     @property
-    def runner(self) -> Runner:
+    def runner(self) -> TokenRunner:
         """Only while weights and cache are on the device."""
 
     def wake(self, kind: Kind) -> None:

@@ -6,13 +6,10 @@ processor samples each token with the random number of its position, and masks a
 of the logit. vLLM, set to greedy sampling and processed logits, then takes the token and reports the log-prob.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import SamplingParams as VllmSamplingParams
@@ -24,8 +21,9 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from dlrover.python.rl.engine.api.base import SamplingParams
-from dlrover.python.rl.engine.api.weights import WeightSnapshot, tensor_bytes
+from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.rollout.requests import choose
+from dlrover.python.rl.engine.vllm.shared import SharedWeights
 
 EXTRA = "dlrover_drawing"
 """Key of the :class:`SamplingPlan` in a request's ``extra_args``."""
@@ -90,8 +88,6 @@ def _group_by_sampling(rows: Iterable[tuple[int, _Row]]) -> list[tuple[SamplingP
     return list(groups.values())
 
 
-_ALIGN = 64
-
 _dispatch = layers.dispatch_cpu_unquantized_gemm
 
 
@@ -109,35 +105,6 @@ def _dispatch_unpacked(layer: Any, remove_weight: bool) -> None:
 
 if current_platform.is_cpu():
     layers.dispatch_cpu_unquantized_gemm = _dispatch_unpacked
-
-
-@dataclass(frozen=True)
-class SharedWeights:
-    """Where another process of this machine finds the bytes of a snapshot, by name, and the snapshot without them."""
-
-    path: str
-    starts: Mapping[str, int]
-    outline: WeightSnapshot
-
-    def open(self) -> WeightSnapshot:
-        """The snapshot, whose bytes are mapped from the file."""
-        file, outline = np.memmap(self.path, dtype=np.uint8, mode="c"), self.outline
-        sizes = {name: tensor_bytes(outline.shapes[name], outline.dtypes[name]) for name in self.starts}
-        buffers = {name: file[start : start + sizes[name]] for name, start in self.starts.items()}
-        return replace(outline, buffers=buffers)
-
-
-@contextmanager
-def share_weights(weights: WeightSnapshot) -> Iterator[SharedWeights]:
-    """Copy the bytes to a file in memory, which exists inside the block only and ends with this process."""
-    starts = {}
-    with os.fdopen(os.memfd_create("weights"), "wb") as file:
-        for name in weights.buffers:
-            starts[name] = file.seek(-(-file.tell() // _ALIGN) * _ALIGN)
-            file.write(weights.tensor(name).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        outline = replace(weights, buffers={}, checked=False)
-        yield SharedWeights(f"/proc/{os.getpid()}/fd/{file.fileno()}", starts, outline)
 
 
 class WeightLoader:

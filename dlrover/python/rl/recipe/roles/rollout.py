@@ -49,6 +49,7 @@ class RolloutWorkload(EngineWorkload):
             engine.rollout_tensor_parallel_size,
             engine.gpu_memory_utilization,
             engine.rollout_options,
+            self.devices,
         )
         make = engine_class(ROLLOUT_ENGINES, engine.rollout)
         with self._first_turn(device) as memory:

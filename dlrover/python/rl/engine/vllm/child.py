@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM in a process of its own, which sees no other devices than its engine's.
+
+``python -m dlrover.python.rl.engine.vllm.child FD`` answers calls over a socket. It leads a session of its own, which
+ends with its owner, when standard input closes.
+"""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.api.weights import WeightSnapshot
+from dlrover.python.rl.engine.memory.device_memory import Kind
+from dlrover.python.rl.engine.rollout.requests import RunningRequest
+from dlrover.python.rl.engine.vllm.shared import SharedWeights, share_weights
+
+_MODULE = "dlrover.python.rl.engine.vllm.child"
+_END_S = 10.0
+
+
+class ChildRunner:
+    """An :class:`~dlrover.python.rl.engine.vllm.runner.OffloadableRunner` in a process with the environment ``env``; it
+    is its own ``runner``. Errors are those of the runner there; an ``EngineError`` too if the process has ended."""
+
+    def __init__(self, arguments: Mapping[str, Any], on_cpu: bool, env: Mapping[str, str]) -> None:
+        self.has_weights = True
+        self._connection, theirs = Pipe()
+        command = [sys.executable, "-m", _MODULE, str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], env=dict(env), start_new_session=True
+        )
+        theirs.close()
+        try:
+            self._call("start", dict(arguments), on_cpu)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def runner(self) -> "ChildRunner":
+        return self
+
+    def submit(self, name: str, running: RunningRequest, eos_ids: Sequence[int]) -> None:
+        self._call("submit", name, running, list(eos_ids))
+
+    def step(self) -> list[tuple[str, int, float]]:
+        tokens: list[tuple[str, int, float]] = self._call("step")
+        return tokens
+
+    def abort(self, names: Sequence[str]) -> None:
+        self._call("abort", list(names))
+
+    def cache_bytes(self) -> int:
+        return int(self._call("cache_bytes"))
+
+    def load(self, weights: WeightSnapshot) -> None:
+        with share_weights(weights) as shared:
+            self._call("load", shared)
+
+    def wake(self, kind: Kind) -> None:
+        self._call("wake", kind)
+
+    def sleep(self, keep_weights: bool) -> None:
+        self._call("sleep", keep_weights)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            self._connection.send((method, arguments))
+            value, error, self.has_weights = self._connection.recv()  # waits: for vLLM, or the end of its process
+        except (EOFError, OSError) as broken:
+            self._process.kill()
+            raise EngineError(f"vLLM's process has ended with status {self._process.wait(_END_S)}") from broken
+        if error is not None:
+            raise error
+        return value
+
+    def close(self) -> None:
+        """End the process and its workers."""
+        self._connection.close()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(_END_S)
+
+
+def serve(connection: Connection) -> None:
+    """Answer calls until the owner has closed its side."""
+    offloadable: Any = None
+    while True:
+        try:
+            method, arguments = connection.recv()  # waits: for the owner, whose end closes the connection
+        except EOFError:
+            return
+        value = error = None
+        try:
+            if method == "start":
+                offloadable = _start(*arguments)
+            else:
+                value = _method(offloadable, method)(*arguments)
+        except Exception as failure:  # noqa: BLE001 -- a process boundary: it is raised at the owner
+            error = _portable(failure)
+        connection.send((value, error, offloadable is not None and offloadable.has_weights))
+
+
+def _start(arguments: dict[str, Any], on_cpu: bool) -> Any:
+    from dlrover.python.rl.engine.vllm.runner import RestartingRunner, Runner, SleepingRunner
+
+    return (RestartingRunner if on_cpu else SleepingRunner)(partial(Runner, arguments))
+
+
+def _method(offloadable: Any, name: str) -> Callable[..., Any]:
+    def load(shared: SharedWeights) -> None:
+        offloadable.load(shared.open())
+
+    methods = {"load": load, "wake": offloadable.wake, "sleep": offloadable.sleep}
+    method: Callable[..., Any] = methods[name] if name in methods else getattr(offloadable.runner, name)
+    return method
+
+
+def _portable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 -- a library's exception may fail to pickle in any way; its text is enough
+        return EngineError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _end_with_owner() -> None:
+    sys.stdin.buffer.read()
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_owner, daemon=True).start()
+    serve(Connection(int(sys.argv[1])))
