@@ -55,4 +55,4 @@ def test_the_command_lines_of_the_guide_run(tmp_path, command):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr
-    assert list((tmp_path / "runs").glob("*/model/*.safetensors"))
+    assert list((tmp_path / "runs").glob("*/*/model/*.safetensors"))

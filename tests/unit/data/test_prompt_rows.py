@@ -40,12 +40,9 @@ def test_rows_of_both_kinds(tmp_path):
     [
         ({"answer": "2"}, "give 'prompt' or 'messages', not neither"),
         ({"prompt": "a", "messages": USER}, "give 'prompt' or 'messages', not both"),
-        ({"prompt": "a", "answr": 1}, "unknown key 'answr'; did you mean 'answer'?"),
+        ({"promt": "a"}, "unknown key 'promt'; did you mean 'prompt'?"),
         ({"prompt": 3}, "'prompt' must be text and not empty, or a list of messages"),
         ({"prompt": ""}, "'prompt' must be text and not empty, or a list of messages"),
-        ({"prompt": "a", "answer": True}, "'answer' must be text or a number"),
-        ({"prompt": "a", "answer": [1]}, "'answer' must be text or a number"),
-        ({"prompt": "a", "extra_info": {"answer": {}}}, "'extra_info.answer' must be text or a number"),
         ({"prompt": "a", "answer": 1, "extra_info": {"answer": 2}}, "'answer' and 'extra_info.answer' differ"),
         ({"prompt": "a", "extra_info": []}, "'extra_info' must be an object"),
         ({"messages": []}, "'messages' must be a list of messages with at least one"),
@@ -62,12 +59,30 @@ def test_what_can_be_wrong_with_a_row(tmp_path, row, what):
     assert (problem.where, problem.what) == (f"{path}:2", what)
 
 
+@pytest.mark.feature(74)
+@pytest.mark.parametrize(
+    ("row", "answer", "extra_info"),
+    [
+        ({"id": 3, "data_source": "gsm8k"}, None, {"id": 3, "data_source": "gsm8k"}),
+        ({"answer": "2", "tags": ["a", {"b": 1}]}, "2", {"tags": ["a", {"b": 1}]}),
+        ({"answer": ["2", "two"]}, None, {"answer": ["2", "two"]}),
+        ({"answer": True}, None, {"answer": True}),
+        ({"extra_info": {"answer": {"numbers": [1, 2]}}}, None, {"answer": {"numbers": [1, 2]}}),
+        ({"answer": "2", "extra_info": {"answer": 2, "n": 1}, "n": 9}, "2", {"answer": 2, "n": 1}),
+        ({"extra_info": None}, None, {}),
+    ],
+)
+def test_everything_else_in_a_row_is_handed_on_unchanged(tmp_path, row, answer, extra_info):
+    path = write(tmp_path / "p.jsonl", [{"prompt": "a", **row}])
+    assert load_prompts(path) == [PromptRow("a", answer, extra_info)]
+
+
 def test_all_bad_rows_are_reported_together_in_order(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"answer": 1, "prmpt": "a"}\nnot json\n{"prompt": "fine"}\n{"prompt": 3}\n')
     with pytest.raises(DataError) as caught:
         load_prompts(path)
-    assert [problem.where for problem in caught.value.errors] == [f"{path}:{line}" for line in (1, 1, 2, 4)]
+    assert [problem.where for problem in caught.value.errors] == [f"{path}:{line}" for line in (1, 2, 4)]
     assert PROMPT_ROWS.validate(path) == list(caught.value.errors)
 
 

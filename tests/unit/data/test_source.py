@@ -162,13 +162,10 @@ def test_columns_by_other_names(tmp_path, kind, caplog):
     assert problem.what == "has no column 'qestion'; did you mean 'question'?"
 
 
-def test_what_a_table_has_besides_is_left_out_and_logged_but_in_json_it_is_a_fault(tmp_path, caplog):
-    rows = [{"prompt": "a", "answr": "1"}]
-    with caplog.at_level("INFO", logger="dlrover"):
-        assert load_prompts(write(tmp_path, "csv", rows))[0].answer is None
-    assert "unused columns: answr" in caplog.text
-    with pytest.raises(Exception, match="unknown key 'answr'; did you mean 'answer'"):
-        load_prompts(write(tmp_path, "json", rows))
+@pytest.mark.parametrize("kind", ["csv", "json", "jsonl", "parquet"])
+def test_what_a_prompt_has_besides_is_handed_on(tmp_path, kind):
+    (row,) = load_prompts(write(tmp_path, kind, [{"prompt": "a", "answer": "1", "source": "web"}]))
+    assert (row.answer, row.extra_info) == ("1", {"source": "web"})
 
 
 @pytest.mark.parametrize(

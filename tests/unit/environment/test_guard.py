@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import user_environments
 
+from dlrover.python.rl.environment.core.base import StepRules
 from dlrover.python.rl.environment.core.functions import load_environment
 from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
@@ -194,3 +195,32 @@ def test_a_cancelled_rollout_closes_its_episodes():
 def test_impossible_limits_are_refused(limits):
     with pytest.raises(ValueError, match="need a positive timeout_s and episodes"):
         Guard(load_environment("user_environments"), **limits)
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        (StepRules(), ("step returned no 'next_state'", 0.0, False)),
+        (StepRules(missing_state="done"), (None, 0.0, True)),
+        (StepRules(failure_reward=-1.0), (None, -1.0, True)),
+    ],
+)
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_step_without_a_next_state_is_what_the_rules_say(tmp_path, rules, expected, isolated):
+    path = tmp_path / "rl2.py"
+    path.write_text(
+        "def step(state, action, extra_info):\n    return {'next_state': None, 'reward': 0.0, 'done': False}\n"
+    )
+
+    async def one_step():
+        guard = Guard(IsolatedEnvironment(str(path)) if isolated else load_environment(str(path)), rules=rules)
+        episode = await guard.reset("a ", {})
+        await guard.step(episode, "b")
+        await guard.close(episode)
+        await guard.shutdown()
+        return episode
+
+    episode = asyncio.run(one_step())
+    failure, reward, done = expected
+    assert (episode.reward, episode.done) == (reward, done)
+    assert (episode.failure or "").startswith(failure or "") and (episode.failure is None) == (failure is None)

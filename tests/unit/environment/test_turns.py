@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
 from dlrover.python.rl.environment.core.turns import Trajectory
 
 
@@ -83,3 +84,29 @@ def test_every_column_is_as_long_as_the_tokens_and_actions_are_whole(turns):
         len(a) for a, _, _ in turns
     )
     assert len(trajectory.sequences) == 1 + sum(not goes_on for _, _, goes_on in turns)
+
+
+def test_a_chat_of_several_turns_has_the_tokens_of_its_template():
+    """The sampled end marker is a token of each answer, and the template's own is not encoded beside it; an answer that
+    was cut off gets the template's."""
+    tokenizer = make_byte_tokenizer()
+    messages = [{"role": "user", "content": "1+1?"}]
+    answers = [("is it 2", True), ("or 3, and so", False), ("2", True)]
+
+    def render(chat, **options):
+        return tokenizer.apply_chat_template(chat, tokenize=False, **options)
+
+    state = render(messages, add_generation_prompt=True)
+    trajectory = Trajectory(lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], state)
+    for number, (answer, has_ended) in enumerate(answers):
+        tokens = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        tokens = [*tokens, tokenizer.eos_token_id] if has_ended else tokens
+        trajectory.act(answer, *wrote(tokens), ending=tokenizer.eos_token if has_ended else "")
+        messages.append({"role": "assistant", "content": answer})
+        if number < len(answers) - 1:
+            messages.append({"role": "user", "content": "sure?"})
+            assert trajectory.observe(render(messages, add_generation_prompt=True))
+    (sequence,) = trajectory.sequences
+    whole = tokenizer(render(messages).rstrip("\n"), add_special_tokens=False)["input_ids"]
+    assert sequence.tokens == whole
+    assert sum(sequence.action_mask) == sum(len(text) + ended for text, ended in answers)

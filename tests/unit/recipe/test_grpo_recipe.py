@@ -3,7 +3,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,15 +15,10 @@ sys.path.append(str(Path(__file__).parents[2] / "ray"))
 from recipe_jobs import grpo_job  # noqa: E402
 
 from dlrover.python.rl.common.errors import InvalidJob  # noqa: E402
-from dlrover.python.rl.common.names import RLRoleType  # noqa: E402
 from dlrover.python.rl.config.typed import to_plain  # noqa: E402
 from dlrover.python.rl.control.state import Phase  # noqa: E402
-from dlrover.python.rl.engine.api.settings import ParallelSizes  # noqa: E402
 from dlrover.python.rl.master.job import check_job, run_here  # noqa: E402
-from dlrover.python.rl.recipe.base.checks import validate_roles  # noqa: E402
-from dlrover.python.rl.recipe.base.config import EngineConfig, PromptData, RolloutConfig  # noqa: E402
 from dlrover.python.rl.recipe.grpo import (
-    GRPOConfig,
     GRPOTrainer,  # noqa: E402
 )
 
@@ -98,13 +92,10 @@ def test_all_problems_of_the_configuration_are_found_before_anything_starts(tmp_
         f"model={tmp_path}/modell",
         "algorithm.name=grpo",
         "+algorithm.clip_hi=0.3",
-        "workload.rollout.num=20",
-        "trainer.device_per_node=64",
     )
     assert any(where.startswith(f"{bad}:7") for where in found)
     assert found["config.model"] == f"no such folder: {tmp_path}/modell"
     assert "did you mean 'clip_high'" in found["config.algorithm.clip_hi"]
-    assert "20 rollout members cannot share 4 prompts" in found["workload.rollout.num"]
 
 
 @pytest.mark.parametrize(
@@ -151,102 +142,6 @@ def test_an_engine_that_is_not_installed_is_named_with_its_extra(tmp_path, kind,
     assert found[f"config.engine.{kind}"] == f"'{engine}' is not installed: pip install 'dlrover-rl[{engine}]'"
 
 
-def test_members_that_split_the_model_share_rows():
-    cfg = GRPOConfig("T", PromptData("none.jsonl"), prompts_per_step=2, rollout=RolloutConfig(samples_per_prompt=2))
-    roles = {RLRoleType.ACTOR: 8, RLRoleType.ROLLOUT: 1, RLRoleType.REWARD: 1}
-    (problem,) = validate_roles("GRPOTrainer", cfg, roles)
-    assert str(problem) == "workload.actor.num: 8 actor members cannot share 4 samples"
-    split = replace(cfg, engine=EngineConfig(parallel=ParallelSizes(tensor_parallel_size=2)))
-    assert not validate_roles("GRPOTrainer", split, roles)
-
-
-def test_a_kl_penalty_needs_the_reference_role(tmp_path):
-    job = grpo_job(tmp_path)
-    without = replace(
-        job, workloads={role: spec for role, spec in job.workloads.items() if role != "REFERENCE"}, groups=()
-    )
-    with pytest.raises(InvalidJob, match="needs the role 'reference'"):
-        check_job(without, local=True)
-
-
-def write_rows(folder, *rows):
-    path = folder / "own.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def cause_of(folder, *overrides):
-    """Why a run failed: its message, and the traceback that is printed below it."""
-    status = run_here(check_job(grpo_job(folder, f"job_dir={folder / 'out'}", *overrides), local=True))
-    assert status.phase is Phase.FAILED
-    return f"{status.cause.message}\n{status.cause.detail}"
-
-
-def test_rows_without_an_answer_are_named_where_the_reward_compares_with_it(tmp_path):
-    rows = [{"prompt": f"{number}+1="} for number in range(30)]
-    path = write_rows(tmp_path, {"prompt": "0+0=", "answer": 0}, *rows)
-    found = problems_of(tmp_path, f"data.train={path}")
-    places = [where for where in found if where.startswith(f"{path}:")]
-    assert places == [f"{path}:{line}" for line in range(2, 22)]
-    assert "has no 'answer'" in found[f"{path}:2"]
-    assert found[str(path)] == "and 10 more errors"
-
-
-def test_a_prompt_that_does_not_fit_the_model_is_named_before_training(tmp_path):
-    rows = [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(20)]
-    path = write_rows(tmp_path, *rows, {"prompt": "1" * 30 + "=", "answer": 1}, {"prompt": "2" * 50, "answer": 1})
-    cause = cause_of(tmp_path, f"data.train={path}")
-    fits = "does not fit the model's 32 positions"
-    assert f"{path}:21: 31 tokens, and up to 4 new ones: a sequence of 35 tokens {fits}" in cause
-    assert f"{path}:22: 50 tokens, and up to 4 new ones: a sequence of 54 tokens {fits}" in cause
-    assert f"{path}:20" not in cause
-    assert lines(tmp_path / "out" / "metrics.jsonl") == []
-
-
-@pytest.mark.feature(64)
-def test_prompts_that_are_too_long_are_refused_or_left_out_and_counted(tmp_path):
-    rows = [{"prompt": f"{number}+1=", "answer": number + 1} for number in range(20)]
-    path = write_rows(tmp_path, *rows, {"prompt": "1" * 9 + "=", "answer": 1}, {"prompt": "2" * 50, "answer": 1})
-    given = (f"data.train={path}", f"data.eval={path}", "data.eval_rows=22", "+data.max_prompt_tokens=8", "steps=2")
-    cause = cause_of(tmp_path, *given)
-    assert f"{path}:21: 10 tokens, 8 at most\n{path}:22: 50 tokens, 8 at most" in cause
-    job = grpo_job(tmp_path, f"job_dir={tmp_path / 'dropped'}", *given, "+data.over_long=drop", "prompts_per_step=20")
-    assert run_here(check_job(job, local=True)).phase is Phase.FINISHED
-    drawn = {row["row"] for name in ("samples", "held_out") for row in lines(tmp_path / f"dropped/{name}.jsonl")}
-    assert drawn == set(range(20))
-    told = json.loads((tmp_path / "dropped/summary.json").read_text())
-    assert (told["held-out prompts"], told["dropped prompts"]) == (20, 4)
-    assert "no data.max_prompt_tokens" in problems_of(tmp_path, "+data.over_long=drop")["config.data.over_long"]
-
-
-def test_a_step_without_a_single_reward_ends_the_run(tmp_path, monkeypatch):
-    (tmp_path / "broken_reward.py").write_text("def reward(*_):\n    raise ValueError('no such thing')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    cause = cause_of(tmp_path, "reward.function=broken_reward:reward")
-    assert "step 1: the reward function failed on all 32 samples, last with: broken_reward:reward raised" in cause
-    assert "ValueError: no such thing" in cause
-    rows = lines(tmp_path / "out" / "samples.jsonl")
-    assert [row["reward"] for row in rows] == [None] * 32
-    assert "no such thing" in rows[0]["error"]
-
-
-def test_a_reward_that_is_not_right_or_wrong_is_not_called_an_accuracy(tmp_path, monkeypatch):
-    (tmp_path / "fine_reward.py").write_text("def reward(completion, *_):\n    return len(completion) / 8 + 0.1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    job = grpo_job(tmp_path, f"job_dir={tmp_path / 'out'}", "reward.function=fine_reward:reward", "eval_every=1")
-    assert run_here(check_job(job, local=True)).phase is Phase.FINISHED
-    assert {"held_out_reward", "held_out_failed"} <= set(lines(tmp_path / "out" / "metrics.jsonl")[0])
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert {"held-out mean reward before", "held-out mean reward after", "held-out failed after"} <= set(summary)
-    assert not any("accuracy" in name or "gain" in name for name in summary)
-
-
-def test_the_demos_rewards_are_an_accuracy(finished):
-    summary = json.loads((finished[0] / "summary.json").read_text())
-    assert {"held-out accuracy before", "held-out accuracy after", "gain in points"} <= set(summary)
-    assert not any("failed" in name for name in summary)
-
-
 @pytest.mark.parametrize(
     ("function", "what"),
     [
@@ -259,12 +154,10 @@ def test_the_reward_function_is_looked_for(tmp_path, function, what):
     assert what in problems_of(tmp_path, f"reward.function={function}")["config.reward.function"]
 
 
-def test_members_that_cannot_share_the_rows_are_refused(tmp_path):
-    path = write_rows(tmp_path, {"prompt": "1+1=", "answer": 2}, {"prompt": "1+2=", "answer": 3})
-    members = ["workload.rollout.num=3", "workload.reward.num=4", "trainer.device_per_node=16"]
-    found = problems_of(tmp_path, f"data.eval={path}", *members)
-    assert found["workload.rollout.num"] == "3 rollout members cannot share 2 prompts"
-    assert found["workload.reward.num"] == "4 reward members cannot share 2 answers"
+def write_rows(folder, *rows):
+    path = folder / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def test_conversations_need_a_chat_template(tmp_path):

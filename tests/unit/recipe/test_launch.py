@@ -65,12 +65,6 @@ def test_the_environments_key_may_be_the_one_that_it_has_elsewhere(desk, monkeyp
     assert "unknown key 'actor'" in found["config.actor"]
 
 
-def test_what_cannot_be_shared_by_so_many_processes_is_refused(desk, monkeypatch):
-    monkeypatch.chdir(desk)
-    found = problems_of("model=model", "data.train=examples.jsonl", "batch_size=3", launch=LaunchEnv(0, 4, 0, 4))
-    assert found == {"config.batch_size": "4 actor members cannot share a batch of 3"}
-
-
 @pytest.mark.parametrize(("engine", "refused"), [("fsdp2", False), ("deepspeed", True), ("megatron", True)])
 def test_an_engine_that_takes_a_process_for_itself_has_no_reference_beside_several_ranks(engine, refused):
     for processes in (1, 2):

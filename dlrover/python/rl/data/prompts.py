@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts with reference answers."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
-from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.data.jsonl import find_message_faults
 from dlrover.python.rl.data.source import RowReader
 
-_KEYS = ("prompt", "messages", "answer", "extra_info")
+_PROMPTS = ("prompt", "messages")
+_KEYS = (*_PROMPTS, "answer", "extra_info")
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class PromptFaults:
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A prompt (text, or messages), its reference answer, and user data that reach the environment unchanged.
+    """A prompt (text, or messages), its reference answer as text, and user data that reach rewards and environments
+    unchanged.
 
     ``line`` is its line in the file, from 1; 0 without a file."""
 
@@ -37,7 +39,8 @@ class PromptRow:
 
 def load_prompts(where: str | Path, keys: Mapping[str, str] | None = None) -> list[PromptRow]:
     """Read rows of ``{"prompt": text}`` or ``{"messages": [...]}`` with ``"answer"`` and ``"extra_info"``; the answer
-    may also be ``extra_info["answer"]``. Arguments and errors are those of :class:`RowReader`."""
+    may also be ``extra_info["answer"]``, and of any other JSON type is nothing else. Further keys are added to
+    ``extra_info``. Arguments and errors are those of :class:`RowReader`."""
     return [PromptRow(**row, line=line) for line, row in PROMPT_ROWS.read(where, keys).numbered]
 
 
@@ -51,15 +54,23 @@ def empty_prompts(count: int) -> list[PromptRow]:
 def _normalize(raw: Mapping[str, Any]) -> dict[str, Any]:
     if faults := _faults(raw):
         raise DataError([ConfigError("data", fault) for fault in faults])
-    extra = raw.get("extra_info", {})
-    answer = raw["answer"] if raw.get("answer") is not None else extra.get("answer")
+    extra, answer = dict(raw.get("extra_info") or {}), raw.get("answer")
+    if answer is not None and not _is_answer(answer):
+        extra.setdefault("answer", answer)
+        answer = None
+    if answer is None and _is_answer(extra.get("answer")):
+        answer = extra.get("answer")
     prompt = raw["prompt"] if "prompt" in raw else raw["messages"]
-    return {"prompt": prompt, "answer": None if answer is None else str(answer), "extra_info": extra}
+    further = {key: value for key, value in raw.items() if key not in _KEYS}
+    return {"prompt": prompt, "answer": None if answer is None else str(answer), "extra_info": {**further, **extra}}
 
 
 def _faults(raw: Mapping[str, Any]) -> list[str]:
-    faults = [f"unknown key '{key}'{hint(key, _KEYS)}" for key in raw if key not in _KEYS]
-    if ("prompt" in raw) == ("messages" in raw):
+    faults = []
+    if "prompt" not in raw and "messages" not in raw:
+        close = [key for key in raw if key not in _KEYS and nearest(key, _PROMPTS)]
+        faults = [f"unknown key '{key}'{hint(key, _PROMPTS)}" for key in close]
+    if not faults and ("prompt" in raw) == ("messages" in raw):
         faults.append(f"give 'prompt' or 'messages', not {'both' if 'prompt' in raw else 'neither'}")
     if "prompt" in raw and (not isinstance(raw["prompt"], str) or not raw["prompt"]):
         faults.append("'prompt' must be text and not empty, or a list of messages")
@@ -69,21 +80,18 @@ def _faults(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _answer_faults(raw: Mapping[str, Any]) -> list[str]:
-    extra = raw.get("extra_info", {})
+    extra = {} if raw.get("extra_info") is None else raw["extra_info"]
     if not isinstance(extra, dict):
         return ["'extra_info' must be an object"]
-    places = {"answer": raw.get("answer"), "extra_info.answer": extra.get("answer")}
-    faults = [f"'{place}' must be text or a number" for place, value in places.items() if not _is_answer(value)]
-    answers = {str(value) for value in places.values() if value is not None}
-    if not faults and len(answers) > 1:
-        faults.append("'answer' and 'extra_info.answer' differ")
-    return faults
+    both = (raw.get("answer"), extra.get("answer"))
+    faults = [f"the answer {value} is no number" for value in both if isinstance(value, float) and not isfinite(value)]
+    answers = {str(value) for value in both if value is not None}
+    return faults or (["'answer' and 'extra_info.answer' differ"] if len(answers) > 1 else [])
 
 
 def _is_answer(value: Any) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return value is None or (isinstance(value, str | int) and not isinstance(value, bool))
+    """Whether a value is text or a number, which a reward function is given as text."""
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
-PROMPT_ROWS = RowReader(_normalize, _KEYS)
+PROMPT_ROWS = RowReader(_normalize)

@@ -255,7 +255,6 @@ def test_what_does_not_go_together_is_refused_with_its_place(inputs):
     found = problems_of(DPOTrainer, config_of(inputs, "dpo", algorithm={"name": "dpo", "bta": 1}), ACTOR=1)
     assert "did you mean 'beta'" in found["config.algorithm.bta"]
     assert "'reference' is required" in problems_of(DPOTrainer, config_of(inputs, "dpo"), ACTOR=1)["workload"]
-    assert "5 actor members" in problems_of(RMTrainer, config_of(inputs, "rm"), ACTOR=5)["config.batch_size"]
     found = problems_of(SFTTrainer, config_of(inputs, "sft", keep={"best": "eval_loss", "patience": 1}))
     assert "set config.eval_every" in found["config.keep.best"]
     found = problems_of(SFTTrainer, config_of(inputs, "sft", eval_every=1, keep={"best": "eval_los"}))

@@ -61,7 +61,7 @@ def test_extra_info_reaches_the_steps_unchanged():
     info = {"answer": "7", "nested": {"list": [1, None]}}
     with rolling(word, OURS) as rolled:
         taken = rolled.fetch(groups(info, {}))
-    first = [told[2] for told in seen("step") if "answer" in told[2]]
+    first = [told[2] for told in seen("step") if "nested" in told[2]]
     assert first[0] == {**info, "number": 0}
     assert first[1] == {**info, "number": 0, "turns": 1}
     assert taken.objects("extra_info") == [{"answer": "7", "nested": {"list": [1, None]}}, {}]

@@ -4,13 +4,24 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.common.names import hint
 
 MAX_STATE_LENGTH = 4_000_000
 """Characters; a longer state is an error of the environment."""
+
+
+@dataclass(frozen=True)
+class StepRules:
+    """How the answers of an environment are read."""
+
+    missing_state: Literal["error", "done"] = "error"
+    """Of a step that is not done and has no next state."""
+
+    failure_reward: float | None = None
+    """Reward of an action on which ``step`` fails, which ends the episode; None: the sample has failed."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +66,12 @@ class Environment(Protocol):
 _FIELDS = tuple(item.name for item in fields(StepResult))
 
 
-def validate_step(returned: Any, extra_info: dict[str, Any]) -> StepResult:
+def validate_step(returned: Any, extra_info: dict[str, Any], needs_state: bool = True) -> StepResult:
     """Return a step's result, a :class:`StepResult` or a dict of its fields, as a checked :class:`StepResult`.
 
     ``reward`` is required; ``score`` defaults to it, ``done`` to False, ``extra_info`` to the argument. NumPy and torch
-    scalars are accepted: ``reward=x.mean()``, ``done=x.max() > 0``.
+    scalars are accepted: ``reward=x.mean()``, ``done=x.max() > 0``. With ``needs_state`` a step that is not done has a
+    ``next_state``.
     """
     if isinstance(returned, StepResult):
         values: dict[str, Any] = {name: getattr(returned, name) for name in _FIELDS}
@@ -78,9 +90,10 @@ def validate_step(returned: Any, extra_info: dict[str, Any]) -> StepResult:
     if not isinstance(info, dict):
         raise EnvironmentFailed(f"step returned {_kind(info)} as 'extra_info'")
     next_state = values.get("next_state")
-    if next_state is None and not done:
-        raise EnvironmentFailed("step returned no 'next_state', and is not done")
-    return StepResult(None if done else validate_state("next_state", next_state), reward, score, done, info)
+    if next_state is None and not done and needs_state:
+        raise EnvironmentFailed("step returned no 'next_state', and is not done (rollout.env_missing_state: done)")
+    is_over = done or next_state is None
+    return StepResult(None if is_over else validate_state("next_state", next_state), reward, score, done, info)
 
 
 def validate_state(name: str, value: Any) -> str:

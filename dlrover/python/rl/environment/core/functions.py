@@ -186,7 +186,8 @@ class UserEnvironment:
         return None if state is None else validate_state("the state that reset returned", state)
 
     async def step(self, state: str, action: str, extra_info: dict[str, Any]) -> StepResult:
-        return validate_step(await self._call("step", state, action, extra_info), extra_info)
+        answer = await self._call("step", state, action, extra_info)
+        return validate_step(answer, extra_info, needs_state=False)
 
     async def close(self, extra_info: dict[str, Any]) -> None:
         await self._call("close", extra_info)

@@ -15,12 +15,12 @@ import copy
 import traceback
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 from dlrover.python.rl.common.errors import DataError, EnvironmentFailed
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.environment.core.base import Environment, StepResult, validate_state, validate_step
+from dlrover.python.rl.environment.core.base import Environment, StepResult, StepRules, validate_state, validate_step
 
 _LOG = get_logger(__name__)
 
@@ -49,11 +49,17 @@ class Guard:
     unlimited. ``failures`` counts failed samples by the start of the reason.
     """
 
-    def __init__(self, environment: Environment, timeout_s: float = 60.0, episodes: int | None = None) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        timeout_s: float = 60.0,
+        episodes: int | None = None,
+        rules: StepRules = StepRules(),  # noqa: B008 - frozen
+    ) -> None:
         episodes = episodes if episodes is not None else getattr(environment, "episodes", None)
         if timeout_s <= 0 or (episodes is not None and episodes < 1):
             raise ValueError(f"need a positive timeout_s and episodes, not {timeout_s} and {episodes}")
-        self._environment, self._timeout_s = environment, timeout_s
+        self._environment, self._timeout_s, self._rules = environment, timeout_s, rules
         self.episodes = episodes
         self._open_slots = asyncio.Semaphore(episodes) if episodes is not None else None
         self._abandoned: set[asyncio.Task[Any]] = set()
@@ -83,10 +89,17 @@ class Guard:
             raise ValueError("the episode is over")
         try:
             answer = self._environment.step(state, action, episode.extra_info)
-            result = validate_step(await self._in_time("step", answer), episode.extra_info)
+            result = validate_step(
+                await self._in_time("step", answer), episode.extra_info, self._rules.missing_state == "error"
+            )
         except EnvironmentFailed as error:
-            self.fail(episode, error)
-            return None
+            if self._rules.failure_reward is None:
+                self.fail(episode, error)
+                return None
+            self._count(error)
+            result = StepResult(None, self._rules.failure_reward, 0.0, True, episode.extra_info)
+        if result.next_state is None and not result.done:
+            result = replace(result, done=True)
         episode.state, episode.extra_info, episode.done = result.next_state, result.extra_info, result.done
         episode.reward += result.reward
         episode.score += result.score
@@ -109,6 +122,9 @@ class Guard:
 
     def fail(self, episode: Episode, error: EnvironmentFailed) -> None:
         episode.state, episode.failure = None, str(error)
+        self._count(error)
+
+    def _count(self, error: EnvironmentFailed) -> None:
         self.failures[_kind(str(error))] += 1
         _LOG.warning("a sample failed: %s", str(error).splitlines()[0])
 
@@ -206,7 +222,7 @@ class Trajectory:
         self, encode: Encode, state: str, tokens: Sequence[int] | None = None, encode_whole: Encode | None = None
     ) -> None:
         self._encode, self._encode_whole = encode, encode_whole or encode
-        self._state, self.action = state, ""
+        self._state, self.action, self._ending = state, "", ""
         self.sequences: list[TokenSequence] = []
         self._begin(state, self._encode_whole(state) if tokens is None else tokens)
 
@@ -216,16 +232,24 @@ class Trajectory:
         return self.last.tokens
 
     def act(
-        self, text: str, tokens: Sequence[int], logprobs: Sequence[float], version: int | Sequence[int] = 0
+        self,
+        text: str,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        version: int | Sequence[int] = 0,
+        ending: str = "",
     ) -> None:
-        """Add the policy's action: its decoded ``text``, sampled ``tokens``, their log-probs and weight version(s)."""
+        """Add the policy's action: its decoded ``text``, sampled ``tokens``, their log-probs and weight version(s).
+
+        ``ending`` is the text of the end marker that is the last token; it is not in ``text``. Where the next state
+        continues the action with it, as a chat template does, it is not encoded again."""
         versions = [version] * len(tokens) if isinstance(version, int) else version
         for name, values in (("log-probs", logprobs), ("versions", versions)):
             if len(tokens) != len(values):
                 raise DataError(f"{len(values)} {name} for {len(tokens)} tokens")
         self.last.act(tokens, logprobs, versions)
         self.last.text += text
-        self.action += text
+        self.action, self._ending = self.action + text, ending
 
     def reward(self, value: float, score: float = 0.0) -> None:
         """Credit the last action; raise DataError without one."""
@@ -239,7 +263,8 @@ class Trajectory:
         context = self._state + self.action
         continues = state.startswith(context)
         rest = state[len(context) :]
-        tokens = (self._encode(rest) if rest else []) if continues else self._encode_whole(state)
+        new = rest.removeprefix(self._ending)
+        tokens = (self._encode(new) if new else []) if continues else self._encode_whole(state)
         if fits is not None and not fits([*self.context, *tokens] if continues else tokens):
             return False
         if continues:
@@ -247,7 +272,7 @@ class Trajectory:
             self.last.text += rest
         else:
             self._begin(state, tokens)
-        self._state, self.action = state, ""
+        self._state, self.action, self._ending = state, "", ""
         return True
 
     def _begin(self, state: str, tokens: Sequence[int]) -> None:

@@ -76,7 +76,7 @@ class IsolatedEnvironment:
         return state  # type: ignore[no-any-return]
 
     async def step(self, state: str, action: str, extra_info: dict[str, Any]) -> StepResult:
-        return validate_step(await self._ask("step", state, action, extra_info), extra_info)
+        return validate_step(await self._ask("step", state, action, extra_info), extra_info, needs_state=False)
 
     async def close(self, extra_info: dict[str, Any]) -> None:
         await self._ask("close", extra_info)

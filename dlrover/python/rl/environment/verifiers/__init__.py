@@ -14,6 +14,13 @@ def gsm8k(completion: str, answer: str | None, extra_info: dict[str, Any]) -> fl
     return same_final_number(completion, _required(answer))
 
 
+def math(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
+    # Imported on demand: math-verify is an extra.
+    from dlrover.python.rl.environment.verifiers.math_answers import math_equal
+
+    return float(math_equal(completion, answer, extra_info))
+
+
 def unjudged(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
     """For training that learns nothing from rewards."""
     return 0.0

@@ -10,7 +10,6 @@ from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.algorithm.sft import SFT
 from dlrover.python.rl.common.errors import ConfigError, EngineError, EnvironmentFailed, InvalidJob, VerifierError
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.data.prompts import PROMPT_ROWS, load_prompts
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.engine.api.registry import (
     ROLLOUT_ENGINES,
@@ -93,24 +92,9 @@ def validate_rollout(cfg: PolicyConfig) -> list[ConfigError]:
 
 
 def validate_roles(trainer: str, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-    """Find roles that a trainer of this name lacks, and roles with more members than rows to share."""
+    """Find roles that a trainer of this name lacks."""
     needed = [RLRoleType.ROLLOUT, *([RLRoleType.REWARD] if cfg.rollout.env_path is None else [])]
-    errors = [error for role in needed for error in require_role(trainer, role, roles)]
-    held_out, samples = _count_held_out(cfg), cfg.prompts_per_step * cfg.rollout.samples_per_prompt
-    shared = {
-        RLRoleType.ROLLOUT: (min(cfg.prompts_per_step, held_out), "prompts"),
-        RLRoleType.REWARD: (min(samples, held_out), "answers"),
-        RLRoleType.REFERENCE: (samples, "samples"),
-        RLRoleType.ACTOR: (samples, "samples"),
-        RLRoleType.CRITIC: (samples, "samples"),
-    }
-    replica_size = (cfg.engine.parallel or ParallelSizes()).replica_size
-    for role, (rows, noun) in shared.items():
-        is_trained, name = role in (RLRoleType.ACTOR, RLRoleType.CRITIC), role.lower()
-        if roles.get(role, 1) > rows * (replica_size if is_trained else 1):
-            what = f"{roles[role]} {name} members cannot share {rows} {noun}"
-            errors.append(ConfigError(f"workload.{name}.num", what))
-    return errors
+    return [error for role in needed for error in require_role(trainer, role, roles)]
 
 
 def require_role(trainer: str, role: RLRoleType, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
@@ -144,10 +128,3 @@ def validate_algorithm(
     if "ref_logprobs" in algorithm.needs.all and RLRoleType.REFERENCE not in roles:
         return [ConfigError("workload", "config.algorithm.kl_coef is above 0, which needs the role 'reference'")]
     return []
-
-
-def _count_held_out(cfg: PolicyConfig) -> int:
-    path, keys = cfg.data.eval, cfg.data.keys
-    if path is None or PROMPT_ROWS.validate(path, keys):
-        return cfg.data.eval_rows
-    return min(cfg.data.eval_rows, len(load_prompts(path, keys)))

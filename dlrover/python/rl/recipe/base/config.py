@@ -152,6 +152,14 @@ class RolloutConfig:
     env_timeout_s: Annotated[float, Gt(0.0)] = 60.0
     """Timeout of a call of the environment; its sample then counts as failed."""
 
+    env_missing_state: Literal["error", "done"] = "error"
+    """Treatment of a step that is not done and returns no next state: its sample counts as failed; or the episode is
+    over."""
+
+    env_failure_reward: float | None = None
+    """Reward of an action on which ``step`` fails, by an exception or its timeout; the episode ends with it. None: its
+    sample counts as failed."""
+
     max_turns: Positive = 8
     """Maximum actions of a sample, with an environment."""
 
@@ -202,8 +210,9 @@ class PromptData:
     eval: str | None = None
     """Prompts for evaluation, given in the same way. None: ``eval_rows`` prompts are held out of ``train``."""
 
-    eval_rows: Positive = 200
-    """Number of evaluation prompts."""
+    eval_rows: Positive | None = None
+    """Number of evaluation prompts. None: all of ``eval``, or a tenth of ``train``, at most 200 of either; if ``train``
+    repeats a single prompt, that one."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
     """Column names of the data: ``{prompt: question}``."""

@@ -14,7 +14,6 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.sampler import Partition, PromptCursor, partition
 from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
-from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.recipe.base.config import EngineConfig, KeepConfig, LogConfig, NonNegative, Positive
 from dlrover.python.rl.recipe.base.engine_workload import TRAINED
 from dlrover.python.rl.recipe.base.other_names import ELSEWHERE, EXAMPLE_NAMES
@@ -203,10 +202,6 @@ class ExampleTrainer(RecipeTrainer):
     @classmethod
     def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [*super().find_errors(cfg, roles), *validate_examples(cfg.data, cfg.eval_every > 0, cfg.seed)]
-        actors, replica = roles.get(RLRoleType.ACTOR, 1), (cfg.engine.parallel or ParallelSizes()).replica_size
-        if actors > cfg.batch_size * replica:
-            what = f"{actors} actor members cannot share a batch of {cfg.batch_size}"
-            errors.append(ConfigError("config.batch_size", what))
         return [*errors, *cls._validate_algorithm(cfg, roles)]
 
     @classmethod

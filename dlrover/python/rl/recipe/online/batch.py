@@ -226,6 +226,16 @@ def mask_rewards(scored: Batch, config: RewardConfig) -> Batch:
     return scored.with_columns(reward=trainable_rewards(scored, config))
 
 
+def uniform_share(train_rows: Batch) -> float:
+    """The share of groups of several samples whose rewards are all equal: they have no gradient under a group
+    baseline. 0 without such a group."""
+    samples = merge_rows(train_rows)
+    ids, rewards = samples.dense("prompt_id"), samples.dense("reward")
+    groups = [rewards[(ids == number) & ~np.isnan(rewards)] for number in np.unique(ids)]
+    several = [group for group in groups if len(group) > 1]
+    return sum(bool((group == group[0]).all()) for group in several) / len(several) if several else 0.0
+
+
 def trainable_rewards(scored: Batch, config: RewardConfig) -> npt.NDArray[np.float64]:
     """``[rows]``: rewards, NaN in samples that are not trained on."""
     reward = scored.dense("reward").copy()
@@ -239,11 +249,14 @@ def trainable_rewards(scored: Batch, config: RewardConfig) -> npt.NDArray[np.flo
 
 def _describe_failure(samples: Batch, errors: list[str | None]) -> str:
     last = [error for error in errors if error is not None][-1]
+    scorer = "environment" if "score" in samples else "reward function"
     if is_unscored(samples).all():
-        return f"the reward function failed on all {len(samples)} samples, last with: {last}"
+        return f"the {scorer} failed on all {len(samples)} samples, last with: {last}"
     count, groups = int(is_unscored(samples).sum()), len(np.unique(samples.dense("prompt_id")))
-    fault = f"the reward function failed on {count} of {len(samples)} samples, which are in each of the {groups} groups"
-    return f"{fault}: none is left to train on (reward.on_fault: drop_sample would keep the others); last with: {last}"
+    fault = f"the {scorer} failed on {count} of {len(samples)} samples, which are in each of the {groups} groups"
+    return (
+        f"{fault}: none is left to train on (reward.on_failure: drop_sample would keep the others); last with: {last}"
+    )
 
 
 def failure_metrics(scored: Batch, train_rows: Batch) -> dict[str, float]:

@@ -299,8 +299,9 @@ class SampleCollector:
     def evaluate_initial(self) -> Scores:
         """Evaluate before training, without prompts that are too long if the configuration says so; DataError names the
         first 20 prompts that the model cannot complete, rather than the step that samples them."""
-        data, places = self._cfg.data, Shard(self.prompts.places)
-        faults = self._trainer.RG_ROLLOUT.check_prompts(places, self.sampling, data.max_prompt_tokens)
+        data, places = self._cfg.data, self.prompts.places
+        check = bind_method(self._trainer.RG_ROLLOUT, "check_prompts", len(places))
+        faults = check(Shard(places), self.sampling, data.max_prompt_tokens)
         too_long = [error for part in faults for error in part.too_long]
         refused = too_long if data.over_long == "refuse" else []
         raise_errors([*(error for part in faults for error in part.wrong), *refused])

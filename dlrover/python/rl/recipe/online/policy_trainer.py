@@ -28,6 +28,7 @@ from dlrover.python.rl.recipe.online.batch import (
     mask_rewards,
     name_samples,
     sample_metrics,
+    uniform_share,
 )
 from dlrover.python.rl.recipe.online.collector import SampleCollector, bind_method
 from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data, validate_template
@@ -90,6 +91,7 @@ class PolicyTrainer(RecipeTrainer):
         self.reward_failures = self.state["reward_failures"] = RewardFailures(cfg.reward)
         names = [pending.result() for pending in self.load_models()]  # waits: for models; the members' limits bound it
         (self.machine,) = self.RG_ACTOR.machine()
+        self.had_signal = True
         self.engines = {"train engine": names[0][0], "rollout engine": names[1][0]}
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -115,7 +117,20 @@ class PolicyTrainer(RecipeTrainer):
     def score(self, step: int, batch: StepBatch) -> StepBatch:
         """Add the rows as the algorithm sees them; DataError after too many steps without any reward."""
         self.reward_failures.update(step, batch.all_rows)
-        return replace(batch, train_rows=mask_rewards(batch.scored, self.cfg.reward))
+        batch = replace(batch, train_rows=mask_rewards(batch.scored, self.cfg.reward))
+        self.warn_without_signal(step, batch.train_rows)
+        return batch
+
+    def warn_without_signal(self, step: int, rows: Batch) -> None:
+        """Log the first step, of several in a row, whose rewards give no gradient."""
+        share = uniform_share(rows)
+        if share == 1.0 and self.had_signal:
+            _LOG.warning(
+                "step %d: no gradient: all rewards of a group are equal, in every group; check the reward function on"
+                " samples.jsonl, raise the temperature, or take easier prompts",
+                step,
+            )
+        self.had_signal = share < 1.0
 
     def train(self, step: int, batch: StepBatch) -> dict[str, float]:
         """Annotate the rows and train on them; returns the metrics. NonFiniteUpdate names the samples."""
@@ -222,6 +237,7 @@ class PolicyTrainer(RecipeTrainer):
     def record(self, step: int, batch: StepBatch, train_metrics: Mapping[str, float]) -> None:
         metrics = {**sample_metrics(batch.all_rows), **batch.metrics(), **self.reward_failures.metrics()}
         metrics |= {**failure_metrics(batch.all_rows, batch.train_rows), **train_metrics}
+        metrics["groups_without_signal"] = uniform_share(batch.train_rows)
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
             self.collector.sync_weights()
             evaluation = step_metrics(collect_scores(self.collector.evaluate(step)))

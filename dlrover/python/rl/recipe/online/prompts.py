@@ -15,9 +15,12 @@ from dlrover.python.rl.data.jsonl import first_errors
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, empty_prompts, load_prompts
 from dlrover.python.rl.data.sampler import PromptCursor
 from dlrover.python.rl.data.source import hold_out
-from dlrover.python.rl.recipe.base.config import PolicyConfig, RewardConfig
+from dlrover.python.rl.recipe.base.config import PolicyConfig, PromptData, RewardConfig
 
 _LOG = get_logger(__name__)
+
+HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
+"""Of the prompts, where ``data.eval_rows`` does not say how many."""
 
 
 class PromptSource:
@@ -32,11 +35,14 @@ class PromptSource:
         source = data.train or "rollout.env_path"
         rows = load_prompts(data.train, data.keys) if data.train else _empty_rows(config)
         if data.eval is None:
-            train, held_rows = hold_out([row.prompt or row.extra_info for row in rows], data.eval_rows, config.seed)
+            train, held_rows = _hold_out([row.prompt or row.extra_info for row in rows], data, config.seed)
             held_out, self.held_out_rows = make_prompt_batch(rows, held_rows), len(rows)
             self.places, self._first_held = _places((source, rows)), 0
         else:
-            train, evaluated = list(range(len(rows))), load_prompts(data.eval, data.keys)[: data.eval_rows]
+            train, evaluated = (
+                list(range(len(rows))),
+                load_prompts(data.eval, data.keys)[: data.eval_rows or MOST_HELD_OUT],
+            )
             held_out, self.held_out_rows = make_prompt_batch(evaluated, range(len(evaluated))), len(evaluated)
             self.places, self._first_held = _places((source, rows), (data.eval, evaluated)), len(rows)
         self._rows, self.rows, self._config = rows, len(rows), config
@@ -101,8 +107,21 @@ def make_prompt_batch(rows: Sequence[PromptRow], chosen: Sequence[int]) -> Batch
 
 def _empty_rows(config: PolicyConfig) -> list[PromptRow]:
     """Rows for an environment that gives the first state: one for each prompt of the run, and those to evaluate on."""
-    held_out = 0 if config.data.eval else config.data.eval_rows
+    held_out = 0 if config.data.eval else config.data.eval_rows or MOST_HELD_OUT
     return empty_prompts(config.steps * config.prompts_per_step + held_out)
+
+
+def _hold_out(prompts: Sequence[Any], data: PromptData, seed: int) -> tuple[list[int], list[int]]:
+    """The numbers of the rows to train on, and of those to evaluate on; ValueError or DataError if ``data.eval_rows``
+    is impossible."""
+    size = data.eval_rows or min(MOST_HELD_OUT, max(1, round(HELD_OUT_SHARE * len(prompts))))
+    try:
+        return hold_out(prompts, size, seed)
+    except (ValueError, DataError):
+        if data.eval_rows is not None:
+            raise
+        _LOG.warning("%s repeats a single prompt, which the run is evaluated on, too", data.train)
+        return list(range(len(prompts))), [0]
 
 
 def _places(*files: tuple[str, Sequence[PromptRow]]) -> Batch:
@@ -129,7 +148,7 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
             errors += first_errors([ConfigError(f"{path}:{line}", message) for line in lines])
     if data.eval is None:
         try:
-            hold_out([row.prompt for row in load_prompts(data.train, data.keys)], data.eval_rows, config.seed)
+            _hold_out([row.prompt for row in load_prompts(data.train, data.keys)], data, config.seed)
         except (ValueError, DataError) as error:
             errors.append(ConfigError("config.data.eval_rows", str(error)))
     return errors

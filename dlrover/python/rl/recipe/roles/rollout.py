@@ -13,7 +13,7 @@ from dlrover.python.rl.engine.api.base import BaseRolloutEngine, RolloutSettings
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.engine.weight_sync.base import Ticket
-from dlrover.python.rl.environment.core.base import Environment
+from dlrover.python.rl.environment.core.base import Environment, StepRules
 from dlrover.python.rl.environment.core.functions import load_environment
 from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
@@ -57,7 +57,7 @@ class RolloutWorkload(EngineWorkload):
                 raise EngineError("a rollout on a shared device cannot run ahead: rollout.max_staleness has to be 0")
             self._engine: BaseRolloutEngine = make(model, settings, memory)
         self._weights = self._make_weight_transport(engine, device)
-        guard = Guard(_make_environment(rollout), rollout.env_timeout_s) if rollout.env_path else None
+        guard = _make_guard(rollout) if rollout.env_path else None
         self._loop: InlineLoop | ThreadLoop = ThreadLoop(engine.threads) if rollout.max_staleness else InlineLoop()
         self._scheduler = RolloutScheduler(self._engine, guard, engine.max_batch, rollout.max_turns)
         if self._loop.runs_between_calls:
@@ -145,6 +145,11 @@ class RolloutWorkload(EngineWorkload):
             finally:
                 self._loop.close()
         super().close()
+
+
+def _make_guard(rollout: RolloutConfig) -> Guard:
+    rules = StepRules(rollout.env_missing_state, rollout.env_failure_reward)
+    return Guard(_make_environment(rollout), rollout.env_timeout_s, rules=rules)
 
 
 def _make_environment(rollout: RolloutConfig) -> Environment:

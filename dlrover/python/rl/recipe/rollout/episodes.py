@@ -183,7 +183,8 @@ class EpisodeRunner:
             sequence.text, sequence.finished = completion.text, _has_finished(completion)
             sample.sequences = [sequence]
             return
-        episode = await self._guard.reset(group.text, group.extra_info)
+        answer = {} if group.answer is None else {"answer": group.answer}
+        episode = await self._guard.reset(group.text, {**answer, **group.extra_info})
         try:
             await self._run_episode(self._guard, group, sample, episode)
         finally:
@@ -196,7 +197,9 @@ class EpisodeRunner:
             guard.fail(episode, _first_state_error(len(trajectory.context)))
         while episode.state is not None:
             completion = await self._generate(group, sample, trajectory.context)
-            trajectory.act(completion.text, *_generated_columns(completion))
+            columns = _generated_columns(completion)
+            ending = str(self._tokenizer.decode(columns[0][-1:])) if completion.finish == "eos" else ""
+            trajectory.act(completion.text, *columns, ending)
             trajectory.last.finished = _has_finished(completion)
             result = await self._step(guard, episode, trajectory.action)
             if result is not None:
