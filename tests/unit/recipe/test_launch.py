@@ -171,18 +171,21 @@ def test_the_launchers_own_restart_goes_on_as_well(desk):
 
 @pytest.mark.slow
 def test_a_second_start_in_the_same_folder_is_refused_and_a_finished_run_has_nothing_left_to_do(desk):
-    with started(desk, f"{TWO} {ADD} pause_s=8"):
+    line = f"{ADD} job_dir=out"
+    with started(desk, f"{TWO} {line} pause_s=8"):
         deadline_s = time.monotonic() + DEADLINE_S
-        while not steps_done(desk):
+        while not steps_done(desk, "out"):
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
-        assert "another start of this job is running" in run(desk, f"{ADD} checkpoint.resume=never", code=1)
-    run(desk, f"{TWO} {ADD}")
-    done = steps_done(desk)
-    run(desk, f"{TWO} {ADD}")
-    assert steps_done(desk) == done
-    run(desk, f"{TWO} {ADD} checkpoint.resume=never")
-    assert steps_done(desk) == [*done, 1, 2, 3, 4, 5]
+        assert "out is in use by " in run(desk, f"{line} checkpoint.resume=never", code=2)
+    run(desk, f"{TWO} {line}")
+    done = steps_done(desk, "out")
+    run(desk, f"{TWO} {line}")
+    assert steps_done(desk, "out") == done
+    said = run(desk, f"{line} checkpoint.resume=never", code=2)
+    assert "out has the results of " in said and "overwrite=true replaces them" in said
+    run(desk, f"{TWO} {ADD} checkpoint.resume=never")  # a folder of its own
+    assert (steps_done(desk, "out"), steps_done(desk)) == (done, [1, 2, 3, 4, 5])
 
 
 def refused_rank(*where):

@@ -46,7 +46,7 @@ def test_torchrun_with_two_processes_leaves_one_model(desk):
     found = [path.relative_to(desk).as_posix() for path in desk.rglob("*.safetensors")]
     assert sorted(found) == [
         "model/model.safetensors",
-        "runs/sft/latest/model/model.safetensors",
+        f"runs/sft/{(desk / 'runs/sft/latest').resolve().name}/model/model.safetensors",
         "teacher/model.safetensors",
     ]
     rows = [json.loads(line) for line in (desk / "runs/sft/latest/metrics.jsonl").read_text().splitlines()]
@@ -80,7 +80,8 @@ def test_accelerate_launch_runs_two_steps_of_each_recipe(desk, recipe):
     said = run(desk, f"{launcher} {recipe}")
     assert time.monotonic() - began_s < 60
     assert "step 2/2" in said
-    (out,) = (desk / "runs").iterdir()
+    (runs,) = (desk / "runs").iterdir()
+    out = (runs / "latest").resolve()
     assert {path.parent.name for path in out.rglob("*.safetensors")} == {
         "model",
         *(["critic"] if recipe == PPO else []),
