@@ -2,6 +2,7 @@
 """GRPO against a slow reference."""
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ def slow_loss(config: GRPO, rows, logprobs, old, ref) -> float:
         group = [rewards[other] for other in counted if prompts[other] == prompts[row]]
         mean = sum(group) / len(group)
         advantage = rewards[row] - mean
-        if config.normalize == "std":
-            advantage /= math.sqrt(sum((reward - mean) ** 2 for reward in group) / len(group)) + 1e-6
+        if config.normalize != "none" and len(group) > 1:
+            deviation = {"std": statistics.pstdev, "std_unbiased": statistics.stdev}[config.normalize](group)
+            advantage /= deviation + 1e-6
         start = sum(lengths[:row])
         losses = []
         for token in range(start, start + lengths[row]):
@@ -37,6 +39,7 @@ def slow_loss(config: GRPO, rows, logprobs, old, ref) -> float:
 
 CONFIGS = [
     GRPO(),
+    GRPO(normalize="std_unbiased"),
     GRPO(kl_coef=0.04),
     GRPO(kl_coef=0.5, kl_estimator="k2", averaging="token", normalize="none", clip_low=0.1, clip_high=0.28),
 ]

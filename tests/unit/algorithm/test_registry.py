@@ -71,7 +71,7 @@ def test_all_wrong_options_are_reported_at_once():
         "algorithm.clip_high: input should be a valid number, unable to parse string as a number, got 'much'",
         "algorithm.clip_lo: unknown key 'clip_lo'; did you mean 'clip_low'?",
         "algorithm.kl_coef: input should be greater than or equal to 0, got -1",
-        "algorithm.normalize: input should be 'none' or 'std', got None",
+        "algorithm.normalize: input should be 'none', 'std' or 'std_unbiased', got None",
     ]
 
 

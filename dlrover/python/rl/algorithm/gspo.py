@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge, Lt
 
-from dlrover.python.rl.algorithm.losses.columns import TokenColumns, TokenLosses, TokenUnits, column
+from dlrover.python.rl.algorithm.losses.columns import Needs, TokenColumns, TokenLosses, TokenUnits, column
 from dlrover.python.rl.algorithm.losses.policy_gradient import GroupRelative, clipped_surrogate
 
 
@@ -27,6 +27,13 @@ class GSPO(GroupRelative):
 
     averaging: Literal["sequence"] = "sequence"
     """Mean over sequences."""
+
+    @property
+    def needs(self) -> Needs:
+        """Log-probs of the train engine from before the update, always: on a whole sequence the rounding by which the
+        rollouts' differ exceeds this clip range."""
+        needs = super().needs
+        return Needs(needs.annotate, needs.loss | {"rollout_logprobs"})
 
     def surrogate(self, logprobs: torch.Tensor, columns: TokenColumns) -> TokenLosses:
         units = TokenUnits.of(columns)

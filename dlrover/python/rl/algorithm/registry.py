@@ -2,7 +2,7 @@
 """Algorithms by the names that job files use."""
 
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 from dlrover.python.rl.algorithm.base import Algorithm
@@ -47,6 +47,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 arXiv:2203.02155) in the reward, ``deepseek_grpo`` (k3, arXiv:2402.03300) in the loss."""
 
 _METHODS = ("needs", "check_group_size", "annotate", "loss")
+
+
+def option_names(name: str) -> frozenset[str]:
+    """Of an algorithm; empty if there is none of this name."""
+    try:
+        schema = ALGORITHMS.load(name)
+    except ClassNotFound:
+        return frozenset()
+    return frozenset(field.name for field in fields(schema)) if is_dataclass(schema) else frozenset()
 
 
 def make_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Algorithm:

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 
+from dlrover.python.rl.algorithm.gspo import GSPO
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.config.typed import from_plain, require, to_plain
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
@@ -80,6 +81,26 @@ def test_a_complete_configuration_is_read_as_itself(trainer, devices):
     again = require(trainer.config_class, to_plain(from_plain(complete)), "config")
     assert dataclasses.asdict(again) == complete
     assert again.log.trackers == ("${not} a reference",)
+
+
+@pytest.mark.parametrize(
+    ("devices", "given", "expected"),
+    [
+        ("CPU", {}, {}),
+        ("GPU", {}, {"correction": "truncate"}),
+        ("CPU", {"engine": {"rollout": "vllm"}}, {"correction": "truncate"}),
+        ("CPU", {"engine": {"precision": "bf16"}}, {"correction": "truncate"}),
+        ("GPU", {"algorithm": {"correction": "none"}}, {"correction": "none"}),
+        ("GPU", {"algorithm": {"name": "gspo"}}, {"name": "gspo", "correction": "truncate"}),
+    ],
+)
+def test_the_correction_is_on_where_rollouts_and_training_differ(devices, given, expected):
+    assert GRPOTrainer.complete_config({**GIVEN, **given}, devices)["algorithm"] == expected
+
+
+def test_gspo_compares_with_the_train_engines_own_log_probs():
+    needs = GSPO().needs
+    assert "rollout_logprobs" in needs.loss  # by which an actor recomputes the old ones
 
 
 def test_the_size_of_a_model_is_read_from_its_files(tmp_path):

@@ -113,8 +113,9 @@ class TokenUnits:
 _ROUNDING = 1e-9
 """Relative difference of sums of the same numbers in another order."""
 
-Normalize: TypeAlias = Literal["none", "std"]
-"""``std`` divides a group's centred rewards by their standard deviation; ``none`` does not."""
+Normalize: TypeAlias = Literal["none", "std", "std_unbiased"]
+"""``std`` divides a group's centred rewards by their standard deviation, of divisor n; ``std_unbiased`` by that of
+divisor n - 1, as RL2, TRL and verl do; ``none`` does not divide."""
 
 STD_EPS = 1e-6
 """Added to the standard deviation of a group's rewards before dividing."""
@@ -129,8 +130,8 @@ def group_advantages(
     """Center rewards on the mean of their group, the rows of one prompt: ``[rows]``; ValueError for an infinite reward.
 
     GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1.2): ``(r - mean(r)) / std(r)``. The paper leaves the deviation
-    open; this is the **population** one (divisor n, plus 1e-6): rewards 1 and 0 give +1 and -1. verl, TRL and RL2 use
-    divisor n - 1 (+0.71 and -0.71), a factor that a learning rate absorbs. Dr. GRPO (arXiv:2503.20783) does not divide.
+    open: ``std`` is the population's (divisor n, plus 1e-6), with which rewards 1 and 0 give +1 and -1;
+    ``std_unbiased``, as in verl, TRL and RL2, gives +0.71 and -0.71. Dr. GRPO (arXiv:2503.20783) does not divide.
 
     Rows that are not ``valid`` or have reward NaN are left out; they get 0, as do groups of one row or equal
     rewards."""
@@ -206,7 +207,8 @@ def _centred(
     centred = np.where(varies, reward - (np.bincount(group, weights=reward) / count)[group], 0.0)
     if normalize == "none":
         return centred
-    deviation = np.sqrt(np.bincount(group, weights=centred**2) / count)
+    divisor = np.maximum(count - 1, 1) if normalize == "std_unbiased" else count
+    deviation = np.sqrt(np.bincount(group, weights=centred**2) / divisor)
     return centred / (deviation[group] + STD_EPS)
 
 

@@ -311,7 +311,8 @@ class GroupRelative(PolicyGradient):
     """Rewards less their group's mean, in standard deviations of the group."""
 
     normalize: Normalize = "std"
-    """Divide a group's centred rewards by their standard deviation, as in the papers, or not."""
+    """Divide a group's centred rewards by their standard deviation, as in the papers, or not. ``std_unbiased`` is the
+    deviation of divisor n - 1, which RL2, TRL and verl use."""
 
     def advantages(self, samples: SampleView) -> Column:
         reward = self.rewards(samples)

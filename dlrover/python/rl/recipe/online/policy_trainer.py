@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 from dlrover.python.rl.algorithm.base import Algorithm
-from dlrover.python.rl.algorithm.registry import make_algorithm
+from dlrover.python.rl.algorithm.registry import make_algorithm, option_names
 from dlrover.python.rl.common.errors import ConfigError, EngineError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
@@ -254,6 +254,16 @@ class PolicyTrainer(RecipeTrainer):
         self.write_results("reward", {**self.prompts.summary(), **scores, **known_engines})
 
     # -- before the start ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def complete_config(cls, config: Any, devices: str) -> Mapping[str, Any]:
+        """Where rollouts and training differ in more than float32 rounding, the correction is on by default."""
+        complete = super().complete_config(config, devices)
+        engine, options = complete["engine"], complete["algorithm"]
+        differs = engine["rollout"] != "torch" or engine["precision"] != "fp32"
+        if differs and "correction" in option_names(str(options.get("name", cls.algorithm_name))):
+            options = {"correction": "truncate", **options}
+        return {**complete, "algorithm": options}
 
     @classmethod
     def algorithm_of(cls, cfg: PolicyConfig) -> Algorithm:
