@@ -21,7 +21,7 @@ from dlrover.python.rl.environment.verifiers.code import (
 def is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except OSError:  # gone, or just going
         return False
 
 

@@ -27,7 +27,7 @@ def is_alive(pid: int) -> bool:
     """True while the process runs; a zombie that its new parent has yet to reap has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except OSError:  # gone, or just going
         return False
 
 

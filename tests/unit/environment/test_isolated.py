@@ -32,7 +32,7 @@ async def play(guard, actions, **info):
 def is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except OSError:  # gone, or just going
         return False
 
 

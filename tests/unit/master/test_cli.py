@@ -281,11 +281,11 @@ def recipe(tmp_path, capfd):
 
 def test_any_key_of_a_recipe_can_be_overridden_and_check_full_shows_all(shell, recipe):
     write(recipe)
-    code, given, _ = shell("check", "job.yaml", "seed=7", "keep.save_every=3")
+    code, given, _ = shell("check", "--local", "job.yaml", "seed=7", "keep.save_every=3")
     assert code == 0
     assert "  seed: 7\n" in given and "save_every: 3" in given
     assert "max_staleness" not in given
-    code, full, _ = shell("check", "--full", "job.yaml", "seed=7")
+    code, full, _ = shell("check", "--local", "--full", "job.yaml", "seed=7")
     assert code == 0
     assert all(line in full for line in ("  seed: 7\n", "    max_staleness: 0\n", "    device: cpu\n"))
     for line in (
@@ -304,12 +304,54 @@ def test_any_key_of_a_recipe_can_be_overridden_and_check_full_shows_all(shell, r
         ("trainer.n_epochs=2", "trainer.n_epochs: unknown key; here it is epochs, or steps for recipes that"),
         ("actor_rollout_ref.actor.clip_ratio=0.2", "here it is algorithm.clip_low and algorithm.clip_high"),
         ("train_data.path=other", "config.train_data.path: is another name of data.train, which is given too"),
-        ("trainer.device_type=GPU engine.device=cpu", "config.engine.device: 'cpu', but the job is one on GPUs"),
     ],
 )
 def test_a_key_that_a_recipe_has_not_is_answered_with_its_own(shell, recipe, override, said):
-    message = refused(shell, recipe, *override.split(), commands=[("check",), ("run",)])
-    assert said in message
+    assert said in refused(shell, recipe, override)
+
+
+def test_a_job_on_gpus_does_not_compute_on_the_cpu(shell, recipe):
+    message = refused(shell, recipe, "trainer.device_type=GPU", "engine.device=cpu", commands=[("check",)])
+    assert "config.engine.device: 'cpu', but the job is one on GPUs: its GPUs would be idle" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "name=My_job",
+            "name: 'My_job' is not a job name: use 1 to 63 of a-z, 0-9 and '-', beginning and ending with a",
+        ),
+        ("name=My_job", "such as 'my-job'"),
+        ("name=a/b c", "such as 'a-b-c'"),
+        ("model=modell", "config.model: no such folder: modell; did you mean 'model'?"),
+        ("model=bare", "config.model: bare holds no tokenizer: it has none of tokenizer.json, "),
+        (
+            "reward.function=toy_rewards:of_trl",
+            "'toy_rewards:of_trl' is not called as function(completion, answer, ",
+        ),
+    ],
+)
+def test_an_input_that_is_almost_right_is_answered_once_in_one_line(shell, recipe, override, said):
+    Path("bare").mkdir()
+    Path("bare/config.json").write_text("{}")
+    Path("toy_rewards.py").write_text("def of_trl(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    message = refused(shell, recipe, override)
+    assert message.count(said) == 1
+    assert message.startswith("1 error in the job:\n")
+
+
+def test_a_missing_actor_is_said_once(shell):
+    text = GOOD.replace("  actor: {module: toy_jobs, class: Adder, num: 2}\n", "")
+    message = refused(shell, text, commands=[("check",)])
+    assert message == "1 error in the job:\n  - workload: the role 'actor' is required; known: rollout\n"
+
+
+def test_a_missing_file_is_no_text_of_a_job(shell):
+    Path("job.yaml").write_text(GOOD)
+    code, out, err = shell("submit", "--local", "--job_name", "a", "--rl_config", "jop.yaml")
+    assert (code, out) == (2, "")
+    assert err == "1 error in the job:\n  - --rl_config: no such file: jop.yaml; did you mean 'job.yaml'?\n"
 
 
 def test_keys_of_other_libraries_are_read_as_the_recipes_own(shell, recipe):

@@ -94,7 +94,7 @@ def test_all_problems_of_the_configuration_are_found_before_anything_starts(tmp_
         "+algorithm.clip_hi=0.3",
     )
     assert any(where.startswith(f"{bad}:7") for where in found)
-    assert found["config.model"] == f"no such folder: {tmp_path}/modell"
+    assert found["config.model"] == f"no such folder: {tmp_path}/modell; did you mean '{tmp_path}/model'?"
     assert "did you mean 'clip_high'" in found["config.algorithm.clip_hi"]
 
 

@@ -41,7 +41,7 @@ from dlrover.python.rl.config.spec import (
     TrainerSpec,
     WorkloadSpec,
 )
-from dlrover.python.rl.config.typed import salvage, to_plain
+from dlrover.python.rl.config.typed import escape_references, salvage, to_plain
 
 _ELSEWHERE: Mapping[str, str] = {
     "trainer.n_epochs": "epochs, or steps for recipes that learn from samples",
@@ -288,8 +288,7 @@ def _file_key(name: str) -> str:
 
 
 def _env_to_file(env: Mapping[str, str], hide_secrets: bool) -> dict[str, str]:
-    """The variables as OmegaConf reads them back: a literal ``${`` is escaped, and so are backslashes before it."""
     return {
-        name: HIDDEN if hide_secrets and _SECRET.search(name) else re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+        name: HIDDEN if hide_secrets and _SECRET.search(name) else escape_references(value)
         for name, value in env.items()
     }

@@ -4,6 +4,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.config.layout import JOB_KEYS, job_from_mapping
 from dlrover.python.rl.config.spec import JobSpec
+
+_ALMOST = 0.8
+"""Similarity from which a key is taken to mean one of the layout."""
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
@@ -135,7 +139,7 @@ def _is_addable(data: DictConfig, path: str) -> bool:
 def _is_near_layout(data: DictConfig, key: str) -> bool:
     """Whether a key is none of ``config``, but almost one of the layout."""
     first = key.split(".")[0]
-    return first not in data["config"] and nearest(first, JOB_KEYS) is not None
+    return first not in data["config"] and bool(get_close_matches(first, JOB_KEYS, 1, _ALMOST))
 
 
 def _find_missing(data: DictConfig, path: str, key: str) -> ConfigError | None:
@@ -159,6 +163,6 @@ def _find_missing(data: DictConfig, path: str, key: str) -> ConfigError | None:
 
 def _unknown_key(node: Any, part: str, key: str, own: Sequence[str]) -> ConfigError:
     names = [str(name) for name in node] if isinstance(node, DictConfig) else []
-    if nearest(part, names) is None and (close := nearest(part, own)):
-        return ConfigError(key, f"unknown key '{part}'; did you mean '{key.replace(part, close, 1)}'?")
+    if nearest(part, names) is None and (close := get_close_matches(part, own, 1, _ALMOST)):
+        return ConfigError(key, f"unknown key '{part}'; did you mean '{key.replace(part, close[0], 1)}'?")
     return ConfigError(key, f"unknown key '{part}'{hint(part, names)} (write +{key}=... to add it)")

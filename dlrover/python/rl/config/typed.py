@@ -3,6 +3,7 @@
 
 import copy
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_type_hints
 
@@ -189,7 +190,12 @@ def _escape(value: Any) -> Any:
         return {key: _escape(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_escape(item) for item in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    return escape_references(value) if isinstance(value, str) else value
+
+
+def escape_references(text: str) -> str:
+    """``text`` as OmegaConf reads it back: a literal ``${`` is escaped, and so are backslashes before it."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
 def complete_values(schema: type[Any], values: Any, where: str) -> Any:

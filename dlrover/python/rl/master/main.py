@@ -153,11 +153,18 @@ def _without_effect(_: click.Context, option: click.Parameter, value: Any) -> No
 def submit(job_name: str, rl_config: str, address: str | None, local: bool, **options: Any) -> None:
     """Run a job given by upstream DLRover's options and wait for its end. An option overrides the job's field."""
     text = Path(rl_config).read_text(encoding="utf-8") if _is_file(rl_config) else rl_config
+    if text == rl_config and _looks_like_file(text):
+        siblings = [path.name for path in Path(text).parent.glob("*") if path.is_file()]
+        raise InvalidJob([ConfigError("--rl_config", f"no such file: {text}{hint(Path(text).name, siblings)}")])
     _run(check_described(lambda: _with_options(load_job_text(text, job_name), options), local), address, local)
 
 
 def _is_file(text: str) -> bool:
     return "\n" not in text and "{" not in text and Path(text).is_file()
+
+
+def _looks_like_file(text: str) -> bool:
+    return text.endswith((".yaml", ".yml", ".json")) and not any(mark in text for mark in "\n{:")
 
 
 def _with_options(job: JobSpec, options: dict[str, Any]) -> JobSpec:

@@ -4,6 +4,7 @@
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,6 +19,11 @@ Positive = Annotated[int, Gt(0)]
 NonNegative = Annotated[int, Ge(0)]
 
 AUTO = "auto"
+
+_ALMOST = 0.8
+"""Similarity from which a name is taken to mean a folder rather than a model of the hub."""
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 _LOSSES = ("loss", "nll", "perplexity", "kl", "failed")
 
@@ -370,8 +376,15 @@ def validate_model(model: str, where: str = "config.model") -> list[ConfigError]
         return []  # reported already: it is required
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
     folder = Path(model).expanduser()
-    if looks_like_path and not folder.is_dir():
-        return [ConfigError(where, f"no such folder: {model}")]
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    if not folder.is_dir():
+        siblings = folder.parent.glob("*/config.json") if folder.parent.is_dir() else ()
+        close = get_close_matches(folder.name, [path.parent.name for path in siblings], 1, _ALMOST)
+        if looks_like_path or (close and "/" not in model):
+            advice = f"; did you mean '{folder.parent / close[0]}'?" if close else ""
+            return [ConfigError(where, f"no such folder: {model}{advice}")]
+        return []
+    if not (folder / "config.json").is_file():
         return [ConfigError(where, f"{model} holds no model: it has no config.json")]
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return [ConfigError(where, f"{model} holds no tokenizer: it has none of {', '.join(_TOKENIZER_FILES)}")]
     return []

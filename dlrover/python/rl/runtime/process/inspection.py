@@ -191,7 +191,12 @@ def _from_json(data: Mapping[str, Any]) -> Inspection:
 
 def _serve(request: Path, answer: Path) -> None:
     data = json.loads(request.read_text())
-    job = load_job_text(data["job"], data["name"], search_path=tuple(data["search_path"]))
+    try:
+        job = load_job_text(data["job"], data["name"], search_path=tuple(data["search_path"]))
+    except InvalidJob as error:  # reported already: such a job comes from salvage
+        if error.salvaged is None:
+            raise
+        job = error.salvaged
     job = replace(job, unlisted=tuple(ConfigError(**item) for item in data["unlisted"]))
     answer.write_text(json.dumps(asdict(inspect_job(job))))
 
