@@ -84,7 +84,7 @@ def _answer_faults(raw: Mapping[str, Any]) -> list[str]:
     if not isinstance(extra, dict):
         return ["'extra_info' must be an object"]
     both = (raw.get("answer"), extra.get("answer"))
-    faults = [f"the answer {value} is no number" for value in both if isinstance(value, float) and not isfinite(value)]
+    faults = [f"the answer is {value}" for value in both if isinstance(value, float) and not isfinite(value)]
     answers = {str(value) for value in both if value is not None}
     return faults or (["'answer' and 'extra_info.answer' differ"] if len(answers) > 1 else [])
 
