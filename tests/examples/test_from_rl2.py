@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """RL2's README: its rows, its environment, its presets and its command lines."""
 
+import json
 import os
 import re
 import shlex
@@ -56,3 +57,25 @@ def test_the_command_lines_of_the_guide_run(tmp_path, command):
     done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "runs").glob("*/*/model/*.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_any_number_of_rows_trains_on_any_number_of_processes(tmp_path, processes, rows):
+    write_tiny_model(tmp_path / "model", hidden=32, layers=1)
+    sft = [{"prompt": f"{row}: ", "response": f"{row}."} for row in range(rows)]
+    ppo = [{"prompt": f"{row}? ", "extra_info": {"answer": str(row)}} for row in range(rows)]
+    (tmp_path / "sft.json").write_text(json.dumps(sft))
+    (tmp_path / "ppo.json").write_text(json.dumps(ppo))
+    sizes = "rollout.samples_per_prompt=2 rollout.max_new_tokens=4"
+    for given in (
+        f"sft model=model data.train=sft.json batch_size={rows} steps=2",
+        f"ppo model=model data.train=ppo.json prompts_per_step={rows} steps=1 {sizes}",
+        f"grpo model=model data.train=ppo.json prompts_per_step={rows} steps=1 {sizes}",
+    ):
+        launcher = f"-m torch.distributed.run --nproc_per_node={processes} --master_port={free_port()}"
+        line = [sys.executable, *f"{launcher} -m dlrover.python.rl.recipe.{given}".split()]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr

@@ -92,5 +92,8 @@ def test_own_problems_and_model_go_in_with_nothing_else_changed(folder):
     command = command.replace("examples/", f"{ROOT}/examples/")
     done = run(f"{command} data.eval_rows=8 steps=1 prompts_per_step=4 --local", folder)
     assert done.returncode == 0, done.stderr
+    assert "model: ./my-model, " in done.stderr
+    assert "engines: train fsdp2, rollout torch, on cpu in fp32\n" in done.stderr
+    assert "each step: 4 prompts x 8 samples = 32 of up to 4 new tokens; 1 update of 32\n" in done.stderr
     summary = json.loads((folder / "runs/arithmetic-grpo/latest/summary.json").read_text())
     assert summary["held-out prompts"] == 8

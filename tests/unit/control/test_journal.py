@@ -98,6 +98,9 @@ def test_any_words_survive(who, message, detail, number, kind, at_s):
 def test_of_long_details_the_beginning_and_the_end_are_kept():
     cause = Cause(CauseKind.HUNG, "ACTOR[0]", "hangs", "first" + "x" * 5 * MOST_DETAIL + "last")
     assert len(cause.detail) <= MOST_DETAIL
+    long = Cause(CauseKind.USER_ERROR, "ACTOR[0]", "first\n" + "x" * 10_000 + "last")
+    assert long.message.startswith("first x") and long.message.endswith("last")
+    assert len(long.message) <= 600 and "\n" not in long.message
     assert (cause.detail[:5], cause.detail[-4:]) == ("first", "last")
     assert "[...]" in cause.detail
     assert decode([encode(1.0, Failed(1, cause))]) == [(1.0, Failed(1, cause))]

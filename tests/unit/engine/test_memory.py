@@ -52,3 +52,12 @@ def test_what_another_program_says_in_words_is_told_with_who_holds_what(words):
     with pytest.raises(EngineError, match="^it broke off$"), memory.computing("vllm"):
         raise EngineError("it broke off")
     assert kept is not None
+
+
+def test_what_is_released_no_longer_counts_though_somebody_still_refers_to_it():
+    memory = DeviceMemory(capacity=100)
+    bucket = torch.zeros(80, dtype=torch.uint8)
+    memory.hold("sync", "buffer", [bucket])
+    memory.release(bucket[:8])
+    assert (memory.total(), memory.peak) == (0, 80)
+    memory.require("actor", "weights", 100)

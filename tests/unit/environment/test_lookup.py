@@ -57,3 +57,10 @@ def test_an_environment_has_a_registered_name_or_an_entry_point(tmp_path, monkey
     assert find_environment("tools", {"tools": {}, "judge": ""}) is ToolEnvironment
     with pytest.raises(EnvironmentFailed, match="did you mean 'tools'"):
         find_environment("tols")
+
+
+def test_the_verifiers_of_the_common_data_sets_have_their_names():
+    pytest.importorskip("math_verify")
+    for name, said in (("gsm8k", "so it is #### 1,072"), ("math", "so it is \\boxed{1072}")):
+        judge = load_function(f"dlrover.python.rl.environment.verifiers:{name}")
+        assert (judge(said, "1072", {}), judge(said, "1073", {})) == (1.0, 0.0)

@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from launching import ADD, DEADLINE_S, ROOT, SFT, TWO, launched_rank, run, started, write_desk
 
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.config.load import load_job
-from dlrover.python.rl.recipe.launch import _validate_sharing, describe_job
+from dlrover.python.rl.recipe.launch import _command, _validate_sharing, describe_job
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 from tests.processes import run as run_ranks
 
@@ -63,6 +64,16 @@ def test_the_environments_key_may_be_the_one_that_it_has_elsewhere(desk, monkeyp
     assert "did you mean 'rl2_environment.py'" in found["config.rollout.env_path"]
     found = problems_of(*given, "actor.rollout.env_pth=x", f"rollout.env_path={script}", recipe="grpo")
     assert "unknown key 'actor'" in found["config.actor"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keys"),
+    [("grpo", ["rollout.samples_per_prompt", "engine.parallel.ddp_size"]), ("sft", ["data.mask_prompt", "batch_size"])],
+)
+def test_the_help_of_a_recipe_lists_its_keys(recipe, keys):
+    said = CliRunner().invoke(_command, ["--help"], obj=recipe)
+    assert said.exit_code == 0
+    assert all(f"  {key} " in said.output for key in keys), said.output
 
 
 @pytest.mark.parametrize(("engine", "refused"), [("fsdp2", False), ("deepspeed", True), ("megatron", True)])

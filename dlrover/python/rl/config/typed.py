@@ -148,8 +148,8 @@ def list_keys(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     hints = get_type_hints(schema)
     for field in dataclasses.fields(schema):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        inner = default if default is not None else hints[field.name]
-        (kind,) = _nested(inner if default is None else type(inner))[:1] or (None,)
+        given = default is not None and default is not dataclasses.MISSING
+        (kind,) = _nested(type(default) if given else hints[field.name])[:1] or (None,)
         if kind is not None:
             yield from list_keys(kind, f"{prefix}{field.name}.")
         elif default is dataclasses.MISSING:

@@ -2,21 +2,23 @@
 """What a configuration leaves open: devices, precision, engines, and the defaults that depend on them."""
 
 import dataclasses
+import json
 
 import pytest
 
 from dlrover.python.rl.algorithm.gspo import GSPO
 from dlrover.python.rl.common.errors import InvalidJob
-from dlrover.python.rl.config.typed import from_plain, require, to_plain
+from dlrover.python.rl.config.typed import from_plain, list_keys, require, to_plain
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.auto import complete_config
 from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig
 from dlrover.python.rl.recipe.base.model_facts import count_parameters, describe_engines
+from dlrover.python.rl.recipe.base.other_names import EXAMPLE_NAMES, POLICY_NAMES
 from dlrover.python.rl.recipe.dpo import DPOTrainer
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.ppo import PPOTrainer
 from dlrover.python.rl.recipe.rm import RMTrainer
-from dlrover.python.rl.recipe.sft import SFTTrainer
+from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
 
 GIVEN = {"model": "m", "data": {"train": "d.jsonl"}}
 
@@ -101,6 +103,24 @@ def test_the_correction_is_on_where_rollouts_and_training_differ(devices, given,
 def test_gspo_compares_with_the_train_engines_own_log_probs():
     needs = GSPO().needs
     assert "rollout_logprobs" in needs.loss  # by which an actor recomputes the old ones
+
+
+@pytest.mark.parametrize(("schema", "names"), [(PolicyConfig, POLICY_NAMES), (SFTConfig, EXAMPLE_NAMES)])
+def test_every_key_of_another_library_is_read_as_one_that_exists(schema, names):
+    own = {key for key, _ in list_keys(schema)}
+    assert [name for name in names.values() if name not in own and not name.startswith("algorithm.")] == []
+    assert not own & names.keys()
+
+
+def test_files_that_no_index_names_are_not_counted(tmp_path):
+    folder = write_tiny_model(tmp_path / "m", hidden=32, layers=1)
+    whole = count_parameters(folder)
+    (folder / "consolidated.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    assert count_parameters(folder) == whole
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"one": "model-00001-of-00001.safetensors", "two": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert count_parameters(folder) == whole
 
 
 def test_the_size_of_a_model_is_read_from_its_files(tmp_path):

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a step's samples are divided over the members that train on them."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrover.python.rl.algorithm.grpo import GRPO
+from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.recipe.online.batch import StepBatch
+from dlrover.python.rl.recipe.online.batch import StepBatch, uniform_share
+from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
 from dlrover.python.rl.trainer.port import Pending
 
 
@@ -76,3 +81,44 @@ def test_how_stale_a_sample_is_says_its_stalest_row():
     )
     metrics = StepBatch.from_rollouts(Pending([]), scored, np.arange(3), 1).metrics()
     assert metrics == {"staleness": 1.0, "staleness_max": 2.0}
+
+
+def samples_of(*rewards_by_prompt):
+    rewards = [reward for group in rewards_by_prompt for reward in group]
+    ids = [number for number, group in enumerate(rewards_by_prompt) for _ in group]
+    return Batch(
+        {
+            "prompt_id": np.array(ids),
+            "sample_index": np.arange(len(ids)),
+            "retry": np.zeros(len(ids), dtype=np.int64),
+            "turns": np.ones(len(ids), dtype=np.int64),
+            "trajectory": np.arange(len(ids)),
+            "reward": np.array(rewards, dtype=np.float64),
+            "action_tokens": np.ones(len(ids), dtype=np.int64),
+            "token_count": np.ones(len(ids), dtype=np.int64),
+            "finished": np.ones(len(ids), dtype=np.bool_),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("groups", "share"),
+    [
+        (([1.0, 1.0], [0.0, 0.0]), 1.0),
+        (([1.0, 0.0], [0.0, 0.0]), 0.5),
+        (([1.0, np.nan, 1.0], [0.0, 1.0]), 0.5),
+        (([1.0], [0.0]), 0.0),
+    ],
+)
+def test_groups_whose_rewards_are_all_equal_have_no_signal(groups, share):
+    assert uniform_share(samples_of(*groups)) == share
+
+
+def test_a_step_without_signal_is_warned_of_once_in_a_row_where_samples_are_compared(caplog):
+    uniform, varied = samples_of([1.0, 1.0]), samples_of([1.0, 0.0])
+    for algorithm, warned in ((GRPO(), [2, 5]), (PPO(), [])):
+        trainer = SimpleNamespace(algorithm=algorithm, had_signal=True)
+        caplog.clear()
+        for step, rows in enumerate([varied, uniform, uniform, varied, uniform], start=1):
+            PolicyTrainer.warn_without_signal(trainer, step, rows)
+        assert [record.args[0] for record in caplog.records] == warned

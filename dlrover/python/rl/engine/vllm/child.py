@@ -34,12 +34,12 @@ class ChildRunner:
 
     def __init__(self, arguments: Mapping[str, Any], on_cpu: bool, env: Mapping[str, str]) -> None:
         self.has_weights = True
-        self._connection, theirs = Pipe()
-        command = [sys.executable, "-m", _MODULE, str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=[theirs.fileno()], env=dict(env), start_new_session=True
-        )
-        theirs.close()
+        self._connection, child_end = Pipe()
+        command = [sys.executable, "-m", _MODULE, str(child_end.fileno())]
+        with child_end:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, pass_fds=[child_end.fileno()], env=dict(env), start_new_session=True
+            )
         try:
             self._call("start", dict(arguments), on_cpu)
         except BaseException:
@@ -78,14 +78,16 @@ class ChildRunner:
             self._connection.send((method, arguments))
             value, error, self.has_weights = self._connection.recv()  # waits: for vLLM, or the end of its process
         except (EOFError, OSError) as broken:
-            self._process.kill()
-            raise EngineError(f"vLLM's process has ended with status {self._process.wait(_END_S)}") from broken
+            self.close()
+            raise EngineError(f"vLLM's process has ended with status {self._process.returncode}") from broken
         if error is not None:
             raise error
         return value
 
     def close(self) -> None:
         """End the process and its workers."""
+        if self._process.returncode is not None:
+            return  # its number may be another process's by now
         self._connection.close()
         if self._process.stdin is not None:
             self._process.stdin.close()

@@ -65,17 +65,16 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
     def _start(self, arguments: dict[str, Any], settings: RolloutSettings, options: VllmOptions) -> "OffloadableRunner":
         on_cpu = settings.device == "cpu"
         has_own_process = not on_cpu if options.own_process is None else options.own_process
-        if not on_cpu and has_own_process:
-            return ChildRunner(arguments, on_cpu, device_environment(settings))
-        # Imported on demand: vLLM takes seconds, and reserves memory of the devices that it sees.
-        from dlrover.python.rl.engine.vllm import runner
-
         if on_cpu:
-            runner.check_head_width(get_head_width(self._lm))
+            from dlrover.python.rl.engine.vllm.runner import check_head_width
+
+            check_head_width(get_head_width(self._lm))
         if has_own_process:
             return ChildRunner(arguments, on_cpu, device_environment(settings))
-        kind = runner.RestartingRunner if on_cpu else runner.SleepingRunner
-        return kind(partial(runner.Runner, arguments))
+        # Imported on demand: it imports vLLM, which takes seconds.
+        from dlrover.python.rl.engine.vllm.runner import RestartingRunner, Runner, SleepingRunner
+
+        return (RestartingRunner if on_cpu else SleepingRunner)(partial(Runner, arguments))
 
     def _step(self, max_tokens: int | None) -> dict[int, Finish]:
         """Submit what is not submitted, and step once: a token for each sequence with capacity, or part of a prompt."""

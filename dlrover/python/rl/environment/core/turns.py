@@ -126,7 +126,7 @@ class Guard:
 
     def _count(self, error: EnvironmentFailed) -> None:
         self.failures[_kind(str(error))] += 1
-        _LOG.warning("a sample failed: %s", str(error).splitlines()[0])
+        _LOG.warning("the environment failed on a sample: %s", str(error).splitlines()[0])
 
     async def shutdown(self) -> None:
         try:

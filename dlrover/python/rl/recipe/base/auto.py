@@ -42,7 +42,8 @@ def _is_cuda(device: str, devices: Devices) -> bool:
     if devices == "HERE":
         available = torch.cuda.is_available()
         if asked == "cuda" and not available:
-            raise InvalidJob([ConfigError(_WHERE, f"'{device}', but PyTorch finds no CUDA device here")])
+            what = f"'{device}', but PyTorch finds no CUDA device here; write engine.device=auto"
+            raise InvalidJob([ConfigError(_WHERE, what)])
         return available if asked == AUTO else asked == "cuda"
     has_gpus = devices == "GPU"
     if asked in ("cpu", "cuda") and has_gpus != (asked == "cuda"):

@@ -4,13 +4,10 @@
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from difflib import get_close_matches
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, SamplingParams
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.recipe.base.other_names import ELSEWHERE, POLICY_NAMES
@@ -19,11 +16,6 @@ Positive = Annotated[int, Gt(0)]
 NonNegative = Annotated[int, Ge(0)]
 
 AUTO = "auto"
-
-_ALMOST = 0.8
-"""Similarity from which a name is taken to mean a folder rather than a model of the hub."""
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 _LOSSES = ("loss", "nll", "perplexity", "kl", "failed")
 
@@ -217,7 +209,7 @@ class PromptData:
     """Prompts for evaluation, given in the same way. None: ``eval_rows`` prompts are held out of ``train``."""
 
     eval_rows: Positive | None = None
-    """Number of evaluation prompts. None: all of ``eval``, or a tenth of ``train``, at most 200 of either; if ``train``
+    """Number of evaluation prompts. None: at most 200, the first of ``eval`` or a tenth of ``train``; if ``train``
     repeats a single prompt, that one."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -368,23 +360,3 @@ def training_sampling(rollout: RolloutConfig) -> SamplingParams:
 def greedy_sampling(rollout: RolloutConfig) -> SamplingParams:
     """The sampling of answers to held-out prompts."""
     return replace(training_sampling(rollout), temperature=0.0, samples_per_prompt=1)
-
-
-def validate_model(model: str, where: str = "config.model") -> list[ConfigError]:
-    """A model given as a path must exist; a hub name is looked up when it is loaded."""
-    if not model:
-        return []  # reported already: it is required
-    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        siblings = folder.parent.glob("*/config.json") if folder.parent.is_dir() else ()
-        close = get_close_matches(folder.name, [path.parent.name for path in siblings], 1, _ALMOST)
-        if looks_like_path or (close and "/" not in model):
-            advice = f"; did you mean '{folder.parent / close[0]}'?" if close else ""
-            return [ConfigError(where, f"no such folder: {model}{advice}")]
-        return []
-    if not (folder / "config.json").is_file():
-        return [ConfigError(where, f"{model} holds no model: it has no config.json")]
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        return [ConfigError(where, f"{model} holds no tokenizer: it has none of {', '.join(_TOKENIZER_FILES)}")]
-    return []

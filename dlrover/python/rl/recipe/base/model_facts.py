@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be told of a run before it starts: the model's size, from the headers of its files, devices and engines."""
+"""A model's folder before a run starts: whether it can be loaded, and its size from the headers of its files."""
 
 import json
 import math
 import struct
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.recipe.base.config import EngineConfig
+
+_ALMOST = 0.8
+"""Similarity from which a name is taken to mean a folder rather than a model of the hub."""
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 _HEADER = struct.Struct("<Q")
 _TRAINED_BYTES = 16
@@ -15,10 +22,13 @@ _TRAINED_BYTES = 16
 
 
 def count_parameters(folder: Path) -> int | None:
-    """The elements of all tensors in a folder's safetensors files; None if it has none that can be read."""
+    """The elements of all tensors in a folder's safetensors files; None if they cannot be read."""
+    index = folder / "model.safetensors.index.json"
     try:
-        return sum(map(_elements, folder.glob("*.safetensors"))) or None
-    except (OSError, ValueError, struct.error):
+        # Folders may have the same weights again, in files that no index names.
+        files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+        return sum(_elements(folder / name) for name in files) or None
+    except (OSError, ValueError, KeyError, struct.error):
         return None
 
 
@@ -52,3 +62,23 @@ def _short(number: float) -> str:
         if number >= unit:
             return f"{number / unit:.3g} {prefix}"
     return f"{number:g} "
+
+
+def validate_model(model: str, where: str = "config.model") -> list[ConfigError]:
+    """A model given as a path must exist; a hub name is looked up when it is loaded."""
+    if not model:
+        return []  # reported already: it is required
+    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        siblings = folder.parent.glob("*/config.json") if folder.parent.is_dir() else ()
+        close = get_close_matches(folder.name, [path.parent.name for path in siblings], 1, _ALMOST)
+        if looks_like_path or (close and "/" not in model):
+            advice = f"; did you mean '{folder.parent / close[0]}'?" if close else ""
+            return [ConfigError(where, f"no such folder: {model}{advice}")]
+        return []
+    if not (folder / "config.json").is_file():
+        return [ConfigError(where, f"{model} holds no model: it has no config.json")]
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return [ConfigError(where, f"{model} holds no tokenizer: it has none of {', '.join(_TOKENIZER_FILES)}")]
+    return []

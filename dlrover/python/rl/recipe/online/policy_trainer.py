@@ -123,6 +123,8 @@ class PolicyTrainer(RecipeTrainer):
 
     def warn_without_signal(self, step: int, rows: Batch) -> None:
         """Log the first step, of several in a row, whose rewards give no gradient."""
+        if not getattr(self.algorithm, "compares_samples", False):
+            return
         share = uniform_share(rows)
         if share == 1.0 and self.had_signal:
             _LOG.warning(

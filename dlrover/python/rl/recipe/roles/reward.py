@@ -20,8 +20,9 @@ from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.model.loading import find_model_folder, load_auto
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
 from dlrover.python.rl.environment.verifiers import exact
-from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig, validate_model
+from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig
 from dlrover.python.rl.recipe.base.engine_workload import EngineWorkload, on_device
+from dlrover.python.rl.recipe.base.model_facts import validate_model
 from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
 from dlrover.python.rl.trainer.workload import BaseWorkload
 

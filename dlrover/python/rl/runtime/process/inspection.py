@@ -73,7 +73,7 @@ def inspect_job(job: JobSpec, here: bool = False) -> Inspection:
             errors.append(ConfigError("trainer.class", f"{job.trainer.class_} does not define {', '.join(missing)}"))
         config, faults = _complete(trainer, job, here)
         job = job if config is None else replace(job, config=from_plain(config))
-        faults = faults or _ask("trainer", partial(trainer.check_config, job.config, roles))
+        faults += _ask("trainer", partial(trainer.check_config, job.config, roles))
         errors += faults
         about = [] if faults else _ask_lines(partial(trainer.describe_config, job.config, roles))
     for role, spec in job.workloads.items():
