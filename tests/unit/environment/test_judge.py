@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from dlrover.python.rl.common.errors import VerifierError
-from dlrover.python.rl.environment.core.rewards import WeightedRewards
+from dlrover.python.rl.environment.core.scoring import Completed, WeightedRewards
 from dlrover.python.rl.environment.verifiers.llm_judge import LLMJudge
 
 
@@ -107,5 +107,5 @@ def test_a_server_that_is_not_there(server):
 
 def test_a_judge_is_a_reward_function_among_others(server):
     rewards = WeightedRewards({"judge": LLMJudge(server.url, "m"), "one": lambda *_: 1.0}, {"judge": 1.0, "one": 0.5})
-    assert asyncio.run(rewards.score("4", "4", {})).total == pytest.approx(1.3)
-    assert rewards.now("4", "4", {}).parts == {"judge": 0.8, "one": 1.0}
+    assert asyncio.run(rewards.score(Completed("4", "4"))).total == pytest.approx(1.3)
+    assert rewards.now([Completed("4", "4")])[0].parts == {"judge": 0.8, "one": 1.0}

@@ -8,11 +8,14 @@ import pytest
 import verifiers
 
 from dlrover.python.rl.common.errors import VerifierError, VerifierTimeout
+from dlrover.python.rl.environment.core.scoring import Completed
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
 
 
-def asked(*completions):
-    return [(completion, None, {}) for completion in completions]
+def judge(pool, *completions):
+    """The rewards, or errors."""
+    results = pool.score(map(Completed, completions))
+    return [result if isinstance(result, VerifierError) else result.total for result in results]
 
 
 @pytest.fixture
@@ -24,12 +27,12 @@ def pool():
 
 def test_rewards_come_in_the_order_asked():
     made = VerifierPool(3, lambda: DeadlineVerifier(verifiers.length, timeout_s=30))
-    assert made.score(asked(*("x" * size for size in range(50)))) == list(range(50))
+    assert judge(made, *("x" * size for size in range(50))) == list(range(50))
     made.close()
 
 
 def test_two_endless_samples_neither_disable_the_pool_nor_touch_the_others(pool):
-    judged = pool.score(asked("fine", "loop", "loop", *["fine"] * 20))
+    judged = judge(pool, "fine", "loop", "loop", *["fine"] * 20)
     assert [type(reward) for reward in judged[1:3]] == [VerifierTimeout] * 2
     assert [judged[0], *judged[3:]] == [1.0] * 21
 
@@ -39,7 +42,7 @@ def quickest_s(pool, completions, expected):
     took_s = []
     for _ in range(3):
         began_s = time.monotonic()
-        judged = pool.score(asked(*completions))
+        judged = judge(pool, *completions)
         took_s.append(time.monotonic() - began_s)
         assert [reward for reward in judged if not isinstance(reward, VerifierTimeout)] == expected
         if took_s[-1] < 1.0 + 0.5:
@@ -57,7 +60,7 @@ def test_the_others_go_on_while_one_hangs(pool):
 
 def test_every_bad_habit_at_once_costs_the_bad_samples_alone(pool):
     bad = ["abort", "raise", "exit", "segfault", "nan", "forge", "kill-group", "stop"]
-    judged = pool.score(asked(*(word for habit in bad for word in (habit, "fine"))))
+    judged = judge(pool, *(word for habit in bad for word in (habit, "fine")))
     assert all(isinstance(reward, VerifierError) for reward in judged[::2])
     assert judged[1::2] == [1.0] * len(bad)
 

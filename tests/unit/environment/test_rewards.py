@@ -3,13 +3,14 @@
 
 import asyncio
 import time
+from functools import partial
 
 import pytest
 import verifiers
 
 from dlrover.python.rl.common.errors import VerifierError
-from dlrover.python.rl.environment.core.rewards import Reward, WeightedRewards
-from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier
+from dlrover.python.rl.environment.core.scoring import Completed, Reward, RewardFunction, WeightedRewards
+from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
 
 
 def length(completion, answer, extra_info):
@@ -32,9 +33,8 @@ FUNCTIONS = {"length": length, "soon": soon}
 @pytest.mark.parametrize("way", ["now", "score"])
 def test_the_weighted_sum_of_sync_and_async_functions(way):
     rewards = WeightedRewards(FUNCTIONS, {"length": 0.5, "soon": -2.0})
-    found = rewards.now("four", None, {"soon": 3})
-    if way == "score":
-        found = asyncio.run(rewards.score("four", None, {"soon": 3}))
+    sample = Completed("four", None, {"soon": 3})
+    found = asyncio.run(rewards.score(sample)) if way == "score" else rewards.now([sample])[0]
     assert found == Reward(0.5 * 4 - 2.0 * 3, {"length": 4.0, "soon": 3.0})
 
 
@@ -43,7 +43,7 @@ def test_functions_wait_side_by_side():
     rewards = WeightedRewards(functions, dict.fromkeys(functions, 1.0))
 
     async def many():
-        return await asyncio.gather(*(rewards.score("x", None, {}) for _ in range(1)))
+        return await asyncio.gather(*(rewards.score(Completed("x")) for _ in range(1)))
 
     began = time.monotonic()
     (found,) = asyncio.run(many())
@@ -55,7 +55,88 @@ def test_functions_wait_side_by_side():
 def test_a_part_that_is_no_reward_leaves_none(bad):
     rewards = WeightedRewards(FUNCTIONS, {"length": 1.0, "soon": 0.0})
     with pytest.raises(VerifierError, match="which is not a reward: soon"):
-        rewards.now("x", None, {"soon": bad})
+        rewards.now([Completed("x", None, {"soon": bad})])
+
+
+TALK = [{"role": "user", "content": "6 x 7?"}]
+SAMPLE = Completed("42", "42", {"difficulty": 3}, "6 x 7?")
+
+
+def by_position(text, gold, info):
+    return text, gold, info
+
+
+def by_one(text):
+    return text
+
+
+def by_name(completion, answer):
+    return completion, answer
+
+
+def by_column(text, difficulty, unknown=5):
+    return text, difficulty, unknown
+
+
+def by_keyword(*, prompt, completion, extra_info):
+    return prompt, completion, extra_info
+
+
+def by_the_rest(text, **columns):
+    return text, columns["difficulty"], columns["answer"], columns["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        (by_position, ("42", "42", {"difficulty": 3})),
+        (by_one, "42"),
+        (by_name, ("42", "42")),
+        (by_column, ("42", 3, 5)),
+        (by_keyword, ("6 x 7?", "42", {"difficulty": 3})),
+        (by_the_rest, ("42", 3, "42", "6 x 7?")),
+        (lambda *fields: fields, ("42", "42", {"difficulty": 3})),
+    ],
+)
+def test_a_function_is_called_by_its_signature(function, given):
+    RewardFunction(function).check("mine")
+    assert RewardFunction(function).on(SAMPLE) == given
+
+
+def test_what_a_function_asks_for_and_its_row_lacks_is_named():
+    with pytest.raises(VerifierError, match="asks for 'dificulty', .* did you mean 'difficulty'"):
+        RewardFunction(lambda text, dificulty: 1.0).on(SAMPLE)
+    with pytest.raises(VerifierError, match="'mine' takes no completion"):
+        RewardFunction(lambda: 1.0).check("mine")
+
+
+def in_batches(prompts, completions, difficulty, **columns):
+    assert columns["answer"] == ["42"] * len(prompts)
+    return [None if grade > 3 else len(set(map(str, completions))) for grade in difficulty]
+
+
+async def later_in_batches(completions, **_):
+    await asyncio.sleep(0)
+    return [1.0] * len(completions)
+
+
+def test_trls_functions_are_given_all_samples_at_once():
+    rewards = WeightedRewards({"a": in_batches, "b": later_in_batches}, {"a": 1.0, "b": 2.0})
+    assert rewards.compares
+    samples = [SAMPLE, SAMPLE._replace(completion="41", extra_info={"difficulty": 4}), SAMPLE]
+    assert [reward.total for reward in rewards.now(samples)] == [2.0 + 2.0, 2.0, 2.0 + 2.0]
+    assert asyncio.run(rewards.score(SAMPLE)) == Reward(3.0, {"a": 1.0, "b": 1.0})
+    with pytest.raises(VerifierError, match="returned 1 rewards for 2 completions: short"):
+        WeightedRewards({"short": lambda completions: [1.0]}, {"short": 1.0}).now([SAMPLE, SAMPLE])
+
+
+@pytest.mark.parametrize(("prompt", "shown"), [("6 x 7?", "42"), (TALK, [{"role": "assistant", "content": "42"}])])
+def test_trls_functions_see_messages_where_prompts_are(prompt, shown):
+    def judge(prompts, completions):
+        assert (prompts, completions) == ([prompt], [shown])
+        return [1.0]
+
+    assert RewardFunction(judge).on_all([SAMPLE._replace(prompt=prompt)]) == [1.0]
 
 
 @pytest.mark.parametrize("weights", [{}, {"length": 1.0}, {"length": 1.0, "soon": float("nan")}])
@@ -73,3 +154,14 @@ def test_they_run_in_a_verifiers_process_by_name():
         assert verifier("four", None) == 1.0 + 10.0
     with pytest.raises(VerifierError, match="verifiers:length \\+ verifiers:lenth could not be loaded"):
         DeadlineVerifier({verifiers.length: 1.0, "verifiers:lenth": 1.0}, timeout_s=20)
+
+
+def test_a_verifiers_process_is_asked_once_for_a_batch():
+    pool = VerifierPool(2, partial(DeadlineVerifier, "verifiers:place_in_batch", timeout_s=20))
+    try:
+        assert [reward.total for reward in pool.score(Completed(text) for text in "abc")] == [0.0, 1.0, 2.0]
+        for error in pool.score([Completed("a"), Completed("raise")]):
+            assert str(error).startswith("verifiers:place_in_batch raised ValueError: not this")
+        assert pool.score([]) == []
+    finally:
+        pool.close()

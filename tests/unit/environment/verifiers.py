@@ -122,3 +122,9 @@ HOSTILE = {
 }
 
 not_a_function = 3
+
+
+def place_in_batch(prompts, completions, **columns):
+    if "raise" in completions:
+        raise ValueError("not this")
+    return list(range(len(completions)))

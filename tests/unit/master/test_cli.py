@@ -327,15 +327,15 @@ def test_a_job_on_gpus_does_not_compute_on_the_cpu(shell, recipe):
         ("model=modell", "config.model: no such folder: modell; did you mean 'model'?"),
         ("model=bare", "config.model: bare holds no tokenizer: it has none of tokenizer.json, "),
         (
-            "reward.function=toy_rewards:of_trl",
-            "'toy_rewards:of_trl' is not called as function(completion, answer, ",
+            "reward.function=toy_rewards:of_nothing",
+            "'toy_rewards:of_nothing' takes no completion: it is called as (completion, answer, extra_info)",
         ),
     ],
 )
 def test_an_input_that_is_almost_right_is_answered_once_in_one_line(shell, recipe, override, said):
     Path("bare").mkdir()
     Path("bare/config.json").write_text("{}")
-    Path("toy_rewards.py").write_text("def of_trl(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    Path("toy_rewards.py").write_text("def of_nothing():\n    return 0.0\n")
     message = refused(shell, recipe, override)
     assert message.count(said) == 1
     assert message.startswith("1 error in the job:\n")

@@ -28,6 +28,7 @@ from dlrover.python.rl.data.conversation import encode_prompt
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
 from dlrover.python.rl.engine.model.loading import as_causal_lm
+from dlrover.python.rl.environment.core.scoring import Completed, Reward
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 
@@ -182,10 +183,12 @@ def score(
         pool = VerifierPool(min(2, sum(scored)), partial(DeadlineVerifier, reward_function(Path(folder)), timeout_s))
         calls = zip(completions, rows, strict=True)
         try:
-            results = iter(pool.score((text, None, row["extra_info"]) for text, row in calls if "extra_info" in row))
+            scores = pool.score(Completed(text, None, row["extra_info"]) for text, row in calls if "extra_info" in row)
         finally:
             pool.close()
-    return [next(results) if has_reward else None for has_reward in scored]
+    results = iter(scores)
+    rewards = [next(results) if has_reward else None for has_reward in scored]
+    return [reward.total if isinstance(reward, Reward) else reward for reward in rewards]
 
 
 def vllm_settings(settings: RolloutSettings, arguments: Mapping[str, Any]) -> RolloutSettings:

@@ -64,16 +64,6 @@ def load_function(name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def check_reward_signature(function: Callable[..., Any], name: str) -> None:
-    """Raise VerifierError if ``function`` does not take what a reward function is given."""
-    try:
-        inspect.signature(function).bind("completion", "answer", {})
-    except TypeError as error:
-        raise VerifierError(f"'{name}' is not called as function(completion, answer, extra_info): {error}") from error
-    except ValueError:
-        pass  # some C functions have no signature
-
-
 _CALLS = ("reset", "step", "close", "shutdown")
 
 

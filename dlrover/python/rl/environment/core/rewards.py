@@ -1,21 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Final answers in text that a model wrote, and weighted sums of reward functions.
+"""Final answers in text that a model wrote.
 
 The text is hostile: nothing is evaluated, and time is linear in its length."""
 
-import asyncio
-import inspect
-import math
 import re
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from typing import Any, TypeAlias
-
-from dlrover.python.rl.common.errors import VerifierError
-from dlrover.python.rl.environment.core.functions import load_function
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
@@ -112,67 +103,3 @@ def same_final_number(completion: str, answer: str) -> float:
 def _plain_number_text(text: str) -> str:
     """What is marked, or all of it, with the thousands separators of LaTeX as plain ones."""
     return (marked_answer(text) or text).replace("{,}", ",").replace("\\,", "").replace("\\!", "")
-
-
-RewardFunction: TypeAlias = Callable[[str, str | None, dict[str, Any]], float | Awaitable[float]]
-"""``function(completion, answer, extra_info)``, sync or async."""
-
-
-@dataclass(frozen=True)
-class Reward:
-    """The weighted sum, and each function's unweighted value."""
-
-    total: float
-    parts: dict[str, float]
-
-
-@dataclass(frozen=True)
-class WeightedRewards:
-    """Functions and weights by name; a sample that one function fails to score has no reward."""
-
-    functions: Mapping[str, RewardFunction]
-    weights: Mapping[str, float]
-
-    def __post_init__(self) -> None:
-        if not self.functions or set(self.functions) != set(self.weights):
-            raise ValueError(f"each of {sorted(self.functions)} needs a weight, not {sorted(self.weights)}")
-        wrong = {name: weight for name, weight in self.weights.items() if not math.isfinite(weight)}
-        if wrong:
-            raise ValueError(f"weights must be finite, not {wrong}")
-
-    @classmethod
-    def load(cls, weights: Mapping[str, float]) -> "WeightedRewards":
-        return cls({name: load_function(name) for name in weights}, weights)
-
-    def now(self, completion: str, answer: str | None, extra_info: dict[str, Any]) -> Reward:
-        """Run sync functions in order, then async ones together in a new loop; VerifierError: a value is not finite."""
-        values = {name: function(completion, answer, extra_info) for name, function in self.functions.items()}
-        pending = {name: value for name, value in values.items() if inspect.isawaitable(value)}
-        if pending:
-            values |= asyncio.run(_together(pending))
-        return self._sum(values)
-
-    async def score(self, completion: str, answer: str | None, extra_info: dict[str, Any]) -> Reward:
-        """The same in a running loop: sync functions run in threads."""
-        calls = {
-            name: asyncio.to_thread(function, completion, answer, extra_info)
-            for name, function in self.functions.items()
-        }
-        values = await _together(calls)
-        pending = {name: value for name, value in values.items() if inspect.isawaitable(value)}
-        return self._sum(values | await _together(pending))
-
-    def _sum(self, values: Mapping[str, Any]) -> Reward:
-        parts = {name: _number(name, value) for name, value in values.items()}
-        return Reward(math.fsum(self.weights[name] * value for name, value in parts.items()), parts)
-
-
-async def _together(awaitables: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(zip(awaitables, await asyncio.gather(*awaitables.values()), strict=True))
-
-
-def _number(name: str, value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise VerifierError(f"returned {number}, which is not a reward: {name}")
-    return number

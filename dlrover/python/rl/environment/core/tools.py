@@ -19,7 +19,7 @@ from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.environment.core.base import StepResult
 from dlrover.python.rl.environment.core.functions import call_async, find_argument_fault, load_function
-from dlrover.python.rl.environment.core.rewards import WeightedRewards
+from dlrover.python.rl.environment.core.scoring import Completed, WeightedRewards
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _CALLS_MADE = "tool_calls"
@@ -71,7 +71,8 @@ class ToolEnvironment:
         calls, made = _CALL.findall(action), int(extra_info.get(_CALLS_MADE, 0))
         if not calls or made >= self._max_calls:
             answer = extra_info.get("answer")
-            reward = await self._judge.score(action, None if answer is None else str(answer), extra_info)
+            answered = Completed(action, None if answer is None else str(answer), extra_info)
+            reward = await self._judge.score(answered)
             return StepResult(None, reward.total, reward.total, True, extra_info)
         responses = [await self._response(call) for call in calls[: self._max_calls - made]]
         responses += ["error: no call is left: answer now"] * (len(calls) - len(responses))

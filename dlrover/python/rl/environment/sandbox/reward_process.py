@@ -11,13 +11,13 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any
 
 from dlrover.python.rl.common.errors import VerifierCrashed, VerifierError, VerifierTimeout
 from dlrover.python.rl.environment.core.functions import REWARDS
-from dlrover.python.rl.environment.core.rewards import Reward, WeightedRewards
+from dlrover.python.rl.environment.core.scoring import Completed, Reward, WeightedRewards
 from dlrover.python.rl.environment.sandbox.child_process import (
     READY,
     Channel,
@@ -42,30 +42,29 @@ def serve_rewards(channel: Channel, weights: dict[str, float], load_limit_s: flo
     except Exception:  # noqa: BLE001 - the process boundary: whatever importing raises the parent reports it
         channel.send(READY, error_reply("could not be loaded"))
         return
-    number, reply = READY, dict[str, Any]()
+    number, reply = READY, {"compares": rewards.compares}
     while True:
         signal.setitimer(signal.ITIMER_REAL, 0)
         channel.send(number, reply)
         request = channel.receive()
         if request is None:
             return
-        signal.setitimer(signal.ITIMER_REAL, call_limit_s)
-        number, _, arguments = request
-        reply = _score(rewards, arguments)
+        number, _, (samples,) = request
+        signal.setitimer(signal.ITIMER_REAL, call_limit_s * len(samples))
+        reply = _score(rewards, [Completed(*fields) for fields in samples])
 
 
-def _score(rewards: WeightedRewards, arguments: tuple[Any, ...]) -> dict[str, Any]:
+def _score(rewards: WeightedRewards, samples: list[Completed]) -> dict[str, Any]:
     try:
-        reward = rewards.now(*arguments)
+        return {"rewards": [(reward.total, reward.parts) for reward in rewards.now(samples)]}
     except VerifierError as error:
         return {"error": str(error)}
     except Exception as error:  # noqa: BLE001 - the process boundary: whatever it raises the parent reports it
         return error_reply(f"raised {type(error).__name__}: {error}")
-    return {"reward": reward.total, "parts": reward.parts}
 
 
 class DeadlineVerifier:
-    """Calls ``function(completion, answer, extra_info)`` in a child process, for at most ``timeout_s`` a call.
+    """Calls a reward function in a child process, for at most ``timeout_s`` a sample.
 
     Calls from several threads run one by one; each deadline starts with its call. In a coroutine use
     ``asyncio.to_thread``. Output goes to standard error, the first 10,000 characters of a call.
@@ -73,7 +72,7 @@ class DeadlineVerifier:
     Args:
         function: ``"package.module:function"``, a registered name, or a function of an importable module; or several
             with weights, whose weighted sum is the reward. They may be async.
-        timeout_s: seconds of a call, without loading the module.
+        timeout_s: seconds for each sample of a call, without loading the module.
         start_timeout_s: seconds to start the child and load it.
         memory_mb: address space of the child in MB, libraries included; None: no limit.
 
@@ -108,25 +107,35 @@ class DeadlineVerifier:
     def __call__(self, completion: str, answer: str | None, extra_info: dict[str, Any] | None = None) -> float:
         return self.score(completion, answer, extra_info).total
 
+    @property
+    def compares(self) -> bool:
+        """True if a function is given all samples of a batch at once."""
+        return self._compares
+
     def score(self, completion: str, answer: str | None, extra_info: dict[str, Any] | None = None) -> Reward:
-        """Return the reward and its parts.
+        """The reward of one sample, as :meth:`score_all`."""
+        return self.score_all([Completed(completion, answer, extra_info or {})])[0]
+
+    def score_all(self, samples: Sequence[Completed]) -> list[Reward]:
+        """Return the rewards of samples, in one call.
 
         Raises:
-            VerifierTimeout: no reward in time.
+            VerifierTimeout: no rewards in time.
             VerifierCrashed: the child ended.
             VerifierError: the function raised, or returned something else.
         """
         number = secrets.token_hex(8)  # The function cannot guess it, hence not answer for its process.
         # Arguments that cannot be pickled raise here.
-        request = pack_request(number, "score", (completion, answer, extra_info if extra_info is not None else {}))
+        request = pack_request(number, "score", ([tuple(sample) for sample in samples],))
         with self._lock:
             if self._closed:
                 raise ValueError(f"the verifier {self._name} is closed")
             self._await_ready()
-            reply = self._result(lambda: self._call(number, request), self._timeout_s, "gave no reward")
+            limit_s = self._timeout_s * len(samples)
+            reply = self._result(lambda: self._call(number, request), limit_s, "gave no reward")
         if "error" in reply:
             raise VerifierError(f"{self._name} {reply['error']}", str(reply.get("traceback", "")))
-        return Reward(float(reply["reward"]), dict(reply["parts"]))
+        return [Reward(float(total), dict(parts)) for total, parts in reply["rewards"]]
 
     def close(self) -> None:
         """Kill the child and its descendants; waits for a running call. May be called again."""
@@ -156,6 +165,7 @@ class DeadlineVerifier:
         if "error" in reply:
             self._restart()
             raise VerifierError(f"{self._name} could not be loaded", str(reply.get("traceback", "")))
+        self._compares = bool(reply["compares"])
 
     def _call(self, number: str, request: bytes) -> "Future[dict[str, Any]]":
         answer = self._child.begin(number)
@@ -195,10 +205,6 @@ def _importable_name(function: str | Callable[..., Any]) -> str:
     return f"{home}:{path}"
 
 
-Completed: TypeAlias = tuple[str, str | None, dict[str, Any]]
-"""Completion, answer and the user's data."""
-
-
 class VerifierPool:
     """``workers`` verifier processes, made by ``start``; a killed one is replaced at once. Errors of ``start`` leave
     no process."""
@@ -215,16 +221,19 @@ class VerifierPool:
         for verifier in self._all:
             self._idle.put(verifier)
 
-    def score(self, samples: Iterable[Completed]) -> list[float | VerifierError]:
+    def score(self, samples: Iterable[Completed]) -> list[Reward | VerifierError]:
         """Return the reward of each sample, or its error, in order."""
-        return list(self._threads.map(self._score_one, samples))
+        waiting = list(samples)
+        if waiting and self._all[0].compares:
+            return self._score_call(waiting)
+        return [result for (result,) in self._threads.map(self._score_call, ([sample] for sample in waiting))]
 
-    def _score_one(self, sample: Completed) -> float | VerifierError:
+    def _score_call(self, samples: Sequence[Completed]) -> list[Reward | VerifierError]:
         verifier = self._idle.get_nowait()  # As many as threads: there is always one.
         try:
-            return verifier(*sample)
+            return [*verifier.score_all(samples)]
         except VerifierError as error:
-            return error
+            return [error] * len(samples)
         finally:
             self._idle.put(verifier)
 

@@ -22,7 +22,8 @@ from dlrover.python.rl.engine.api.registry import (
 )
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.weight_sync.transports import validate_transport
-from dlrover.python.rl.environment.core.functions import check_reward_signature, find_environment, load_function
+from dlrover.python.rl.environment.core.functions import find_environment, load_function
+from dlrover.python.rl.environment.core.scoring import RewardFunction
 from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig
 
 _ENGINE_COLUMNS = frozenset({"entropy", "candidate_logprobs"})
@@ -36,7 +37,7 @@ def validate_reward(function: str | Mapping[str, float], where: str = "config.re
     errors = []
     for name in [function] if isinstance(function, str) else function:
         try:
-            check_reward_signature(load_function(name), name)
+            RewardFunction(load_function(name)).check(name)
         except VerifierError as error:
             errors.append(ConfigError(f"{where}.function", str(error)))
     return errors if function else [ConfigError(f"{where}.function", "names no function")]

@@ -167,15 +167,17 @@ class RewardConfig:
     """Scoring of completions."""
 
     function: str | Mapping[str, float] = "dlrover.python.rl.environment.verifiers:exact"
-    """``package.module:function``, called as ``function(completion, answer, extra_info)``, sync or async, which returns
-    a number; or a mapping of functions to weights, whose weighted sum is the reward."""
+    """``package.module:function``, sync or async: ``function(completion, answer, extra_info)`` returns a number; one
+    with other parameters is given ``completion``, ``prompt``, ``answer`` and columns of the row by name; one with
+    ``completions`` is TRL's, with lists over all samples that a member scores at once. Or a mapping of functions to
+    weights, whose weighted sum is the reward."""
 
     model: str | None = None
     """Folder or hub name of a reward model, as saved by ``recipe.rm``, whose score is the reward; the role REWARD must
     then be of class ``ModelRewardWorkload``. None: use ``function``."""
 
     timeout_s: Annotated[float, Gt(0.0)] = 5.0
-    """Timeout of a call; its sample then counts as failed."""
+    """Timeout for each sample of a call; they then count as failed."""
 
     workers: Positive = 2
     """Processes of each member of REWARD."""

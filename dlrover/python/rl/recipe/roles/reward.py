@@ -18,6 +18,7 @@ from dlrover.python.rl.data.pairs import encode_pair
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info, find_train_errors
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.model.loading import find_model_folder, load_auto
+from dlrover.python.rl.environment.core.scoring import Completed
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
 from dlrover.python.rl.environment.verifiers import exact
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig
@@ -51,10 +52,10 @@ class RewardWorkload(BaseWorkload):
 
     def score(self, rollouts: Batch) -> Batch:
         """Summaries of the rows with ``reward`` (float64, NaN if the verifier failed) and ``error`` (why, or None)."""
-        columns = [rollouts.objects(name) for name in ("completion", "answer", "extra_info")]
-        results = self._verifiers.score(zip(*columns, strict=True))
+        columns = [rollouts.objects(name) for name in Completed._fields]
+        results = self._verifiers.score(map(Completed, *columns))
         errors = [_log_reason(result) if isinstance(result, VerifierError) else None for result in results]
-        rewards = [float("nan") if isinstance(result, VerifierError) else result for result in results]
+        rewards = [float("nan") if isinstance(result, VerifierError) else result.total for result in results]
         return summarize_rows(rollouts).with_columns(reward=np.array(rewards, dtype=np.float64), error=errors)
 
     def close(self) -> None:

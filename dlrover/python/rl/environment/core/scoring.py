@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward functions: how each is called, and their weighted sum.
+
+::
+
+    function(completion, answer, extra_info)            three parameters, of any names that are no columns of the row
+    function(completion, prompt=..., <column>=...)      other signatures: the first is the completion, others by name
+    function(prompts=, completions=, <column>=, ...)    TRL's: lists over a batch, and a list of rewards
+"""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from dlrover.python.rl.common.errors import VerifierError
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.environment.core.functions import load_function
+
+_BATCH = "completions"
+_OWN = ("prompt", "completion", "answer", "extra_info")
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+Form: TypeAlias = Literal["sample", "named", "batch"]
+
+
+class Completed(NamedTuple):
+    """A completion that is to be scored."""
+
+    completion: str
+    answer: str | None = None
+    extra_info: Mapping[str, Any] = {}
+    """The row's user data, further columns among them."""
+
+    prompt: Any = None
+    """Text or messages."""
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        return {**self._asdict(), **self.extra_info, "answer": self.answer}
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A user's reward function, sync or async."""
+
+    function: Callable[..., Any]
+
+    @cached_property
+    def form(self) -> Form:
+        if _BATCH in self._parameters:
+            return "batch"
+        try:
+            inspect.signature(self.function).bind("completion", "answer", {})
+        except TypeError:
+            return "named"
+        except ValueError:  # it has no signature
+            pass
+        return "sample"
+
+    def check(self, name: str) -> None:
+        """Raise VerifierError if the function takes no completion."""
+        if self.form == "named" and not self._parameters:
+            raise VerifierError(f"'{name}' takes no completion: it is called as ({', '.join(Completed._fields[:3])})")
+
+    def on(self, sample: Completed) -> Any:
+        """The reward of a sample, or an awaitable of it."""
+        first, *others = self._parameters or ("completion",)
+        if self.form == "sample" and not any(name in sample.extra_info for name in others if name not in _OWN):
+            return self.function(sample.completion, sample.answer, dict(sample.extra_info))
+        columns = sample.columns
+        if "completion" in self._parameters or first in columns:
+            return self.function(**self._taken(columns))
+        return self.function(sample.completion, **self._taken(columns, first))
+
+    def on_all(self, samples: Sequence[Completed]) -> Any:
+        """A list of the rewards of samples, or an awaitable of it, from a function of the form ``batch``."""
+        rows = [sample.columns for sample in samples]
+        columns = {name: [row.get(name) for row in rows] for name in {name: None for row in rows for name in row}}
+        columns["prompts"], columns[_BATCH] = columns.pop("prompt"), [_as_prompt_is(sample) for sample in samples]
+        return self.function(**self._taken(columns))
+
+    @cached_property
+    def _parameters(self) -> dict[str, inspect.Parameter]:
+        try:
+            return dict(inspect.signature(self.function).parameters)
+        except ValueError:  # some C functions have no signature
+            return {}
+
+    def _taken(self, columns: Mapping[str, Any], besides: str = "") -> dict[str, Any]:
+        """The columns that the function takes by name; raises VerifierError if one is missing."""
+        named = {name: taken for name, taken in self._parameters.items() if taken.kind in _BY_NAME and name != besides}
+        needed = [name for name, parameter in named.items() if parameter.default is inspect.Parameter.empty]
+        if absent := [name for name in needed if name not in columns]:
+            raise VerifierError(f"asks for '{absent[0]}', which is no column of its row{hint(absent[0], columns)}")
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in self._parameters.values())
+        return {name: value for name, value in columns.items() if name in named or (takes_any and name != besides)}
+
+
+def _as_prompt_is(sample: Completed) -> Any:
+    """The completion as TRL gives it: a message where the prompt is messages."""
+    text = sample.completion
+    return text if isinstance(sample.prompt, str | None) else [{"role": "assistant", "content": text}]
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The weighted sum, and each function's unweighted value."""
+
+    total: float
+    parts: dict[str, float]
+
+
+class WeightedRewards:
+    """Functions and weights by name; a sample that one function fails to score has no reward."""
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], weights: Mapping[str, float]) -> None:
+        if not functions or set(functions) != set(weights):
+            raise ValueError(f"each of {sorted(functions)} needs a weight, not {sorted(weights)}")
+        wrong = {name: weight for name, weight in weights.items() if not math.isfinite(weight)}
+        if wrong:
+            raise ValueError(f"weights must be finite, not {wrong}")
+        self._functions = {name: RewardFunction(function) for name, function in functions.items()}
+        self._weights = weights
+        self.compares = any(function.form == "batch" for function in self._functions.values())
+        """True if a function is given all samples of a batch at once."""
+
+    @classmethod
+    def load(cls, weights: Mapping[str, float]) -> "WeightedRewards":
+        return cls({name: load_function(name) for name in weights}, weights)
+
+    def now(self, samples: Sequence[Completed]) -> list[Reward]:
+        """Run sync functions in order, then async ones together in a new loop; VerifierError: a value is not finite."""
+        values = {name: self._start(function, samples) for name, function in self._functions.items()}
+        return self._sum(asyncio.run(_settle(values)) if _has_awaitables(values) else values, len(samples))
+
+    async def score(self, sample: Completed) -> Reward:
+        """The same in a running loop: sync functions run in threads."""
+        names, functions = list(self._functions), self._functions.values()
+        started = (asyncio.to_thread(self._start, function, [sample]) for function in functions)
+        values = dict(zip(names, await asyncio.gather(*started), strict=True))
+        (reward,) = self._sum(await _settle(values), 1)
+        return reward
+
+    def _start(self, function: RewardFunction, samples: Sequence[Completed]) -> Any:
+        return function.on_all(samples) if function.form == "batch" else [function.on(sample) for sample in samples]
+
+    def _sum(self, values: Mapping[str, Any], count: int) -> list[Reward]:
+        columns = {name: _as_numbers(name, self._functions[name].form, found, count) for name, found in values.items()}
+        rows = [{name: column[row] for name, column in columns.items()} for row in range(count)]
+        return [Reward(math.fsum(self._weights[name] * value for name, value in row.items()), row) for row in rows]
+
+
+def _has_awaitables(values: Mapping[str, Any]) -> bool:
+    return any(inspect.isawaitable(item) for found in values.values() for item in _items(found))
+
+
+def _items(found: Any) -> Sequence[Any]:
+    return found if isinstance(found, list) else [found]
+
+
+async def _settle(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Await what can be, side by side."""
+    flat = [item for found in values.values() for item in _items(found) if inspect.isawaitable(item)]
+    settled = iter(await asyncio.gather(*flat))
+
+    def settle(item: Any) -> Any:
+        return next(settled) if inspect.isawaitable(item) else item
+
+    return {name: [*map(settle, found)] if isinstance(found, list) else settle(found) for name, found in values.items()}
+
+
+def _as_numbers(name: str, form: Form, found: Any, count: int) -> list[float]:
+    values = found.tolist() if hasattr(found, "tolist") else list(found)
+    if len(values) != count:
+        raise VerifierError(f"returned {len(values)} rewards for {count} completions: {name}")
+    # TRL's functions return None for samples that they do not apply to.
+    return [0.0 if value is None and form == "batch" else _number(name, value) for value in values]
+
+
+def _number(name: str, value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise VerifierError(f"returned {number}, which is not a reward: {name}")
+    return number
