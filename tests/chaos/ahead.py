@@ -64,7 +64,7 @@ def _end_faults(job_dir: Path, steps: int) -> Iterator[str]:
     step, states = final_states(job_dir)
     if step != steps:
         yield f"the last checkpoint is of step {step}, not {steps}"
-    if states and states["trainer"]["flight"]["object"]["open"]:
+    if states and states["trainer"]["staleness"]["object"]["open"]:
         yield f"groups are under way at the end: {states['trainer']['flight']['object']['open']}"
     if not (job_dir / "model" / "config.json").is_file():
         yield "no model was exported"
