@@ -16,7 +16,7 @@ LAYERS = (
     ("control", "trainer"),
     ("runtime", "engine", "environment", "algorithm"),
     ("master", "recipe", "session"),
-    ("classic",),
+    ("classic", "script"),
 )
 LAYER_OF = {package: index for index, layer in enumerate(LAYERS) for package in layer}
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     )
     from dlrover.python.rl.common.names import RLRoleType
     from dlrover.python.rl.master.job import RLJob, RLJobBuilder
+    from dlrover.python.rl.script.result import TrainResult
+    from dlrover.python.rl.script.train import train_distill, train_dpo, train_grpo, train_ppo, train_rm, train_sft
     from dlrover.python.rl.session.inference import InferenceEngine
     from dlrover.python.rl.session.session import init, shutdown
     from dlrover.python.rl.session.split import NeedParallel
@@ -41,8 +43,13 @@ _HOME = {
     "SFTTrainer": "dlrover.python.rl.classic",
     "Shard": "dlrover.python.rl.trainer.shard",
     "TrainEngine": "dlrover.python.rl.session.train",
+    "TrainResult": "dlrover.python.rl.script.result",
     "init": "dlrover.python.rl.session.session",
     "shutdown": "dlrover.python.rl.session.session",
+    **dict.fromkeys(
+        ["train_distill", "train_dpo", "train_grpo", "train_ppo", "train_rm", "train_sft"],
+        "dlrover.python.rl.script.train",
+    ),
     "trainer_invocation": "dlrover.python.rl.trainer.workload",
 }
 
@@ -63,9 +70,16 @@ __all__ = [
     "SFTTrainer",
     "Shard",
     "TrainEngine",
+    "TrainResult",
     "init",
     "nn",
     "shutdown",
+    "train_distill",
+    "train_dpo",
+    "train_grpo",
+    "train_ppo",
+    "train_rm",
+    "train_sft",
     "trainer_invocation",
 ]
 

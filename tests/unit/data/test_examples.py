@@ -12,7 +12,9 @@ from dlrover.python.rl.data.conversation import (
     Counts,
     Encoding,
     collect_sft,
+    encode_example,
     encode_sft,
+    normalize_sft,
     sft_prompt,
 )
 
@@ -39,6 +41,25 @@ def test_a_file_becomes_one_batch_and_dropped_rows_are_counted(tokenizer, tmp_pa
     assert batch.dense("row").tolist() == [0, 2]
     with pytest.raises(DataError, match="no row with a trained token; 3 dropped at 1 tokens"):
         encode_sft(SFT_ROWS.read(path), tokenizer, Encoding(max_length=1))
+
+
+@pytest.mark.parametrize(
+    ("row", "read"),
+    [
+        ({"prompt": "A", "completion": "B"}, {"prompt": "A", "response": "B"}),
+        ({"prompt": USER, "completion": ANSWERED[1:]}, {"messages": ANSWERED}),
+        ({"prompt": USER, "completion": "4"}, {"messages": ANSWERED}),
+        ({"text": "AB"}, {"prompt": "", "response": "AB"}),
+    ],
+)
+def test_trls_rows_are_examples(row, read):
+    assert normalize_sft(row) == read
+
+
+def test_texts_without_prompts_are_different_examples(tokenizer):
+    assert [sft_prompt(normalize_sft({"text": text})) for text in ("AB", "CD", "AB")] == ["AB", "CD", "AB"]
+    (encoded,) = encode_example(tokenizer, {"text": "ABC"})
+    assert encoded.action_mask == [False, True, True, True]
 
 
 @pytest.mark.feature(64)

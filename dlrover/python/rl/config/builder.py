@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
+from dlrover.python.rl.common.by_value import name_for
 from dlrover.python.rl.common.errors import CallError
 from dlrover.python.rl.config.layout import job_from_mapping
-from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.config.spec import RUNS, JobSpec
 
 B = TypeVar("B", bound="JobBuilder")
 
@@ -79,30 +80,31 @@ class JobBuilder:
         self._trainer["hang_after_s"] = seconds
         return self
 
-    def trainer(self: B, module_name: str, class_name: str) -> B:
+    def trainer(self: B, module_name: str | type, class_name: str = "") -> B:
+        """Of a module, or a class, which may be one of the main script."""
         self._trainer.update({"module": module_name, "class": class_name})
         return self
 
-    def role(self: B, name: str, module_name: str, class_name: str) -> B:
-        """Describe a role of any name and make it current."""
+    def role(self: B, name: str, module_name: str | type, class_name: str = "") -> B:
+        """Describe a role of any name, by its class as in :meth:`trainer`, and make it current."""
         self._current = self._workload.setdefault(name.lower(), {})
         self._current.update({"module": module_name, "class": class_name})
         return self
 
-    def actor(self: B, module_name: str, class_name: str) -> B:
+    def actor(self: B, module_name: str | type, class_name: str = "") -> B:
         """The ACTOR role (required)."""
         return self.role("actor", module_name, class_name)
 
-    def rollout(self: B, module_name: str, class_name: str) -> B:
+    def rollout(self: B, module_name: str | type, class_name: str = "") -> B:
         return self.role("rollout", module_name, class_name)
 
-    def reference(self: B, module_name: str, class_name: str) -> B:
+    def reference(self: B, module_name: str | type, class_name: str = "") -> B:
         return self.role("reference", module_name, class_name)
 
-    def reward(self: B, module_name: str, class_name: str) -> B:
+    def reward(self: B, module_name: str | type, class_name: str = "") -> B:
         return self.role("reward", module_name, class_name)
 
-    def critic(self: B, module_name: str, class_name: str) -> B:
+    def critic(self: B, module_name: str | type, class_name: str = "") -> B:
         return self.role("critic", module_name, class_name)
 
     def total(self: B, num: int = 1) -> B:
@@ -156,14 +158,16 @@ class JobBuilder:
             raise CallError(f"{call}() applies to a role: call actor(), rollout(), ... or role() first")
         return self._current
 
-    def spec(self, name: str, search_path: tuple[str, ...] = ()) -> JobSpec:
-        """The described job under ``name``. Raises InvalidJob with all errors."""
+    def spec(self, name: str, search_path: tuple[str, ...] = (), in_process: bool = False) -> JobSpec:
+        """The described job under ``name``; classes of the main script go to other processes unless it runs
+        ``in_process``. Raises InvalidJob with all errors."""
+        inputs = None if in_process else RUNS / name / "inputs"
         data = OmegaConf.create(
             {
                 "name": name,
                 **self._files,
-                "trainer": self._trainer,
-                "workload": self._workload,
+                "trainer": _with_names(self._trainer, inputs),
+                "workload": {role: _with_names(values, inputs) for role, values in self._workload.items()},
                 "workload_group": self._groups,
                 "env": self._env,
                 "restart": self._restart,
@@ -173,3 +177,12 @@ class JobBuilder:
         )
         data["config"] = self._config if isinstance(self._config, DictConfig) else OmegaConf.create(dict(self._config))
         return job_from_mapping(data, name, search_path)
+
+
+def _with_names(values: Mapping[str, Any], inputs: Path | None) -> dict[str, Any]:
+    """The description of a process with the names of its class."""
+    kind = values.get("module")
+    if not isinstance(kind, type):
+        return dict(values)
+    name = name_for(kind, inputs) if inputs is not None else f"{kind.__module__}:{kind.__qualname__}"
+    return {**values, **dict(zip(("module", "class"), name.split(":", 1), strict=True))}

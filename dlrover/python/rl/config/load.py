@@ -2,7 +2,7 @@
 """Job files and dotted overrides."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,6 +16,7 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.config.layout import JOB_KEYS, job_from_mapping
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.config.typed import from_plain
 
 _ALMOST = 0.8
 """Similarity from which a key is taken to mean one of the layout."""
@@ -61,6 +62,21 @@ def load_job_text(
     data["name"] = name
     job = job_from_mapping(data, name, search_folders() if search_path is None else search_path)
     return replace(job, unlisted=tuple(unlisted))
+
+
+def load_job_with(path: str | Path, values: Mapping[str, Any], search_path: tuple[str, ...]) -> JobSpec:
+    """Like :func:`load_job` with plain values by key instead of overrides: nested or dotted, and text is literal."""
+    data, given = _read(_text(Path(path)), str(path)), dict[str, Any]()
+    for key, value in values.items():
+        *parents, last = key.split(".") if key.split(".")[0] in JOB_KEYS else ["config", *key.split(".")]
+        section = given
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        if isinstance(value, Mapping):
+            section.setdefault(last, {}).update(value)
+        else:
+            section[last] = value
+    return job_from_mapping(DictConfig(OmegaConf.merge(data, from_plain(given))), Path(path).stem, search_path)
 
 
 def search_folders(*more: Path) -> tuple[str, ...]:

@@ -73,8 +73,18 @@ def encode_example(
 
 
 def normalize_sft(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a supervised example as ``prompt`` and ``response``, or ``messages`` with the answer; or DataError."""
+    """Return a supervised example as ``prompt`` and ``response``, or ``messages`` with the answer; or DataError.
+
+    TRL's other forms are accepted: ``text``, which is trained whole, and ``completion``, text or messages."""
     row = normalize_row(row)
+    if "text" in row and not {"prompt", "messages"} & row.keys():
+        row |= {"prompt": "", "response": row.pop("text")}
+    if "completion" in row and "response" not in row:
+        completion = row.pop("completion")
+        if isinstance(completion, list) and "messages" in row:
+            row["messages"] = [*row["messages"], *completion]
+        else:
+            row["response"] = completion
     messages = row.get("messages")
     if isinstance(messages, list) and messages and not _is_answer(messages[-1]):
         answer = row.pop("response", row.get("answer"))
@@ -230,8 +240,8 @@ def collect_sft(samples: Sequence[Any], name: str = "samples") -> SourceRows:
 
 
 def sft_prompt(row: Mapping[str, Any]) -> Any:
-    """The prompt that identifies copies: raw, or the messages before the first answer."""
-    return messages_before_answer(row["messages"]) if "messages" in row else row["prompt"]
+    """What identifies copies: the raw prompt, or the messages before the first answer; of a text without, all of it."""
+    return messages_before_answer(row["messages"]) if "messages" in row else row["prompt"] or row["response"]
 
 
 def messages_before_answer(messages: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -239,8 +239,8 @@ class RLJob:
     def __init__(self, builder: "RLJobBuilder") -> None:
         self._builder = builder
 
-    def spec(self, job_name: str) -> JobSpec:
-        return self._builder.spec(job_name)
+    def spec(self, job_name: str, local: bool = False) -> JobSpec:
+        return self._builder.spec(job_name, in_process=local)
 
     def submit(  # noqa: PLR0913 -- upstream DLRover's signature, and where to run
         self,
@@ -271,7 +271,7 @@ class RLJob:
         """
         if not blocking and address is None:
             raise CallError("submit(blocking=False) needs address=: a cluster started here would end with this process")
-        spec = self._builder.spec(job_name)
+        spec = self.spec(job_name, local)
         amounts = {"cpu": master_cpu, "memory": master_memory}
         master: dict[str, Any] = {name: float(amount) for name, amount in amounts.items() if amount is not None}
         spec = replace(
@@ -309,7 +309,7 @@ class RLJobBuilder(JobBuilder):
 
     def build(self) -> RLJob:
         """Raises InvalidJob with all errors that can be found without importing the classes."""
-        spec = self.spec("unnamed")
+        spec = self.spec("unnamed", in_process=True)
         _, errors = plan(spec)
         if errors:
             raise InvalidJob(errors)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions, classes and objects of a script or a notebook, which other processes cannot import, as files.
+
+The name of one, ``dlrover.python.rl.common.by_value:<its file>``, is loaded like that of any importable object.
+"""
+
+import copyreg
+import dataclasses
+import pickle
+import sys
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import cloudpickle
+
+from dlrover.python.rl.common.disk_space import replace
+
+# Fields of dataclasses compare with it by identity, so a copy of it would be a default value.
+copyreg.pickle(type(dataclasses.MISSING), lambda _: "MISSING")
+
+
+def name_for(value: Any, folder: Path) -> str:
+    """A name by which other processes load ``value``: its own, or that of a file in ``folder``, with its content.
+
+    Raises:
+        TypeError: it cannot be pickled.
+    """
+    module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if module != "__main__" and _is_found(value, module, path):
+        return f"{module}:{path}"
+    label = path.rpartition(".")[2].strip("<>") or type(value).__name__
+    return name_of_file(write(value, folder, label))
+
+
+def write(value: Any, folder: Path, label: str) -> Path:
+    """Pickle ``value`` into ``folder``; raises TypeError if it cannot be pickled."""
+    try:
+        content: bytes = cloudpickle.dumps(value)
+    except Exception as error:  # pickling raises what the objects' own code raises
+        raise TypeError(f"{label} cannot be pickled: {type(error).__name__}: {error}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{label}-{blake2b(content, digest_size=6).hexdigest()}.pickle"
+    replace(file, content)
+    return file
+
+
+def name_of_file(file: Path) -> str:
+    return f"{__name__}:{quote(str(file.absolute())).replace('.', '%2E')}"
+
+
+def label_of(name: str) -> str:
+    """The last part of a dotted name, or the label of a file's."""
+    path = unquote(name.rpartition(":")[2])
+    return Path(path).stem.rpartition("-")[0] if path.startswith("/") else path.rpartition(".")[2]
+
+
+def _is_found(value: Any, module: str | None, path: str) -> bool:
+    found: Any = sys.modules.get(module or "")
+    if getattr(found, "__spec__", None) is None:
+        return False
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+def __getattr__(name: str) -> Any:
+    if not name.startswith("/"):
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    try:
+        return pickle.loads(Path(unquote(name)).read_bytes())
+    except FileNotFoundError as error:
+        raise AttributeError(f"{unquote(name)} is gone") from error

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training from a script that knows ``dlrover.rl`` only."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDES = ROOT / "docs" / "guides"
+SMALL = "prompts_per_step=4, rollout={'samples_per_prompt': 2, 'max_new_tokens': 4}"
+DEADLINE_S = 250.0
+
+
+def run(code, folder, *launcher):
+    """Run a script in ``folder``, with a tiny model in the place of its models; what it printed."""
+    write_tiny_model(folder / "tiny", hidden=32, layers=1)
+    (folder / "script.py").write_text(re.sub(r'"Qwen/[^"]+"', "'tiny'", code), encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, "script.py"]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def in_small(code):
+    """The keys of a quick run, added to a call."""
+    return code.replace("steps=2,", f"steps=2, {SMALL},")
+
+
+def test_the_first_program_of_the_guide_trains_and_shows_its_metrics(tmp_path):
+    code = in_small((GUIDES / "python" / "grpo.py").read_text(encoding="utf-8"))
+    said = run(f"{code}print(run.model.is_dir(), len(run.steps), len(run.samples), sorted(run.summary)[0])\n", tmp_path)
+    table, last = said.strip().rsplit("\n", 1)
+    assert last == "True 2 16 held-out failed after"
+    assert "reward" in table and "loss" in table
+    assert len(list((tmp_path / "runs/grpo").glob("*-*-*"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_the_same_program_runs_on_ray(tmp_path):
+    code = in_small((GUIDES / "python" / "grpo.py").read_text(encoding="utf-8"))
+    assert "reward" in run(code.replace("steps=2,", "steps=2, runtime='ray',"), tmp_path)
+
+
+@pytest.mark.slow
+def test_the_same_program_runs_under_torchrun(tmp_path):
+    code = in_small((GUIDES / "python" / "grpo.py").read_text(encoding="utf-8"))
+    said = run(code, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    assert said.count("reward") == 2
+    assert len(list((tmp_path / "runs/grpo").glob("*-*-*"))) == 1
+
+
+PRELUDE = """
+import dlrover.rl as rl
+model = "Qwen/x"
+rows = [{"prompt": "p", "secret": n, "limit": 9, "answer": str(n)} for n in range(8)]
+problems = rows
+examples = [{"prompt": f"{n}", "response": f"{n}"} for n in range(8)]
+"""
+
+
+@pytest.mark.slow
+def test_what_the_guide_shows_runs(tmp_path):
+    text = (GUIDES / "python.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    code = code.replace("env=Ask, rollout={", "env=Ask, steps=1, prompts_per_step=4, rollout={'max_new_tokens': 4, ")
+    code = code.replace("epochs=1", "steps=1").replace("steps=100", in_small("steps=2,").rstrip(","))
+    assert "right, steps=2" in code
+    said = run(PRELUDE + code + "print([row['reward'] for row in run.steps])", tmp_path)
+    assert re.search(r"\[[\d.]+, [\d.]+\]", said)
