@@ -136,7 +136,7 @@ types: $(VENV)/dev ## Mypy, strict
 	$(BIN)/mypy
 
 docs: $(VENV)/dev ## Build the documentation; a warning is an error
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	$(BIN)/python -m sphinx -E -W --keep-going -q -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
 format: $(VENV)/dev ## Let ruff mend what it can
