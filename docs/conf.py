@@ -50,7 +50,10 @@ suppress_warnings = ["ref.python"]  # the annotation `type` matches every field 
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!dlrover).*\..*"),
     (r"py:(class|obj)", r"dlrover\..*\.([A-Z]|_\w+)"),
-    (r"py:.*", r"[A-Z_][A-Za-z_]?|Any|DataFrame|Future|inf|str|int|float|bool|bytes|type|None|list|dict|tuple|set|object"),
+    (
+        r"py:.*",
+        r"[A-Z_][A-Za-z_]?|Any|DataFrame|Future|inf|str|int|float|bool|bytes|type|None|list|dict|tuple|set|object",
+    ),
     (r"py:.*", r"\w+\[(str|int)"),
     (r"py:class", r"Literal\[.*"),
     (r"py:class", r"dlrover\..*\.(SampleDataset|LoadedSample|InvocationOptions)"),
