@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import dlrover.rl as rl
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "engines-by-hand.md"
+GUIDE = ROOT / "docs" / "guides" / "from-rlite.md"
 FOLDER = ROOT / "examples" / "engines_by_hand"
 DEADLINE_S = 280.0
 
@@ -111,11 +113,9 @@ RLITE = """
     import torch.nn.functional as F
     from transformers import Qwen2ForCausalLM
 
-    import dlrover.rl as rlite
-    import dlrover.rl.nn
-    from dlrover.rl import InferenceEngine as RliteInferenceEngine
-    from dlrover.rl import NeedParallel
-    from dlrover.rl import TrainEngine as RliteTrainEngine
+    import rlite
+    import rlite.nn
+    from rlite import NeedParallel, RliteInferenceEngine, RliteTrainEngine
     from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
     try:
@@ -125,14 +125,14 @@ RLITE = """
 
     model = write_tiny_model("tiny", hidden=128, layers=2)  # heads as wide as vLLM wants them
 
-    class MyQwenModel(rlite.nn.TrainModule, Qwen2ForCausalLM):
+    class MyQwenModel(rlite.nn.HuggingFaceFsdp2TrainModule, Qwen2ForCausalLM):
         def on_weights_materialized(self):
             self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-5)
 
         def train_step(self, input_ids, grad_acc_steps=1):
             # The tutorial makes one tensor of completions that differ in length: they are padded here.
             width = max(map(len, input_ids))
-            labels = torch.tensor([row + [-100] * (width - len(row)) for row in input_ids], device=self.device)
+            labels = torch.tensor([row + [-100] * (width - len(row)) for row in input_ids], device="cuda")
             logits = self(labels.clamp(min=0)).logits[:, :-1].contiguous()
             labels = labels[:, 1:].contiguous()
             loss = F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1)).mean()
@@ -191,7 +191,10 @@ RLITE = """
 
 
 def tutorial(here, executor):
-    return textwrap.dedent(RLITE).replace("HERE", here).replace("EXECUTOR", repr(executor))
+    """RLite's tutorial after the command of its guide."""
+    (line,) = re.findall(r"^sed -i (.*) script.py$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
+    code = textwrap.dedent(RLITE).replace("HERE", here).replace("EXECUTOR", repr(executor))
+    return subprocess.run(["sed", *shlex.split(line)], input=code, capture_output=True, text=True, check=True).stdout
 
 
 def test_rlites_tutorial_in_one_process(tmp_path, monkeypatch, capsys):

@@ -294,9 +294,11 @@ class ClassicGRPOTrainer(ClassicPolicyTrainer):
     kl_penalty: NonNegativeNumber = 0.0
     """Weight of the KL penalty (k3, in the loss) towards the model that the run begins with."""
 
-    max_error: NonNegativeNumber = 100.0
+    max_error: NonNegativeNumber | None = None
+    """With it, the reward of a completion without any text is ``-(max_error + invalid_penalty)``, without
+    ``get_reward``."""
+
     invalid_penalty: NonNegativeNumber = 1.0
-    """The reward of a completion without any text is ``-(max_error + invalid_penalty)``, without ``get_reward``."""
 
     wandb_project: str = "grpo"
 
@@ -307,7 +309,7 @@ class ClassicGRPOTrainer(ClassicPolicyTrainer):
         return {**super()._config(launch), "algorithm.name": "grpo"}
 
     def _empty_reward(self) -> float | None:
-        return -(self.max_error + self.invalid_penalty)
+        return None if self.max_error is None else -(self.max_error + self.invalid_penalty)
 
 
 @names_arguments
