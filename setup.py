@@ -28,7 +28,7 @@ CORE = [
     "transformers>=5.17,<6",
 ]
 LORA = ["peft>=0.17"]
-DATA = ["datasets>=4"]
+DATA = ["datasets>=4", "pandas>=2"]
 MATH = ["math-verify[antlr4_13_2]>=0.8"]
 GYM = ["gymnasium>=1"]
 PLOT = ["matplotlib>=3.8"]

@@ -56,9 +56,8 @@ def job_of(folder: Path, max_staleness: int, seed: int, steps: int) -> JobSpec:
     builder.trainer("dlrover.python.rl.recipe.grpo", "GRPOTrainer")
     builder.actor(WORKLOADS, "ActorWorkload").total(1)
     builder.rollout(WORKLOADS, "RolloutWorkload").total(1)
-    job = builder.spec(f"ahead-{max_staleness}-{seed}", search_path=(str(REPOSITORY),))
-    object.__setattr__(job, "job_dir", folder / job.name)
-    return job
+    name = f"ahead-{max_staleness}-{seed}"
+    return builder.job_dir(folder / name, overwrite=True).spec(name, search_path=(str(REPOSITORY),))
 
 
 def run_one(folder: Path, max_staleness: int, seed: int, steps: int) -> dict[str, Any]:

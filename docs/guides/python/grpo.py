@@ -6,5 +6,5 @@ def close(completion, target):
 
 
 rows = [{"prompt": f"Say {n} letters: ", "target": n} for n in range(1, 9)]
-run = rl.train_grpo("Qwen/Qwen2.5-0.5B-Instruct", rows, reward=close, steps=2, learning_rate=1e-6)
-print(run.metrics[["reward", "loss"]])
+run = rl.train_grpo("Qwen/Qwen2.5-0.5B-Instruct", rows, reward=close, steps=2, optimizer={"lr": 1e-6})
+print(run.model, run.summary)

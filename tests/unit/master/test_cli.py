@@ -344,7 +344,7 @@ def test_an_input_that_is_almost_right_is_answered_once_in_one_line(shell, recip
 def test_a_missing_actor_is_said_once(shell):
     text = GOOD.replace("  actor: {module: toy_jobs, class: Adder, num: 2}\n", "")
     message = refused(shell, text, commands=[("check",)])
-    assert message == "1 error in the job:\n  - workload: the role 'actor' is required; known: rollout\n"
+    assert message == "1 error in the job:\n  - workload: the role 'actor' is required; the job has rollout\n"
 
 
 def test_a_missing_file_is_no_text_of_a_job(shell):

@@ -44,6 +44,7 @@
 ``StepAbandoned`` is not an error: it unwinds a trainer's step back to the last commit.
 """
 
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -326,3 +327,14 @@ class StepAbandoned(BaseException):
     def __init__(self, step: int, cause: BaseException) -> None:
         self.step, self.cause = step, cause
         super().__init__(step, cause)
+
+
+_OWN = "dlrover.python.rl."
+
+
+def user_traceback(error: BaseException, chain: bool = True) -> str:
+    """The traceback of ``error`` from the user's first frame on; whole, if none of its frames is the user's."""
+    trace = error.__traceback__
+    while trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith(_OWN):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__, chain=chain))

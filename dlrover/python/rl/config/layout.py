@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.common.names import RLRoleType, check_job_name, hint, is_role_name
+from dlrover.python.rl.common.names import RLRoleType, check_job_name, hint, is_role_name, nearest
 from dlrover.python.rl.config.spec import (
     RUNS,
     CheckpointSpec,
@@ -198,7 +198,9 @@ def _validate_roles(values: Any) -> list[ConfigError]:
             errors.append(ConfigError(f"workload.{role}", f"the role '{role.lower()}' occurs twice"))
         nums[name] = _count(spec.get("num", 1)) if isinstance(spec, dict) else None
     if RLRoleType.ACTOR not in nums:
-        errors.append(ConfigError("workload", f"the role 'actor' is required{hint('actor', workload)}"))
+        near = nearest("actor", map(str, workload))
+        advice = f"did you mean '{near}'?" if near else f"the job has {', '.join(map(str, workload)) or 'none'}"
+        errors.append(ConfigError("workload", f"the role 'actor' is required; {advice}"))
     restarts = values.get("restart")
     limits = restarts.get("workload_max_restart") if isinstance(restarts, dict) else None
     for role in limits if isinstance(limits, dict) else ():

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
-from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.jsonl import find_message_faults, normalize_row, raise_errors, sort_by_line
 from dlrover.python.rl.data.source import RowReader, SourceRows, normalize_rows
@@ -111,7 +111,10 @@ def _sft_faults(row: Mapping[str, Any]) -> list[str]:
             faults = ["begins with the assistant: there is no prompt for its turn"]
         return [*faults, *(["ends with an answer, and has a 'response' besides"] if "response" in row else [])]
     if "prompt" not in row or "response" not in row:
-        return [f"needs 'prompt' and 'response', or 'messages'; it has {', '.join(row) or 'nothing'}"]
+        absent = [key for key in ("prompt", "response") if key not in row]
+        close = next((key for key in row if nearest(key, absent)), "")
+        advice = hint(close, absent) if close else f"; it has {', '.join(row) or 'nothing'}"
+        return [f"needs 'prompt' and 'response', or 'messages'{f': unknown key {close!r}' if close else ''}{advice}"]
     return [f"'{key}' must be text" for key in ("prompt", "response") if not isinstance(row[key], str)]
 
 

@@ -9,13 +9,12 @@ import contextlib
 import os
 import socket
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from dlrover.python.rl.common.errors import CallError
+from dlrover.python.rl.common.errors import CallError, user_traceback
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId, RLRoleType, member_name
 from dlrover.python.rl.common.sockets import HeldPort
@@ -93,7 +92,7 @@ class LocalExecutor:
             try:
                 members[rank : rank + 1] = [self._make(role, rank, incarnation)]
             except (Exception, SystemExit) as error:  # noqa: BLE001 -- a process boundary
-                message, detail = f"{type(error).__name__}: {error}", traceback.format_exc()
+                message, detail = f"{type(error).__name__}: {error}", user_traceback(error)
                 cause = Cause(CauseKind.START_FAILED, str(ProcessId(role, rank)), message, detail)
                 emit(MemberLost(role, rank, incarnation, cause))
                 return
@@ -135,7 +134,7 @@ class LocalExecutor:
                 with process_environment(self.job.env):
                     run_trainer(lambda: make(link), link)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- a process boundary
-            cause = cause_of(error, "trainer", traceback.format_exc())
+            cause = cause_of(error, "trainer", user_traceback(error))
             emit(TrainerLost(command.epoch, cause))
             return
         emit(TrainerFinished(command.epoch))

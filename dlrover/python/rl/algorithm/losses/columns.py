@@ -241,10 +241,12 @@ class SampleView:
 
     @property
     def reward(self) -> Floats:
+        """``[samples]``: the sum over a sample's rows; NaN where it failed."""
         return np.bincount(self.of_row, weights=self.rows.dense("reward")).astype(np.float64)
 
     @property
     def prompt_id(self) -> npt.NDArray[np.int64]:
+        """``[samples]``: equal for the samples of a group."""
         _, first = np.unique(self.of_row, return_index=True)
         prompt_id: npt.NDArray[np.int64] = self.rows.dense("prompt_id")[first]
         return prompt_id

@@ -12,13 +12,12 @@ A trajectory holds tokens as the policy saw them, in one sequence while each sta
 
 import asyncio
 import copy
-import traceback
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
-from dlrover.python.rl.common.errors import DataError, EnvironmentFailed
+from dlrover.python.rl.common.errors import DataError, EnvironmentFailed, user_traceback
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.environment.core.base import Environment, StepResult, StepRules, validate_state, validate_step
 
@@ -153,7 +152,7 @@ class Guard:
             raise EnvironmentFailed(f"{call} was cancelled from inside") from None
         except Exception as error:
             message = f"{call} raised {type(error).__name__}: {error}"[:2_000]
-            raise EnvironmentFailed(message, traceback.format_exc()) from error
+            raise EnvironmentFailed(message, user_traceback(error)) from error
 
     def _forget(self, task: "asyncio.Task[Any]") -> None:
         self._abandoned.discard(task)

@@ -23,7 +23,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -31,6 +30,8 @@ from contextlib import suppress
 from io import TextIOBase
 from pathlib import Path
 from typing import Any, NoReturn
+
+from dlrover.python.rl.common.errors import user_traceback
 
 READY = "ready"
 """The number of the first reply, which may carry the ``error`` that the child could not start for."""
@@ -261,8 +262,11 @@ class Channel:
 
 
 def error_reply(message: str) -> dict[str, Any]:
-    """Report the exception that is being handled."""
-    return {"error": message[:_MESSAGE_CHARACTERS], "traceback": traceback.format_exc()[-_TRACEBACK_CHARACTERS:]}
+    """Report the exception that is being handled, with the frames of the user's code."""
+    error = sys.exception()
+    assert error is not None, "it is being handled"
+    text = user_traceback(error)
+    return {"error": message[:_MESSAGE_CHARACTERS], "traceback": text[-_TRACEBACK_CHARACTERS:]}
 
 
 class Capped(TextIOBase):

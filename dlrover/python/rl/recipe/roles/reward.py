@@ -49,24 +49,34 @@ class RewardWorkload(BaseWorkload):
     def init_verifier(self, reward: RewardConfig) -> None:
         start = partial(DeadlineVerifier, reward.function, reward.timeout_s, memory_mb=reward.memory_mb)
         self._verifiers = VerifierPool(reward.workers, start)
+        self._shown: set[str] = set()
 
     def score(self, rollouts: Batch) -> Batch:
         """Summaries of the rows with ``reward`` (float64, NaN if the verifier failed) and ``error`` (why, or None)."""
         columns = [rollouts.objects(name) for name in Completed._fields]
         results = self._verifiers.score(map(Completed, *columns))
-        errors = [_log_reason(result) if isinstance(result, VerifierError) else None for result in results]
+        failures = [result for result in results if isinstance(result, VerifierError)]
+        if failures:
+            self._log_failures(failures, len(results))
+        errors = [_first_line(result) if isinstance(result, VerifierError) else None for result in results]
         rewards = [float("nan") if isinstance(result, VerifierError) else result.total for result in results]
         return summarize_rows(rollouts).with_columns(reward=np.array(rewards, dtype=np.float64), error=errors)
+
+    def _log_failures(self, failures: Sequence[VerifierError], count: int) -> None:
+        """One line for all, and the first time the traceback of the user's function."""
+        reason, details = _first_line(failures[0]), failures[0].remote_traceback
+        kind = reason.partition(": ")[0]
+        traceback = f"\n{details}" if details and kind not in self._shown else ""
+        self._shown.add(kind)
+        _LOG.warning("%d of %d samples failed: %s%s", len(failures), count, reason, traceback)
 
     def close(self) -> None:
         if hasattr(self, "_verifiers"):
             self._verifiers.close()
 
 
-def _log_reason(error: VerifierError) -> str:
-    reason = str(error).splitlines()[0]
-    _LOG.warning("a sample failed: %s", reason)
-    return reason
+def _first_line(error: VerifierError) -> str:
+    return str(error).splitlines()[0]
 
 
 _SEQUENCES, _TOKENS = "ForSequenceClassification", "ForTokenClassification"

@@ -3,7 +3,6 @@
 
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from dlrover.python.rl.common.errors import (
     MasterLost,
     WorkloadDied,
     WorkloadStartError,
+    user_traceback,
 )
 from dlrover.python.rl.common.extensions import load_module
 from dlrover.python.rl.common.names import ProcessId, hint
@@ -110,7 +110,7 @@ def starting(who: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
-        raise WorkloadStartError(who, f"{type(error).__name__}: {error}", traceback.format_exc()) from None
+        raise WorkloadStartError(who, f"{type(error).__name__}: {error}", user_traceback(error)) from None
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,7 +17,6 @@ import inspect
 import pickle
 import socket
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,14 @@ from typing import Any, TypeAlias
 
 import cloudpickle
 
-from dlrover.python.rl.common.errors import CallSkipped, InvocationError, ReplayDiverged, ResultLost, StaleCall
+from dlrover.python.rl.common.errors import (
+    CallSkipped,
+    InvocationError,
+    ReplayDiverged,
+    ResultLost,
+    StaleCall,
+    user_traceback,
+)
 from dlrover.python.rl.common.log import cut_middle
 from dlrover.python.rl.runtime.checkpoint.member_state import (
     CommitAnswer,
@@ -246,7 +252,7 @@ class MemberHost:
             rank=self._context.rank,
             method=method,
             node=socket.gethostname(),
-            remote_traceback=cut_middle(traceback.format_exc(), _MOST_TRACEBACK, "\n[...]\n"),
+            remote_traceback=cut_middle(user_traceback(error), _MOST_TRACEBACK, "\n[...]\n"),
         )
         try:
             cloudpickle.loads(cloudpickle.dumps(error))

@@ -12,7 +12,6 @@ import os
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import wait as wait_for
@@ -22,11 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dlrover.python.rl.common.errors import (
-    InvocationError,
-    WorkloadDied,
-    WorkloadStartError,
-)
+from dlrover.python.rl.common.errors import InvocationError, WorkloadDied, WorkloadStartError, user_traceback
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import member_name
 from dlrover.python.rl.common.sockets import HeldPort
@@ -132,8 +127,8 @@ class Leader:
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the boundary of the job
             self.error = self._first_cause(port, error)
             message = str(self.error).partition("\n")[0]
-            trace = traceback.format_exception(self.error, chain=False)
-            _LOG.error("%s failed: %s\n%s", self.job.name, message, "".join(trace).rstrip())
+            trace = user_traceback(self.error, chain=False)
+            _LOG.error("%s failed: %s\n%s", self.job.name, message, trace.rstrip())
         finally:
             port.end(clean=self.error is None)
             _end_process_after_timeout(port.worker, clean=self.error is None)

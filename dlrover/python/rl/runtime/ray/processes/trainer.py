@@ -8,14 +8,13 @@ the request is repeated.
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
-from dlrover.python.rl.common.errors import JobFailed, MasterLost, WorkloadDied
+from dlrover.python.rl.common.errors import JobFailed, MasterLost, WorkloadDied, user_traceback
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
@@ -212,7 +211,7 @@ class TrainerActor:
             link, make = self._bind(start)
             run_trainer(make, link)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
-            return cause_of(_root(error), str(TRAINER_ID), traceback.format_exc())
+            return cause_of(root := _root(error), str(TRAINER_ID), user_traceback(root))
         return None
 
     def _bind(self, start: TrainerStart) -> tuple[TrainerLink, Callable[[], BaseTrainer]]:
