@@ -253,7 +253,7 @@ def test_sampling_parameters_come_from_a_mapping_and_a_misspelt_one_is_refused(e
 @pytest.mark.parametrize(
     ("texts", "changes", "message"),
     [
-        (["ok", "x" * 120], {"max_new_tokens": 9}, "129 tokens"),
+        (["ok", "x" * 128], {}, "129 tokens"),
         (["ok", ""], {}, r"\[1\]"),
         (["ok"], {"temperature": -0.1}, "temperature -0.1"),
         (["ok"], {"temperature": float("nan")}, "temperature nan"),
@@ -273,6 +273,16 @@ def test_what_cannot_be_drawn_is_refused(engine, texts, changes, message):
     with pytest.raises(EngineError, match=message):
         engine.generate(batch, params, (0,))
     assert engine.running == 0
+
+
+def test_a_prompt_is_continued_as_far_as_the_model_reaches(engine):
+    """Other prompts of the batch have all their tokens, and those that are there are the same."""
+    texts, params = ["x" * 120, "ok"], sampling(max_new_tokens=20, ignore_eos=True)
+    out = engine.generate(prompts(texts), params, (3,))
+    assert [int(mask.sum()) for mask in out.ragged("action_mask")] == [8, 20]
+    assert not out.dense("finished").any()
+    short = engine.generate(prompts(texts), sampling(max_new_tokens=8, ignore_eos=True), (3,))
+    assert short.ragged("tokens")[0].tolist() == out.ragged("tokens")[0].tolist()
 
 
 @pytest.mark.parametrize("token", [-1, 259])

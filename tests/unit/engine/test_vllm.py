@@ -290,7 +290,7 @@ def test_starting_it_leaves_the_process_as_it_was(engine, model_path):
     )
     try:
         with pytest.raises(EngineError, match="41 tokens does not fit the backend's limit of 40"):
-            made.generate(prompts(["x" * 31]), SamplingParams(max_new_tokens=10), (0,))
+            made.generate(prompts(["x" * 40]), SamplingParams(max_new_tokens=10), (0,))
     finally:
         made.close()
     assert (torch.set_num_threads is threads, torch.get_num_threads()) == (True, count)

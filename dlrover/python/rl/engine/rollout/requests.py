@@ -7,7 +7,7 @@ Tokens are sampled by inverse CDF: a sample depends on its own seed only, not on
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -100,21 +100,19 @@ def _check_sampling(sampling: SamplingParams) -> None:
         raise EngineError(f"cannot sample with {', '.join(faults)}")
 
 
-def _check_requests(requests: Sequence[Request], sampling: SamplingParams, running: Iterable[tuple[int, int]]) -> None:
+def _check_requests(added: Sequence["RunningRequest"], running: Iterable[tuple[int, int]]) -> None:
     """Refuse requests that are malformed or complete, or whose key is among the ``running`` ones."""
     keys = set(running)
-    for request in requests:
+    for request, most in ((item.request, item.sampling.max_new_tokens) for item in added):
         if request.key in keys:
             raise EngineError(f"request {request.key} runs already, or comes twice")
         keys.add(request.key)
         lengths = {len(request.done), len(request.logprobs), len(request.versions)}
         if len(lengths) > 1:
             raise EngineError(f"request {request.key}: done, logprobs and versions have {sorted(lengths)} entries")
-        if len(request.done) >= sampling.max_new_tokens:
-            raise EngineError(
-                f"request {request.key} has {len(request.done)} tokens of at most {sampling.max_new_tokens}:"
-                " none remain to generate"
-            )
+        if len(request.done) >= most:
+            what = f"request {request.key} has {len(request.done)} tokens of at most {most}"
+            raise EngineError(f"{what}: none remain to generate")
 
 
 def as_batch(completions: Sequence[Completion]) -> Batch:
@@ -146,7 +144,7 @@ class RunningRequest:
     """A request and its completion so far, in lists since each step appends to them."""
 
     request: Request
-    sampling: SamplingParams
+    sampling: SamplingParams  # its max_new_tokens fit the model
     seed: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -270,17 +268,24 @@ class RunningRequests:
         if not tokens.lengths.all():
             empty = np.flatnonzero(tokens.lengths == 0).tolist()
             raise EngineError(f"prompts {empty} are empty: generation needs at least one token to begin with")
-        longest = int(tokens.lengths.max(initial=0)) + sampling.max_new_tokens
+        longest = int(tokens.lengths.max(initial=0)) + 1
         self._lm.check_tokens(tokens.values, longest)
         if self._max_length is not None and longest > self._max_length:
             raise EngineError(f"a sequence of {longest} tokens does not fit the backend's limit of {self._max_length}")
+
+    def _start(self, request: Request, sampling: SamplingParams, seed: tuple[int, ...]) -> RunningRequest:
+        """Of the new tokens as many as fit after the prompt."""
+        limits = [limit for limit in (self._lm.max_positions, self._max_length) if limit is not None]
+        room = min(limits, default=len(request.prompt) + sampling.max_new_tokens) - len(request.prompt)
+        fitting = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        return RunningRequest.of(request, fitting, seed)
 
     def add(self, requests: Sequence[Request], sampling: SamplingParams, seed: tuple[int, ...]) -> list[int]:
         """Add all requests or none; returns their numbers in order."""
         self.check(Ragged.from_rows([request.prompt for request in requests], dtype=np.int64), sampling)
         self._lm.check_tokens(np.concatenate([np.empty(0, np.int64), *(request.done for request in requests)]), 0)
-        _check_requests(requests, sampling, (running.request.key for running in self.by_number.values()))
-        added = [RunningRequest.of(request, sampling, seed) for request in requests]
+        added = [self._start(request, sampling, seed) for request in requests]
+        _check_requests(added, (running.request.key for running in self.by_number.values()))
         for running in added:
             if reason := self.rules.finish_reason(running):
                 raise EngineError(f"request {running.request.key} has ended already ({reason})")
@@ -297,7 +302,7 @@ class RunningRequests:
             for identity, tokens in pairs
             for index in range(sampling.samples_per_prompt)
         ]
-        return self._add([RunningRequest.of(request, sampling, seed) for request in requests])
+        return self._add([self._start(request, sampling, seed) for request in requests])
 
     def _add(self, added: Sequence[RunningRequest]) -> list[int]:
         numbers = list(range(self._count, self._count + len(added)))

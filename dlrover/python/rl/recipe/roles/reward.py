@@ -53,8 +53,9 @@ class RewardWorkload(BaseWorkload):
 
     def score(self, rollouts: Batch) -> Batch:
         """Summaries of the rows with ``reward`` (float64, NaN if the verifier failed) and ``error`` (why, or None)."""
-        columns = [rollouts.objects(name) for name in Completed._fields]
-        results = self._verifiers.score(map(Completed, *columns))
+        completions, answers, infos, prompts = (rollouts.objects(name) for name in Completed._fields)
+        samples = map(Completed, completions, answers, (info or {} for info in infos), prompts)
+        results = self._verifiers.score(samples)
         failures = [result for result in results if isinstance(result, VerifierError)]
         if failures:
             self._log_failures(failures, len(results))

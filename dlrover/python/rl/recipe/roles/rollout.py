@@ -97,8 +97,7 @@ class RolloutWorkload(EngineWorkload):
             try:
                 self._engine.check(Ragged.from_rows([tokens], dtype=np.int64), sampling)
             except EngineError as error:
-                message = f"{len(tokens)} tokens, and up to {sampling.max_new_tokens} new ones"
-                faults.wrong.append(ConfigError(place, f"{message}: {error}"))
+                faults.wrong.append(ConfigError(place, f"{len(tokens)} tokens leave no room for new ones: {error}"))
         return faults
 
     @on_device
