@@ -29,6 +29,17 @@ def test_a_trajectory_that_failed_in_one_row_counts_nowhere():
     assert annotated.dense("weight").tolist() == [0, 0, 0.5, 0.5]
 
 
+@pytest.mark.parametrize("averaging", ["token", "sequence"])
+def test_a_masked_sample_has_no_weight_and_its_reward_counts_in_its_group(averaging):
+    """Beside it the others weigh as without it."""
+    rows = rows_of([1, 1, 1, 1], [1, 3, 0, 0], [1, 3, 2, 5]).with_columns(trajectory=np.array([0, 1, 2, 2]))
+    algorithm = GRPO(normalize="none", averaging=averaging)
+    masked = algorithm.annotate(rows.with_columns(masked=np.array([False, False, True, False])))
+    assert masked.dense("advantage").tolist() == algorithm.annotate(rows).dense("advantage").tolist()
+    alone = algorithm.annotate(rows_of([1, 1], [1, 3], [1, 3])).dense("weight").tolist()
+    assert masked.dense("weight").tolist() == [*alone, 0, 0]
+
+
 def test_a_row_without_an_action_adds_its_reward_only():
     rows = rows_of([1, 1, 1], [0, 2, 1], [2, 0, 2]).with_columns(trajectory=np.array([0, 0, 1]))
     annotated = GRPO(normalize="none").annotate(rows)

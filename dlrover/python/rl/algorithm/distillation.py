@@ -19,7 +19,15 @@ from typing import ClassVar, Literal
 
 import torch
 
-from dlrover.python.rl.algorithm.losses.columns import Metrics, Needs, TokenColumns, column, token_weights, weighted_sum
+from dlrover.python.rl.algorithm.losses.columns import (
+    Metrics,
+    Needs,
+    TokenColumns,
+    column,
+    find_masked,
+    token_weights,
+    weighted_sum,
+)
 from dlrover.python.rl.algorithm.losses.fields import check_fields
 from dlrover.python.rl.algorithm.losses.policy_gradient import PolicyGradient
 from dlrover.python.rl.common.errors import DataError
@@ -62,7 +70,7 @@ class Distillation(PolicyGradient):
 
     def annotate(self, rows: Batch) -> Batch:
         action_tokens = rows.dense("action_tokens")
-        return rows.with_columns(weight=token_weights(action_tokens, action_tokens > 0, self.averaging))
+        return rows.with_columns(weight=token_weights(action_tokens, ~find_masked(rows), self.averaging))
 
     def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
         """Adds ``reverse_kl``, the mean of k1 of KL(student || teacher)."""
@@ -97,7 +105,7 @@ class VocabularyDistillation:
 
     def annotate(self, rows: Batch) -> Batch:
         action_tokens = rows.dense("action_tokens")
-        return rows.with_columns(weight=token_weights(action_tokens, action_tokens > 0, self.averaging))
+        return rows.with_columns(weight=token_weights(action_tokens, ~find_masked(rows), self.averaging))
 
     def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
         student, teacher = column(columns, "candidate_logprobs"), column(columns, "teacher_logprobs")

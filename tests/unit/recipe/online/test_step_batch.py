@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover.python.rl.algorithm.grpo import GRPO
+from dlrover.python.rl.algorithm.losses.columns import find_masked
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.recipe.base.config import PolicyConfig, RolloutConfig
 from dlrover.python.rl.recipe.online.batch import StepBatch, uniform_share
 from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
 from dlrover.python.rl.trainer.port import Pending
@@ -122,3 +124,16 @@ def test_a_step_without_signal_is_warned_of_once_in_a_row_where_samples_are_comp
         for step, rows in enumerate([varied, uniform, uniform, varied, uniform], start=1):
             PolicyTrainer.warn_without_signal(trainer, step, rows)
         assert [record.args[0] for record in caplog.records] == warned
+
+
+@pytest.mark.parametrize("mask_truncated", [False, True])
+def test_what_is_cut_at_the_limit_is_masked_if_asked(mask_truncated):
+    rows = samples_of([1.0, 0.0]).with_columns(finished=np.array([True, False]))
+    cfg = PolicyConfig(model="m", rollout=RolloutConfig(mask_truncated=mask_truncated))
+    trainer = SimpleNamespace(
+        cfg=cfg, algorithm=GRPO(), had_signal=True, reward_failures=SimpleNamespace(update=lambda step, rows: None)
+    )
+    trainer.warn_without_signal = lambda step, rows: None
+    batch = StepBatch.from_rollouts(Pending([]), rows, np.arange(2), 1)
+    found = PolicyTrainer.score(trainer, 1, batch).train_rows
+    assert find_masked(found).tolist() == [False, mask_truncated]

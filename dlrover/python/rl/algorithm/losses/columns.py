@@ -88,6 +88,11 @@ def token_weights(
     return np.where(counted, 1.0 / divisor, 0.0).astype(np.float32)
 
 
+def find_masked(rows: Batch) -> npt.NDArray[np.bool_]:
+    """``[rows]``: those that the trainer leaves out of the loss."""
+    return rows.dense("masked") if "masked" in rows else np.zeros(len(rows), dtype=np.bool_)
+
+
 @dataclass(frozen=True, eq=False)
 class TokenUnits:
     """Tokens that a loss sums together, a sequence or a pair. ``index``: ``[tokens]``, from 0."""
@@ -252,7 +257,12 @@ class SampleView:
         return prompt_id
 
     def weights(self, mode: Averaging, max_tokens: int | None = None) -> npt.NDArray[np.float32]:
-        return self.spread(token_weights(self.action_tokens, self.counted, mode, max_tokens))
+        return self.spread(token_weights(self.action_tokens, self.counted & ~self._masked, mode, max_tokens))
+
+    @property
+    def _masked(self) -> npt.NDArray[np.bool_]:
+        """``[samples]``: True where a row is."""
+        return np.bincount(self.of_row, weights=find_masked(self.rows)) > 0
 
     def spread(self, values: Array) -> npt.NDArray[np.float32]:
         """Each sample's value on its rows that have action tokens, 0 on others: ``[samples]`` to float32 ``[rows]``."""

@@ -111,6 +111,10 @@ class RolloutConfig:
     max_new_tokens: Positive = 64
     """Maximum tokens of a completion, the end-of-sequence token included. Default on CUDA: 1024."""
 
+    mask_truncated: bool = False
+    """Leave samples that end at ``max_new_tokens`` out of the loss; their rewards remain in the group's statistics
+    (overlong filtering, arXiv:2503.14476)."""
+
     temperature: Annotated[float, Gt(0.0)] = 1.0
     """Sampling temperature."""
 

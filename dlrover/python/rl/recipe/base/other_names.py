@@ -60,6 +60,7 @@ POLICY_NAMES: Mapping[str, str] = {
     # TRL
     "num_generations": "rollout.samples_per_prompt",
     "max_completion_length": "rollout.max_new_tokens",
+    "mask_truncated_completions": "rollout.mask_truncated",
     "temperature": "rollout.temperature",
     "top_p": "rollout.top_p",
     "top_k": "rollout.top_k",

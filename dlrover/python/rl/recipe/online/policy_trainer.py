@@ -117,7 +117,10 @@ class PolicyTrainer(RecipeTrainer):
     def score(self, step: int, batch: StepBatch) -> StepBatch:
         """Add the rows as the algorithm sees them; DataError after too many steps without any reward."""
         self.reward_failures.update(step, batch.all_rows)
-        batch = replace(batch, train_rows=mask_rewards(batch.scored, self.cfg.reward))
+        rows = mask_rewards(batch.scored, self.cfg.reward)
+        if self.cfg.rollout.mask_truncated:
+            rows = rows.with_columns(masked=~rows.dense("finished"))
+        batch = replace(batch, train_rows=rows)
         self.warn_without_signal(step, batch.train_rows)
         return batch
 
@@ -217,7 +220,10 @@ class PolicyTrainer(RecipeTrainer):
     def update(self, step: int, batch: StepBatch, rows: Batch, aux: AuxResults) -> dict[str, float]:
         rows, plan = self.plan_updates(rows)
         # These columns are not needed there, or are there already.
-        excluded = {*batch.scored.columns, *self.algorithm.needs.annotate, "token_rewards"} - {"digest", "old_logprobs"}
+        excluded = {*batch.scored.columns, *self.algorithm.needs.annotate, "token_rewards", "masked"} - {
+            "digest",
+            "old_logprobs",
+        }
         columns = rows.select(*(name for name in rows.columns if name not in excluded))
         parts = batch.balance(self.RG_ACTOR.data_parallel_size, rows.dense("update"))
         needs = self.algorithm.needs.loss
