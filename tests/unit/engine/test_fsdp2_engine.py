@@ -2,6 +2,7 @@
 """The fsdp2 engine in one process: its gradients against the slow plain way, its refusals, its weights."""
 
 import dataclasses
+import json
 import math
 from functools import partial
 
@@ -421,6 +422,20 @@ def test_a_tied_model_saves_and_loads_with_equal_logits(model_path, tmp_path):
     assert np.array_equal(again, engine.evaluate(make_batch()).ragged("logprobs").values)
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode("hi") == [104, 105]
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize(("asked", "saved"), [("auto", "bfloat16"), ("fp32", "float32"), ("fp16", "float16")])
+def test_a_model_is_saved_in_the_data_type_of_its_files_or_as_asked(model_path, tmp_path, asked, saved):
+    AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
+    AutoTokenizer.from_pretrained(model_path).save_pretrained(tmp_path / "bf16")
+    engine = Fsdp2TrainEngine(tmp_path / "bf16", CONFIG, TrainSettings(save_dtype=asked))
+    engine.step(make_batch(), token_loss)
+    engine.save(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved/config.json").read_text())["dtype"] == saved
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
+    expected = {name: tensor.to(getattr(torch, saved)) for name, tensor in weights(engine).items()}
+    assert_close(expected, dict(loaded.named_parameters()), 0.0)
+    assert {tensor.dtype for tensor in weights(engine).values()} == {torch.float32}
 
 
 @pytest.mark.feature(107)

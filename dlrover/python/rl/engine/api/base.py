@@ -50,6 +50,9 @@ class TrainSettings:
     lora: LoraSettings | None = None
     """Train adapters only."""
 
+    save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of the weights of saved models; ``auto``: that of the model's files. Checkpoints are float32."""
+
     head: Literal["causal", "token"] = "causal"
     """``causal``: a language model; outputs are log-probs. ``token``: a token-classification model with one label
     (critic, reward model); outputs are the scores at the action tokens, so the value before an action is the score of

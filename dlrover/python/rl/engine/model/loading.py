@@ -20,7 +20,7 @@ from safetensors import safe_open
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, verify_snapshot
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Precisions of the forward and backward pass."""
 
 Ranges: TypeAlias = tuple[slice, ...]

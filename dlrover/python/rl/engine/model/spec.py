@@ -49,6 +49,7 @@ class ModelSpec:
     head: Head = "causal"
     weights: WeightReader | None = None  # in place of files
     head_bias: bool = True
+    dtype: torch.dtype = torch.float32  # of the files; the library changes that of a configuration that it builds from
 
     @classmethod
     def of(cls, model: str | Path, head: Head = "causal", head_bias: bool = True) -> "ModelSpec":
@@ -63,7 +64,8 @@ class ModelSpec:
             raise EngineError(f"no model can be loaded from '{model}': {why}") from error
         if head == "token":
             config.num_labels = 1
-        return cls(str(model), folder, config, tokenizer, head, head_bias=head_bias)
+        dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+        return cls(str(model), folder, config, tokenizer, head, head_bias=head_bias, dtype=dtype)
 
     def empty(self) -> Any:
         """A module: float32 parameters on the meta device, real buffers, no dropout, packed attention if possible."""
@@ -151,12 +153,15 @@ class ModelSpec:
             return torch.zeros(shape)
         return init_normal(name, shape, getattr(self.config.get_text_config(), "initializer_range", 0.02))
 
-    def save(self, path: Path, tensors: dict[str, Any]) -> None:
-        """Write the model with these weights, and the tokenizer, in Hugging Face format, atomically."""
+    def save(self, path: Path, tensors: Mapping[str, Any], dtype: torch.dtype | None = None) -> None:
+        """Write the model with these weights in ``dtype``, by default that of the model's files, and the tokenizer, in
+        Hugging Face format, atomically."""
+        dtype = dtype or self.dtype
         module = self._classifier() if self.head == "token" and not self.head_bias else self.empty()
         if self.folder is not None and (self.folder / "generation_config.json").is_file() and module.can_generate():
             module.generation_config = GenerationConfig.from_pretrained(self.folder)
-        write_atomically(path, module, self.tokenizer, tensors)
+        cast = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+        write_atomically(path, module.to(dtype), self.tokenizer, cast)
 
     def _classifier(self) -> Any:
         config = copy.deepcopy(self.config)

@@ -26,6 +26,7 @@ from dlrover.python.rl.engine.api.registry import (
 from dlrover.python.rl.engine.api.settings import Layout
 from dlrover.python.rl.engine.api.weights import DeviceKind, Part, WeightSnapshot, take_snapshot, verify_snapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.model.loading import DTYPES
 from dlrover.python.rl.engine.model.packing import (
     MicroBatch,
     check_actions,
@@ -185,7 +186,7 @@ class BackendTrainEngine(ABC):
         copies = ((name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.named_weights() if is_writer)
         tensors = {name: copy.contiguous() for name, copy in copies}
         if is_writer:
-            self._spec.save(Path(path), tensors)
+            self._spec.save(Path(path), tensors, DTYPES.get(self._settings.save_dtype))
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

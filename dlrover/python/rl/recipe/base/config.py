@@ -53,6 +53,9 @@ class EngineConfig:
     """Precision of forward and backward passes; ``auto``: ``bf16`` on CUDA, else ``fp32``. Master weights, optimizer
     and gradient reduction are always float32."""
 
+    save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Data type of saved models; ``auto``: that of the files of ``model``. Checkpoints are always float32."""
+
     parallel: ParallelSizes | None = None
     """Parallelism of the actor; the remaining members shard the parameters. None: all shard them on CUDA; on a CPU each
     member holds a full copy if the engine supports it, and restores it from its own file after a failure."""

@@ -74,6 +74,7 @@ def train_settings(engine: EngineConfig, device: str, parallel: ParallelSizes) -
         max_tokens_per_microbatch=engine.max_tokens_per_microbatch,
         gradient_checkpointing=engine.gradient_checkpointing,
         parallel=parallel,
+        save_dtype=engine.save_dtype,
         backend=engine.train_options,
     )
 
