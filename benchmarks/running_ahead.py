@@ -70,9 +70,9 @@ def run_one(folder: Path, max_staleness: int, seed: int, steps: int) -> dict[str
         "phase": status.phase.value,
         "cause": str(status.cause),
         "steps": len(rows),
-        "seconds": sum(row["step_s"] for row in rows),
-        "first": mean(row["reward"] for row in rows[:3]),
-        "reward": mean(row["reward"] for row in rows[-max(steps // 10, 1) :]),
+        "seconds": sum(row["time/step"] for row in rows),
+        "first": mean(row["reward/mean"] for row in rows[:3]),
+        "reward": mean(row["reward/mean"] for row in rows[-max(steps // 10, 1) :]),
         "held_out": mean(row["reward"] for row in held_out),
         "staleness": [mean(stale), max(stale)],
     }

@@ -162,7 +162,7 @@ def test_percentiles():
 
 def write_run(folder, rewards=(0.25, 0.5), samples=2):
     folder.mkdir(parents=True)
-    rows = [{"step": step, "reward": reward, "step_s": id(folder)} for step, reward in enumerate(rewards, 1)]
+    rows = [{"step": step, "reward/mean": reward, "time/step": id(folder)} for step, reward in enumerate(rewards, 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     drawn = [{"step": step, "prompt_id": 3, "sample_index": at} for step in (1, 2) for at in range(samples)]
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in drawn))

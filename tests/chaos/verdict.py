@@ -19,7 +19,7 @@ from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 from tests.chaos.gates import FOLDER
 from tests.chaos.ledger import MEMORY, is_alive
 
-TIMING = ("step_s", "tokens_per_s", "train_tflops", "time/")
+TIMING = ("time/", "speed/", "memory/")
 """What the names of metrics that are times begin with: the only ones that may differ."""
 
 _LISTEN = "0A"

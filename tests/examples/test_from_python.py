@@ -88,5 +88,5 @@ def test_what_the_guide_shows_runs(tmp_path):
     code = code.replace("env=Ask, rollout={", "env=Ask, steps=1, prompts_per_step=4, rollout={'max_new_tokens': 4, ")
     code = code.replace("epochs=1", "steps=1").replace("steps=100", in_small("steps=2,").rstrip(","))
     assert "right, steps=2" in code
-    said = run(PRELUDE + code + "print([row['reward'] for row in run.steps])", tmp_path)
+    said = run(PRELUDE + code + "print([row['reward/mean'] for row in run.steps])", tmp_path)
     assert re.search(r"\[[\d.]+, [\d.]+\]", said)

@@ -26,4 +26,4 @@ def short(completion):
 rows = [{"prompt": f"Count to {n}: "} for n in range(1, 9)]
 run = rl.train_grpo("tiny", rows, reward=short, algorithm=Best(margin=1.0), steps=2, prompts_per_step=2,
                     rollout={"samples_per_prompt": 4, "max_new_tokens": 8})
-print(run.metrics[["reward", "loss"]])
+print(run.metrics[["reward/mean", "loss"]])

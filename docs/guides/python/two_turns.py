@@ -15,4 +15,4 @@ class Letter:
 rows = [{"prompt": f"Letter {letter}", "letter": letter} for letter in "abcdefgh"]
 run = rl.train_grpo("tiny", rows, env=Letter, steps=2, prompts_per_step=2,
                     rollout={"samples_per_prompt": 4, "max_new_tokens": 8, "max_turns": 2})
-print(run.steps[-1]["reward"], run.samples[0])
+print(run.steps[-1]["reward/mean"], run.samples[0])

@@ -6,6 +6,8 @@ import math
 import pytest
 import torch
 
+from dlrover.python.rl.algorithm.base import EngineLoss
+from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.losses.policy_gradient import clipped_surrogate
 from dlrover.python.rl.common.errors import DataError
 
@@ -27,7 +29,7 @@ def test_ratio_above_the_clip():
     losses, gradient, metrics = surrogate([1.3, 1.3], [2.0, -2.0])
     assert losses == pytest.approx([-2.4, 2.6])
     assert gradient == pytest.approx([0, 2.6])
-    assert metrics["clip_fraction"].item() == 0.5
+    assert [metrics[f"clip_{part}"].item() for part in ("fraction", "low", "high")] == [0.5, 0.0, 0.5]
 
 
 @pytest.mark.feature(118)
@@ -35,7 +37,7 @@ def test_ratio_below_the_clip():
     losses, gradient, metrics = surrogate([0.7, 0.7], [2.0, -2.0])
     assert losses == pytest.approx([-1.4, 1.6])
     assert gradient == pytest.approx([-1.4, 0])
-    assert metrics["clip_fraction"].item() == 0.5
+    assert [metrics[f"clip_{part}"].item() for part in ("fraction", "low", "high")] == [0.5, 0.5, 0.0]
 
 
 def test_the_two_clips_are_separate():
@@ -58,3 +60,20 @@ def test_metrics_by_hand():
 def test_a_missing_column_is_named():
     with pytest.raises(DataError, match="the loss needs the column 'advantage'; did you mean 'advantages'"):
         clipped_surrogate(torch.zeros(1), {"advantages": torch.zeros(1)}, 0.2, 0.2)
+
+
+@pytest.mark.parametrize("algorithm", [GRPO(), GRPO(entropy_coef=0.1)])
+def test_the_entropy_is_measured_whether_or_not_it_is_in_the_loss(algorithm):
+    columns = {
+        "advantage": torch.ones(2),
+        "weight": torch.tensor([0.25, 0.75]),
+        "old_logprobs": torch.zeros(2),
+        "entropy": torch.tensor([2.0, 4.0], requires_grad=True),
+    }
+    loss = EngineLoss(algorithm, logs_entropy=True)
+    value, metrics = loss(torch.zeros(2, requires_grad=True), columns)
+    value.backward()
+    assert loss.wants_entropy
+    assert float(metrics["entropy"]) == 3.5
+    assert (columns["entropy"].grad is not None) == (algorithm.entropy_coef > 0)
+    assert EngineLoss(algorithm).wants_entropy == (algorithm.entropy_coef > 0)

@@ -78,7 +78,7 @@ def test_two_processes_train_and_evaluate_like_one(launcher, model, tmp_path):
         assert differ(tmp_path / "two" / name / "final", model) > 1e-4
         both = zip(metrics(tmp_path / "two" / name), metrics(tmp_path / "one" / name), strict=True)
         for two, one in both:  # of both ranks, not of one
-            figure = "eval_reward" if name == "sft" else "reward"
+            figure = "eval/reward" if name == "sft" else "reward/mean"
             assert two[figure] == pytest.approx(one[figure], abs=1e-6)
             assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
         assert told[0][name]["num_samples"] == 3

@@ -53,8 +53,8 @@ def test_an_evaluation_comes_every_so_many_steps_and_changes_nothing(model, tmp_
     held_out = asked("Alan", "Kurt", kind=Length)
     evaluated = {"eval_steps": 2, "eval_dataset": held_out, "eval_sample_completions": True, "max_new_tokens": 4}
     sft(model, tmp_path / "with", **evaluated).train()
-    assert [row["step"] for row in metrics(tmp_path / "with") if "eval_loss" in row] == [2, 4]
-    assert not any("eval_loss" in row for row in metrics(tmp_path / "without"))
+    assert [row["step"] for row in metrics(tmp_path / "with") if "eval/loss" in row] == [2, 4]
+    assert not any("eval/loss" in row for row in metrics(tmp_path / "without"))
     assert same(tmp_path / "with" / "final", tmp_path / "without" / "final")
     assert not same(tmp_path / "with" / "final", model)
 
@@ -74,10 +74,10 @@ def test_cross_entropy_is_the_mean_over_all_labelled_tokens_and_perplexity_its_e
         total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum"))
         count += len(answer)
     last, told = metrics(tmp_path)[-1], trainer.test()
-    assert last["eval_loss"] == pytest.approx(total / count, abs=1e-5)
+    assert last["eval/loss"] == pytest.approx(total / count, abs=1e-5)
     assert told["ce_loss"] == pytest.approx(total / count, abs=1e-5)
     assert told["perplexity"] == pytest.approx(math.exp(told["ce_loss"]))
-    assert last["eval_perplexity"] == pytest.approx(math.exp(last["eval_loss"]))
+    assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/loss"]))
 
 
 @pytest.mark.feature(130)
@@ -88,10 +88,10 @@ def test_rewards_are_there_only_where_completions_are_drawn_to_evaluate(model, t
         trainer = sft(model, tmp_path / folder, **evaluated, **more)
         trainer.train()
         last, told = metrics(tmp_path / folder)[-1], trainer.test()
-        assert ("eval_reward" in last) == ("reward_mean" in told) == (folder == "with")
+        assert ("eval/reward" in last) == ("reward_mean" in told) == (folder == "with")
         assert {"ce_loss", "perplexity"} <= told.keys()
-    assert 0 <= last["eval_reward"] <= 4
-    assert last["eval_failed"] == 0
+    assert 0 <= last["eval/reward"] <= 4
+    assert last["eval/failed"] == 0
     assert json.loads((tmp_path / "with/evaluation/metrics.json").read_text())["num_samples"] == 2
     with (
         pytest.raises(InvalidJob, match="has no reward") if False else pytest.raises(ValueError, match="has no reward")
@@ -157,8 +157,8 @@ def test_samples_without_answers_are_trained_on_if_they_reward(model, tmp_path):
     trainer.train()
     rows = metrics(tmp_path)
     assert [row["step"] for row in rows] == [1, 2]
-    assert all(0 < row["reward"] < 1 and row["failed_samples"] == 0 for row in rows)
-    assert rows[-1]["kl"] > 0
+    assert all(0 < row["reward/mean"] < 1 and row["samples/failed"] == 0 for row in rows)
+    assert rows[-1]["policy/kl"] > 0
     assert not same(tmp_path / "final", model)
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 2 * 2 * 4
@@ -171,7 +171,7 @@ def test_sums_are_trained_on_and_evaluated(wide_model, tmp_path):
     short = {"max_new_tokens": 4, "group_size": 2, "eval_steps": 1, "eval_dataset": held_out}
     trainer = grpo(wide_model, tmp_path, train_dataset=dataset, **short)
     trainer.train()
-    assert [row["held_out_reward"] for row in metrics(tmp_path)] == [-1e6, -1e6]
+    assert [row["eval/reward"] for row in metrics(tmp_path)] == [-1e6, -1e6]
     assert trainer.test(num_batches=1)["num_samples"] == 2
 
 
@@ -179,8 +179,8 @@ def test_a_reward_that_hangs_or_raises_costs_its_samples_and_not_the_run(model, 
     dataset = asked("Ada", "Emmy", "Sofia", "Grace", kind=Length)
     grpo(model, tmp_path, train_dataset=dataset, batch_size=4, group_size=2, num_steps=1, reward_timeout_s=1.0).train()
     (row,) = metrics(tmp_path)
-    assert row["failed_samples"] == 4
-    assert row["reward"] > 0
+    assert row["samples/failed"] == 4
+    assert row["reward/mean"] > 0
 
 
 @pytest.mark.feature(139)
@@ -219,8 +219,8 @@ def test_distillation_runs_with_rewards_and_without(model, tmp_path, kind):
     trainer.train()
     rows = metrics(tmp_path / "out")
     assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["reverse_kl"] > 0 for row in rows)
-    assert [row["reward"] is None for row in rows] == [kind is EnvBase] * 2
+    assert all(row["policy/reverse_kl"] > 0 for row in rows)
+    assert [row["reward/mean"] is None for row in rows] == [kind is EnvBase] * 2
     assert not same(tmp_path / "out" / "final", model)
     assert same(tmp_path / "out" / "final", tmp_path / "out" / "step_2")
     assert (trainer.test()["reward_mean"] is None) == (kind is EnvBase)

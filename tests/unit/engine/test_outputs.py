@@ -44,6 +44,19 @@ def test_values_and_gradients_are_those_of_the_formulas(temperature, chunk, monk
         assert torch.allclose(found, expected, rtol=0, atol=1e-12)
 
 
+def test_an_entropy_that_is_only_measured_changes_no_gradient():
+    gradients = []
+    for entropy in (False, True):
+        logits, targets, weights = problem()
+        logprobs, entropies = token_logprobs(logits, targets, 0.7, entropy=entropy)
+        assert entropy == (entropies is not None)
+        (weights[0] @ logprobs).backward()
+        gradients.append(logits.grad)
+    assert torch.equal(*gradients)
+    assert torch.allclose(entropies, plain(0.7)[1], rtol=0, atol=1e-12)
+    (weights[1] @ token_logprobs(logits, targets, 0.7, entropy=True)[1]).backward()  # without the log-probs
+
+
 def many():
     """Three ids for each token, one of them twice, and weights for their log-probs."""
     generator = torch.Generator().manual_seed(1)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from documented_metrics import undocumented
 from recipe_stage import Stage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,7 +44,9 @@ def stage(kind, folder, config, roles=None) -> Stage:
 
 def metrics_of(folder) -> list[dict]:
     """What a run logged, step by step."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert undocumented(rows) == []
+    return rows
 
 
 def log_probs(model: str, rows, side="response") -> list[np.ndarray]:

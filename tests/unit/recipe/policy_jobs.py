@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import torch
+from documented_metrics import undocumented
 from transformers import AutoModelForCausalLM
 
 from dlrover.python.rl.config.builder import JobBuilder
@@ -71,7 +72,9 @@ def finished(job):
     """Run a job in this process; its folder and the metrics of its steps."""
     status = run_here(check_job(job, local=True))
     assert status.phase is Phase.FINISHED, status.cause
-    return job.job_dir, [json.loads(line) for line in (job.job_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (job.job_dir / "metrics.jsonl").read_text().splitlines()]
+    assert undocumented(rows) == []
+    return job.job_dir, rows
 
 
 def write_teacher(folder, name="teacher", sharper=3.0, seed=0):

@@ -11,7 +11,7 @@ MODEL = "model/model.safetensors"
 def test_the_actor_is_as_it_was_while_the_critic_is_warmed_up(tmp_path):
     critic = {"optimizer": {"lr": 3e-3}, "warmup_steps": 3}
     out, rows = finished(policy_job(tmp_path, "ppo", out="frozen", steps=3, critic=critic))
-    assert rows[2]["critic_value_error"] < rows[0]["critic_value_error"]
+    assert rows[2]["critic/value_error"] < rows[0]["critic/value_error"]
     assert (out / MODEL).read_bytes() == (tmp_path / MODEL).read_bytes()
     out, rows = finished(policy_job(tmp_path, "ppo", steps=4, critic=critic))
     assert ["loss" in row for row in rows] == [False] * 3 + [True]

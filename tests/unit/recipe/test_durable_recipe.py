@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[3]))
 
 from tests.chaos.job import tiny_job  # noqa: E402
 
-TIMES = ("step_s", "tokens_per_s", "train_tflops", "time/")
+TIMES = ("time/", "speed/", "memory/")
 
 
 def run(folder, steps=3, **config):
@@ -87,8 +87,8 @@ def test_groups_with_a_failed_sample_are_drawn_again_with_other_seeds(tmp_path, 
         step = {place: attempts for place, attempts in drawn.items() if place[0] == row["step"]}
         again = sum(len(samples) for attempts in step.values() for at, samples in attempts.items() if at)
         lost = sum(all(any(r is None for _, r in one) for one in attempts.values()) for attempts in step.values())
-        assert (row["redrawn_samples"], row["dropped_groups"]) == (again, lost)
-        assert row["failed_samples"] == sum(
+        assert (row["samples/redrawn"], row["groups/dropped"]) == (again, lost)
+        assert row["samples/failed"] == sum(
             r is None for attempts in step.values() for one in attempts.values() for _, r in one
         )
 
@@ -98,7 +98,7 @@ def test_failed_samples_change_nothing_about_two_runs_being_alike(tmp_path, monk
     reward = flaky(tmp_path, monkeypatch, ONE_OF_SEVEN) | {"on_failure": on_failure}
     first, second = (finished(tmp_path / name, reward=reward, steps=2) for name in ("one", "two"))
     assert untimed(first) == untimed(second)
-    assert untimed(first)[0]["failed_samples"] > 0
+    assert untimed(first)[0]["samples/failed"] > 0
     assert (first / "model/model.safetensors").read_bytes() == (second / "model/model.safetensors").read_bytes()
 
 
@@ -118,12 +118,12 @@ def test_a_step_whose_judge_was_away_is_skipped_logged_and_counted(tmp_path, mon
     rollout = {"samples_per_prompt": 8, "max_new_tokens": 12, "dynamic_filtering": filtering}
     out = finished(tmp_path, reward=flaky(tmp_path, monkeypatch, AWAY), rollout=rollout)
     first, second, third = lines(out / "metrics.jsonl")
-    assert (second["failed_samples"], second["steps_without_reward"], second["reward"]) == (64, 1, None)
+    assert (second["samples/failed"], second["samples/steps_without_reward"], second["reward/mean"]) == (64, 1, None)
     assert "loss" not in second
     for row in (first, third):
-        assert {"loss", "reward"} <= set(row)
-        assert row["failed_samples"] == 0
-        assert "steps_without_reward" not in row
+        assert {"loss", "reward/mean"} <= set(row)
+        assert row["samples/failed"] == 0
+        assert "samples/steps_without_reward" not in row
     versions = {(row["step"], row["version"]) for row in lines(out / "samples.jsonl")}
     assert versions == {(1, 0), (2, 1), (3, 1)}, "the second step changed nothing"
 
@@ -131,12 +131,12 @@ def test_a_step_whose_judge_was_away_is_skipped_logged_and_counted(tmp_path, mon
 def test_an_evaluation_whose_judge_was_away_says_nothing_of_the_model(tmp_path, monkeypatch):
     body = AWAY.replace("4 + 64 < number <= 4 + 2 * 64", "4 + 64 + 4 + 64 < number <= 4 + 64 + 4 + 64 + 4")
     body = body.replace("len(completion) / 8", "1.0 if len(completion) > 3 else 0.0")
-    keep = {"best": "accuracy", "patience": 1}
+    keep = {"best": "eval/accuracy", "patience": 1}
     out = finished(tmp_path, reward=flaky(tmp_path, monkeypatch, body), steps=2, eval_every=1, keep=keep)
     first, second = lines(out / "metrics.jsonl")
-    assert "accuracy" in first
-    assert "accuracy" not in second
-    assert (second["held_out_failed"], second["held_out_reward"], second["failed_samples"]) == (4, None, 0)
+    assert "eval/accuracy" in first
+    assert "eval/accuracy" not in second
+    assert (second["eval/failed"], second["eval/reward"], second["samples/failed"]) == (4, None, 0)
     assert json.loads((out / "summary.json").read_text())["best step"] == 1
 
 

@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 HOSTILE = str(HERE / "hostile.py")
 GAMES = {"train": None, "eval_rows": 4}
 ROLLOUT = {"samples_per_prompt": 4, "max_new_tokens": 4}
-TIMES = ("step_s", "tokens_per_s")
+TIMES = ("time/", "speed/", "memory/")
 
 
 def job(folder, steps=2, **config):
@@ -82,7 +82,7 @@ def test_two_runs_without_data_play_the_same_games_to_the_bit(tmp_path, leaves_n
     assert len(set(games.values())) == len(games) == 8
     assert len(samples) > 32
     for row in lines(first / "metrics.jsonl"):
-        assert row["failed_samples"] == 0
+        assert row["samples/failed"] == 0
         assert math.isfinite(row["loss"])
 
 
@@ -92,7 +92,7 @@ def test_a_hostile_environment_fails_some_samples_and_the_run_goes_on(tmp_path, 
     assert len({row["error"] for row in lines(out / "samples.jsonl")} - {None}) > 1
     steps = lines(out / "metrics.jsonl")
     assert [row["step"] for row in steps] == [1]
-    assert all(row["failed_samples"] > 0 for row in steps)
+    assert all(row["samples/failed"] > 0 for row in steps)
     rows = lines(out / "samples.jsonl")
     assert all((row["reward"] is None) == (row["error"] is not None) for row in rows)
     assert any(row["reward"] for row in rows)
@@ -115,22 +115,22 @@ def mean(name, samples):
 @pytest.mark.feature(89)
 def test_the_score_is_logged_and_every_figure_is_of_whole_samples(tmp_path):
     rollout = {"env_path": str(HERE / "scenes.py"), "env_isolated": False}
-    keep = {"best": "held_out_score"}
+    keep = {"best": "eval/score"}
     out = finished(tmp_path, data=GAMES, rollout=rollout, eval_every=1, keep=keep)
     steps, drawn = lines(out / "metrics.jsonl"), lines(out / "samples.jsonl")
     for metrics in steps:
         rows = [row for row in drawn if row["step"] == metrics["step"]]
         samples = by_sample(rows)
         assert (len(samples), len(rows)) == (16, 32)
-        assert metrics["reward"] == pytest.approx(mean("reward", samples))
-        assert metrics["score"] == pytest.approx(mean("score", samples))
-        assert metrics["score"] != metrics["reward"]
-        assert metrics["failed_samples"] == sum(row["error"] is not None for row in rows) / 2 > 0
+        assert metrics["reward/mean"] == pytest.approx(mean("reward", samples))
+        assert metrics["reward/score"] == pytest.approx(mean("score", samples))
+        assert metrics["reward/score"] != metrics["reward/mean"]
+        assert metrics["samples/failed"] == sum(row["error"] is not None for row in rows) / 2 > 0
     answers, summary = by_sample(lines(out / "held_out.jsonl")), json.loads((out / "summary.json").read_text())
     assert len(answers) == 4
-    assert steps[-1]["held_out_score"] == pytest.approx(mean("score", answers))
+    assert steps[-1]["eval/score"] == pytest.approx(mean("score", answers))
     assert summary["held-out mean score after"] == pytest.approx(mean("score", answers), abs=1e-4)
-    assert {"held-out mean score before", "best held_out_score"} <= set(summary)
+    assert {"held-out mean score before", "best eval/score"} <= set(summary)
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_a_hostile_reward_function_fails_some_samples_and_the_run_goes_on(tmp_pa
     reward = {"function": "hostile:reward", "timeout_s": 0.5, "workers": 2}
     out = finished(tmp_path, steps=1, reward=reward)
     rows, steps = lines(out / "samples.jsonl"), lines(out / "metrics.jsonl")
-    assert sum(row["failed_samples"] for row in steps) == sum(row["reward"] is None for row in rows) > 0
+    assert sum(row["samples/failed"] for row in steps) == sum(row["reward"] is None for row in rows) > 0
     assert all(row["error"] for row in rows if row["reward"] is None)
 
 
@@ -194,6 +194,6 @@ def test_an_environment_that_does_not_load_is_refused_before_the_start(tmp_path)
     assert "is required" in problems(tmp_path, data=GAMES)["config.data.train"]
     assert "did you mean 'env_path'" in found(env_pth="x")["config.rollout.env_pth"]
     assert found(env_path=HOSTILE) == {}
-    by_score = {"eval_every": 1, "keep": {"best": "held_out_score"}}
-    assert problems(tmp_path, **by_score)["config.keep.best"].startswith("no metric 'held_out_score'")
+    by_score = {"eval_every": 1, "keep": {"best": "eval/score"}}
+    assert problems(tmp_path, **by_score)["config.keep.best"].startswith("no metric 'eval/score'")
     assert problems(tmp_path, **by_score, rollout={"env_path": HOSTILE}) == {}

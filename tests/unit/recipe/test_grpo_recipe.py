@@ -43,9 +43,15 @@ def test_every_step_is_reported_and_written(finished):
     assert [(report.step, report.total_steps) for report in reports] == [(1, 3), (2, 3), (3, 3)]
     rows = lines(out / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert {"reward", "loss", "kl", "grad_norm", "tokens_per_s", "finished"} <= set(rows[0])
-    assert ["accuracy" in row for row in rows] == [False, True, False]
-    assert rows[0]["kl"] == 0.0, "the reference is the policy's own start"
+    named = {"reward/mean", "reward/std", "loss", "grad_norm", "lr", "completions/length_p95", "completions/truncated"}
+    named |= {f"policy/{name}" for name in ("kl", "entropy", "mismatch_kl", "clip_low", "clip_high")}
+    named |= {"speed/tokens_per_s", "speed/rollout_tokens_per_s", "time/step"}
+    assert all(named <= set(row) for row in rows)
+    assert ["eval/accuracy" in row for row in rows] == [False, True, False]
+    assert [row["total/samples"] for row in rows] == [32, 64, 96]
+    assert 0 < rows[0]["total/tokens"] < rows[1]["total/tokens"] < rows[2]["total/tokens"]
+    assert all(0 <= row["policy/mismatch_kl"] < 1e-6 < row["policy/entropy"] for row in rows)
+    assert rows[0]["policy/kl"] == 0.0, "the reference is the policy's own start"
 
 
 def test_samples_carry_the_version_of_the_weights_that_drew_them(finished):
@@ -57,7 +63,7 @@ def test_samples_carry_the_version_of_the_weights_that_drew_them(finished):
 def test_tensorboard_reads_the_events(finished):
     events = EventAccumulator(str(finished[0] / "tensorboard"))
     events.Reload()
-    assert [point.step for point in events.Scalars("reward")] == [1, 2, 3]
+    assert [point.step for point in events.Scalars("reward/mean")] == [1, 2, 3]
 
 
 def test_the_curve_is_a_png(finished):

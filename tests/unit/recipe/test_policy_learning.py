@@ -15,14 +15,14 @@ FAMILY = ("cispo", "dapo", "deepseek_grpo", "dr_grpo", "grpo", "gspo", "reinforc
 CRITIC = {"optimizer": {"lr": 3e-3}}
 
 
-def gain(rows, name="reward"):
+def gain(rows, name="reward/mean"):
     """The mean of the last five steps over that of the first five."""
     values = [row[name] for row in rows]
     return np.mean(values[-5:]) / np.mean(values[:5])
 
 
 def test_every_algorithm_on_rewards_without_a_critic_is_of_the_family():
-    columns_of_the_actor = {"action_mask", "old_logprobs"}
+    columns_of_the_actor = {"action_mask", "old_logprobs", "rollout_logprobs"}
     names = {
         name
         for name in ALGORITHMS.builtin
@@ -48,7 +48,7 @@ def test_ppo_doubles_the_reward(tmp_path, name, seed):
     job = policy_job(tmp_path, "ppo", roles=roles, steps=60, seed=seed, algorithm={"name": name}, critic=CRITIC)
     _, rows = finished(job)
     assert gain(rows) >= 2.0
-    assert rows[-1]["critic_value"] == pytest.approx(rows[-1]["reward"], abs=0.2)
+    assert rows[-1]["critic/value"] == pytest.approx(rows[-1]["reward/mean"], abs=0.2)
 
 
 @pytest.mark.feature(127)
@@ -56,7 +56,7 @@ def test_several_updates_and_epochs_learn_sooner_from_as_many_samples(tmp_path):
     config = {"steps": 20, "critic": CRITIC, "algorithm": {"correction": "truncate"}}
     _, often = finished(policy_job(tmp_path, "ppo", out="often", updates_per_step=2, epochs=2, **config))
     _, once = finished(policy_job(tmp_path, "ppo", out="once", **config))
-    assert often[-1]["reward"] > once[-1]["reward"]
+    assert often[-1]["reward/mean"] > once[-1]["reward/mean"]
 
 
 @pytest.mark.feature(117)

@@ -28,7 +28,14 @@ def test_an_unknown_total_is_not_shown():
 
 
 def test_the_figures_worth_a_line_in_their_order():
-    metrics = {"loss": 1e-5, "unknown": 3.0, "score": 0.2, "reward": 0.53, "tokens_per_s": 4812.4, "kl": float("nan")}
+    metrics = {
+        "loss": 1e-5,
+        "unknown": 3.0,
+        "score": 0.2,
+        "reward": 0.53,
+        "speed/tokens_per_s": 4812.4,
+        "policy/kl": float("nan"),
+    }
     assert format_metrics(metrics) == "reward 0.53  score 0.2  loss 1e-05  kl nan  4,812 tok/s"
     assert format_metrics({}) == ""
 

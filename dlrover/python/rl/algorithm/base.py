@@ -46,12 +46,17 @@ class Algorithm(Protocol):
 
 
 class EngineLoss:
-    def __init__(self, algorithm: Algorithm) -> None:
-        self._algorithm = algorithm
-        self.wants_entropy = "entropy" in algorithm.needs.loss
+    """An algorithm's loss, with the metric ``entropy`` of the policy if it ``logs_entropy``."""
+
+    def __init__(self, algorithm: Algorithm, logs_entropy: bool = False) -> None:
+        self._algorithm, self._logs_entropy = algorithm, logs_entropy
+        self.wants_entropy = logs_entropy or "entropy" in algorithm.needs.loss
 
     def __call__(self, outputs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
-        return self._algorithm.loss(outputs, columns)
+        value, metrics = self._algorithm.loss(outputs, columns)
+        if self._logs_entropy and "entropy" not in metrics:
+            metrics = {**metrics, "entropy": (columns["weight"] * columns["entropy"].detach()).sum()}
+        return value, metrics
 
 
 def select_added(rows: Batch, annotated: Batch) -> Batch:

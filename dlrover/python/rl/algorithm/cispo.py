@@ -7,8 +7,8 @@ from typing import Annotated
 import torch
 from annotated_types import Ge, Le
 
-from dlrover.python.rl.algorithm.losses.columns import TokenColumns, TokenLosses, column, weighted_sum
-from dlrover.python.rl.algorithm.losses.policy_gradient import MAX_LOG_RATIO, GroupRelative
+from dlrover.python.rl.algorithm.losses.columns import TokenColumns, TokenLosses, column
+from dlrover.python.rl.algorithm.losses.policy_gradient import MAX_LOG_RATIO, GroupRelative, ratio_metrics
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,4 @@ class CISPO(GroupRelative):
         log_ratio = (logprobs - column(columns, "old_logprobs")).detach().clamp(max=MAX_LOG_RATIO)
         ratio = log_ratio.exp()
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        metrics = {
-            "ratio": weighted_sum(weight, ratio),
-            "clip_fraction": weighted_sum(weight, (clipped != ratio).to(weight.dtype)),
-            "approx_kl": weighted_sum(weight, torch.expm1(log_ratio) - log_ratio),
-            "weight": weight.sum(),
-        }
-        return -clipped * advantage * logprobs, metrics
+        return -clipped * advantage * logprobs, ratio_metrics(weight, log_ratio, clipped != ratio)

@@ -89,7 +89,7 @@ class PPOTrainer(PolicyTrainer):
         # One after the other: both meet in collectives, and may share devices.
         parts = batch.balance(self.RG_CRITIC.data_parallel_size, planned.dense("update"))
         results = self.RG_CRITIC.update(batch.shard(parts), Shard(columns, rows=parts), plan)
-        critic = {f"critic_{name}": value for name, value in average_metrics(results[0]).items()}
+        critic = {f"critic/{name}": value for name, value in average_metrics(results[0]).items()}
         if step <= self.cfg.critic.warmup_steps:
             return critic
         without_returns = Batch({name: column for name, column in rows.columns.items() if name != "returns"})

@@ -19,7 +19,12 @@ class RMConfig(ExampleConfig):
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
 
 
-METRICS = {"accuracy": "accuracy", "margin": "margins", "chosen": "rewards/chosen", "rejected": "rewards/rejected"}
+METRICS = {
+    "accuracy": "rewards/accuracies",
+    "margin": "rewards/margins",
+    "chosen": "rewards/chosen",
+    "rejected": "rewards/rejected",
+}
 """The names in the log of the metrics of losses on pairs, as in other libraries."""
 
 

@@ -45,9 +45,9 @@ class SFTTrainer(ExampleTrainer):
 
     @classmethod
     def evaluation_metrics(cls, measured: Measured) -> dict[str, float]:
-        """``eval_loss``, the cross-entropy per trained token, and ``eval_perplexity``, its exponential."""
+        """``eval/loss``, the cross-entropy per trained token, and ``eval/perplexity``, its exponential."""
         perplexity = math.exp(measured.loss) if measured.loss < math.log(1e300) else math.inf
-        return {**super().evaluation_metrics(measured), "eval_perplexity": perplexity}
+        return {**super().evaluation_metrics(measured), "eval/perplexity": perplexity}
 
     @property
     def evaluation_algorithm(self) -> Algorithm:
@@ -62,7 +62,7 @@ class SFTTrainer(ExampleTrainer):
         return loading
 
     def extra_metrics(self, step: int) -> dict[str, float]:
-        """``eval_reward``, the mean over the answers, and ``eval_failed``, the number of unscored ones."""
+        """``eval/reward``, the mean over the answers, and ``eval/failed``, the number of unscored ones."""
         if self.answers is None:
             return {}
         metrics = self.answers.metrics(step)

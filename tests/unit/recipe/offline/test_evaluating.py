@@ -15,7 +15,7 @@ from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import KeepConfig
 from dlrover.python.rl.recipe.offline.examples import Measured, PairData, load_examples
-from dlrover.python.rl.recipe.reporting.run_log import ModelSaver
+from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, validate_keep
 from dlrover.python.rl.recipe.sft import SFTTrainer
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.trainer.workload import trainer_invocation
@@ -55,7 +55,7 @@ def test_evaluation_comes_in_its_steps_and_leaves_weights_and_random_states_alon
         dumped = state_tree.dump(job.workload("ACTOR").state_dict())
         ends[every] = dumped.skeleton, [bytes(buffer) for buffer in dumped.buffers]
     assert ends[0] == ends[2]
-    steps = [[row["step"] for row in metrics_of(tmp_path / str(every)) if "eval_loss" in row] for every in (0, 2)]
+    steps = [[row["step"] for row in metrics_of(tmp_path / str(every)) if "eval/loss" in row] for every in (0, 2)]
     assert steps == [[], [2, 4, 5]]
     for without, with_ in zip(metrics_of(tmp_path / "0"), metrics_of(tmp_path / "2"), strict=True):
         assert without["loss"] == with_["loss"]
@@ -70,8 +70,8 @@ def test_cross_entropy_and_perplexity_are_weighted_by_tokens_over_uneven_batches
     stage("sft", tmp_path, config).run()
     (row,) = metrics_of(tmp_path)
     told = np.concatenate(log_probs(str(tmp_path / "model"), HELD_OUT))
-    assert row["eval_loss"] == pytest.approx(-told.mean(), abs=1e-5)
-    assert row["eval_perplexity"] == pytest.approx(math.exp(-told.mean()), rel=1e-5)
+    assert row["eval/loss"] == pytest.approx(-told.mean(), abs=1e-5)
+    assert row["eval/perplexity"] == pytest.approx(math.exp(-told.mean()), rel=1e-5)
 
 
 @pytest.mark.feature(76)
@@ -117,8 +117,8 @@ def test_pairs_are_evaluated_by_the_loss_they_are_trained_with(inputs, tmp_path,
     config = config_of(inputs, kind, data=data, batch_size=4, epochs=2.0, eval_every=1)
     stage(kind, tmp_path, config).run()
     first, second = metrics_of(tmp_path)
-    for name in ("loss", "accuracy", "margins", "rewards/chosen", "rewards/rejected"):
-        assert first[f"eval_{name}"] == pytest.approx(second[name], abs=1e-6), "after a step is before the next"
+    for name in ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"):
+        assert first[f"eval/{name}"] == pytest.approx(second[name], abs=1e-6), "after a step is before the next"
 
 
 def test_sums_over_ranks_of_which_one_has_no_rows():
@@ -132,17 +132,17 @@ def test_answers_are_drawn_and_judged_where_the_job_has_the_roles_for_it(inputs,
     config["data"] = {name: str(inputs / "examples.jsonl") for name in ("train", "eval")}
     roles = {"ACTOR": (ActorWorkload, 1), "ROLLOUT": (RolloutWorkload, 2), "REWARD": (RewardWorkload, 1)}
     answers = {"max_new_tokens": 8, "reward": {"workers": 1}}
-    job = stage("sft", tmp_path / "asked", config | {"answers": answers, "keep": {"best": "eval_reward"}}, roles)
+    job = stage("sft", tmp_path / "asked", config | {"answers": answers, "keep": {"best": "eval/reward"}}, roles)
     job.run()
     for role, rank in (("REWARD", 0), ("ROLLOUT", 0), ("ROLLOUT", 1), ("ACTOR", 0)):
         job.workload(role, rank).close()
     row = metrics_of(tmp_path / "asked")[-1]
-    assert (row["eval_reward"], row["eval_failed"]) == (1.0, 0.0), "it knows four sums by heart"
+    assert (row["eval/reward"], row["eval/failed"]) == (1.0, 0.0), "it knows four sums by heart"
     told = [json.loads(line) for line in (tmp_path / "asked/held_out.jsonl").read_text().splitlines()]
     assert [(row["prompt"], row["completion"]) for row in told] == [tuple(row.values()) for row in EXAMPLES]
     assert (tmp_path / "asked/best/model.safetensors").exists()
     stage("sft", tmp_path / "plain", config | {"epochs": 1.0}).run()
-    assert "eval_reward" not in metrics_of(tmp_path / "plain")[-1]
+    assert "eval/reward" not in metrics_of(tmp_path / "plain")[-1]
 
 
 def test_roles_that_do_not_go_together_are_refused(inputs):
@@ -180,9 +180,9 @@ def make_saver(tmp_path, **config):
 @pytest.mark.parametrize(
     ("config", "values", "best"),
     [
-        ({"best": "eval_loss"}, [3.0, math.nan, 2.0, 2.5, 1.0, 1.0], [1, 3, 5]),
-        ({"best": "eval_accuracy"}, [0.1, 0.3, 0.2, 0.4], [1, 2, 4]),
-        ({"best": "eval_loss", "best_is": "highest"}, [math.nan, 1.0, 2.0, 1.0], [2, 3]),
+        ({"best": "eval/loss"}, [3.0, math.nan, 2.0, 2.5, 1.0, 1.0], [1, 3, 5]),
+        ({"best": "eval/rewards/accuracies"}, [0.1, 0.3, 0.2, 0.4], [1, 2, 4]),
+        ({"best": "eval/loss", "best_is": "highest"}, [math.nan, 1.0, 2.0, 1.0], [2, 3]),
         ({}, [1.0, 0.5], []),
     ],
 )
@@ -199,18 +199,32 @@ def test_the_best_model_by_a_named_figure_is_kept(tmp_path, config, values, best
         assert saver.summary()["best step"] == best[-1]
 
 
+@pytest.mark.parametrize(
+    ("former", "metric"),
+    [("eval_loss", "eval/loss"), ("held_out_reward", "eval/reward"), ("accuracy", "eval/accuracy")],
+)
+def test_a_former_name_of_the_figure_is_read_with_a_note(tmp_path, caplog, former, metric):
+    assert validate_keep(KeepConfig(best=former), 1, [metric]) == []
+    saver, saved = make_saver(tmp_path, best=former)
+    assert f"{former} is now called {metric}" in caplog.text
+    saver.update(1, {metric: 2.0})
+    saver.update(2, {metric: 1.0})
+    assert len(saved) == (2 if metric == "eval/loss" else 1)
+    assert f"best {metric}" in saver.summary()
+
+
 def test_a_figure_that_there_is_not_is_named_with_the_nearest():
     saver = ModelSaver(KeepConfig(best="acuracy"), None, None)
-    with pytest.raises(InvalidJob, match="did you mean 'accuracy'"):
-        saver.update(1, {"accuracy": 1.0, "reward": 0.0})
+    with pytest.raises(InvalidJob, match="did you mean 'eval/accuracy'"):
+        saver.update(1, {"eval/accuracy": 1.0, "eval/reward": 0.0})
 
 
 def test_an_evaluation_that_nobody_could_judge_is_not_held_against_the_model(tmp_path):
-    saver, _ = make_saver(tmp_path, best="eval_reward", patience=1)
+    saver, _ = make_saver(tmp_path, best="eval/reward", patience=1)
     for step, value in enumerate([math.nan, 0.5, math.nan], start=1):
-        saver.update(step, {"eval_reward": value})
+        saver.update(step, {"eval/reward": value})
         assert not saver.should_stop
-    saver.update(4, {"eval_reward": 0.4})
+    saver.update(4, {"eval/reward": 0.4})
     assert saver.should_stop
 
 
@@ -236,11 +250,11 @@ def test_the_last_folders_are_kept_and_those_of_another_course_are_not(tmp_path)
 
 
 def test_a_run_that_gets_no_better_ends_and_its_best_model_is_there(inputs, tmp_path):
-    config = config_of(inputs, epochs=50.0, eval_every=1, keep={"best": "eval_loss", "patience": 3})
+    config = config_of(inputs, epochs=50.0, eval_every=1, keep={"best": "eval/loss", "patience": 3})
     job = stage("sft", tmp_path, config)
     job.run()
     rows = metrics_of(tmp_path)
-    losses = [row["eval_loss"] for row in rows]
+    losses = [row["eval/loss"] for row in rows]
     best = int(np.argmin(losses))
     assert len(rows) == best + 4 < 100
     told = json.loads((tmp_path / "summary.json").read_text())

@@ -80,17 +80,17 @@ def test_the_first_loss_of_a_reward_model_is_that_of_its_scores(inputs, tmp_path
         scores[side] = np.array([float(state @ head[0]) for state in hidden])
     margins = scores["chosen"] - scores["rejected"]
     assert first["loss"] == pytest.approx(np.log1p(np.exp(-margins)).mean(), abs=1e-5)
-    assert first["margins"] == pytest.approx(margins.mean(), abs=1e-5)
+    assert first["rewards/margins"] == pytest.approx(margins.mean(), abs=1e-5)
     assert first["rewards/chosen"] == pytest.approx(scores["chosen"].mean(), abs=1e-5)
     assert first["rewards/rejected"] == pytest.approx(scores["rejected"].mean(), abs=1e-5)
-    assert first["accuracy"] == np.mean(margins > 0)
+    assert first["rewards/accuracies"] == np.mean(margins > 0)
 
 
 @pytest.mark.feature(110)
 def test_dpo_begins_with_the_logarithm_of_two_and_goes_on_as_by_hand(inputs, tmp_path):
     first, second = ran("dpo", tmp_path, config_of(inputs, "dpo", epochs=2.0, keep={"save_every": 1, "keep_last": 9}))
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert first["margins"] == pytest.approx(0.0, abs=1e-6)
+    assert first["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
     before, after = str(inputs / "model-0"), str(tmp_path / "steps/step-1")
     gain = {
         side: np.array([row.sum() for row in log_probs(after, PAIRS, side)])
@@ -134,15 +134,15 @@ def test_sft_learns_four_rows(inputs, tmp_path, seed):
 def test_a_reward_model_learns_four_pairs(inputs, tmp_path, seed):
     rows = ran("rm", tmp_path, config_of(inputs, "rm", seed, epochs=50.0, optimizer={"lr": 3e-3}))
     assert len(rows) == 50
-    assert rows[-1]["accuracy"] == 1.0
+    assert rows[-1]["rewards/accuracies"] == 1.0
 
 
 @pytest.mark.feature(110)
 @pytest.mark.parametrize("seed", LEARNING)
 def test_dpo_learns_four_pairs(inputs, tmp_path, seed):
     rows = ran("dpo", tmp_path, config_of(inputs, "dpo", seed, epochs=20.0))
-    assert rows[-1]["margins"] > 0
-    assert rows[-1]["accuracy"] == 1.0
+    assert rows[-1]["rewards/margins"] > 0
+    assert rows[-1]["rewards/accuracies"] == 1.0
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
@@ -255,10 +255,10 @@ def test_what_does_not_go_together_is_refused_with_its_place(inputs):
     found = problems_of(DPOTrainer, config_of(inputs, "dpo", algorithm={"name": "dpo", "bta": 1}), ACTOR=1)
     assert "did you mean 'beta'" in found["config.algorithm.bta"]
     assert "'reference' is required" in problems_of(DPOTrainer, config_of(inputs, "dpo"), ACTOR=1)["workload"]
-    found = problems_of(SFTTrainer, config_of(inputs, "sft", keep={"best": "eval_loss", "patience": 1}))
+    found = problems_of(SFTTrainer, config_of(inputs, "sft", keep={"best": "eval/loss", "patience": 1}))
     assert "set config.eval_every" in found["config.keep.best"]
     found = problems_of(SFTTrainer, config_of(inputs, "sft", eval_every=1, keep={"best": "eval_los"}))
-    assert "did you mean 'eval_loss'" in found["config.keep.best"]
+    assert "did you mean 'eval/loss'" in found["config.keep.best"]
     found = problems_of(RMTrainer, config_of(inputs, "rm", eval_every=1, keep={"patience": 2}))
     assert "set config.keep.best" in found["config.keep.patience"]
 

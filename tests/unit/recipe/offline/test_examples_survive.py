@@ -31,11 +31,11 @@ def config_of(inputs, kind):
         "eval_every": 2,
         "optimizer": {"lr": 1e-3, "warmup_steps": 3},
         "engine": {"threads": 1},
-        "keep": {"best": "eval_loss", "save_every": 2},
+        "keep": {"best": "eval/loss", "save_every": 2},
     }
 
 
-TIMES = ("tokens_per_s", "step_s", "train_tflops", "time/")
+TIMES = ("time/", "speed/", "memory/")
 
 
 def end_of(folder, inputs, kind, faults=None):
@@ -57,7 +57,7 @@ def end_of(folder, inputs, kind, faults=None):
 def test_whatever_dies_the_end_is_the_same(tmp_path, inputs, kind):
     *undisturbed, calls = end_of(tmp_path / "undisturbed", inputs, kind)
     assert [row["step"] for row in undisturbed[0]] == [1, 2, 3, 4, 5]
-    assert [row["step"] for row in undisturbed[0] if "eval_loss" in row] == [2, 4, 5]
+    assert [row["step"] for row in undisturbed[0] if "eval/loss" in row] == [2, 4, 5]
     assert [name.split("/")[-2] for name in undisturbed[1]] == ["model", "best", "step-2", "step-4"]
     at = {
         name: [number for number, call in enumerate(calls) if call[2] == name] for name in ("train", "measure", "save")

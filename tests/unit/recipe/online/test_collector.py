@@ -215,7 +215,7 @@ def test_groups_whose_rewards_are_alike_are_left_out():
     rollouts = Rollouts([9])
     drawn = step_of(make_collector(rollouts, uniform(0, 2), dynamic_filtering="drop"), rollouts, 1)
     assert rows_of(drawn) == [(1, 0), (1, 1), (3, 0), (3, 1)]
-    assert drawn.metrics()["filtered_groups"] == 2
+    assert drawn.metrics()["groups/filtered"] == 2
     nothing = step_of(make_collector(rollouts, uniform(*range(8)), dynamic_filtering="drop"), rollouts, 1)
     assert (nothing.rows, len(nothing.scored), nothing.groups) == ((), 0, 0)
 
@@ -225,9 +225,9 @@ def test_others_are_drawn_in_their_place():
     rollouts = Rollouts([9])
     drawn = step_of(make_collector(rollouts, uniform(0, 2, 4), dynamic_filtering="refill"), rollouts, 1)
     assert rows_of(drawn) == [(1, 0), (1, 1), (3, 0), (3, 1), (5, 0), (5, 1), (6, 0), (6, 1)]
-    assert drawn.metrics()["filtered_groups"] == 3
+    assert drawn.metrics()["groups/filtered"] == 3
     collector = make_collector(rollouts, uniform(*range(100)), dynamic_filtering="refill", max_refills=2)
-    assert step_of(collector, rollouts, 1).metrics()["filtered_groups"] == 12
+    assert step_of(collector, rollouts, 1).metrics()["groups/filtered"] == 12
     assert collector.prompts.drawn == 12
 
 
@@ -239,7 +239,7 @@ def test_rollouts_run_ahead_and_no_sample_is_staler_than_allowed():
         drawn = step_of(collector, rollouts, step)
         stale += (step - drawn.scored.dense("min_version")).tolist()
         assert drawn.groups == 4
-        assert drawn.metrics()["staleness_max"] == max(stale[-8:])
+        assert drawn.metrics()["samples/staleness_max"] == max(stale[-8:])
     assert max(stale) == 2
     assert collector.prompts.drawn == 36
     assert not collector._tracker.open

@@ -41,27 +41,27 @@ TWO_GROUPS = scored((4, 0, [1.0, NAN]), (9, 0, [0.0, 1.0]))
 def test_a_failed_sample_alone_is_left_out():
     rows = mask_rewards(TWO_GROUPS, config("drop_sample"))
     assert rewards(rows) == [1.0, None, 0.0, 1.0]
-    assert failure_metrics(TWO_GROUPS, rows) == {"failed_samples": 1, "redrawn_samples": 0, "dropped_groups": 0}
+    assert failure_metrics(TWO_GROUPS, rows) == {"samples/failed": 1, "samples/redrawn": 0, "groups/dropped": 0}
 
 
 def test_a_failed_samples_whole_group_is_left_out():
     rows = mask_rewards(TWO_GROUPS, config("drop_group"))
     assert rewards(rows) == [None, None, 0.0, 1.0]
-    assert failure_metrics(TWO_GROUPS, rows) == {"failed_samples": 1, "redrawn_samples": 0, "dropped_groups": 1}
+    assert failure_metrics(TWO_GROUPS, rows) == {"samples/failed": 1, "samples/redrawn": 0, "groups/dropped": 1}
 
 
 def test_a_redrawn_group_takes_the_failed_ones_place():
     batch = Batch.concat([TWO_GROUPS, scored((4, 1, [0.0, 0.5]))])
     rows = mask_rewards(batch, config("redraw"))
     assert rewards(rows) == [None, None, 0.0, 1.0, 0.0, 0.5]
-    assert failure_metrics(batch, rows) == {"failed_samples": 1, "redrawn_samples": 2, "dropped_groups": 0}
+    assert failure_metrics(batch, rows) == {"samples/failed": 1, "samples/redrawn": 2, "groups/dropped": 0}
 
 
 def test_a_group_that_fails_again_is_left_out():
     batch = Batch.concat([TWO_GROUPS, scored((4, 1, [NAN, 0.5]))])
     rows = mask_rewards(batch, config("redraw"))
     assert rewards(rows) == [None, None, 0.0, 1.0, None, None]
-    assert failure_metrics(batch, rows) == {"failed_samples": 2, "redrawn_samples": 2, "dropped_groups": 1}
+    assert failure_metrics(batch, rows) == {"samples/failed": 2, "samples/redrawn": 2, "groups/dropped": 1}
 
 
 def test_only_the_last_draw_decides_what_is_drawn_again():
@@ -80,14 +80,14 @@ def test_a_failed_sample_of_three_rows_is_one_failed_sample():
         trajectory=np.array([0, 0, 0, 1, 2, 3])
     )
     metrics = failure_metrics(rows, mask_rewards(rows, config("drop_sample")))
-    assert metrics == {"failed_samples": 1, "redrawn_samples": 2, "dropped_groups": 0}
+    assert metrics == {"samples/failed": 1, "samples/redrawn": 2, "groups/dropped": 0}
     with pytest.raises(DataError, match="failed on all 1 samples"):
         RewardFailures(config("drop_sample")).update(1, rows.rows(0, 3))
 
 
 def test_failures_count_where_their_groups_were_filtered_out():
     metrics = failure_metrics(TWO_GROUPS, mask_rewards(TWO_GROUPS.rows(2, 4), config("drop_group")))
-    assert metrics == {"failed_samples": 1, "redrawn_samples": 0, "dropped_groups": 0}
+    assert metrics == {"samples/failed": 1, "samples/redrawn": 0, "groups/dropped": 0}
 
 
 LOST, LOST_IN_GROUPS = scored((1, 0, [NAN, NAN])), scored((1, 0, [NAN, 1.0]), (2, 0, [NAN, 1.0]))
@@ -105,7 +105,7 @@ def test_later_ones_are_counted_and_enough_of_them_in_a_row_are_an_error():
     counts = []
     for step, rows in enumerate((TWO_GROUPS, LOST, LOST_IN_GROUPS, TWO_GROUPS, LOST, LOST), 1):
         failures.update(step, rows)
-        counts.append(failures.metrics().get("steps_without_reward", 0))
+        counts.append(failures.metrics().get("samples/steps_without_reward", 0))
     assert counts == [0, 1, 2, 0, 1, 2]
     what = r"step 7: .* last with: it broke; it was the last of 3 such steps in a row \(reward.give_up_after\)"
     with pytest.raises(DataError, match=what) as caught:

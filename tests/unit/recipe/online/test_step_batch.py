@@ -55,7 +55,7 @@ def test_a_trajectory_of_several_rows_is_scored_as_a_whole():
     assert filtered.rows == (0, 1, 2)
     assert filtered.groups == 1
     assert filtered.scored.dense("prompt_id").tolist() == [0, 0, 0]
-    assert filtered.metrics() == {"filtered_groups": 1.0}
+    assert filtered.metrics() == {"groups/filtered": 1.0}
 
 
 @pytest.mark.feature(97)
@@ -82,7 +82,7 @@ def test_how_stale_a_sample_is_says_its_stalest_row():
         }
     )
     metrics = StepBatch.from_rollouts(Pending([]), scored, np.arange(3), 1).metrics()
-    assert metrics == {"staleness": 1.0, "staleness_max": 2.0}
+    assert metrics == {"samples/staleness_mean": 1.0, "samples/staleness_max": 2.0}
 
 
 def samples_of(*rewards_by_prompt):
@@ -114,6 +114,14 @@ def samples_of(*rewards_by_prompt):
 )
 def test_groups_whose_rewards_are_all_equal_have_no_signal(groups, share):
     assert uniform_share(samples_of(*groups)) == share
+
+
+def test_truncated_completions_are_warned_of_once_in_a_row(caplog):
+    config = SimpleNamespace(rollout=SimpleNamespace(max_new_tokens=64))
+    trainer = SimpleNamespace(cfg=config, had_room=True)
+    for step, share in enumerate([0.5, 0.75, 1.0, 0.25, 0.51], start=1):
+        PolicyTrainer.warn_of_truncation(trainer, step, share)
+    assert [record.args for record in caplog.records] == [(2, 75.0, 64), (5, 51.0, 64)]
 
 
 def test_a_step_without_signal_is_warned_of_once_in_a_row_where_samples_are_compared(caplog):

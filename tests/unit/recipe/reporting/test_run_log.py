@@ -147,3 +147,12 @@ def test_without_matplotlib_a_run_has_no_curves_and_one_warning(tmp_path, monkey
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning == "matplotlib is not installed (dlrover-rl[plot]); continuing without reward.png"
     assert not (tmp_path / "reward.png").exists()
+
+
+def test_the_samples_and_tokens_so_far_survive_a_restart(tmp_path):
+    before, after = RunLog(tmp_path), RunLog(tmp_path)
+    before.count(samples=8, tokens=100)
+    after.load_state_dict(before.state_dict())
+    assert after.count(samples=4, tokens=50) == {"total/samples": 12.0, "total/tokens": 150.0}
+    after.load_state_dict({"run": "of an earlier version"})
+    assert after.count(samples=4, tokens=50) == {"total/samples": 4.0, "total/tokens": 50.0}

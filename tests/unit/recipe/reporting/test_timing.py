@@ -6,7 +6,8 @@ from example_jobs import EXAMPLES, metrics_of, stage, write_rows
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe import workloads
-from dlrover.python.rl.recipe.reporting.metrics import PHASES, Machine
+from dlrover.python.rl.recipe.base.engine_workload import Machine, peak_memory
+from dlrover.python.rl.recipe.reporting.metrics import PHASES
 from dlrover.python.rl.trainer.port import COMMIT
 
 
@@ -26,19 +27,23 @@ def test_the_phases_of_a_step_add_up_to_it(tmp_path):
     assert len(rows) == 4
     for row in rows:
         phases = {name: value for name, value in row.items() if name.startswith("time/")}
-        assert sum(phases.values()) == pytest.approx(row["step_s"], rel=0.05)
+        assert sum(phases.values()) - phases["time/step"] == pytest.approx(phases["time/step"], rel=0.05)
         assert phases["time/update"] > 0.0
         assert ("time/evaluation" in phases) == (row["step"] % 2 == 0)
         assert phases["time/commit"] > 0.0
 
 
 def test_speed_by_hand():
-    times = {"step_s": 4.0, "time/update": 2.0}
+    times = {"time/step": 4.0, "time/update": 2.0}
     told = Machine(1000, 1e9).metrics(tokens=500, members=2, times=times)
-    assert told == pytest.approx({"tokens_per_s": 125.0, "train_tflops": 1.5e-6, "mfu": 1.5e6 / 2e9})
-    assert Machine(1000).metrics(500, 2, times).keys() == {"tokens_per_s", "train_tflops"}
-    assert Machine(0).metrics(500, 2, times).keys() == {"tokens_per_s"}
-    assert Machine(10).metrics(500, 2, {"step_s": 1.0}).keys() == {"tokens_per_s"}
+    assert told == pytest.approx({"speed/tokens_per_s": 125.0, "speed/train_tflops": 1.5e-6, "speed/mfu": 1.5e6 / 2e9})
+    assert Machine(1000).metrics(500, 2, times).keys() == {"speed/tokens_per_s", "speed/train_tflops"}
+    assert Machine(0).metrics(500, 2, times).keys() == {"speed/tokens_per_s"}
+    assert Machine(10).metrics(500, 2, {"time/step": 1.0}).keys() == {"speed/tokens_per_s"}
+
+
+def test_a_cpu_has_no_peak_of_its_memory():
+    assert peak_memory("cpu") == {}
 
 
 def test_a_machine_is_told_by_its_engine(tmp_path):

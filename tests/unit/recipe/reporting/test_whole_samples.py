@@ -59,7 +59,38 @@ def test_rows_that_name_no_trajectory_are_a_sample_each():
 
 
 def test_a_steps_figures_are_means_over_samples():
-    assert sample_metrics(ROWS) == {"reward": 0.875, "score": 0.5, "completion_tokens": 26 / 3, "finished": 1 / 3}
+    assert sample_metrics(ROWS) == pytest.approx(
+        {
+            "reward/mean": 0.875,
+            "reward/std": 0.125,
+            "reward/min": 0.75,
+            "reward/max": 1.0,
+            "reward/score": 0.5,
+            "completions/length_mean": 26 / 3,
+            "completions/length_min": 5,
+            "completions/length_p50": 7,
+            "completions/length_p95": 7 + 0.9 * 7,
+            "completions/length_max": 14,
+            "completions/truncated": 2 / 3,
+        }
+    )
+
+
+def test_the_parts_of_a_reward_are_means_over_the_scored_samples():
+    alone = Batch({name: column for name, column in ROWS.columns.items() if name not in ("trajectory", "score")})
+    parts = {"reward/right": np.array([1.0, 0.0, 1.0, NAN, NAN]), "reward/short": np.array([0.0, 0.5, 0.1, NAN, NAN])}
+    rows = alone.with_columns(**parts)
+    metrics = sample_metrics(rows)
+    assert metrics["reward/right"] == pytest.approx(2 / 3)
+    assert metrics["reward/short"] == pytest.approx(0.2)
+    assert "reward/score" not in metrics
+    assert [row["reward/short"] for row in format_samples(rows, rows=5)][:3] == [0.0, 0.5, 0.1]
+
+
+def test_of_samples_without_any_reward_only_the_mean_is_told():
+    metrics = sample_metrics(ROWS.take([3, 4]))
+    assert np.isnan(metrics["reward/mean"])
+    assert "reward/std" not in metrics
 
 
 @pytest.mark.feature(89)

@@ -75,7 +75,7 @@ def workload(model):
 @pytest.mark.feature(109)
 def test_a_run_is_rewarded_by_what_the_model_says_of_prompt_and_completion(reward_model, tmp_path):
     folder, steps = finished(judged_by_model(tmp_path, reward_model, steps=2))
-    assert all(step["failed_samples"] == 0 for step in steps)
+    assert all(step["samples/failed"] == 0 for step in steps)
     tokenizer = AutoTokenizer.from_pretrained(reward_model)
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert len({sample["reward"] for sample in samples}) > 8

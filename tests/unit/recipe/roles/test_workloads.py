@@ -22,6 +22,7 @@ from dlrover.python.rl.engine.model.ranks import get_random_state
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig
 from dlrover.python.rl.recipe.base.engine_workload import UpdatePlan
+from dlrover.python.rl.recipe.roles.reward import name_parts
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.trainer.workload import MemberContext, member_context
 
@@ -246,6 +247,28 @@ def test_failed_samples_have_a_reason_and_no_reward_and_the_others_are_untouched
     assert ["within 1 s" in reasons[0], "SIGABRT" in reasons[1], "KeyError" in reasons[3]] == [True] * 3
     again = judge.score(drawn.with_columns(completion=["fine"] * 8))
     assert again.dense("reward").tolist() == [1.0] * 8
+
+
+def test_several_functions_give_a_column_each(monkeypatch, model):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "environment"))
+    functions = {"verifiers:obedient": 1.0, "verifiers:length": 0.5}
+    judge = RewardWorkload(None, {})
+    judge.init_verifier(RewardConfig(function=functions, timeout_s=5.0, workers=1))
+    try:
+        drawn = synced(model).generate(prompts(1, 2), SAMPLING, (1, 1))
+        scored = judge.score(drawn.with_columns(completion=["four", "raise", *["fives"] * 6]))
+    finally:
+        judge.close()
+    np.testing.assert_array_equal(scored.dense("reward/obedient"), [1.0, np.nan, *[1.0] * 6])
+    np.testing.assert_array_equal(scored.dense("reward/length"), [4.0, np.nan, *[5.0] * 6])
+    np.testing.assert_array_equal(scored.dense("reward"), [3.0, np.nan, *[3.5] * 6])
+
+
+def test_functions_with_one_label_or_that_of_another_figure_keep_their_whole_names():
+    assert name_parts("a:right") == {}
+    assert name_parts({"a:right": 1.0}) == {"a:right": "reward/right"}
+    whole = {"a:right": 1.0, "b:right": 1.0, "c:mean": 1.0}
+    assert name_parts(whole) == {name: f"reward/{name}" for name in whole}
 
 
 # -- those who wait for a death ---------------------------------------------------------------------------------------

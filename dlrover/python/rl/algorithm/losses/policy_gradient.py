@@ -51,9 +51,7 @@ def clipped_surrogate(
     DAPO's "clip-higher". For A < 0 the loss is constant above the ratio ``dual_clip`` (Ye et al., arXiv:1912.09729,
     eq. 5).
 
-    Metrics are weighted sums over the tokens: ``ratio``, ``clip_fraction`` (tokens whose gradient stopped),
-    ``approx_kl`` (k3 of KL(pi_old || pi)) and ``weight``, by which to divide the others: 1 unless averaging is a sum
-    or by a constant.
+    Metrics are those of :func:`ratio_metrics`; tokens are clipped where their gradient stopped.
     """
     advantage, weight = column(columns, "advantage"), column(columns, "weight")
     log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
@@ -62,13 +60,20 @@ def clipped_surrogate(
     objective = torch.minimum(unclipped, advantage * ratio.clamp(1 - clip_low, 1 + clip_high))
     if dual_clip is not None:
         objective = torch.where(advantage < 0, torch.maximum(objective, advantage * dual_clip), objective)
-    metrics = {
-        "ratio": weighted_sum(weight, ratio),
-        "clip_fraction": weighted_sum(weight, (objective != unclipped).to(weight.dtype)),
+    return -objective, ratio_metrics(weight, log_ratio, objective != unclipped)
+
+
+def ratio_metrics(weight: torch.Tensor, log_ratio: torch.Tensor, clipped: torch.Tensor) -> Metrics:
+    """Weighted sums over the tokens: ``ratio``; ``clip_fraction`` (tokens that are ``clipped``), of which ``clip_low``
+    and ``clip_high`` have a ratio below and above 1; ``approx_kl`` (k3 of KL(pi_old || pi)); and ``weight``, by which
+    to divide the others: 1 unless averaging is a sum or by a constant. Arguments are ``[tokens]``."""
+    shares = {"clip_fraction": clipped, "clip_low": clipped & (log_ratio < 0), "clip_high": clipped & (log_ratio > 0)}
+    return {
+        "ratio": weighted_sum(weight, log_ratio.exp()),
+        **{name: weighted_sum(weight, share.to(weight.dtype)) for name, share in shares.items()},
         "approx_kl": weighted_sum(weight, torch.expm1(log_ratio) - log_ratio),
         "weight": weight.sum(),
     }
-    return -objective, metrics
 
 
 Correction: TypeAlias = Literal["none", "truncate", "mask"]
@@ -105,11 +110,10 @@ def correction_weights(
     """Factors of token losses ``[tokens]``, without gradient.
 
     ``columns`` hold ``old_logprobs`` (of the train engine, before the update), ``rollout_logprobs`` and ``weight``. The
-    metrics are ``mismatch_kl`` (k3 of KL(rollout || old)) and ``mismatch_bounded`` (tokens whose factor was bounded).
+    metrics are ``mismatch_kl`` and ``mismatch_bounded`` (tokens whose factor was bounded).
     """
-    weight = column(columns, "weight")
-    log_ratio = (column(columns, "old_logprobs") - column(columns, "rollout_logprobs")).detach()
-    metrics = {"mismatch_kl": weighted_sum(weight, torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) - log_ratio)}
+    weight, metrics = column(columns, "weight"), mismatch_metrics(columns)
+    log_ratio = _mismatch(columns)
     if level == "sequence":
         units = TokenUnits.of(columns)
         log_ratio = units.spread(units.sums(log_ratio))
@@ -118,6 +122,17 @@ def correction_weights(
     factor = ratio.clamp(max=high) if kind == "truncate" else torch.where(within, ratio, 0.0)
     metrics["mismatch_bounded"] = weighted_sum(weight, (factor != ratio).to(weight.dtype))
     return factor, metrics
+
+
+def mismatch_metrics(columns: TokenColumns) -> Metrics:
+    """``mismatch_kl``, k3 of KL(rollout || old)."""
+    log_ratio = _mismatch(columns)
+    kl = torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) - log_ratio
+    return {"mismatch_kl": weighted_sum(column(columns, "weight"), kl)}
+
+
+def _mismatch(columns: TokenColumns) -> torch.Tensor:
+    return (column(columns, "old_logprobs") - column(columns, "rollout_logprobs")).detach()
 
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
@@ -283,6 +298,8 @@ class PolicyGradient:
             bounds = correction_bounds(self.correction_low, self.correction_high)
             factor, mismatch = correction_weights(columns, self.correction, self.correction_level, *bounds)
             losses, metrics = losses * factor, {**metrics, **mismatch}
+        elif "rollout_logprobs" in columns:
+            metrics |= mismatch_metrics(columns)
         if "ref_logprobs" in self.needs.loss:
             reference = column(columns, "ref_logprobs")
             if self.kl_in == "loss":

@@ -86,13 +86,16 @@ class _TokenLogprobs(torch.autograd.Function):
         log_total = sums[0].log()
         entropies = log_total - sums[1] / sums[0]
         ctx.save_for_backward(logits, places, mine, most, log_total, entropies)
-        ctx.temperature, ctx.entropy = temperature, entropy
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)  # an entropy that is only measured costs nothing here
         return (sums[2:] - log_total).t().contiguous(), entropies
 
     @staticmethod
     def backward(ctx: Any, by_logprob: Any, by_entropy: Any) -> tuple[Any, ...]:
         logits, places, mine, most, log_total, entropies = ctx.saved_tensors
         gradient = torch.empty_like(logits)
+        if by_logprob is None:
+            by_logprob = torch.zeros_like(mine, dtype=log_total.dtype)
         by_target = torch.where(mine, by_logprob, 0.0)
         for rows in _chunks(logits):
             part = logits[rows].to(most.dtype) - most[rows, None]
@@ -100,7 +103,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 part.div_(ctx.temperature)
             part.sub_(log_total[rows, None])
             slope = by_logprob[rows].sum(dim=1, keepdim=True)
-            if ctx.entropy:
+            if by_entropy is not None:
                 slope = part.clamp(min=-1e4).add_(entropies[rows, None]).mul_(by_entropy[rows, None]).add_(slope)
             part.exp_().mul_(slope).neg_().scatter_add_(1, places[rows], by_target[rows])
             gradient[rows] = part.div_(ctx.temperature) if ctx.temperature != 1.0 else part

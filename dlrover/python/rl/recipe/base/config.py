@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le
 
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, SamplingParams
 from dlrover.python.rl.engine.api.settings import ParallelSizes
-from dlrover.python.rl.recipe.base.other_names import ELSEWHERE, POLICY_NAMES
+from dlrover.python.rl.recipe.base.other_names import ELSEWHERE, METRIC_NAMES, POLICY_NAMES
 
 Positive = Annotated[int, Gt(0)]
 NonNegative = Annotated[int, Ge(0)]
@@ -237,7 +237,7 @@ class KeepConfig:
     """Models to keep besides the final one (``model/``), in Hugging Face format; and early stopping."""
 
     best: str | None = None
-    """Evaluation metric that selects the best model, kept in ``best/``: ``eval_loss``. None: not kept."""
+    """Evaluation metric that selects the best model, kept in ``best/``: ``eval/loss``. None: not kept."""
 
     best_is: Literal["lowest", "highest"] | None = None
     """Direction of the metric. None: lowest for losses, perplexities and KLs, highest for others."""
@@ -254,6 +254,11 @@ class KeepConfig:
     @property
     def prefers_low(self) -> bool:
         return self.best_is == "lowest" if self.best_is else (self.best or "").endswith(_LOSSES)
+
+    @property
+    def metric(self) -> str | None:
+        """``best``, by its name of today."""
+        return None if self.best is None else METRIC_NAMES.get(self.best, self.best)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of RL2, TRL and verl: those that are read as ours, and those that are answered with the place to look."""
+"""Other names: keys of RL2, TRL and verl, which are read as ours or answered with the place to look; former names of
+metrics."""
 
 from collections.abc import Mapping
 
@@ -137,3 +138,42 @@ ELSEWHERE: Mapping[str, str] = {
     "critic.optim": "critic.optimizer",
 }
 """What answers a key that has no equal."""
+
+_UPDATE = (
+    "ratio", "clip_fraction", "approx_kl", "kl", "entropy", "weight", "mismatch_kl", "mismatch_bounded", "reverse_kl",
+)  # fmt: skip
+_CRITIC = ("loss", "grad_norm", "lr", "value", "value_error", "value_clip_fraction")
+
+METRIC_NAMES: Mapping[str, str] = {
+    "reward": "reward/mean",
+    "score": "reward/score",
+    "completion_tokens": "completions/length_mean",
+    "failed_samples": "samples/failed",
+    "redrawn_samples": "samples/redrawn",
+    "steps_without_reward": "samples/steps_without_reward",
+    "staleness": "samples/staleness_mean",
+    "staleness_max": "samples/staleness_max",
+    "dropped_groups": "groups/dropped",
+    "filtered_groups": "groups/filtered",
+    "groups_without_signal": "groups/without_signal",
+    **{name: f"policy/{name}" for name in _UPDATE},
+    **{f"critic_{name}": f"critic/{name}" for name in _CRITIC},
+    "accuracy": "eval/accuracy",
+    "held_out_reward": "eval/reward",
+    "held_out_failed": "eval/failed",
+    "held_out_score": "eval/score",
+    "eval_reward": "eval/reward",
+    "eval_failed": "eval/failed",
+    "eval_loss": "eval/loss",
+    "eval_perplexity": "eval/perplexity",
+    "margins": "rewards/margins",
+    "eval_accuracy": "eval/rewards/accuracies",
+    "eval_margins": "eval/rewards/margins",
+    "eval_rewards/chosen": "eval/rewards/chosen",
+    "eval_rewards/rejected": "eval/rewards/rejected",
+    "step_s": "time/step",
+    "tokens_per_s": "speed/tokens_per_s",
+    "train_tflops": "speed/train_tflops",
+    "mfu": "speed/mfu",
+}
+"""The name of each metric that had another one; ``keep.best`` may be either."""

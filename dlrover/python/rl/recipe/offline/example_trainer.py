@@ -80,7 +80,7 @@ class ExampleTrainer(RecipeTrainer):
     cfg: ExampleConfig
 
     metric_names: ClassVar[Mapping[str, str]]
-    """The names in the log of the loss's metrics; others are left out. Those of evaluations begin with ``eval_``."""
+    """The names in the log of the loss's metrics; others are left out. Those of evaluations begin with ``eval/``."""
 
     @classmethod
     def metrics(cls, measured: Measured) -> dict[str, float]:
@@ -88,7 +88,7 @@ class ExampleTrainer(RecipeTrainer):
 
     @classmethod
     def evaluation_metrics(cls, measured: Measured) -> dict[str, float]:
-        return {f"eval_{name}": value for name, value in cls.metrics(measured).items()}
+        return {f"eval/{name}": value for name, value in cls.metrics(measured).items()}
 
     def init(self) -> None:
         super().init()
@@ -118,10 +118,11 @@ class ExampleTrainer(RecipeTrainer):
             trained = self.update(step, self.prepare(batch, self.algorithm))
             metrics = self.metrics(Measured(trained.loss, trained.metrics))
             metrics |= {"grad_norm": trained.grad_norm, "lr": trained.lr}
+            metrics |= {name: value for name, value in trained.metrics.items() if "/" in name}
             if self.should_evaluate(step):
                 metrics |= self.evaluate(step)
             self.model_saver.save_step(step)
-            self.report(step, metrics, tokens=len(batch.ragged("tokens").values))
+            self.report(step, metrics, len(batch) // self.cfg.data.segment_rows, len(batch.ragged("tokens").values))
         self.finish(self.last_step)
 
     @property

@@ -21,7 +21,7 @@ from dlrover.python.rl.recipe.reporting.metrics import count_failures, mean_rewa
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 
-METRIC = "eval_reward"
+METRIC = "eval/reward"
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Answers:
             self._prompts = make_prompt_batch(loaded, range(len(loaded)))
         else:
             rows = min(len(prompts), config.rows)
-            self._prompts = prompts.rows(0, rows).with_columns(prompt_id=np.arange(rows), extra_info=[None] * rows)
+            self._prompts = prompts.rows(0, rows).with_columns(prompt_id=np.arange(rows), extra_info=[{}] * rows)
         self.last: list[dict[str, Any]] = []  # of the last evaluation, as plain rows
 
     def load_models(self, model: str, engine: EngineConfig) -> list[Pending]:
@@ -91,4 +91,4 @@ class Answers:
         rewards = scored.dense("reward")
         logged = scored.select("prompt", "completion", "answer", "reward")
         self.last = [logged.row(row) for row in range(rows)]
-        return {METRIC: mean_reward(rewards), "eval_failed": float(count_failures(rewards))}
+        return {METRIC: mean_reward(rewards), "eval/failed": float(count_failures(rewards))}

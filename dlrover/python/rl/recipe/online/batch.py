@@ -16,7 +16,7 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Array, Batch, Ragged, even_cuts
 from dlrover.python.rl.data.sampler import partition
 from dlrover.python.rl.recipe.base.config import RewardConfig
-from dlrover.python.rl.recipe.reporting.metrics import mean_reward, merge_rows, number_samples
+from dlrover.python.rl.recipe.reporting.metrics import mean_reward, merge_rows, number_samples, part_columns
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Shard
@@ -105,19 +105,33 @@ class StepBatch:
         """The number of groups filtered out and the staleness of the others, where there is any."""
         metrics = {}
         if self.filtered:
-            metrics["filtered_groups"] = float(sum(len(np.unique(rows.dense("prompt_id"))) for rows in self.filtered))
+            metrics["groups/filtered"] = float(sum(len(np.unique(rows.dense("prompt_id"))) for rows in self.filtered))
         if "staleness" in self.scored and len(self.scored):
             staleness = merge_rows(self.scored).dense("staleness")
-            metrics |= {"staleness": float(staleness.mean()), "staleness_max": float(staleness.max())}
+            metrics |= {
+                "samples/staleness_mean": float(staleness.mean()),
+                "samples/staleness_max": float(staleness.max()),
+            }
         return metrics
 
 
 def sample_metrics(rows: Batch) -> dict[str, float]:
-    """Means over samples, with ``score`` where an environment gives one; a reward's over the scored ones."""
+    """Of whole samples: their rewards (of the scored ones) with each function's part, an environment's score, and the
+    lengths of their completions."""
     samples = merge_rows(rows)
-    metrics = {name: mean_reward(samples.dense(name)) for name in ("reward", "score") if name in samples}
-    lengths, finished = samples.dense("action_tokens"), samples.dense("finished")
-    return {**metrics, "completion_tokens": float(lengths.mean()), "finished": float(finished.mean())}
+    rewards, lengths = samples.dense("reward"), samples.dense("action_tokens").astype(np.float64)
+    scored, parts = rewards[~np.isnan(rewards)], part_columns(samples)
+    metrics = {"reward/mean": mean_reward(rewards)}
+    if len(scored):
+        metrics |= {"reward/std": scored.std(), "reward/min": scored.min(), "reward/max": scored.max()}
+    metrics |= {name: mean_reward(samples.dense(name)) for name in parts}
+    if "score" in samples:
+        metrics["reward/score"] = mean_reward(samples.dense("score"))
+    shares = {"mean": lengths.mean(), "min": lengths.min(), "max": lengths.max()}
+    shares |= {f"p{share}": np.percentile(lengths, share) for share in (50, 95)}
+    metrics |= {f"completions/length_{name}": value for name, value in shares.items()}
+    metrics["completions/truncated"] = 1.0 - samples.dense("finished").mean()
+    return {name: float(value) for name, value in metrics.items()}
 
 
 @dataclass(frozen=True)
@@ -163,7 +177,7 @@ def format_samples(scored: Batch, rows: int) -> Iterator[dict[str, Any]]:
     """Plain rows for ``samples.jsonl``: ``row`` is the prompt's number among the ``rows`` of its file; rows with the
     same ``trajectory`` are one sample."""
     logged = scored.with_columns(trajectory=number_samples(scored)).select(
-        *(name for name in _LOGGED if name in scored)
+        *(name for name in _LOGGED if name in scored), *part_columns(scored)
     )
     logged = logged.with_columns(row=scored.dense("prompt_id") % rows)
     return (_to_plain(logged.row(row)) for row in range(len(logged)))
@@ -212,7 +226,7 @@ class RewardFailures:
         _LOG.warning("step %d: %s; %d such steps in a row, of which %d end the run", step, message, self._steps, most)
 
     def metrics(self) -> dict[str, float]:
-        return {"steps_without_reward": float(self._steps)} if self._steps else {}
+        return {"samples/steps_without_reward": float(self._steps)} if self._steps else {}
 
     def state_dict(self) -> dict[str, int]:
         return {"steps": self._steps}
@@ -263,9 +277,9 @@ def failure_metrics(scored: Batch, train_rows: Batch) -> dict[str, float]:
     """Counts of a step, of all its rows and of those from :func:`mask_rewards`, which were not filtered out."""
     samples, ids = merge_rows(scored), train_rows.dense("prompt_id")
     return {
-        "failed_samples": float(is_unscored(samples).sum()),
-        "redrawn_samples": float((samples.dense("retry") > 0).sum()),
-        "dropped_groups": float(len(np.unique(ids)) - len(np.unique(ids[~is_unscored(train_rows)]))),
+        "samples/failed": float(is_unscored(samples).sum()),
+        "samples/redrawn": float((samples.dense("retry") > 0).sum()),
+        "groups/dropped": float(len(np.unique(ids)) - len(np.unique(ids[~is_unscored(train_rows)]))),
     }
 
 

@@ -39,6 +39,7 @@ from dlrover.python.rl.recipe.reporting.metrics import (
     Scores,
     collect_scores,
     compare_scores,
+    merge_rows,
     step_metrics,
 )
 from dlrover.python.rl.trainer.port import Pending
@@ -49,6 +50,9 @@ _LOG = get_logger(__name__)
 
 _POLICY_COLUMNS = frozenset({"action_mask", "old_logprobs", "rollout_logprobs"})
 """What the ACTOR and the ROLLOUT give an algorithm, beside what the train engine computes itself."""
+
+_MAX_TRUNCATED = 0.5
+"""A larger share of truncated completions is warned of."""
 
 AuxResults: TypeAlias = Sequence[tuple[AuxOutput, Pending]]
 """Pending batches of the rows of a step, which the trainer need not read."""
@@ -91,7 +95,7 @@ class PolicyTrainer(RecipeTrainer):
         self.reward_failures = self.state["reward_failures"] = RewardFailures(cfg.reward)
         names = [pending.result() for pending in self.load_models()]  # waits: for models; the members' limits bound it
         (self.machine,) = self.RG_ACTOR.machine()
-        self.had_signal = True
+        self.had_signal, self.had_room = True, True
         self.engines = {"train engine": names[0][0], "rollout engine": names[1][0]}
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -228,7 +232,11 @@ class PolicyTrainer(RecipeTrainer):
         parts = batch.balance(self.RG_ACTOR.data_parallel_size, rows.dense("update"))
         needs = self.algorithm.needs.loss
         shards = [Shard(pending, rows=parts) for output, pending in aux if output.is_needed(needs)]
-        return average_metrics(self.RG_ACTOR.update(batch.shard(parts), Shard(columns, rows=parts), plan, *shards)[0])
+        results = self.RG_ACTOR.update(batch.shard(parts), Shard(columns, rows=parts), plan, *shards)[0]
+        metrics, first = average_metrics(results), results[0].metrics
+        if "approx_kl" in first and not self.uses("rollout_logprobs"):
+            metrics["mismatch_kl"] = first["approx_kl"]  # the ratio before any update is that to the rollouts
+        return {_group_name(name): value for name, value in metrics.items()}
 
     def plan_updates(self, rows: Batch) -> tuple[Batch, UpdatePlan]:
         rows, updates = assign_updates(rows, self.cfg.updates_per_step)
@@ -245,21 +253,36 @@ class PolicyTrainer(RecipeTrainer):
     def record(self, step: int, batch: StepBatch, train_metrics: Mapping[str, float]) -> None:
         metrics = {**sample_metrics(batch.all_rows), **batch.metrics(), **self.reward_failures.metrics()}
         metrics |= {**failure_metrics(batch.all_rows, batch.train_rows), **train_metrics}
-        metrics["groups_without_signal"] = uniform_share(batch.train_rows)
+        metrics["groups/without_signal"] = uniform_share(batch.train_rows)
+        self.warn_of_truncation(step, metrics["completions/truncated"])
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
             self.collector.sync_weights()
             evaluation = step_metrics(collect_scores(self.collector.evaluate(step)))
-            if not math.isnan(evaluation["held_out_reward"]):  # NaN: no answer was scored
+            if not math.isnan(evaluation["eval/reward"]):  # NaN: no answer was scored
                 self.model_saver.update(step, evaluation)
             metrics |= evaluation
         self.model_saver.save_step(step)
-        self.report(step, metrics, tokens=int(batch.all_rows.dense("token_count").sum()))
+        samples = merge_rows(batch.all_rows)
+        tokens, generated = (int(samples.dense(name).sum()) for name in ("token_count", "action_tokens"))
+        self.report(step, metrics, len(samples), tokens, generated)
+
+    def warn_of_truncation(self, step: int, share: float) -> None:
+        """Log the first step, of several in a row, most of whose completions ended by their length."""
+        if share > _MAX_TRUNCATED and self.had_room:
+            _LOG.warning(
+                "step %d: %.0f %% of the completions were cut off: raise rollout.max_new_tokens, now %d, or see on"
+                " samples.jsonl why they do not end",
+                step,
+                100 * share,
+                self.cfg.rollout.max_new_tokens,
+            )
+        self.had_room = share <= _MAX_TRUNCATED
 
     def finish(self, before: Scores, after: Batch) -> None:
         self.run_log.write_held_out(format_samples(after, self.prompts.held_out_rows))
         scores, engines = compare_scores(before, collect_scores(after)), self.engines.items()
         known_engines = {name: engine for name, engine in engines if engine}
-        self.write_results("reward", {**self.prompts.summary(), **scores, **known_engines})
+        self.write_results("reward/mean", {**self.prompts.summary(), **scores, **known_engines})
 
     # -- before the start ---------------------------------------------------------------------------------------------
 
@@ -318,3 +341,8 @@ class PolicyTrainer(RecipeTrainer):
     @classmethod
     def validate_own(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         return []
+
+
+def _group_name(name: str) -> str:
+    """The name in the log of a metric of an update."""
+    return name if name in ("loss", "grad_norm", "lr") or "/" in name else f"policy/{name}"

@@ -22,6 +22,7 @@ from dlrover.python.rl.config.typed import require, salvage
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.base.auto import Devices, complete_config
 from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_train_engine
+from dlrover.python.rl.recipe.base.engine_workload import Machine
 from dlrover.python.rl.recipe.base.model_facts import describe_engines, validate_model
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
 from dlrover.python.rl.recipe.reporting.trackers import validate_log
@@ -47,18 +48,25 @@ def merge_rows(scored: Batch) -> Batch:
     """One row for each sample, in the order of their first rows, with those of these columns that ``scored`` has.
 
     ``prompt_id``, ``sample_index``, ``retry`` and ``turns``, which the rows of a sample share; the sums (float64) of
-    ``reward`` and ``score``, NaN where one row has none, and of ``action_tokens`` and ``token_count``; ``finished`` of
-    the last row; ``staleness`` of the stalest. Rows must be in the order in which they were generated."""
+    ``reward``, its parts and ``score``, NaN where one row has none, and of ``action_tokens`` and ``token_count``;
+    ``finished`` of the last row; ``staleness`` of the stalest. Rows must be in the order in which they were
+    generated."""
     number = number_samples(scored)
     rows, count = np.arange(len(scored)), int(number.max(initial=-1)) + 1
     last, stalest = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     np.maximum.at(last, number, rows)
     columns = {name: scored.dense(name)[last] for name in (*_ALIKE, "finished") if name in scored}
-    columns |= {name: np.bincount(number, scored.dense(name), count) for name in _SUMMED if name in scored}
+    summed = [*(name for name in _SUMMED if name in scored), *part_columns(scored)]
+    columns |= {name: np.bincount(number, scored.dense(name), count) for name in summed}
     if "staleness" in scored:
         np.maximum.at(stalest, number, scored.dense("staleness"))
         columns["staleness"] = stalest
     return Batch(columns)
+
+
+def part_columns(scored: Batch) -> list[str]:
+    """The columns of the values of several reward functions."""
+    return [name for name in scored.columns if name.startswith("reward/")]
 
 
 Rewards = npt.NDArray[np.floating[Any]]
@@ -67,10 +75,13 @@ Rewards = npt.NDArray[np.floating[Any]]
 Scores: TypeAlias = Mapping[str, Rewards]
 """``reward`` and, from an environment, ``score``."""
 
-EVALUATED = ("accuracy", "held_out_reward", "held_out_failed")
+SUMMARIES = ("mean", "std", "min", "max", "score")
+"""The last part of the names of rewards' metrics, besides those of reward functions."""
+
+EVALUATED = ("eval/accuracy", "eval/reward", "eval/failed")
 """The names in :func:`step_metrics`."""
 
-SCORED = "held_out_score"
+SCORED = "eval/score"
 """One more name, with an environment."""
 
 
@@ -104,10 +115,10 @@ def count_failures(rewards: Rewards) -> int:
 def step_metrics(answers: Scores) -> dict[str, float]:
     """The metrics of an evaluation during training; an accuracy among them where every reward is 0 or 1."""
     rewards = answers["reward"]
-    metrics = {"held_out_reward": mean_reward(rewards), "held_out_failed": float(count_failures(rewards))}
+    metrics = {"eval/reward": mean_reward(rewards), "eval/failed": float(count_failures(rewards))}
     if "score" in answers:
         metrics[SCORED] = mean_reward(answers["score"])
-    return {"accuracy": accuracy(rewards), **metrics} if is_binary(rewards) else metrics
+    return {"eval/accuracy": accuracy(rewards), **metrics} if is_binary(rewards) else metrics
 
 
 def compare_scores(before: Scores, after: Scores) -> dict[str, float | int]:
@@ -244,44 +255,6 @@ PHASES = {method: phase for phase, methods in _METHODS.items() for method in met
 """The phase of each workload method; a method that is not listed is a phase under its own name."""
 
 
-_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12}
-"""Dense floating-point operations per second of tensor cores in 16 bits, from the makers' data sheets."""
-
-_PER_PARAMETER = 6
-"""Floating-point operations of a token and parameter, forward and backward (Kaplan et al., arXiv:2001.08361, 2.1)."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The parameters of the whole model, and the peak FLOP/s of one member's device, None if unknown."""
-
-    parameters: int
-    peak_flops: float | None = None
-
-    @classmethod
-    def of(cls, engine: Any, device: str, precision: str) -> "Machine":
-        """Of an engine; a user's engine may have no ``parameter_count``."""
-        return cls(int(getattr(engine, "parameter_count", 0)), _peak(device, precision))
-
-    def metrics(self, tokens: int, members: int, times: Mapping[str, float]) -> dict[str, float]:
-        """``tokens_per_s`` over the whole step. Over its update alone: ``train_tflops`` (10^12 operations per second,
-        without attention and recomputation), and its share of the peak, ``mfu``, if known."""
-        metrics = {"tokens_per_s": tokens / times["step_s"]}
-        update_s = times.get("time/update", 0.0)
-        if not self.parameters or not update_s:
-            return metrics
-        flops = _PER_PARAMETER * self.parameters * tokens / update_s
-        share = {"mfu": flops / (self.peak_flops * members)} if self.peak_flops else {}
-        return {**metrics, "train_tflops": flops / 1e12, **share}
-
-
-def _peak(device: str, precision: str) -> float | None:
-    if torch.device(device).type != "cuda" or precision != "bf16":
-        return None
-    name = torch.cuda.get_device_name(torch.device(device)).upper()
-    return next((peak for device_name, peak in _PEAKS.items() if device_name in name), None)
-
-
 class RecipeTrainer(BaseTrainer):
     """Base class of the recipes' trainers: checks the configuration, times the steps, and writes the run's files."""
 
@@ -312,15 +285,23 @@ class RecipeTrainer(BaseTrainer):
         return super().bind(replace(link, port=self._timed), attempt)
 
     def time_metrics(self) -> dict[str, float]:
-        """Seconds since the last call: ``step_s``, and ``time/<phase>``, which add up to it. At the end of a step's
-        body they include the commit of the step before."""
+        """Seconds since the last call: ``time/step``, and other ``time/<phase>``, which add up to it. At the end of a
+        step's body they include the commit of the step before."""
         self._timed.forget()
         whole, spent = self.stopwatch.lap()
-        return {"step_s": whole, **{f"time/{phase}": seconds for phase, seconds in spent.items()}}
+        return {"time/step": whole, **{f"time/{phase}": seconds for phase, seconds in spent.items()}}
 
-    def report(self, step: int, metrics: Mapping[str, float], tokens: int) -> None:
+    def report(self, step: int, metrics: Mapping[str, float], samples: int, tokens: int, generated: int = 0) -> None:
+        """Log a step of so many samples, and tokens, of which the rollouts ``generated`` some."""
         times = self.time_metrics()
-        metrics = {**metrics, **self.machine.metrics(tokens, len(self.RG_ACTOR), times), **times}
+        metrics = {
+            **metrics,
+            **self.run_log.count(samples=samples, tokens=tokens),
+            **self.machine.metrics(tokens, len(self.RG_ACTOR), times),
+        }
+        if generated and times.get("time/generation"):
+            metrics["speed/rollout_tokens_per_s"] = generated / times["time/generation"]
+        metrics |= times
         self.run_log.write_step(step, metrics)
         self.log(step, metrics)
 
@@ -340,7 +321,7 @@ class RecipeTrainer(BaseTrainer):
     def write_results(self, metric: str, summary: Mapping[str, Any]) -> None:
         model = self.job_dir / "model"
         self.RG_ACTOR.save(model)
-        self.run_log.write_curve(metric, f"{metric}.png")
+        self.run_log.write_curve(metric, f"{metric.partition('/')[0]}.png")
         self.run_log.write_summary({**summary, **self.model_saver.summary(), "model": str(model)})
 
     # -- before the start ---------------------------------------------------------------------------------------------

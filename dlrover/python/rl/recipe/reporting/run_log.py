@@ -84,8 +84,8 @@ class RunLog:
 
     A step is in the files once, however often it is repeated: its rows of an earlier attempt are removed when it begins
     again; nothing is changed before :meth:`begin_step`. On a full disk each method waits for ``disk_wait``; then the
-    error is raised, and no partial line is left. As part of a trainer's ``state`` it keeps the id of the run, by which
-    trackers recognize it when it goes on; they show ``settings``."""
+    error is raised, and no partial line is left. As part of a trainer's ``state`` it keeps the totals and the id of the
+    run, by which trackers recognize it when it goes on; they show ``settings``."""
 
     def __init__(
         self,
@@ -100,6 +100,7 @@ class RunLog:
         self._current_step: int | None = None
         self._history: list[tuple[int, dict[str, float]]] = []
         self._can_plot = True
+        self._totals = {"samples": 0, "tokens": 0}
 
     def begin_step(self, step: int) -> None:
         """Remove the rows of ``step`` and of later ones. Step 1 begins a run: all files of an earlier run's log are
@@ -148,11 +149,17 @@ class RunLog:
         self._replace("summary.json", json.dumps(_replace_non_finite(values), indent=2).encode())
         self._trackers.close()
 
-    def state_dict(self) -> dict[str, str]:
-        return {"run": self._run}
+    def count(self, **amounts: int) -> dict[str, float]:
+        """Add a step's ``samples`` and ``tokens``; returns those of the run so far."""
+        self._totals = {name: total + amounts[name] for name, total in self._totals.items()}
+        return {f"total/{name}": float(total) for name, total in self._totals.items()}
 
-    def load_state_dict(self, state: Mapping[str, str]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        return {"run": self._run, **self._totals}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._run = state["run"]
+        self._totals = {name: state.get(name, 0) for name in self._totals}
 
     def write_curve(self, name: str, file: str) -> None:
         """Draw one metric over the steps as a PNG, with its running mean; needs matplotlib, the extra ``plot``."""
@@ -238,8 +245,8 @@ def validate_keep(config: KeepConfig, eval_every: int, metric_names: Collection[
     errors = []
     if config.best is not None and not eval_every:
         errors.append(ConfigError("config.keep.best", "needs evaluations: set config.eval_every"))
-    elif config.best is not None and config.best not in metric_names:
-        errors.append(_unknown_metric(config.best, metric_names))
+    elif config.metric is not None and config.metric not in metric_names:
+        errors.append(_unknown_metric(config.metric, metric_names))
     if config.patience and config.best is None:
         errors.append(ConfigError("config.keep.patience", "needs to know what is better: set config.keep.best"))
     return errors
@@ -257,6 +264,8 @@ class ModelSaver:
         self._config, self._folder, self._save = config, folder, save
         self._best: float | None = None
         self._best_step = self._worse = 0
+        if config.metric != config.best:
+            _LOG.warning("keep.best: the metric %s is now called %s", config.best, config.metric)
 
     @property
     def should_stop(self) -> bool:
@@ -266,7 +275,7 @@ class ModelSaver:
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Compare an evaluation with the best one so far, and save the model if it is better; NaN is not counted.
         Raises InvalidJob if the evaluation has no such metric."""
-        name = self._config.best
+        name = self._config.metric
         if name is None:
             return
         if name not in metrics:
@@ -305,7 +314,7 @@ class ModelSaver:
         if self._best is None:
             return {}
         return {
-            f"best {self._config.best}": round(self._best, 6),
+            f"best {self._config.metric}": round(self._best, 6),
             "best step": self._best_step,
             "best model": str(self._folder / "best"),
         }

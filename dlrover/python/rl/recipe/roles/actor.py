@@ -5,6 +5,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -21,16 +22,17 @@ from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receiver
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import (
     TRAINED,
+    Machine,
     TrainedWorkload,
     UpdatePlan,
     device_of,
     join_columns,
     on_device,
+    peak_memory,
     run_updates,
 )
 from dlrover.python.rl.recipe.offline.examples import ExampleData, Examples, Measured, compute_outputs, load_examples
 from dlrover.python.rl.recipe.online.batch import cast_columns, find_nonfinite_rows
-from dlrover.python.rl.recipe.reporting.metrics import Machine
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 
@@ -65,8 +67,12 @@ class ActorWorkload(TrainedWorkload):
         )
         if "old_logprobs" not in batch:
             batch = batch.with_columns(old_logprobs=self._old_logprobs(rollouts, plan.temperature))
-        loss = EngineLoss(self._algorithm)
-        return run_updates(batch, plan, lambda part: self._engine.step(part, loss, plan.temperature))
+        loss = EngineLoss(self._algorithm, logs_entropy=True)
+        return self._measured(run_updates(batch, plan, lambda part: self._engine.step(part, loss, plan.temperature)))
+
+    def _measured(self, results: list[UpdateResult]) -> list[UpdateResult]:
+        peak = peak_memory(self._runs_on[0])
+        return [replace(result, metrics={**result.metrics, **peak}) for result in results]
 
     def token_columns(self, rollouts: Batch, names: Sequence[str], temperature: float) -> Batch:
         """The ragged columns that an algorithm annotates from: ``action_mask`` or ``old_logprobs``."""
@@ -87,7 +93,7 @@ class ActorWorkload(TrainedWorkload):
 
     @on_device
     def train(self, batch: Batch) -> UpdateResult:
-        return self._engine.step(batch, EngineLoss(self._algorithm))
+        return self._measured([self._engine.step(batch, EngineLoss(self._algorithm))])[0]
 
     @on_device
     def measure(self, batch: Batch) -> Measured:

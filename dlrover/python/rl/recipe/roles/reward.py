@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """REWARD: scores completions by a function, or by a trained model."""
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dlrover.python.rl.common.by_value import label_of
 from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError, VerifierError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.typed import salvage
@@ -18,12 +21,13 @@ from dlrover.python.rl.data.pairs import encode_pair
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info, find_train_errors
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.model.loading import find_model_folder, load_auto
-from dlrover.python.rl.environment.core.scoring import Completed
+from dlrover.python.rl.environment.core.scoring import Completed, Reward
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
 from dlrover.python.rl.environment.verifiers import exact
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig
 from dlrover.python.rl.recipe.base.engine_workload import EngineWorkload, on_device
 from dlrover.python.rl.recipe.base.model_facts import validate_model
+from dlrover.python.rl.recipe.reporting.metrics import SUMMARIES
 from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
 from dlrover.python.rl.trainer.workload import BaseWorkload
 
@@ -48,11 +52,13 @@ class RewardWorkload(BaseWorkload):
 
     def init_verifier(self, reward: RewardConfig) -> None:
         start = partial(DeadlineVerifier, reward.function, reward.timeout_s, memory_mb=reward.memory_mb)
+        self._parts = name_parts(reward.function)
         self._verifiers = VerifierPool(reward.workers, start)
         self._shown: set[str] = set()
 
     def score(self, rollouts: Batch) -> Batch:
-        """Summaries of the rows with ``reward`` (float64, NaN if the verifier failed) and ``error`` (why, or None)."""
+        """Summaries of the rows with ``reward`` (float64, NaN if the verifier failed) and ``error`` (why, or None); of
+        several functions also ``reward/<name>``, each one's unweighted value."""
         completions, answers, infos, prompts = (rollouts.objects(name) for name in Completed._fields)
         samples = map(Completed, completions, answers, (info or {} for info in infos), prompts)
         results = self._verifiers.score(samples)
@@ -60,8 +66,12 @@ class RewardWorkload(BaseWorkload):
         if failures:
             self._log_failures(failures, len(results))
         errors = [_first_line(result) if isinstance(result, VerifierError) else None for result in results]
-        rewards = [float("nan") if isinstance(result, VerifierError) else result.total for result in results]
-        return summarize_rows(rollouts).with_columns(reward=np.array(rewards, dtype=np.float64), error=errors)
+        failed = Reward(math.nan, dict.fromkeys(self._parts, math.nan))
+        rewards = [failed if isinstance(result, VerifierError) else result for result in results]
+        values = {"reward": [reward.total for reward in rewards]}
+        values |= {label: [reward.parts[name] for reward in rewards] for name, label in self._parts.items()}
+        columns = {name: np.array(numbers, dtype=np.float64) for name, numbers in values.items()}
+        return summarize_rows(rollouts).with_columns(error=errors, **columns)
 
     def _log_failures(self, failures: Sequence[VerifierError], count: int) -> None:
         """One line for all, and the first time the traceback of the user's function."""
@@ -78,6 +88,14 @@ class RewardWorkload(BaseWorkload):
 
 def _first_line(error: VerifierError) -> str:
     return str(error).splitlines()[0]
+
+
+def name_parts(function: str | Mapping[str, float]) -> dict[str, str]:
+    """The columns of the values of several functions, by function: ``reward/<label>``, or ``reward/<name>`` where two
+    have one label, or it is that of another metric."""
+    labels = {} if isinstance(function, str) else {name: label_of(name) for name in function}
+    unclear = {*SUMMARIES, *(label for label, count in Counter(labels.values()).items() if count > 1)}
+    return {name: f"reward/{name if label in unclear else label}" for name, label in labels.items()}
 
 
 _SEQUENCES, _TOKENS = "ForSequenceClassification", "ForTokenClassification"

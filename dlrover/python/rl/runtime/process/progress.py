@@ -12,15 +12,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dlrover.python.rl.trainer.trainer import StepReport
 
-_HEADLINE = ("reward", "score", "loss", "kl", "accuracy", "eval_loss", "tokens_per_s")
+_RATE = "speed/tokens_per_s"
+_HEADLINE = {
+    "reward": "reward",
+    "score": "score",
+    "reward/mean": "reward",
+    "reward/score": "score",
+    "loss": "loss",
+    "policy/kl": "kl",
+    "eval/accuracy": "accuracy",
+    "eval/loss": "eval loss",
+    _RATE: "tok/s",
+}
+"""Metrics and their labels."""
+
 _PLAIN_INTERVAL_S = 2.0
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
     """The headline metrics of a step: ``reward 0.53  kl 0.012  4,812 tok/s``."""
-    values = ((name, metrics[name]) for name in _HEADLINE if name in metrics)
+    values = ((name, label, metrics[name]) for name, label in _HEADLINE.items() if name in metrics)
     return "  ".join(
-        f"{value:,.0f} tok/s" if name == "tokens_per_s" else f"{name} {value:.4g}" for name, value in values
+        f"{value:,.0f} {label}" if name == _RATE else f"{label} {value:.4g}" for name, label, value in values
     )
 
 
