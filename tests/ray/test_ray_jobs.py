@@ -65,7 +65,8 @@ def wait_until(condition, deadline_s=20.0):
 def test_a_job_whose_workloads_ask_the_master_runs_to_its_end_reports_its_steps_and_leaves_nothing(
     tmp_path, monkeypatch
 ):
-    status, reports = run(describe(tmp_path, monkeypatch, "ask_and_step", "plain"))
+    activities = []
+    status, reports = run(describe(tmp_path, monkeypatch, "ask_and_step", "plain"), announce=activities.append)
     assert (status.phase, status.restarts, status.incarnation) == (Phase.FINISHED, 0, 1)
     assert (status.recoveries, status.masters) == ({}, 1)
     assert [(report.step, report.total_steps, report.metrics["reward"]) for report in reports] == [
@@ -73,6 +74,9 @@ def test_a_job_whose_workloads_ask_the_master_runs_to_its_end_reports_its_steps_
         (2, 3, 6.0),
         (3, 3, 8.0),
     ]
+    assert activities[0] == "starting the master"
+    assert "starting 2 processes" in activities
+    assert status.activity == ""
     wait_until(lambda: nothing_is_left("plain"))
 
 

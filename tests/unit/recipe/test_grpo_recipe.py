@@ -25,13 +25,13 @@ from dlrover.python.rl.recipe.grpo import (
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """One run of three steps, and the reports it gave."""
+    """One run of three steps, the reports it gave, and what it did between them."""
     folder = tmp_path_factory.mktemp("grpo")
     job = grpo_job(folder, f"job_dir={folder / 'out'}", "steps=3", "eval_every=2")
-    reports = []
-    status = run_here(check_job(job, local=True), reports.append)
-    assert status.phase is Phase.FINISHED, status.cause
-    return folder / "out", reports
+    reports, activities = [], []
+    status = run_here(check_job(job, local=True), reports.append, activities.append)
+    assert (status.phase, status.activity) == (Phase.FINISHED, ""), status.cause
+    return folder / "out", reports, activities
 
 
 def lines(file):
@@ -39,7 +39,7 @@ def lines(file):
 
 
 def test_every_step_is_reported_and_written(finished):
-    out, reports = finished
+    out, reports, _ = finished
     assert [(report.step, report.total_steps) for report in reports] == [(1, 3), (2, 3), (3, 3)]
     rows = lines(out / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -52,6 +52,18 @@ def test_every_step_is_reported_and_written(finished):
     assert 0 < rows[0]["total/tokens"] < rows[1]["total/tokens"] < rows[2]["total/tokens"]
     assert all(0 <= row["policy/mismatch_kl"] < 1e-6 < row["policy/entropy"] for row in rows)
     assert rows[0]["policy/kl"] == 0.0, "the reference is the policy's own start"
+
+
+def test_what_a_run_does_is_announced_in_order(finished):
+    roles = ["actor", "rollout", "reward", "reference"]
+    assert sorted(finished[2][:4]) == sorted(f"starting {role}" for role in roles)
+    assert finished[2][4:] == [
+        "loading the models",
+        "evaluating before the training",
+        "step 1",
+        "evaluating after the training",
+        "saving the model",
+    ]
 
 
 def test_samples_carry_the_version_of_the_weights_that_drew_them(finished):
@@ -71,7 +83,7 @@ def test_the_curve_is_a_png(finished):
 
 
 def test_the_model_loads_with_transformers_and_the_held_out_rows_were_never_trained_on(finished):
-    out, _ = finished
+    out, *_ = finished
     AutoTokenizer.from_pretrained(out / "model")
     AutoModelForCausalLM.from_pretrained(out / "model")
     held = {row["prompt_id"] for row in lines(out / "held_out.jsonl")}

@@ -40,5 +40,32 @@ def test_the_figures_worth_a_line_in_their_order():
     assert format_metrics({}) == ""
 
 
+def test_what_a_run_does_between_its_reports_has_a_line_each_without_a_terminal():
+    stream = io.StringIO()
+    with ProgressView("my-job", stream) as view:
+        view.announce("starting Ray")
+        view.announce("loading the models")
+        view(StepReport(1, 2, {"loss": 0.25}))
+    assert stream.getvalue().splitlines() == [
+        "my-job  0 s  starting Ray",
+        "my-job  0 s  loading the models",
+        "my-job  step 1/2  loss 0.25",
+    ]
+
+
+def test_on_a_terminal_the_bar_says_it_until_the_next_report():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    with ProgressView("my-job", stream) as view:
+        view.announce("loading the models")
+        assert [task.description for task in view.tasks] == ["my-job  loading the models"]
+        view(StepReport(1, 2, {"loss": 0.25}))
+        assert [(task.description, task.completed, task.total) for task in view.tasks] == [("my-job", 1, 2)]
+    assert "loading the models" in stream.getvalue()
+
+
 def test_a_view_without_reports_writes_nothing():
     assert lines_of() == []

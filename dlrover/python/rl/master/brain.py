@@ -19,7 +19,7 @@ from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, M
 from dlrover.python.rl.runtime.local_executor import LocalExecutor
 from dlrover.python.rl.runtime.process.inspection import Inspection
 from dlrover.python.rl.runtime.run_folder import new_run
-from dlrover.python.rl.trainer.trainer import Reporter, StepReport
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport, announce_nothing
 
 JOURNAL = "journal.jsonl"
 
@@ -96,6 +96,7 @@ def run_local(
     report: Reporter,
     store: StateStore | None = None,
     enforce_deadlines: bool = False,
+    announce: Announcer = announce_nothing,
 ) -> JobStatus:
     """Run ``job`` to its end without Ray; Ctrl-C stops it in good order. The journal is in memory by default.
 
@@ -109,7 +110,7 @@ def run_local(
         report(step_report)
 
     run = job.run or new_run()
-    executor = LocalExecutor(job, placement, noting, enforce_deadlines, run)
+    executor = LocalExecutor(job, placement, noting, enforce_deadlines, run, announce)
     commands: deque[Command] = deque()
 
     def emit(event: Event) -> None:

@@ -29,7 +29,7 @@ from dlrover.python.rl.runtime.process.inspection import Inspection, inspect_in_
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, launch, sweep, wait_gone
 from dlrover.python.rl.runtime.run_folder import IN_PROCESS, ON_RAY, begin, claim, conflict, continued, held
-from dlrover.python.rl.trainer.trainer import Reporter, StepReport
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport, announce_nothing
 
 
 class Interrupts:
@@ -123,17 +123,21 @@ def _quiet(report: StepReport) -> None:
     """Drop the report."""
 
 
-def run_here(checked: CheckedJob, report: Reporter = _quiet) -> JobStatus:
+def run_here(checked: CheckedJob, report: Reporter = _quiet, announce: Announcer = announce_nothing) -> JobStatus:
     """Run a checked job in this process, without Ray. Raises JobConflict if its folder is in use or has results."""
     job = begin(checked.job)
     with held(claim(job, IN_PROCESS, bound=True)) as claimed:
-        status = run_local(job, checked.placement, report, FileStateStore(fresh_journal(job)))
+        status = run_local(job, checked.placement, report, FileStateStore(fresh_journal(job)), announce=announce)
         claimed.end(status.phase.value)
     return status
 
 
 def run_on_ray(
-    checked: CheckedJob, report: Reporter = _quiet, address: str | None = None, connected: bool = False
+    checked: CheckedJob,
+    report: Reporter = _quiet,
+    address: str | None = None,
+    connected: bool = False,
+    announce: Announcer = announce_nothing,
 ) -> JobStatus:
     """Run a checked job under an :class:`RLMaster` and follow it to its end.
 
@@ -151,22 +155,27 @@ def run_on_ray(
     """
     checked = replace(checked, job=begin(checked.job))
     if connected or address is not None:
-        return _run_on_cluster(checked, report, address, connected)
+        return _run_on_cluster(checked, report, address, connected, announce)
     with held(claim(checked.job, ON_RAY, bound=True)) as claimed:
-        status = _run_on_cluster(checked, report, None, False)
+        status = _run_on_cluster(checked, report, None, False, announce)
         claimed.end(status.phase.value)
     return status
 
 
-def _run_on_cluster(checked: CheckedJob, report: Reporter, address: str | None, connected: bool) -> JobStatus:
+def _run_on_cluster(
+    checked: CheckedJob, report: Reporter, address: str | None, connected: bool, announce: Announcer
+) -> JobStatus:
     name, total = checked.job.name, dict(checked.placement.total)
     total["cpu"] = total.get("cpu", 0.0) + checked.job.master.cpu
+    if not connected:
+        announce("starting Ray" if address is None else f"connecting to Ray at {address}")
     with Interrupts() as interrupts, nullcontext() if connected else ray_cluster(address, total):
         if interrupts.count:
             return JobStatus(name, Phase.STOPPED, 0, 0, INTERRUPTED, None, folder=str(checked.job.job_dir))
         try:
+            announce("starting the master")
             master = start_master(checked, claims=connected or address is not None)
-            status = follow(master, report, interrupts)
+            status = follow(master, report, interrupts, announce=announce)
         except MasterLost as error:
             # A master that exists but does not answer still owns its job, which may not be this one.
             if find(master_name(name)) is not None:
@@ -211,16 +220,23 @@ def stop_master(master: Any, reason: str) -> None:
 
 
 def follow(
-    master: Any, report: Reporter = _quiet, interrupts: Interrupts | None = None, deadline_s: float | None = None
+    master: Any,
+    report: Reporter = _quiet,
+    interrupts: Interrupts | None = None,
+    deadline_s: float | None = None,
+    announce: Announcer = announce_nothing,
 ) -> JobStatus:
-    """Pass step reports to ``report`` until the job has ended, and return its status.
+    """Pass step reports to ``report``, and what the job does to ``announce``, until it has ended; return its status.
 
     The first of ``interrupts`` stops the job, the second ends the waiting, as does ``deadline_s``.
     """
-    position, stopping, began_s = Position(), False, time.monotonic()
+    position, stopping, began_s, activity = Position(), False, time.monotonic(), ""
     while True:
         update: Update = ask(partial(master.follow.remote, position, FOLLOW_S), _ANSWER_S)
         position = update.position
+        if update.status.activity not in ("", activity):
+            announce(update.status.activity)
+        activity = update.status.activity
         for step_report in () if stopping else update.reports:
             report(step_report)
         if update.status.phase.terminal:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,14 @@ def cli() -> None:
 @click.option("--local", is_flag=True, help="Run everything in this process, without Ray.")
 def run(job_file: str, overrides: tuple[str, ...], address: str | None, local: bool) -> None:
     """Run JOB_FILE to its end. OVERRIDES are key=value (+key=value adds a key)."""
-    _run(check_described(lambda: load_job(job_file, overrides), local), address, local)
+    with _shown(f"checking {job_file}", not local):
+        checked = check_described(lambda: load_job(job_file, overrides), local)
+    _run(checked, address, local)
+
+
+def _shown(activity: str, live: bool) -> AbstractContextManager[Any]:
+    """Show on a terminal what happens inside the block; it is erased, so that errors stand alone."""
+    return Console(stderr=True).status(activity) if live else nullcontext()
 
 
 @cli.command(cls=OverridesCommand)
@@ -246,6 +254,8 @@ def _with_master(job_name: str, address: str, act: Callable[[Any], None]) -> Non
 def _print_status(answer: JobStatus) -> None:
     of = f"/{answer.total_steps}" if answer.total_steps else ""
     click.echo(f"{answer.name}: {answer.phase.value}, step {answer.step}{of}, restarts {answer.restarts}")
+    if answer.activity:
+        click.echo(f"  {answer.activity}")
     for subject, times in answer.recoveries.items():
         click.echo(f"  {subject} recovered {times} time{'s' if times != 1 else ''}")
     for process, node, pid in answer.members:
@@ -283,7 +293,8 @@ def _run(checked: CheckedJob, address: str | None, local: bool) -> None:
         click.echo(line, err=True)
     # Drawing a live bar would erase the prompt of a debugger in this very process.
     with ProgressView(checked.job.name, live=not local) as view:
-        ended = run_here(checked, view) if local else run_on_ray(checked, view, address)
+        show = view.announce
+        ended = run_here(checked, view, show) if local else run_on_ray(checked, view, address, announce=show)
     if ended.phase is Phase.FINISHED:
         _print_summary(ended)
     click.echo(f"{ended.name}: {ended.phase.value}, {ended.reason}; files in {ended.folder}", err=True)

@@ -83,6 +83,7 @@ class RLMaster:
         self._condemned: dict[Event, Process | None] = {}
         self._reports: list[StepReport] = []
         self._dropped = 0
+        self._activity = ""  # of the trainer
         self._boot = os.urandom(4).hex()
         self._tasks: list[asyncio.Task[None]] = []
         self._restarted = was_restarted()
@@ -315,6 +316,10 @@ class RLMaster:
             self._dropped += 1
         await self._tell()
 
+    async def announce(self, activity: str) -> None:
+        self._activity = activity
+        await self._tell()
+
     # -- requests of users ---------------------------------------------------------------------------------------------
 
     async def stop(self, reason: str) -> None:
@@ -322,15 +327,17 @@ class RLMaster:
         self._events.put_nowait(StopRequested(reason))
 
     async def status(self) -> JobStatus:
-        return status_of(self._job, self._state, self._reports[-1] if self._reports else None)
+        last = self._reports[-1] if self._reports else None
+        return status_of(self._job, self._state, last, self._activity)
 
     async def follow(self, position: Position, timeout_s: float) -> Update:
         """Wait up to ``timeout_s`` seconds for news after ``position``."""
         await self._awake()
-        state, since = self._state, position.since(self._boot)
+        state, since, activity = self._state, position.since(self._boot), self._activity
 
         def news() -> bool:
-            return self._state is not state or self._end() > since or self._state.phase.terminal
+            is_new = self._state is not state or self._activity is not activity
+            return is_new or self._end() > since or self._state.phase.terminal
 
         async with self._news:
             with suppress(TimeoutError):  # no news is an answer too

@@ -35,6 +35,7 @@ class JobStatus:
     step: int = 0  # the last reported step, 0 for none
     total_steps: int = 0  # 0: unknown
     folder: str = ""  # of the run's files
+    activity: str = ""  # what it does, for people; empty in the end
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,23 @@ class Update:
     position: Position
 
 
-def status_of(job: JobSpec, state: JobState, last: StepReport | None) -> JobStatus:
+_ACTIVITIES = {
+    Phase.CREATED: "reserving resources",
+    Phase.RUNNING: "starting the trainer",
+    Phase.RESTARTING: "restarting",
+    Phase.ENDING: "ending the processes",
+}
+
+
+def _activity_of(job: JobSpec, state: JobState, announced: str) -> str:
+    if state.phase is Phase.PLACED:
+        return f"starting {sum(spec.num for spec in job.workloads.values())} processes"
+    default = _ACTIVITIES.get(state.phase, "")
+    return announced or default if state.phase is Phase.RUNNING else default
+
+
+def status_of(job: JobSpec, state: JobState, last: StepReport | None, announced: str = "") -> JobStatus:
+    """``announced`` is what the trainer says it does."""
     taking = {
         ProcessId.standby(role, number)
         for role, standbys in state.standbys.items()
@@ -81,6 +98,7 @@ def status_of(job: JobSpec, state: JobState, last: StepReport | None) -> JobStat
         step=last.step if last else 0,
         total_steps=last.total_steps if last else 0,
         folder=str(job.job_dir),
+        activity=_activity_of(job, state, announced),
     )
 
 

@@ -35,7 +35,7 @@ from dlrover.python.rl.runtime.process.progress import ProgressView
 from dlrover.python.rl.runtime.run_folder import begin, continued
 from dlrover.python.rl.runtime.torchrun.links import MEETING_S, KeyValueStore, LaunchEnv, accept_all, join, refuse_all
 from dlrover.python.rl.runtime.torchrun.run import Leader, run_follower
-from dlrover.python.rl.trainer.trainer import Reporter
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing
 
 _LOG = get_logger(__name__)
 
@@ -92,7 +92,7 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
         return jobs[0]
 
     with ProgressView(recipe or "job", live=not launch.rank) as view:
-        error = run_together(describe, launch, view)
+        error = run_together(describe, launch, view, view.announce)
     if error is not None and jobs:
         click.echo("to go on after the last committed step, run the same command again", err=True)
     if error is not None:
@@ -102,13 +102,15 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
     return 0
 
 
-def run_together(describe: Callable[[], JobSpec], launch: LaunchEnv, report: Reporter) -> BaseException | None:
+def run_together(
+    describe: Callable[[], JobSpec], launch: LaunchEnv, report: Reporter, announce: Announcer = announce_nothing
+) -> BaseException | None:
     """Run a job in the processes of a launch, of which this is one. May be called again by all of them.
 
-    ``describe`` returns the checked job, and ``report`` receives step reports, both at rank 0 only. Returns the job's
-    failure, or None; at other ranks than 0 it is an :class:`InvalidJob` where rank 0 has started nothing, else a
-    :class:`JobFailed`. Raises InvalidJob from ``describe``, JobConflict if another start of the job is running,
-    ClusterUnavailable if the processes did not meet."""
+    ``describe`` returns the checked job, ``report`` receives step reports, and ``announce`` what the run does in
+    between, at rank 0 only. Returns the job's failure, or None; at other ranks than 0 it is an :class:`InvalidJob`
+    where rank 0 has started nothing, else a :class:`JobFailed`. Raises InvalidJob from ``describe``, JobConflict if
+    another start of the job is running, ClusterUnavailable if the processes did not meet."""
     launch = replace(launch, meeting=next(_MEETINGS))
     store = _store() if launch.world_size > 1 else None
     if launch.rank:
@@ -119,12 +121,13 @@ def run_together(describe: Callable[[], JobSpec], launch: LaunchEnv, report: Rep
         has_succeeded = run_follower(launch, link)
         return None if has_succeeded else JobFailed(f"rank {launch.rank}: the job has failed; rank 0 says why")
     try:
+        announce("checking the job")
         job = describe()
     except BaseException:
         if store is not None:
             refuse_all(launch, store)
         raise
-    return Leader(job, launch, accept_all(launch, store) if store is not None else {}, report).run()
+    return Leader(job, launch, accept_all(launch, store) if store is not None else {}, report, announce).run()
 
 
 def describe_job(recipe: str, job_file: str | None, overrides: Sequence[str], launch: LaunchEnv) -> JobSpec:

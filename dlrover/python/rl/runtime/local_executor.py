@@ -48,7 +48,7 @@ from dlrover.python.rl.runtime.local_port import (
 from dlrover.python.rl.runtime.process.executor import Device, Emit, cause_of, class_at, load_class, starting
 from dlrover.python.rl.runtime.process.host import MemberHost
 from dlrover.python.rl.trainer.port import RestartInfo
-from dlrover.python.rl.trainer.trainer import Reporter, TrainerLink, run_trainer
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter, TrainerLink, announce_nothing, run_trainer
 from dlrover.python.rl.trainer.workload import MemberContext
 
 _LOG = get_logger(__name__)
@@ -64,6 +64,7 @@ class LocalExecutor:
     report: Reporter
     enforce_deadlines: bool = False
     run: str = field(default_factory=lambda: uuid4().hex[:8])
+    announce: Announcer = announce_nothing
     _members: dict[RLRoleType, list[LocalMember]] = field(default_factory=dict)
     _ports: dict[RLRoleType, HeldPort] = field(default_factory=dict)
 
@@ -86,6 +87,7 @@ class LocalExecutor:
 
     def _start_members(self, command: StartMembers, emit: Emit) -> None:
         role = RLRoleType(command.role)
+        self.announce(f"starting {role.lower()}")
         members = self._members.setdefault(role, [])
         self._ports.setdefault(role, HeldPort()).take(self.job.preferred_ports(role), "127.0.0.1")
         for rank, incarnation in command.members:
@@ -159,6 +161,7 @@ class LocalExecutor:
             resources={role: slots[0].resources for role, slots in self.placement.slots.items()},
             recovery=recovery,
             checkpoints=checkpoints_of(self.job, self.run, command.epoch),
+            announce=self.announce,
         )
 
     def _release(self, final: bool) -> None:

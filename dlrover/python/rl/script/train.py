@@ -137,7 +137,7 @@ def _run_here(recipe: str, describe: Callable[[], JobSpec], keys: Mapping[str, A
         return started[0]
 
     with ProgressView(recipe, live=not launch.rank) as view:
-        error = launcher.run_together(check, launch, view)
+        error = launcher.run_together(check, launch, view, view.announce)
     if error is not None:
         raise error
     return TrainResult(started[0].job_dir if started else _folder(recipe, keys, LATEST))
@@ -148,7 +148,7 @@ def _run_on_ray(describe: Callable[[], JobSpec], runtime: str) -> TrainResult:
     for line in checked.inspection.about:
         _show(line)
     with ProgressView(checked.job.name) as view:
-        status = jobs.run_on_ray(checked, view, None if runtime == RAY else runtime)
+        status = jobs.run_on_ray(checked, view, None if runtime == RAY else runtime, announce=view.announce)
     jobs.raise_if_failed(status)
     if status.phase is not Phase.FINISHED:
         if status.reason == jobs.INTERRUPTED:

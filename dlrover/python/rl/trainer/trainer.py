@@ -40,6 +40,13 @@ class StepReport:
 Reporter: TypeAlias = Callable[[StepReport], None]
 """Receives step reports; must return at once."""
 
+Announcer: TypeAlias = Callable[[str], None]
+"""Receives what a run does until its next step report, for people; must return at once."""
+
+
+def announce_nothing(activity: str) -> None:
+    pass
+
 
 @dataclass(frozen=True)
 class TrainerLink:
@@ -54,6 +61,7 @@ class TrainerLink:
     recovery: Recovery | None = None
     checkpoints: Checkpoints | None = None
     is_loss: Callable[[BaseException], bool] = lambda error: False  # of an error of the runtime's own functions
+    announce: Announcer = announce_nothing
 
 
 class BaseTrainer(ABC):
@@ -133,6 +141,10 @@ class BaseTrainer(ABC):
         """Report the metrics of a step. Returns at once."""
         values = {name: float(value) for name, value in {**(metrics or {}), **more}.items()}
         self._bound().report(StepReport(step, self._total_steps, values))
+
+    def announce(self, activity: str) -> None:
+        """Show what the run does until the next step is logged: ``loading the models``. Returns at once."""
+        self._bound().announce(activity)
 
     def replace_late(self, timeout: InvocationTimeout) -> None:
         """End the members that are late, and wait for those that replace them, which have the state of the last commit

@@ -93,6 +93,7 @@ class ExampleTrainer(RecipeTrainer):
     def init(self) -> None:
         super().init()
         cfg = self.cfg
+        self.announce("reading the examples")
         self.examples: Examples
         encode = self.RG_ACTOR.encode.options(target="RANK0")
         (self.examples,) = encode(cfg.model, cfg.data, cfg.eval_every > 0, cfg.seed)
@@ -100,6 +101,7 @@ class ExampleTrainer(RecipeTrainer):
         self.cursor = self.state["cursor"] = PromptCursor(
             self.segment_count, cfg.batch_size, cfg.seed, total=self.segments_to_train
         )
+        self.announce("loading the models")
         for pending in self.load_models():
             pending.result()  # waits: for models, which the members' limits bound
         (self.machine,) = self.RG_ACTOR.machine()

@@ -76,6 +76,7 @@ class PolicyTrainer(RecipeTrainer):
     """
 
     config_class = PolicyConfig
+    evaluates_first = True
     cfg: PolicyConfig
     algorithm_name: ClassVar[str] = "grpo"
     """The algorithm if the configuration names none."""
@@ -93,6 +94,7 @@ class PolicyTrainer(RecipeTrainer):
         self.prompts = self.state["prompts"] = PromptSource(cfg)
         self.collector = SampleCollector(self, cfg, self.prompts)
         self.reward_failures = self.state["reward_failures"] = RewardFailures(cfg.reward)
+        self.announce("loading the models")
         names = [pending.result() for pending in self.load_models()]  # waits: for models; the members' limits bound it
         (self.machine,) = self.RG_ACTOR.machine()
         self.had_signal, self.had_room = True, True
@@ -104,11 +106,14 @@ class PolicyTrainer(RecipeTrainer):
         for step in self.logged_steps(self.cfg.steps):
             self.collector.sync_weights()
             if step == 1:
+                self.announce("evaluating before the training")
                 self.state["before"] = self.collector.evaluate_initial()
+                self.announce("step 1")
             batch = self.generate(step)
             batch = self.score(step, batch)
             metrics = self.train(step, batch)
             self.record(step, batch, metrics)
+        self.announce("evaluating after the training")
         self.collector.sync_weights()
         self.finish(self.state["before"], self.collector.evaluate(self.last_step))
 

@@ -261,6 +261,9 @@ class RecipeTrainer(BaseTrainer):
     config_class: ClassVar[type[Any]]
     """The dataclass of the job's ``config``."""
 
+    evaluates_first: ClassVar[bool] = False
+    """True if step 1 begins with an evaluation, which the trainer announces."""
+
     bare_head: ClassVar[bool] = False
     """True for a model that gives scores, by a head without a bias."""
 
@@ -310,16 +313,19 @@ class RecipeTrainer(BaseTrainer):
         and the log has begun the one after it."""
         self.time_metrics()  # discards the time before the first step
         self.last_step = total_steps
-        for step in self.steps(total_steps):
+        for number, step in enumerate(self.steps(total_steps)):
             if self.model_saver.should_stop:
                 self.last_step = step - 1
                 break
             self.run_log.begin_step(step)
+            if not number and (step > 1 or not self.evaluates_first):
+                self.announce(f"step {step}")
             yield step
         self.run_log.begin_step(self.last_step + 1)
 
     def write_results(self, metric: str, summary: Mapping[str, Any]) -> None:
         model = self.job_dir / "model"
+        self.announce("saving the model")
         self.RG_ACTOR.save(model)
         self.run_log.write_curve(metric, f"{metric.partition('/')[0]}.png")
         self.run_log.write_summary({**summary, **self.model_saver.summary(), "model": str(model)})

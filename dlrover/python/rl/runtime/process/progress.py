@@ -5,10 +5,18 @@ import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from dlrover.python.rl.trainer.trainer import StepReport
 
@@ -38,13 +46,15 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
 
 
 class ProgressView:
-    """Shows step reports: a context manager that is called with each report. ``live`` draws a bar on a terminal."""
+    """Shows step reports, and between them what the run does: a context manager that is called with each report.
+    ``live`` draws a bar on a terminal."""
 
     def __init__(self, title: str, stream: TextIO | None = None, live: bool = True) -> None:
         self._title, self._stream, self._live = title, stream or sys.stderr, live
         self._bar: Progress | None = None
         self._task: int | None = None
         self._began_s = self._printed_s = 0.0
+        self._entered_s = time.monotonic()
         self._first = 0
 
     def __enter__(self) -> "ProgressView":
@@ -62,6 +72,11 @@ class ProgressView:
             self._bar.start()
         return self
 
+    @property
+    def tasks(self) -> list[Task]:
+        """What the bar shows; empty without a terminal."""
+        return [] if self._bar is None else self._bar.tasks
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -74,13 +89,22 @@ class ProgressView:
         if self._bar is None:
             self._line(report)
             return
-        total = report.total_steps or None
-        if self._task is None:
-            self._task = self._bar.add_task(self._title, total=total, metrics="")
-        # Rich has a separate type for task numbers.
-        task = self._bar.tasks[self._task].id
         metrics = format_metrics(report.metrics) + self._rate(report)
-        self._bar.update(task, completed=report.step, total=total, metrics=metrics)
+        total = report.total_steps or None
+        self._update(self._bar, description=self._title, completed=report.step, total=total, metrics=metrics)
+
+    def announce(self, activity: str) -> None:
+        """Show what the run does, until the next report or activity."""
+        if self._bar is not None:
+            self._update(self._bar, description=f"{self._title}  {activity}", refresh=True)
+            return
+        self._stream.write(f"{self._title}  {time.monotonic() - self._entered_s:.0f} s  {activity}\n")
+        self._stream.flush()
+
+    def _update(self, bar: Progress, **values: Any) -> None:
+        if self._task is None:
+            self._task = bar.add_task(self._title, total=None, metrics="")
+        bar.update(bar.tasks[self._task].id, **values)  # Rich has a separate type for task numbers
 
     def _line(self, report: StepReport) -> None:
         now_s = time.monotonic()

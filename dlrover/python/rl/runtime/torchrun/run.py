@@ -44,7 +44,7 @@ from dlrover.python.rl.runtime.run_folder import (
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, Link
 from dlrover.python.rl.runtime.torchrun.port import TorchrunPort
 from dlrover.python.rl.runtime.torchrun.worker import End, Worker
-from dlrover.python.rl.trainer.trainer import Reporter, TrainerLink, run_trainer
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter, TrainerLink, announce_nothing, run_trainer
 from dlrover.python.rl.trainer.workload import MemberContext
 
 _LOG = get_logger(__name__)
@@ -89,6 +89,7 @@ class Leader:
     launch: LaunchEnv
     links: dict[int, Link]
     report: Reporter
+    announce: Announcer = announce_nothing
     error: BaseException | None = None
     _tcp_ports: dict[str, HeldPort] = field(default_factory=dict)
 
@@ -114,10 +115,12 @@ class Leader:
 
     def _run_trainer(self, port: TorchrunPort, start: Claim) -> None:
         try:
+            self.announce("starting the roles")
             self._start_members(port, start)
             link = TrainerLink(
                 port=port,
                 report=self.report,
+                announce=self.announce,
                 job=self.job.name,
                 job_dir=self.job.job_dir,
                 resources={role: dict(spec.resource) for role, spec in self.job.workloads.items()},

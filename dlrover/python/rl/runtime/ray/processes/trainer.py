@@ -227,12 +227,17 @@ class TrainerActor:
         def report(step: StepReport) -> None:
             master.report.remote(step)
 
+        def announce(activity: str) -> None:
+            master.announce.remote(activity)
+
         def make() -> BaseTrainer:
             with starting(str(TRAINER_ID)):
                 trainer: BaseTrainer = self._trainer_class(recovery.handles(), self._classes, job.config)
                 return trainer
 
-        link = TrainerLink(port, report, job.name, job.job_dir, start.resources, recovery, checkpoints, is_loss)
+        link = TrainerLink(
+            port, report, job.name, job.job_dir, start.resources, recovery, checkpoints, is_loss, announce
+        )
         return link, make
 
 
