@@ -128,6 +128,13 @@ def test_a_step_whose_judge_was_away_is_skipped_logged_and_counted(tmp_path, mon
     assert versions == {(1, 0), (2, 1), (3, 1)}, "the second step changed nothing"
 
 
+def test_a_run_that_fails_has_the_curve_of_its_steps(tmp_path, monkeypatch):
+    out, status = run(tmp_path, reward=flaky(tmp_path, monkeypatch, AWAY) | {"give_up_after": 1})
+    assert status.phase is Phase.FAILED
+    assert [row["step"] for row in lines(out / "metrics.jsonl")] == [1]
+    assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_an_evaluation_whose_judge_was_away_says_nothing_of_the_model(tmp_path, monkeypatch):
     body = AWAY.replace("4 + 64 < number <= 4 + 2 * 64", "4 + 64 + 4 + 64 < number <= 4 + 64 + 4 + 64 + 4")
     body = body.replace("len(completion) / 8", "1.0 if len(completion) > 3 else 0.0")

@@ -25,6 +25,7 @@ from dlrover.python.rl.master.brain import fresh_journal, run_local
 from dlrover.python.rl.master.rl_master import RLMaster
 from dlrover.python.rl.master.status import JobStatus, Position, Update
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
+from dlrover.python.rl.runtime.process.curve import redraw
 from dlrover.python.rl.runtime.process.inspection import Inspection, inspect_in_child, inspect_job
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, launch, sweep, wait_gone
@@ -129,6 +130,13 @@ def run_here(checked: CheckedJob, report: Reporter = _quiet, announce: Announcer
     with held(claim(job, IN_PROCESS, bound=True)) as claimed:
         status = run_local(job, checked.placement, report, FileStateStore(fresh_journal(job)), announce=announce)
         claimed.end(status.phase.value)
+    return _drawn(status)
+
+
+def _drawn(status: JobStatus) -> JobStatus:
+    """The trainer draws its last curve only if it finishes."""
+    if status.folder and status.phase is not Phase.FINISHED:
+        redraw(Path(status.folder))
     return status
 
 
@@ -155,11 +163,11 @@ def run_on_ray(
     """
     checked = replace(checked, job=begin(checked.job))
     if connected or address is not None:
-        return _run_on_cluster(checked, report, address, connected, announce)
+        return _drawn(_run_on_cluster(checked, report, address, connected, announce))
     with held(claim(checked.job, ON_RAY, bound=True)) as claimed:
         status = _run_on_cluster(checked, report, None, False, announce)
         claimed.end(status.phase.value)
-    return status
+    return _drawn(status)
 
 
 def _run_on_cluster(

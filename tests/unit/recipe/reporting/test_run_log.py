@@ -5,9 +5,12 @@ import json
 import sys
 
 import pytest
+from manual_clock import ManualClock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dlrover.python.rl.recipe.reporting.run_log import RunLog
+from dlrover.python.rl.recipe.base.config import LogConfig
+from dlrover.python.rl.recipe.reporting.run_log import RunLog, markdown_table
+from dlrover.python.rl.runtime.process.curve import CURVES, redraw
 
 
 def refuse(token):
@@ -19,7 +22,7 @@ def written(log, steps, mark=""):
     for step in steps:
         log.begin_step(step)
         log.write_samples(step, [{"prompt": f"{mark}{step}", "reward": float(row)} for row in range(3)])
-        log.write_step(step, {"reward": step / 10, "loss": float("nan")})
+        log.write_step(step, {"reward/mean": step / 10, "loss": float("nan")})
 
 
 def texts(folder):
@@ -29,24 +32,24 @@ def texts(folder):
 def board(folder):
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    return [(point.step, round(point.value, 4)) for point in events.Scalars("reward")]
+    return [(point.step, round(point.value, 4)) for point in events.Scalars("reward/mean")]
 
 
 @pytest.mark.feature(137)
 def test_numbers_that_are_none_become_null(tmp_path):
     log = RunLog(tmp_path)
     log.begin_step(1)
-    log.write_step(1, {"reward": float("nan"), "loss": float("inf")})
-    log.write_step(2, {"reward": 1.0, "loss": 0.5})
+    log.write_step(1, {"reward/mean": float("nan"), "loss": float("inf")})
+    log.write_step(2, {"reward/mean": 1.0, "loss": 0.5})
     log.write_samples(1, [{"reward": float("nan"), "prompt": "NaN"}])
     log.write_held_out([{"reward": float("nan")}])
     log.write_summary({"mean": float("nan")})
-    log.write_curve("reward", "reward.png")
+    log.write_curve("reward/mean")
     read = {
         name: [json.loads(line, parse_constant=refuse) for line in (tmp_path / name).read_text().splitlines()]
         for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl")
     }
-    assert read["metrics.jsonl"][0] == {"step": 1, "reward": None, "loss": None}
+    assert read["metrics.jsonl"][0] == {"step": 1, "reward/mean": None, "loss": None}
     assert read["samples.jsonl"] == [{"step": 1, "reward": None, "prompt": "NaN"}]
     assert read["held_out.jsonl"] == [{"reward": None}]
     assert json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse) == {"mean": None}
@@ -58,8 +61,8 @@ def test_a_second_run_keeps_nothing_of_the_firsts_log_and_all_of_the_rest(tmp_pa
     first.write_step(1, {"reward": 1.0, "loss": 1.0})
     first.write_held_out([{"reward": 1.0}])
     first.write_summary({})
-    for name in ("reward", "loss"):
-        first.write_curve(name, f"{name}.png")
+    for name in CURVES:
+        first.write_curve(name)
     (tmp_path / "model").mkdir()
     for name in ("model/weights", "job.yaml", "mine.jsonl"):
         (tmp_path / name).write_text("kept")
@@ -86,7 +89,7 @@ def test_a_restart_keeps_the_rows_of_committed_steps_and_writes_the_others_once(
     written(log, range(4, 7))
     assert texts(disturbed) == texts(undisturbed)
     assert board(disturbed) == board(undisturbed) == [(step, step / 10) for step in range(1, 7)]
-    log.write_curve("reward", "reward.png")
+    log.write_curve("reward/mean")
     assert [step for step, _ in log._history] == list(range(1, 7))
 
 
@@ -124,7 +127,7 @@ def test_a_restart_after_the_last_step_keeps_every_row_for_the_curve(tmp_path):
     before = texts(tmp_path)
     log = RunLog(tmp_path)
     log.begin_step(4)
-    log.write_curve("reward", "reward.png")
+    log.write_curve("reward/mean")
     assert texts(tmp_path) == before
     assert [step for step, _ in log._history] == [1, 2, 3]
 
@@ -142,8 +145,8 @@ def test_without_matplotlib_a_run_has_no_curves_and_one_warning(tmp_path, monkey
         monkeypatch.delitem(sys.modules, name, raising=False)
     log = RunLog(tmp_path)
     written(log, [1])
-    for name in ("reward", "loss"):
-        log.write_curve(name, f"{name}.png")
+    for name in CURVES:
+        log.write_curve(name)
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning == "matplotlib is not installed (dlrover-rl[plot]); continuing without reward.png"
     assert not (tmp_path / "reward.png").exists()
@@ -156,3 +159,57 @@ def test_the_samples_and_tokens_so_far_survive_a_restart(tmp_path):
     assert after.count(samples=4, tokens=50) == {"total/samples": 12.0, "total/tokens": 150.0}
     after.load_state_dict({"run": "of an earlier version"})
     assert after.count(samples=4, tokens=50) == {"total/samples": 4.0, "total/tokens": 50.0}
+
+
+def test_the_curve_is_drawn_again_every_half_a_minute_beside_the_run(tmp_path):
+    clock = ManualClock()
+    log, drawn = RunLog(tmp_path, now_s=clock), tmp_path / "reward.png"
+    written(log, [1])
+    clock.advance(29.0)
+    log.redraw("reward/mean")
+    assert log.drawing is None
+    clock.advance(1.0)
+    log.redraw("reward/mean")
+    first = log.drawing
+    first.join(60.0)
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    clock.advance(29.0)
+    log.redraw("reward/mean")
+    assert log.drawing is first
+    clock.advance(1.0)
+    before = drawn.read_bytes()
+    written(log, [2, 3])
+    log.redraw("reward/mean")
+    log.drawing.join(60.0)
+    assert drawn.read_bytes() != before
+
+
+@pytest.mark.parametrize(("name", "file"), CURVES.items())
+def test_the_curve_of_a_run_that_ended_early_is_drawn_from_its_rows(tmp_path, name, file):
+    redraw(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    rows = [{"step": step, name: value} for step, value in ((1, 0.5), (2, None), (3, 1.0))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "los')
+    redraw(tmp_path)
+    assert (tmp_path / file).read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_tensorboard_has_a_table_of_samples_in_the_first_step_and_every_few(tmp_path):
+    log = RunLog(tmp_path, config=LogConfig(samples_every=2, samples_rows=1))
+    for step in (1, 2, 3):
+        log.begin_step(step)
+        rows = [{"prompt": [{"role": "user"}], "completion": f"{step}\n|", "reward": 0.5, "version": 7, "score": None}]
+        log.write_samples(step, rows * 2)
+        log.write_step(step, {"loss": 1.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    tables = {each.step: each.tensor_proto.string_val[0].decode() for each in events.Tensors("samples/text_summary")}
+    assert list(tables) == [1, 3]
+    header, rule, row = tables[3].splitlines()
+    assert header == "| step | prompt | completion | reward | score |"
+    assert row == "| 3 | [{'role': 'user'}] | 3<br>\\| | 0.5 |  |"
+
+
+def test_a_cell_of_markdown_ends_where_the_text_does():
+    assert markdown_table([{"a": "x\\|y"}]).splitlines()[-1] == "| x\\\\\\|y |"

@@ -23,6 +23,7 @@ class FakeWandb(types.ModuleType):
     def __init__(self):
         super().__init__("wandb")
         self.runs, self.begun, self.fails = {}, [], False
+        self.Table = lambda columns, data: [dict(zip(columns, row, strict=True)) for row in data]
 
     def init(self, **told):
         self.begun.append(told)
@@ -61,6 +62,9 @@ class FakeMlflow(types.ModuleType):
 
     def log_metrics(self, metrics, step):
         self.runs[self.now]["steps"].append((step, metrics))
+
+    def log_table(self, columns, file):
+        self.runs[self.now].setdefault("tables", {})[file] = columns
 
     def end_run(self):
         self.runs[self.now]["ended"] += 1
@@ -147,6 +151,39 @@ def test_a_tracker_that_fails_is_left_and_the_run_goes_on(modules, tmp_path, cap
     ]
     (run,) = modules["mlflow"].runs.values()
     assert [step for step, _ in run["steps"]] == [1, 2, 3]
+
+
+def test_samples_are_a_table_after_the_figures_of_their_step_and_come_once(modules, tmp_path):
+    first = log_of(tmp_path, samples_every=2, samples_rows=2, trackers=["test_trackers:Silent"], **BOTH)
+    second = log_of(tmp_path, samples_every=2, samples_rows=2, **BOTH)
+    second.load_state_dict(first.state_dict())
+    for log, steps in ((first, [1, 2, 3]), (second, [3, 4, 5])):
+        for step in steps:
+            log.begin_step(step)
+            rows = [{"prompt_id": 1, "prompt": "1+1=", "completion": str(row), "reward": math.nan} for row in range(3)]
+            log.write_samples(step, rows)
+            log.write_step(step, {"loss": 1.0})
+    (run,) = modules["wandb"].runs.values()
+    tables = [(step, told["samples"]) for step, told in run.steps if "samples" in told]
+    assert [step for step, _ in tables] == [1, 3, 5]
+    assert tables[1][1] == [{"step": 3, "prompt": "1+1=", "completion": text, "reward": None} for text in ("0", "1")]
+    assert [step for step, _ in run.steps] == [1, 1, 2, 3, 3, 4, 5, 5]
+    (run,) = modules["mlflow"].runs.values()
+    assert list(run["tables"]) == [f"samples/step-{step:06d}.json" for step in (1, 3, 5)]
+    assert run["tables"]["samples/step-000001.json"]["completion"] == ["0", "1"]
+
+
+class Silent:
+    """A tracker from before there were tables."""
+
+    def start(self, config, run):
+        pass
+
+    def log(self, metrics, step):
+        pass
+
+    def close(self):
+        pass
 
 
 @pytest.mark.feature(136)

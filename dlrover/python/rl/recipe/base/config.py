@@ -300,6 +300,12 @@ class LogConfig:
     mlflow: MlflowConfig | None = None
     """Short for ``trackers: [{mlflow: {...}}]``."""
 
+    samples_every: NonNegative = 20
+    """Send samples as a table to TensorBoard and the trackers in step 1 and every this many steps; 0: never."""
+
+    samples_rows: Positive = 16
+    """Rows of such a table."""
+
     show_samples: Annotated[int, Ge(0)] = 0
     """Number of samples per step to print on the console."""
 

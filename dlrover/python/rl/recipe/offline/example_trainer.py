@@ -196,7 +196,7 @@ class ExampleTrainer(RecipeTrainer):
         counts, held_out = self.examples.counts, self.examples.held_out
         held_out_rows = {} if held_out is None else {"held-out rows": len(held_out)}
         cut_rows = {"cut rows": counts.cut, "dropped rows": counts.dropped}
-        self.write_results("loss", {"examples": self.segment_count, **held_out_rows, **cut_rows, "steps": steps})
+        self.write_results({"examples": self.segment_count, **held_out_rows, **cut_rows, "steps": steps})
 
     @classmethod
     def describe_step(cls, cfg: ExampleConfig) -> str:

@@ -76,6 +76,7 @@ class PolicyTrainer(RecipeTrainer):
     """
 
     config_class = PolicyConfig
+    curve = "reward/mean"
     evaluates_first = True
     cfg: PolicyConfig
     algorithm_name: ClassVar[str] = "grpo"
@@ -287,7 +288,7 @@ class PolicyTrainer(RecipeTrainer):
         self.run_log.write_held_out(format_samples(after, self.prompts.held_out_rows))
         scores, engines = compare_scores(before, collect_scores(after)), self.engines.items()
         known_engines = {name: engine for name, engine in engines if engine}
-        self.write_results("reward/mean", {**self.prompts.summary(), **scores, **known_engines})
+        self.write_results({**self.prompts.summary(), **scores, **known_engines})
 
     # -- before the start ---------------------------------------------------------------------------------------------
 

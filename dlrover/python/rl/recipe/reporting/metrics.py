@@ -261,6 +261,9 @@ class RecipeTrainer(BaseTrainer):
     config_class: ClassVar[type[Any]]
     """The dataclass of the job's ``config``."""
 
+    curve: ClassVar[str] = "loss"
+    """The metric that is drawn over the steps."""
+
     evaluates_first: ClassVar[bool] = False
     """True if step 1 begins with an evaluation, which the trainer announces."""
 
@@ -307,6 +310,7 @@ class RecipeTrainer(BaseTrainer):
         metrics |= times
         self.run_log.write_step(step, metrics)
         self.log(step, metrics)
+        self.run_log.redraw(self.curve)
 
     def logged_steps(self, total_steps: int) -> Iterator[int]:
         """Yield the steps, with a log that begins each, until the evaluations get no better; then ``last_step`` is set,
@@ -323,11 +327,11 @@ class RecipeTrainer(BaseTrainer):
             yield step
         self.run_log.begin_step(self.last_step + 1)
 
-    def write_results(self, metric: str, summary: Mapping[str, Any]) -> None:
+    def write_results(self, summary: Mapping[str, Any]) -> None:
         model = self.job_dir / "model"
         self.announce("saving the model")
         self.RG_ACTOR.save(model)
-        self.run_log.write_curve(metric, f"{metric.partition('/')[0]}.png")
+        self.run_log.write_curve(self.curve)
         self.run_log.write_summary({**summary, **self.model_saver.summary(), "model": str(model)})
 
     # -- before the start ---------------------------------------------------------------------------------------------

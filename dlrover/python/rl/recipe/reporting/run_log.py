@@ -8,15 +8,17 @@ import os
 import re
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import RecordWriter
-from tensorboardX.summary import scalar
+from tensorboardX.summary import scalar, text
 
 from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, append, replace, retry_while_full
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
@@ -24,13 +26,15 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.recipe.base.config import KeepConfig, LogConfig
 from dlrover.python.rl.recipe.reporting.trackers import Trackers
+from dlrover.python.rl.runtime.process.curve import CURVES, METRICS, Points, curve_png, finite_points
 
 _LOG = get_logger(__name__)
 
-_METRICS, _SAMPLES = "metrics.jsonl", "samples.jsonl"
-_FILES = (_METRICS, _SAMPLES, "held_out.jsonl", "refused.jsonl", "summary.json", "reward.png", "loss.png")
+_METRICS, _SAMPLES = METRICS, "samples.jsonl"
+_FILES = (_METRICS, _SAMPLES, "held_out.jsonl", "refused.jsonl", "summary.json", *CURVES.values())
 _TENSORBOARD = "tensorboard"
-_MEAN_OF = 10
+_REDRAW_S = 30.0
+_TABLE = ("prompt", "completion", "answer", "reward", "score", "error")
 _STEP_FOLDER = re.compile(r"step-[0-9]+")
 _STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
 
@@ -53,19 +57,29 @@ class TensorBoardWriter:
             events.append(Event(wall_time=time.time(), step=first_step, session_log=restart))
         self._write(events)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
+        summaries = [scalar(name, value) for name, value in metrics.items() if math.isfinite(value)]
+        if samples:
+            summaries.append(text("samples", markdown_table(samples)))
         now_s = time.time()
-        self._write(
-            Event(wall_time=now_s, step=step, summary=scalar(name, value))
-            for name, value in metrics.items()
-            if math.isfinite(value)
-        )
+        self._write(Event(wall_time=now_s, step=step, summary=summary) for summary in summaries)
 
     def _write(self, events: Iterable[Event]) -> None:
         buffer = _RecordBuffer()
         for event in events:
             buffer.write(event.SerializeToString())
         append(self._path, buffer.content, self._disk_wait)
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of the same columns; characters that would end a cell are escaped."""
+    cells = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def _cell(value: Any) -> str:
+    shown = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return shown.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
 
 
 class _RecordBuffer(RecordWriter):
@@ -93,13 +107,17 @@ class RunLog:
         disk_wait: DiskWait = DEFAULT_DISK_WAIT,
         config: LogConfig | None = None,
         settings: Mapping[str, Any] | None = None,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._disk_wait, self._config = folder, disk_wait, config or LogConfig()
         self._trackers = Trackers(self._config, folder, settings or {}, disk_wait)
         self._run = uuid4().hex[:12]
         self._current_step: int | None = None
         self._history: list[tuple[int, dict[str, float]]] = []
-        self._can_plot = True
+        self._can_plot, self._now_s, self._drawn_s = True, now_s, now_s()
+        self.drawing: threading.Thread | None = None
+        """Draws the curve, or did so last."""
+        self._samples: list[Mapping[str, Any]] = []  # of this step, for trackers
         self._totals = {"samples": 0, "tokens": 0}
 
     def begin_step(self, step: int) -> None:
@@ -128,12 +146,16 @@ class RunLog:
         values = {name: float(value) for name, value in metrics.items()}
         self._history.append((step, values))
         self._append(_METRICS, [{"step": step, **values}])
-        self._tensorboard.log(step, values)
-        self._trackers.log(self._run, step, values)
+        samples, self._samples = self._samples, []
+        self._tensorboard.log(step, values, samples)
+        self._trackers.log(self._run, step, values, samples)
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         samples = list(rows)
         self._append(_SAMPLES, ({"step": step, **row} for row in samples))
+        every = self._config.samples_every
+        if every and (step - 1) % every == 0:
+            self._samples = [_table_row(step, row) for row in samples[: self._config.samples_rows]]
         for row in samples[: self._config.show_samples]:
             _LOG.info("step %d: %s", step, _format_sample(row, self._config.max_chars))
 
@@ -161,9 +183,27 @@ class RunLog:
         self._run = state["run"]
         self._totals = {name: state.get(name, 0) for name in self._totals}
 
-    def write_curve(self, name: str, file: str) -> None:
-        """Draw one metric over the steps as a PNG, with its running mean; needs matplotlib, the extra ``plot``."""
-        points = [(step, values[name]) for step, values in self._history if math.isfinite(values.get(name, math.nan))]
+    def redraw(self, name: str) -> None:
+        """Draw one metric over the steps as a PNG, in a thread, unless that was done a short time ago."""
+        now_s = self._now_s()
+        if now_s - self._drawn_s < _REDRAW_S or not self._can_plot or (self.drawing and self.drawing.is_alive()):
+            return
+        self._drawn_s, points = now_s, finite_points(name, self._history)
+        self.drawing = threading.Thread(target=self._try_to_draw, args=(name, points), name="curve", daemon=True)
+        self.drawing.start()
+
+    def write_curve(self, name: str) -> None:
+        """Draw it now, with its running mean; needs matplotlib, the extra ``plot``."""
+        if self.drawing is not None:
+            self.drawing.join()  # waits: for a drawing, or as long as a full disk is waited for
+        self._draw(name, finite_points(name, self._history))
+
+    def _try_to_draw(self, name: str, points: Points) -> None:
+        with suppress(OSError):  # the end of the run draws it again
+            self._draw(name, points)
+
+    def _draw(self, name: str, points: Points) -> None:
+        file = CURVES[name]
         try:
             self._replace(file, curve_png(name, points))
         except ImportError:
@@ -176,6 +216,13 @@ class RunLog:
 
     def _replace(self, name: str, content: bytes) -> None:
         replace(self._folder / name, content, self._disk_wait)
+
+
+def _table_row(step: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table shows of a sample: numbers and texts."""
+    shown = {name: value for name, value in row.items() if name in _TABLE or name.startswith("reward/")}
+    plain = {name: value if isinstance(value, str | float | None) else str(value) for name, value in shown.items()}
+    return {"step": step, **_replace_non_finite(plain)}
 
 
 def _format_sample(row: Mapping[str, Any], max_chars: int) -> str:
@@ -213,31 +260,6 @@ def _truncate_at_step(file: Path, step: int) -> None:
 
 def _parse_metrics(row: dict[str, Any]) -> tuple[int, dict[str, float]]:
     return row.pop("step"), {name: math.nan if value is None else value for name, value in row.items()}
-
-
-def curve_png(name: str, points: Sequence[tuple[int, float]]) -> bytes:
-    """``points``, steps and values, as a PNG with the running mean of a few steps; raises ImportError."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), dpi=120)
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    steps, values = [point[0] for point in points], [point[1] for point in points]
-    axes.plot(steps, values, color="tab:blue", alpha=0.35, linewidth=1, label="each step")
-    axes.plot(steps, running_mean(values, _MEAN_OF), color="tab:blue", linewidth=2, label=f"mean of {_MEAN_OF} steps")
-    axes.set_xlabel("step")
-    axes.set_ylabel(name)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
-    figure.tight_layout()
-    content = io.BytesIO()
-    figure.savefig(content, format="png")
-    return content.getvalue()
-
-
-def running_mean(values: list[float], window: int) -> list[float]:
-    return [sum(values[max(0, end - window) : end]) / (end - max(0, end - window)) for end in range(1, len(values) + 1)]
 
 
 def validate_keep(config: KeepConfig, eval_every: int, metric_names: Collection[str]) -> list[ConfigError]:

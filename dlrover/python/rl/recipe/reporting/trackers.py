@@ -9,10 +9,10 @@ import importlib
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, replace
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError
@@ -58,6 +58,15 @@ class Tracker(Protocol):
         """End the run."""
 
 
+@runtime_checkable
+class SampleTracker(Protocol):
+    """A tracker that shows samples too."""
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Record a table: rows of the same columns, of texts, numbers and None. Follows :meth:`Tracker.log` of the
+        step."""
+
+
 def validate_log(config: LogConfig) -> list[ConfigError]:
     errors = []
     for name, options in config.tracker_options.items():
@@ -82,8 +91,9 @@ class Trackers:
         self._open: dict[str, Tracker] | None = None
         self._state: dict[str, Any] = {}
 
-    def log(self, run: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of a step, without the non-finite ones, unless it has been sent before in this ``run``."""
+    def log(self, run: str, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Send the metrics of a step, without the non-finite ones, and its ``samples``, unless it has been sent before
+        in this ``run``."""
         if self._open is None:
             self._open = self._start_all(run)
         if not self._open or step <= self._state["step"]:
@@ -91,6 +101,8 @@ class Trackers:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         for name in list(self._open):
             self._try(name, lambda tracker: tracker.log(finite, step))
+        for name in list(self._open) if samples else ():
+            self._try(name, lambda tracker: _log_samples(tracker, samples, step))
         self._state["step"] = step
         self._save_state()
 
@@ -134,6 +146,11 @@ class Trackers:
         replace(self._folder / _STATE_FILE, json.dumps(self._state).encode(), self._disk_wait)
 
 
+def _log_samples(tracker: Tracker, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    if isinstance(tracker, SampleTracker):
+        tracker.log_samples(rows, step)
+
+
 class WandbTracker:
     """The options are the fields of :class:`WandbConfig`."""
 
@@ -143,12 +160,17 @@ class WandbTracker:
     def start(self, config: Mapping[str, Any], run: TrackedRun) -> None:
         wandb = importlib.import_module("wandb")
         name, folder = self._name or run.name, str(run.folder)
+        self._table = wandb.Table
         self._run = wandb.init(
             project=self._project, name=name, id=run.id, resume="allow", dir=folder, config=dict(config)
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        table = self._table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -173,6 +195,10 @@ class MlflowTracker:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._mlflow.log_metrics(dict(metrics), step=step)
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        self._mlflow.log_table(columns, f"samples/step-{step:06d}.json")
 
     def close(self) -> None:
         self._mlflow.end_run()

@@ -29,6 +29,7 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of, roots_of
 from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
 from dlrover.python.rl.runtime.local_port import trainer_maker
+from dlrover.python.rl.runtime.process.curve import redraw
 from dlrover.python.rl.runtime.process.host import Stored
 from dlrover.python.rl.runtime.run_folder import (
     BEAT_S,
@@ -101,7 +102,11 @@ class Leader:
                 target=self._run_trainer, args=(port, start), name="dlrover-trainer", daemon=True
             )
             trainer.start()
-            port.worker.run()
+            try:
+                port.worker.run()
+            except KeyboardInterrupt:
+                redraw(self.job.job_dir)
+                raise
             trainer.join(CLOSE_S)
             for link in self.links.values():
                 link.ended.wait(ABORT_S if self.error else CLOSE_S)
@@ -110,6 +115,8 @@ class Leader:
                 holder.give_back()
             if self.error is None:
                 roots_of(self.job, self.job.run, start.number, socket.gethostname()).commit_store("").remove()
+            else:
+                redraw(self.job.job_dir)
             start.end(FAILED if self.error else FINISHED)
         return self.error
 
