@@ -15,7 +15,8 @@ class OverridesCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             name, pairs = error.option_name, [*given, ""]
-            close = nearest(name, [*(option for item in self.params for option in item.opts), "--help"])
+            options = [*(option for item in self.params for option in item.opts), "help"]
+            close = nearest(name.lstrip("-"), [option.lstrip("-") for option in options])
             values = [
                 option.partition("=")[2] or after
                 for option, after in zip(pairs, pairs[1:], strict=False)
@@ -23,6 +24,6 @@ class OverridesCommand(click.Command):
             ]
             value = next((value for value in values if value and not value.startswith("-")), "...")
             key = name.lstrip("-").replace("-", "_")
-            known = f", or did you mean {close}?" if close else ""
+            known = f", or did you mean --{close}?" if close else ""
             message = f"no option {name}: settings are written key=value, {key}={value}{known}"
             raise click.UsageError(message, ctx) from None

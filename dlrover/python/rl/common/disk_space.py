@@ -74,7 +74,11 @@ def retry_while_full(
             if time.monotonic() < deadline_s:
                 time.sleep(wait.pause_s)
             elif not free_space(True):
-                raise
+                raise _as_os_error(error, path.parent) from None
+
+
+def _as_os_error(error: Exception, folder: Path) -> OSError:
+    return error if isinstance(error, OSError) else disk_full_error(errno.ENOSPC, folder, 0)
 
 
 def append(path: Path, content: bytes, wait: DiskWait = DEFAULT_DISK_WAIT) -> None:

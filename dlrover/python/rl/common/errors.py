@@ -48,6 +48,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 
@@ -330,11 +332,22 @@ class StepAbandoned(BaseException):
 
 
 _OWN = "dlrover.python.rl."
+_STANDARD = (str(Path(traceback.__file__).parent), "<frozen ")
 
 
 def user_traceback(error: BaseException, chain: bool = True) -> str:
-    """The traceback of ``error`` from the user's first frame on; whole, if none of its frames is the user's."""
+    """The traceback of ``error`` from the user's first frame on. Without such a frame: nothing for an error of this
+    package, whose message is enough, else the whole traceback."""
     trace = error.__traceback__
-    while trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith(_OWN):
+    while trace is not None and not _is_users(trace.tb_frame):
         trace = trace.tb_next
+    if trace is None and isinstance(error, DLRoverRLError):
+        return ""
     return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__, chain=chain))
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Libraries count as the user's: theirs cannot be told from others."""
+    path = frame.f_code.co_filename
+    is_standard = path.startswith(_STANDARD) and "site-packages" not in path
+    return not is_standard and not str(frame.f_globals.get("__name__")).startswith(_OWN)

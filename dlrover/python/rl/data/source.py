@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import ConfigError, DataError, MissingExtra
+from dlrover.python.rl.common.hub import LOOKUP, Lookup, hub_fault
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.data.jsonl import (
@@ -67,6 +68,7 @@ DEFAULT_SPLIT = "train"
 
 _STRUCTURED = ("messages", "extra_info")
 _CONVERSATIONS = ("prompt", "chosen", "rejected")
+_FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 _SPLIT = re.compile(r"([\w.-]+)(?:\[(-?[0-9]+%?)?:(-?[0-9]+%?)?\])?")
 
 
@@ -189,6 +191,17 @@ def normalize_rows(rows: SourceRows, normalize: Normalize) -> tuple[SourceRows, 
     return SourceRows(rows.where, numbered), errors
 
 
+def is_left_unread(where: str | Path) -> bool:
+    """Return True for a data set on the hub while none is looked up."""
+    place = _Address.parse(str(where)).place
+    return LOOKUP.get() is Lookup.NONE and not Path(place).expanduser().exists() and _may_be_on_hub(place)
+
+
+def _may_be_on_hub(place: str) -> bool:
+    is_path = place.startswith((".", "/", "~")) or place.count("/") > 1
+    return not is_path and Path(place).suffix.lower() not in _FILES
+
+
 def _restore_name(where: str | Path, address: _Address, place: str) -> str:
     return place.replace(address.place, str(where), 1) if place.startswith(address.place) else place
 
@@ -219,8 +232,8 @@ def _read(address: _Address) -> tuple[list[NumberedRow], list[ConfigError], bool
     path = Path(address.place).expanduser()
     if path.is_dir():
         return *_load(address, str(path)), True
-    readers = {".jsonl": scan_jsonl, ".json": scan_json, ".csv": _scan_csv, ".parquet": _scan_arrow}
-    read = {**readers, ".arrow": _scan_arrow}.get(path.suffix.lower())
+    readers = dict(zip(_FILES, (scan_json, scan_jsonl, _scan_csv, _scan_arrow, _scan_arrow), strict=True))
+    read = readers.get(path.suffix.lower())
     if read is not None:
         if address.split != DEFAULT_SPLIT:
             what = f"a file is the split '{DEFAULT_SPLIT}'; it has no '{address.split}'"
@@ -228,9 +241,9 @@ def _read(address: _Address) -> tuple[list[NumberedRow], list[ConfigError], bool
         rows, errors = read(path)
         return rows, errors, path.suffix.lower() not in (".json", ".jsonl")
     if path.is_file():
-        kinds = ", ".join([*readers, ".arrow"])
+        kinds = ", ".join(_FILES)
         return [], [ConfigError(address.place, f"a file of kind '{path.suffix}' cannot be read; known: {kinds}")], True
-    if address.place.startswith((".", "/", "~")) or address.place.count("/") > 1:
+    if not _may_be_on_hub(address.place):
         return [], [ConfigError(address.place, describe_unreadable(path, FileNotFoundError()))], True
     return *_load(address, address.place), True
 
@@ -325,12 +338,16 @@ def _load(address: _Address, place: str) -> tuple[list[NumberedRow], list[Config
         import datasets
     except ImportError:
         return [], [ConfigError(address.place, str(MissingExtra("datasets", "data")))]
-    folder = Path(place)
+    folder, fault = Path(place), ""
+    name, _, configuration = (place, "", "") if folder.is_dir() else place.partition(":")
+    if not folder.is_dir():
+        fault = (why := hub_fault("dataset", name)) and f"is no file or folder, and {why}"
+    is_offline = datasets.config.HF_HUB_OFFLINE
     try:
+        datasets.config.HF_HUB_OFFLINE = is_offline or bool(fault)  # reads what was loaded before, and does not retry
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             splits: Any = datasets.load_from_disk(place)
         else:
-            name, _, configuration = (place, "", "") if folder.is_dir() else place.partition(":")
             splits = datasets.load_dataset(name, configuration or None)
         if not isinstance(splits, datasets.DatasetDict):
             splits = {DEFAULT_SPLIT: splits}
@@ -339,4 +356,6 @@ def _load(address: _Address, place: str) -> tuple[list[NumberedRow], list[Config
             return [], [ConfigError(address.place, what)]
         return list(enumerate(splits[address.split], start=1)), []
     except Exception as error:  # noqa: BLE001 - file systems, the hub and parsers raise any error
-        return [], [ConfigError(address.place, f"cannot be loaded: {type(error).__name__}: {error}")]
+        return [], [ConfigError(address.place, fault or f"cannot be loaded: {type(error).__name__}: {error}")]
+    finally:
+        datasets.config.HF_HUB_OFFLINE = is_offline

@@ -206,7 +206,7 @@ def start_master(checked: CheckedJob, claims: bool = True) -> Any:
     master = launch(RLMaster, master_name(job.name), arguments, needs, job.master.max_restart)
     try:
         ask(master.start.remote, _ANSWER_S)
-    except JobConflict:
+    except (JobConflict, InvalidJob):
         end(master)
         raise
     return master

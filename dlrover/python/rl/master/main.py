@@ -28,6 +28,7 @@ from dlrover.python.rl.common.errors import (
     JobConflict,
     MasterLost,
 )
+from dlrover.python.rl.common.hub import Lookup, looking_up
 from dlrover.python.rl.common.log import configure_logging
 from dlrover.python.rl.common.names import check_job_name, hint, master_name, package_version
 from dlrover.python.rl.config.layout import job_to_yaml
@@ -110,9 +111,11 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], address: str | None, lo
 @click.argument("overrides", nargs=-1)
 @click.option("--local", is_flag=True, help="Check for a run in one process.")
 @click.option("--full", is_flag=True, help="Print the defaults of config, too.")
-def check(job_file: str, overrides: tuple[str, ...], local: bool, full: bool) -> None:
+@click.option("--hub", is_flag=True, help="Look up models and data sets on the Hugging Face hub; reads the data.")
+def check(job_file: str, overrides: tuple[str, ...], local: bool, full: bool, hub: bool) -> None:
     """Print the resolved plan of JOB_FILE, or all of its errors."""
-    checked = check_described(lambda: load_job(job_file, overrides), local)
+    with looking_up(Lookup.ALL if hub else Lookup.NONE):
+        checked = check_described(lambda: load_job(job_file, overrides), local)
     job = checked.job if full else replace(checked.job, config=checked.given)
     click.echo(f"{job_to_yaml(job, hide_secrets=True)}\n{describe(checked)}")
 

@@ -11,7 +11,9 @@ import itertools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
@@ -34,7 +36,7 @@ from dlrover.python.rl.runtime.process.inspection import inspect_job
 from dlrover.python.rl.runtime.process.progress import ProgressView
 from dlrover.python.rl.runtime.run_folder import begin, continued
 from dlrover.python.rl.runtime.torchrun.links import MEETING_S, KeyValueStore, LaunchEnv, accept_all, join, refuse_all
-from dlrover.python.rl.runtime.torchrun.run import Leader, run_follower
+from dlrover.python.rl.runtime.torchrun.run import Leader, open_run, run_follower
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing
 
 _LOG = get_logger(__name__)
@@ -66,7 +68,7 @@ def _command(recipe: str, job_file: str | None, overrides: tuple[str, ...]) -> N
         code = launch(recipe, job_file, overrides)
     except DLRoverRLError as error:
         click.echo(str(error), err=True)
-        code = EXIT_INVALID if isinstance(error, InvalidJob | JobConflict) else EXIT_FAILED
+        code = _code_of(error)
     except KeyboardInterrupt:
         click.echo("interrupted: the same command goes on from the last commit", err=True)
         code = EXIT_INTERRUPTED
@@ -96,10 +98,20 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
     if error is not None and jobs:
         click.echo("to go on after the last committed step, run the same command again", err=True)
     if error is not None:
-        return EXIT_INVALID if isinstance(error, InvalidJob | JobConflict) else EXIT_FAILED
+        return _code_of(error)
     for job in jobs:
         _print_summary(job)
     return 0
+
+
+def _code_of(error: BaseException) -> int:
+    """The exit code of this process. torchrun has one of its own, but prints the reason that is left in a file, and
+    takes the earliest one for the cause."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        is_consequence = os.environ.get("RANK", "0") != "0"
+        extra = {"py_callstack": str(error), "timestamp": str(int(time.time()) + is_consequence)}
+        Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": extra}}), encoding="utf-8")
+    return EXIT_INVALID if isinstance(error, InvalidJob | JobConflict) else EXIT_FAILED
 
 
 def run_together(
@@ -120,14 +132,16 @@ def run_together(
             return InvalidJob([ConfigError("rank 0", "has started nothing; it says why")])
         has_succeeded = run_follower(launch, link)
         return None if has_succeeded else JobFailed(f"rank {launch.rank}: the job has failed; rank 0 says why")
-    try:
-        announce("checking the job")
-        job = describe()
-    except BaseException:
-        if store is not None:
-            refuse_all(launch, store)
-        raise
-    return Leader(job, launch, accept_all(launch, store) if store is not None else {}, report, announce).run()
+    with ExitStack() as stack:
+        try:
+            announce("checking the job")
+            job, start = stack.enter_context(open_run(describe()))
+        except BaseException:
+            if store is not None:
+                refuse_all(launch, store)
+            raise
+        links = accept_all(launch, store) if store is not None else {}
+        return Leader(job, start, launch, links, report, announce).run()
 
 
 def describe_job(recipe: str, job_file: str | None, overrides: Sequence[str], launch: LaunchEnv) -> JobSpec:

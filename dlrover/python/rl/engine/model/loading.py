@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.hub import hub_fault
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, verify_snapshot
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -187,14 +188,14 @@ def find_model_folder(model: str | Path) -> Path:
     text = str(Path(model).expanduser()) if str(model).startswith("~") else str(model)
     if Path(text).is_dir():
         return Path(text)
-    message = f"no model at '{text}': it is neither a folder nor reachable on the hub"
+    message = f"no model at '{text}': it is no folder"
     if isinstance(model, Path) or not is_hub_name(text):
         raise EngineError(message)
     wanted = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
     try:
         return Path(huggingface_hub.snapshot_download(text, allow_patterns=wanted))
     except (OSError, ValueError) as error:  # the hub's errors are OSErrors
-        raise EngineError(message) from error
+        raise EngineError(f"{message}, and {hub_fault('model', text) or error}") from error
 
 
 def load_tokenizer(model: str | Path) -> Any:

@@ -15,7 +15,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.conversation import SFT_ROWS, Counts, Encoding, encode_sft
 from dlrover.python.rl.data.jsonl import first_errors
 from dlrover.python.rl.data.pairs import PAIR_ROWS, Masked, PairEncoding, encode_pairs
-from dlrover.python.rl.data.source import HELD_OUT_SHARE, RowReader, SourceRows, hold_out
+from dlrover.python.rl.data.source import HELD_OUT_SHARE, RowReader, SourceRows, hold_out, is_left_unread
 from dlrover.python.rl.engine.api.base import BaseTrainEngine
 from dlrover.python.rl.engine.model.packing import select_columns
 from dlrover.python.rl.engine.model.ranks import preserve_random_state
@@ -145,9 +145,9 @@ def _answer(row: Mapping[str, Any]) -> Any:
 
 
 def validate_examples(data: ExampleData, evaluates: bool, seed: int) -> list[ConfigError]:
-    sources = [data.train, *([data.eval] if data.eval is not None else [])]
-    errors = [error for where in sources if where for error in first_errors(data.reader.validate(where, data.keys))]
-    if errors or not data.train or not evaluates or data.eval is not None:
+    sources = [where for where in (data.train, data.eval) if where and not is_left_unread(where)]
+    errors = [error for where in sources for error in first_errors(data.reader.validate(where, data.keys))]
+    if errors or data.train not in sources or not evaluates or data.eval is not None:
         return errors
     try:
         _split(data, data.reader.read(data.train, data.keys), seed)

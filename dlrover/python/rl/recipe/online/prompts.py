@@ -14,7 +14,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.jsonl import first_errors
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, empty_prompts, load_prompts
 from dlrover.python.rl.data.sampler import PromptCursor
-from dlrover.python.rl.data.source import hold_out
+from dlrover.python.rl.data.source import hold_out, is_left_unread
 from dlrover.python.rl.recipe.base.config import PolicyConfig, PromptData, RewardConfig
 
 _LOG = get_logger(__name__)
@@ -136,9 +136,9 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
     if data.over_long == "drop" and data.max_prompt_tokens is None:
         what = "says 'drop', and no data.max_prompt_tokens says what is too long"
         return [ConfigError("config.data.over_long", what)]
-    files = [path for path in (data.train, data.eval) if path]
+    files = [path for path in (data.train, data.eval) if path and not is_left_unread(path)]
     errors = [error for path in files for error in first_errors(PROMPT_ROWS.validate(path, data.keys))]
-    if errors or not data.train:
+    if errors or data.train not in files:
         return errors
     is_scored_by_function = config.rollout.env_path is None and config.reward.model is None
     if is_scored_by_function and config.reward.function == RewardConfig().function:
@@ -160,7 +160,8 @@ def validate_template(cfg: PolicyConfig) -> list[ConfigError]:
     if not cfg.model or not (folder / "config.json").is_file() or _has_chat_template(folder):
         return []
     for path in (cfg.data.train, cfg.data.eval):
-        for row in load_prompts(path, keys) if path and not PROMPT_ROWS.validate(path, keys) else ():
+        can_be_read = path and not is_left_unread(path) and not PROMPT_ROWS.validate(path, keys)
+        for row in load_prompts(path, keys) if path and can_be_read else ():
             if not isinstance(row.prompt, str):
                 what = f"the tokenizer in {cfg.model} has no chat template, which the 'messages' of"
                 return [ConfigError("config.model", f"{what} {path}:{row.line} need")]

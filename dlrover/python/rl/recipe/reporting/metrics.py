@@ -17,9 +17,11 @@ import torch
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.losses.columns import SampleView
 from dlrover.python.rl.common.errors import ConfigError
+from dlrover.python.rl.common.hub import NOT_LOOKED_UP
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.typed import require, salvage
 from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.data.source import is_left_unread
 from dlrover.python.rl.recipe.base.auto import Devices, complete_config
 from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_train_engine
 from dlrover.python.rl.recipe.base.engine_workload import Machine
@@ -344,7 +346,12 @@ class RecipeTrainer(BaseTrainer):
     def describe_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> list[str]:
         """The model, the engines and the batch of a step."""
         cfg = require(cls.config_class, config, "config")
-        return [*describe_engines(cfg.model, cfg.engine), f"each step: {cls.describe_step(cfg)}"]
+        unread = [where for where in (cfg.data.train, cfg.data.eval) if where and is_left_unread(where)]
+        return [
+            *describe_engines(cfg.model, cfg.engine),
+            *(f"data: {where}, {NOT_LOOKED_UP}" for where in unread),
+            f"each step: {cls.describe_step(cfg)}",
+        ]
 
     @classmethod
     @abstractmethod

@@ -91,7 +91,10 @@ def cause_of(error: BaseException, who: str, remote_traceback: str = "") -> Caus
 
 
 def _detail(error: BaseException | None, remote_traceback: str) -> str:
-    """The traceback, but the whole message of an error in the user's input: that one's shows the code that checks."""
+    """The traceback. Of an error in the user's input the whole message, of a full disk nothing: their traceback shows
+    the code that checks or writes."""
+    if error is not None and is_disk_full(error):
+        return ""
     if not isinstance(error, DataError | InvalidJob):
         return remote_traceback
     message = str(error).strip()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvalidJob
+from dlrover.python.rl.common.hub import LOOKUP, Lookup
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
@@ -158,6 +159,7 @@ def inspect_in_child(job: JobSpec, deadline_s: float = DEADLINE_S) -> Inspection
         request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
         unlisted = [asdict(error) for error in job.unlisted]
         described = {"job": job_to_yaml(job), "name": job.name, "search_path": job.search_path, "unlisted": unlisted}
+        described["lookup"] = LOOKUP.get()
         request.write_text(json.dumps(described))
         command = [sys.executable, "-m", "dlrover.python.rl.runtime.process.inspection", str(request), str(answer)]
         try:
@@ -198,6 +200,7 @@ def _serve(request: Path, answer: Path) -> None:
             raise
         job = error.salvaged
     job = replace(job, unlisted=tuple(ConfigError(**item) for item in data["unlisted"]))
+    LOOKUP.set(Lookup(data["lookup"]))
     answer.write_text(json.dumps(asdict(inspect_job(job))))
 
 

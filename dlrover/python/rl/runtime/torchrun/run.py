@@ -30,6 +30,7 @@ from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of, roots_o
 from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
 from dlrover.python.rl.runtime.local_port import trainer_maker
 from dlrover.python.rl.runtime.process.curve import redraw
+from dlrover.python.rl.runtime.process.executor import cause_of
 from dlrover.python.rl.runtime.process.host import Stored
 from dlrover.python.rl.runtime.run_folder import (
     BEAT_S,
@@ -84,9 +85,11 @@ def _wait_until_free(folder: Path, limit_s: float) -> None:
 
 @dataclass
 class Leader:
-    """Rank 0 of a job, in which every role has a member in each process; ``links`` are those with the other ranks."""
+    """Rank 0 of a job, in which every role has a member in each process; ``links`` are those with the other ranks,
+    and ``start`` is the claim on its folder."""
 
     job: JobSpec
+    start: Claim
     launch: LaunchEnv
     links: dict[int, Link]
     report: Reporter
@@ -96,34 +99,31 @@ class Leader:
 
     def run(self) -> BaseException | None:
         """Run the job until all processes end. Returns its error, None if it finished."""
-        with open_run(self.job) as (self.job, start):
-            port = TorchrunPort(self.launch, self.links)
-            trainer = threading.Thread(
-                target=self._run_trainer, args=(port, start), name="dlrover-trainer", daemon=True
-            )
-            trainer.start()
-            try:
-                port.worker.run()
-            except KeyboardInterrupt:
-                redraw(self.job.job_dir)
-                raise
-            trainer.join(CLOSE_S)
-            for link in self.links.values():
-                link.ended.wait(ABORT_S if self.error else CLOSE_S)
-                link.end()
-            for holder in self._tcp_ports.values():
-                holder.give_back()
-            if self.error is None:
-                roots_of(self.job, self.job.run, start.number, socket.gethostname()).commit_store("").remove()
-            else:
-                redraw(self.job.job_dir)
-            start.end(FAILED if self.error else FINISHED)
+        port = TorchrunPort(self.launch, self.links)
+        trainer = threading.Thread(target=self._run_trainer, args=(port,), name="dlrover-trainer", daemon=True)
+        trainer.start()
+        try:
+            port.worker.run()
+        except KeyboardInterrupt:
+            redraw(self.job.job_dir)
+            raise
+        trainer.join(CLOSE_S)
+        for link in self.links.values():
+            link.ended.wait(ABORT_S if self.error else CLOSE_S)
+            link.end()
+        for holder in self._tcp_ports.values():
+            holder.give_back()
+        if self.error is None:
+            roots_of(self.job, self.job.run, self.start.number, socket.gethostname()).commit_store("").remove()
+        else:
+            redraw(self.job.job_dir)
+        self.start.end(FAILED if self.error else FINISHED)
         return self.error
 
-    def _run_trainer(self, port: TorchrunPort, start: Claim) -> None:
+    def _run_trainer(self, port: TorchrunPort) -> None:
         try:
             self.announce("starting the roles")
-            self._start_members(port, start)
+            self._start_members(port)
             link = TrainerLink(
                 port=port,
                 report=self.report,
@@ -131,14 +131,14 @@ class Leader:
                 job=self.job.name,
                 job_dir=self.job.job_dir,
                 resources={role: dict(spec.resource) for role, spec in self.job.workloads.items()},
-                checkpoints=checkpoints_of(self.job, self.job.run, start.number, socket.gethostname()),
+                checkpoints=checkpoints_of(self.job, self.job.run, self.start.number, socket.gethostname()),
             )
             run_trainer(partial(trainer_maker(self.job), link), link)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the boundary of the job
             self.error = self._first_cause(port, error)
-            message = str(self.error).partition("\n")[0]
-            trace = user_traceback(self.error, chain=False)
-            _LOG.error("%s failed: %s\n%s", self.job.name, message, trace.rstrip())
+            cause = cause_of(self.error, "trainer", user_traceback(self.error, chain=False))
+            detail = f"\n{cause.detail.rstrip()}" if cause.detail else ""
+            _LOG.error("%s failed: %s: %s%s", self.job.name, cause.who, cause.message, detail)
         finally:
             port.end(clean=self.error is None)
             _end_process_after_timeout(port.worker, clean=self.error is None)
@@ -154,14 +154,14 @@ class Leader:
         died.__cause__ = error
         return died
 
-    def _start_members(self, port: TorchrunPort, start: Claim) -> None:
+    def _start_members(self, port: TorchrunPort) -> None:
         starts: dict[Future[Stored], str] = {}
         for role, spec in self.job.workloads.items():
             self._tcp_ports[role] = holder = HeldPort()
             tcp_port = holder.take(self.job.preferred_ports(role))
             for rank in range(spec.num):
                 context = MemberContext(
-                    name=member_name(self.job.name, self.job.run, role, rank, start.number),
+                    name=member_name(self.job.name, self.job.run, role, rank, self.start.number),
                     role=role,
                     rank=rank,
                     world_size=spec.num,
