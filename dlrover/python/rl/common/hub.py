@@ -22,6 +22,10 @@ more or less."""
 NOT_LOOKED_UP = "on the hub: not looked up (check --hub does)"
 
 
+def current_lookup() -> Lookup:
+    return LOOKUP.get()  # waits: for nothing
+
+
 @contextmanager
 def looking_up(what: Lookup) -> Iterator[None]:
     token = LOOKUP.set(what)

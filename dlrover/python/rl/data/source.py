@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import ConfigError, DataError, MissingExtra
-from dlrover.python.rl.common.hub import LOOKUP, Lookup, hub_fault
+from dlrover.python.rl.common.hub import Lookup, current_lookup, hub_fault
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.data.jsonl import (
@@ -194,7 +194,7 @@ def normalize_rows(rows: SourceRows, normalize: Normalize) -> tuple[SourceRows, 
 def is_left_unread(where: str | Path) -> bool:
     """Return True for a data set on the hub while none is looked up."""
     place = _Address.parse(str(where)).place
-    return LOOKUP.get() is Lookup.NONE and not Path(place).expanduser().exists() and _may_be_on_hub(place)
+    return current_lookup() is Lookup.NONE and not Path(place).expanduser().exists() and _may_be_on_hub(place)
 
 
 def _may_be_on_hub(place: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import ConfigError
-from dlrover.python.rl.common.hub import LOOKUP, NOT_LOOKED_UP, Lookup, hub_fault
+from dlrover.python.rl.common.hub import NOT_LOOKED_UP, Lookup, current_lookup, hub_fault
 from dlrover.python.rl.recipe.base.config import EngineConfig
 
 _ALMOST = 0.8
@@ -51,7 +51,7 @@ def describe_engines(model: str, engine: EngineConfig) -> list[str]:
             f", {_short(parameters)} parameters; {_short(weights)}B of weights to generate,"
             f" {_short(trained)}B to train, activations not counted"
         )
-    elif LOOKUP.get() is Lookup.NONE and not Path(model).expanduser().is_dir():
+    elif current_lookup() is Lookup.NONE and not Path(model).expanduser().is_dir():
         size = f", {NOT_LOOKED_UP}"
     return [
         f"model: {model}{size}",
@@ -79,7 +79,7 @@ def validate_model(model: str, where: str = "config.model") -> list[ConfigError]
         if looks_like_path or (close and "/" not in model):
             advice = f"; did you mean '{folder.parent / close[0]}'?" if close else ""
             return [ConfigError(where, f"no such folder: {model}{advice}")]
-        fault = hub_fault("model", model) if LOOKUP.get() is Lookup.ALL else ""
+        fault = hub_fault("model", model) if current_lookup() is Lookup.ALL else ""
         return [ConfigError(where, f"no folder '{model}', and {fault}")] if fault else []
     if not (folder / "config.json").is_file():
         return [ConfigError(where, f"{model} holds no model: it has no config.json")]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvalidJob
-from dlrover.python.rl.common.hub import LOOKUP, Lookup
+from dlrover.python.rl.common.hub import LOOKUP, Lookup, current_lookup
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
@@ -159,7 +159,7 @@ def inspect_in_child(job: JobSpec, deadline_s: float = DEADLINE_S) -> Inspection
         request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
         unlisted = [asdict(error) for error in job.unlisted]
         described = {"job": job_to_yaml(job), "name": job.name, "search_path": job.search_path, "unlisted": unlisted}
-        described["lookup"] = LOOKUP.get()
+        described["lookup"] = current_lookup()
         request.write_text(json.dumps(described))
         command = [sys.executable, "-m", "dlrover.python.rl.runtime.process.inspection", str(request), str(answer)]
         try:
