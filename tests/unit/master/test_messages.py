@@ -81,8 +81,9 @@ def cli(folder, line):
 
 
 def recipe(folder, line, *launcher):
-    given = "model=model data.train=train.jsonl data.eval_rows=4 steps=1 prompts_per_step=4 rollout.max_new_tokens=4"
-    return answer(folder, *launcher, "-m", "dlrover.python.rl.recipe.grpo", *given.split(), *line.split())
+    given = "model=model data.train=train.jsonl data.eval_rows=4 steps=1 prompts_per_step=4"
+    sizes = "rollout.samples_per_prompt=2 rollout.max_new_tokens=4"
+    return answer(folder, *launcher, "-m", "dlrover.python.rl.recipe.grpo", *f"{given} {sizes} {line}".split())
 
 
 def errors_in(printed):
@@ -146,8 +147,11 @@ FAILURES = [
 @slow
 @pytest.mark.parametrize(("override", "said"), FAILURES, ids=["model", "prompts", "reward"])
 @pytest.mark.parametrize("runtime", ["dlrover-rl", "recipe"])
-def test_inputs_that_only_a_run_finds_wrong_fail_it_without_a_traceback_of_its_own(inputs, runtime, override, said):
-    code, printed = cli(inputs, f"run --local job.yaml {override}") if runtime != "recipe" else recipe(inputs, override)
+def test_inputs_that_only_a_run_finds_wrong_fail_it_without_a_traceback_of_its_own(
+    inputs, tmp_path, runtime, override, said
+):
+    given = f"{override} job_dir={tmp_path}/out"
+    code, printed = cli(inputs, f"run --local job.yaml {given}") if runtime != "recipe" else recipe(inputs, given)
     assert code == 1, printed
     assert printed.count(said) == 1
     raised = override.startswith("reward")
