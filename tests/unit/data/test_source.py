@@ -206,7 +206,7 @@ def test_a_file_that_is_not_there(tmp_path, kind):
 def test_a_name_that_the_hub_does_not_have_is_a_problem_not_a_crash():
     pytest.importorskip("datasets")
     _, (problem,) = scan_rows("no-such-org/no-such-name")
-    assert problem.what.startswith("cannot be loaded: ")
+    assert problem.what.startswith("is no file or folder, and the hub cannot be reached: ")
 
 
 def test_tables_without_the_extra_name_it(tmp_path, monkeypatch):

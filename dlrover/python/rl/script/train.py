@@ -17,7 +17,6 @@ from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.config.load import load_job_with, search_folders
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master import job as jobs
 from dlrover.python.rl.recipe import launch as launcher
 from dlrover.python.rl.runtime.process.progress import ProgressView
 from dlrover.python.rl.runtime.run_folder import LATEST
@@ -144,6 +143,8 @@ def _run_here(recipe: str, describe: Callable[[], JobSpec], keys: Mapping[str, A
 
 
 def _run_on_ray(describe: Callable[[], JobSpec], runtime: str) -> TrainResult:
+    from dlrover.python.rl.master import job as jobs  # imports Ray, which a run in this process does without
+
     checked = jobs.check_described(describe)
     for line in checked.inspection.about:
         _show(line)

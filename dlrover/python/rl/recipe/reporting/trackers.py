@@ -158,9 +158,8 @@ class WandbTracker:
         self._project, self._name = project, name
 
     def start(self, config: Mapping[str, Any], run: TrackedRun) -> None:
-        wandb = importlib.import_module("wandb")
+        self._wandb = wandb = importlib.import_module("wandb")
         name, folder = self._name or run.name, str(run.folder)
-        self._table = wandb.Table
         self._run = wandb.init(
             project=self._project, name=name, id=run.id, resume="allow", dir=folder, config=dict(config)
         )
@@ -169,7 +168,7 @@ class WandbTracker:
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        table = self._table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        table = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({"samples": table}, step=step)
 
     def close(self) -> None:
