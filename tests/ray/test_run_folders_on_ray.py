@@ -2,6 +2,7 @@
 """The folders of runs on clusters of their own, beside runs in one process: real processes, from outside."""
 
 import pytest
+import ray
 
 from tests.held_job import Desk, wait_for
 
@@ -40,6 +41,14 @@ def test_a_run_whose_cluster_was_killed_goes_on_after_its_last_step(desk, where)
     assert "after step 3" in said
     assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
     assert not list((desk.folder / "memory").rglob("step-*"))
+
+
+def test_on_a_cluster_that_is_shared_a_folder_that_cannot_be_made_is_said_and_nothing_stays(desk, ray_session):
+    said = desk.run("run", "job.yaml", "--address", "auto", "name=nowhere", "job_dir=/proc/none/out", code=2)
+    assert said.partition("1 error in the job:\n")[2].startswith("  - job_dir: cannot be made: ")
+    assert "Traceback" not in said
+    with pytest.raises(ValueError, match="nowhere/master"):
+        ray.get_actor("nowhere/master", namespace="dlrover-rl")
 
 
 def test_on_a_cluster_that_is_shared_the_master_holds_the_folder(desk, ray_session):

@@ -51,7 +51,10 @@ from dlrover.python.rl.common.errors import (
     WeightSyncError,
     WorkloadDied,
     WorkloadStartError,
+    user_traceback,
 )
+from dlrover.python.rl.common.extensions import load_object
+from dlrover.python.rl.common.names import check_job_name
 
 ERRORS = (ConfigError("trainer.class", "is required"), ConfigError("train.jsonl:7", "not JSON"))
 CALL = {"role": "ACTOR", "rank": 3, "method": "update", "node": "host-1", "remote_traceback": "Traceback ..."}
@@ -179,6 +182,19 @@ def test_leaving_a_step_passes_a_users_except():
 
 def test_a_misspelt_method_is_an_attribute_error_too():
     assert issubclass(UnknownMethod, AttributeError)
+
+
+def test_an_error_of_the_package_has_a_traceback_from_the_users_frame_on_if_there_is_one():
+    with pytest.raises(ClassNotFound) as caught:
+        load_object("no_such_module:Name")
+    error = caught.value
+    trace = user_traceback(error)
+    assert trace.index(__file__) < trace.index("common/extensions.py")
+    assert user_traceback(error.with_traceback(error.__traceback__.tb_next)) == ""
+    with pytest.raises(ValueError) as caught:
+        check_job_name("A b")
+    error = caught.value
+    assert "common/names.py" in user_traceback(error.with_traceback(error.__traceback__.tb_next)), "an unexpected one"
 
 
 # Raised and caught inside its room; nobody outside ever sees it.

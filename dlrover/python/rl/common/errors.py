@@ -336,13 +336,14 @@ _STANDARD = (str(Path(traceback.__file__).parent), "<frozen ")
 
 
 def user_traceback(error: BaseException, chain: bool = True) -> str:
-    """The traceback of ``error`` from the user's first frame on. Without such a frame: nothing for an error of this
-    package, whose message is enough, else the whole traceback."""
-    trace = error.__traceback__
+    """The traceback of ``error`` from the user's first frame on. An error of this package, whose message is enough,
+    comes without its causes, and without a traceback if no frame is the user's; another one comes whole then."""
+    trace, is_own = error.__traceback__, isinstance(error, DLRoverRLError)
     while trace is not None and not _is_users(trace.tb_frame):
         trace = trace.tb_next
-    if trace is None and isinstance(error, DLRoverRLError):
+    if trace is None and is_own:
         return ""
+    chain = chain and not is_own
     return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__, chain=chain))
 
 
