@@ -92,7 +92,8 @@ class RewardFunction:
 
     def _taken(self, columns: Mapping[str, Any], besides: str = "") -> dict[str, Any]:
         """The columns that the function takes by name; raises VerifierError if one is missing."""
-        named = {name: taken for name, taken in self._parameters.items() if taken.kind in _BY_NAME and name != besides}
+        parameters = self._parameters.items()
+        named = {name: item for name, item in parameters if item.kind in _BY_NAME and name != besides}
         needed = [name for name, parameter in named.items() if parameter.default is inspect.Parameter.empty]
         if absent := [name for name in needed if name not in columns]:
             raise VerifierError(f"asks for '{absent[0]}', which is no column of its row{hint(absent[0], columns)}")
