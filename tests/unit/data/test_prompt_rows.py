@@ -51,12 +51,24 @@ def test_rows_of_both_kinds(tmp_path):
         ({"messages": [{"role": 1, "content": ""}]}, "messages[0]: 'role' must be text"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0]: 'content' must be text"),
         ({"messages": [*USER, {**USER[0], "contnt": 1}]}, "messages[1]: unknown key 'contnt'; did you mean 'content'?"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
+            'messages[0]: tool_calls[0]: must be {"function": {"name": ..., "arguments": {...}}}',
+        ),
     ],
 )
 def test_what_can_be_wrong_with_a_row(tmp_path, row, what):
     path = write(tmp_path / "p.jsonl", [{"prompt": "fine"}, row])
     (problem,) = PROMPT_ROWS.validate(path)
     assert (problem.where, problem.what) == (f"{path}:2", what)
+
+
+def test_messages_may_have_calls_of_tools_instead_of_text(tmp_path):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    asked = [*USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    answered = {"role": "tool", "content": "2", "tool_call_id": "1", "name": "f"}
+    (row,) = load_prompts(write(tmp_path / "p.jsonl", [{"messages": [*asked, answered]}]))
+    assert row.prompt == [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}, answered]
 
 
 @pytest.mark.feature(74)

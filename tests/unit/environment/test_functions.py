@@ -10,7 +10,7 @@ import torch
 import user_environments
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
-from dlrover.python.rl.environment.core.base import MAX_STATE_LENGTH, StepResult, validate_step
+from dlrover.python.rl.environment.core.base import MAX_STATE_LENGTH, EnvironmentTraits, StepResult, validate_step
 from dlrover.python.rl.environment.core.functions import load_environment
 
 SCRIPT = Path(__file__).with_name("user_environments.py")
@@ -71,7 +71,7 @@ def test_a_script_or_a_module_with_reset_and_close(where):
 
 def test_a_class_with_options_and_sync_calls():
     environment = load_environment(f"{SCRIPT}:Counting", {"start": 3})
-    assert environment.episodes == 2
+    assert environment.traits == EnvironmentTraits(episodes=2)
     assert run(environment.reset({})) == "3"
     assert run(environment.step("3", "4", {"k": 1})) == StepResult("7", 7.0, 7.0, False, {"k": 1})
     assert run(environment.step("3", "8", {})).done

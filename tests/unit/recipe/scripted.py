@@ -35,7 +35,7 @@ class Scripted:
         self._running, self.steps, self.seeds = {}, 0, {}
 
     def check(self, tokens, sampling):
-        longest = max(map(len, tokens)) + sampling.max_new_tokens
+        longest = max(map(len, tokens)) + 1
         if longest > self._longest or not min(map(len, tokens)):
             raise EngineError(f"{longest} tokens, {self._longest} at most")
 
@@ -44,7 +44,8 @@ class Scripted:
         for request in requests:
             assert request.key not in self._running
             text = self._say(self.tokenizer.decode(request.prompt), request.sample_index)
-            ids = [*text.encode(), self.tokenizer.eos_token_id][: sampling.max_new_tokens]
+            room = min(sampling.max_new_tokens, self._longest - len(request.prompt))
+            ids = [*text.encode(), self.tokenizer.eos_token_id][:room]
             self.seeds[(*request.key, len(request.prompt))] = seed
             self._running[request.key] = [request, ids, sampling]
 
@@ -79,13 +80,16 @@ SAMPLING = SamplingParams(max_new_tokens=64, samples_per_prompt=1, keep_stop=Tru
 class Rolling:
     """A scheduler in this thread: its calls, without the workload around them."""
 
-    def __init__(self, say, environment=None, max_turns=4, *, room=64, timeout_s=20.0, episodes=None, longest=4096):
+    def __init__(
+        self, say, environment=None, max_turns=4, *, room=64, timeout_s=20.0, episodes=None, longest=4096, **kwargs
+    ):
+        self.max_new_tokens = 64
         self.engine, self.loop = Scripted(say, longest), InlineLoop()
         self.guard = Guard(environment, timeout_s, episodes) if environment is not None else None
-        self.scheduler = RolloutScheduler(self.engine, self.guard, room, max_turns)
+        self.scheduler = RolloutScheduler(self.engine, self.guard, room, max_turns, **kwargs)
 
     def sample(self, groups, samples=1, enough=10**6, patience_s=math.inf):
-        sampling = SamplingParams(max_new_tokens=64, samples_per_prompt=samples, keep_stop=True)
+        sampling = SamplingParams(max_new_tokens=self.max_new_tokens, samples_per_prompt=samples, keep_stop=True)
         return self.loop.run(self.scheduler.sample(groups, sampling, 5, enough, patience_s))
 
     def fetch(self, groups, samples=1):
@@ -94,11 +98,11 @@ class Rolling:
 
 
 @contextmanager
-def rolling(say, where=None, *arguments, isolated=False, **limits):
+def rolling(say, where=None, *arguments, isolated=False, options=None, **limits):
     """With the environment called ``where``; it is shut down behind."""
     environment = None
     if where is not None:
-        environment = IsolatedEnvironment(where) if isolated else load_environment(where)
+        environment = (IsolatedEnvironment if isolated else load_environment)(where, options)
     made = Rolling(say, environment, *arguments, **limits)
     try:
         yield made

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from os.path import commonprefix
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -20,6 +21,13 @@ Tokenizer: TypeAlias = Any
 
 Turns: TypeAlias = Literal["all", "last"]
 """Which assistant turns are trained."""
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+
+_MARK = "0f6e9a3c"
+"""Takes the place of a text where only what a template puts around it matters."""
 
 Span: TypeAlias = tuple[int, int]
 """First character, and the one after the last."""
@@ -41,15 +49,44 @@ class Encoded:
         return Encoded(self.tokens[:max_length], self.action_mask[:max_length])
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: str | Messages, template_kwargs: Mapping[str, Any] = NO_KWARGS
+) -> list[int]:
     """Token ids of a prompt as in inference: raw text, or messages with the generation prompt appended."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
-    return _tokenize(tokenizer, _render(tokenizer, prompt, generation=True))
+    return _tokenize(tokenizer, _render(tokenizer, prompt, generation=True, template_kwargs=template_kwargs))
 
 
-def prompt_text(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, str]]) -> str:
-    return prompt if isinstance(prompt, str) else _render(tokenizer, prompt, generation=True)
+def prompt_text(tokenizer: Tokenizer, prompt: str | Messages, template_kwargs: Mapping[str, Any] = NO_KWARGS) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return _render(tokenizer, prompt, generation=True, template_kwargs=template_kwargs)
+
+
+def continue_chat(  # noqa: PLR0913
+    tokenizer: Tokenizer,
+    text: str,
+    messages: Messages,
+    action: str,
+    answers: Messages,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+) -> str:
+    """Render a conversation, of which ``text`` is the prompt, with the policy's ``action``, the ``answers`` to it and
+    the generation prompt.
+
+    The result begins with ``text + action`` unless the template rewrites what was there, as one that drops old thoughts
+    does. White space that the template removes from the action remains."""
+
+    def render(content: str) -> str:
+        chat = [*messages, {"role": "assistant", "content": content}, *answers]
+        return _render(tokenizer, chat, generation=True, template_kwargs=template_kwargs)
+
+    whole, marked = render(action), render(_MARK)
+    if whole.startswith(text + action) or not marked.startswith(text + _MARK):
+        return whole
+    kept = text + action + marked.removeprefix(text + _MARK)
+    return kept if "".join(kept.split()) == "".join(whole.split()) else whole
 
 
 def encode_example(
@@ -188,9 +225,15 @@ def _tokenize(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _render(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], generation: bool = False) -> str:
+def _render(
+    tokenizer: Tokenizer,
+    messages: Messages,
+    generation: bool = False,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+) -> str:
+    options = {**template_kwargs, "tokenize": False, "add_generation_prompt": generation}
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation))
+        return str(tokenizer.apply_chat_template(list(messages), **options))
     except Exception as error:  # Templates raise any error; the row must be named.
         raise DataError(f"the chat template refused the conversation: {error}") from error
 

@@ -11,7 +11,8 @@ from dlrover.python.rl.common.names import hint, nearest
 
 ROLES = ("system", "user", "assistant", "tool")
 
-_KEYS = ("role", "content")
+_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
+_CALL_FORM = 'must be {"function": {"name": ..., "arguments": {...}}}'
 _CONVERSATIONS = ("prompt", "messages", "chosen", "rejected")
 
 
@@ -23,16 +24,21 @@ def normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
         plain["messages"] = plain.pop("prompt")
     for key in _CONVERSATIONS:
         if isinstance(plain.get(key), list):
-            plain[key] = [_without_nulls(message) for message in plain[key]]
+            plain[key] = [normalize_message(message) for message in plain[key]]
     return plain
 
 
-def _without_nulls(message: Any) -> Any:
-    return {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else message
+def normalize_message(message: Any) -> Any:
+    """Return a message without nulls, and with text beside its ``tool_calls``, if empty."""
+    if not isinstance(message, dict):
+        return message
+    plain = {key: value for key, value in message.items() if value is not None}
+    return {"content": "", **plain} if "tool_calls" in plain else plain
 
 
 def find_message_faults(messages: Any, name: str = "messages") -> list[str]:
-    """Everything wrong with the list ``name`` of ``{"role": ..., "content": text}``; it must not be empty."""
+    """Everything wrong with the list ``name`` of ``{"role": ..., "content": text}``, with ``tool_calls`` as in OpenAI's
+    API; it must not be empty."""
     if not isinstance(messages, list) or not messages:
         return [f"'{name}' must be a list of messages with at least one"]
     return [f"{name}[{index}]: {fault}" for index, message in enumerate(messages) for fault in _faults_of_one(message)]
@@ -49,7 +55,20 @@ def _faults_of_one(message: Any) -> list[str]:
         faults.append(f"unknown role '{role}'{hint(role, ROLES)}")
     if not isinstance(content, str):
         faults.append("'content' must be text")
-    return faults
+    return faults + [f"tool_calls[{index}]: {_CALL_FORM}" for index in _find_wrong_calls(message.get("tool_calls", []))]
+
+
+def _find_wrong_calls(calls: Any) -> list[int]:
+    if not isinstance(calls, list):
+        return [0]
+    functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
+    return [
+        index
+        for index, function in enumerate(functions)
+        if not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or not isinstance(function.get("arguments"), dict | str)
+    ]
 
 
 NumberedRow: TypeAlias = tuple[int, dict[str, Any]]

@@ -137,12 +137,22 @@ def test_a_sample_ends_when_it_is_done_and_at_the_limit_its_episode_is_closed():
 
 def test_a_state_that_leaves_no_room_ends_the_sample_which_keeps_what_it_has():
     with rolling(word, OURS, longest=1000) as rolled:
-        taken = rolled.fetch(groups({"habit": "long"}, {"reset": "x" * 2000}))
+        taken = rolled.fetch(groups({"habit": "long"}, {"reset": "x" * 1000}))
     assert taken.dense("turns").tolist() == [1, 0]
-    assert taken.objects("error") == [None, "the first state leaves no room for an action: it has 2000 tokens"]
+    assert taken.objects("error") == [None, "the first state leaves no room for an action: it has 1000 tokens"]
+    assert not taken.dense("finished").any()
     assert taken.dense("reward")[0] == 0.25
     assert taken.ragged("tokens")[0].tolist() == [*b"ask word ", 257 + 1]
     assert taken.ragged("action_mask")[0][-1]
+
+
+def test_a_turn_has_the_room_that_is_left():
+    """The second one is cut off, and counts as such."""
+    with rolling(word, OURS, longest=len("ask word \0seen wo")) as rolled:
+        taken = rolled.fetch(groups({}))
+    assert taken.objects("completion") == ["word seen wo"]
+    assert taken.dense("turns").tolist() == [2]
+    assert (taken.objects("error"), taken.dense("finished").tolist()) == ([None], [False])
 
 
 WHY = {

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.environment.core.messages import Message, State, validate_messages
 
 MAX_STATE_LENGTH = 4_000_000
 """Characters; a longer state is an error of the environment."""
@@ -26,8 +27,8 @@ class StepRules:
 
 @dataclass(frozen=True)
 class StepResult:
-    next_state: str | None
-    """The policy's next input; None when ``done``."""
+    next_state: State | None
+    """The policy's next input; None when ``done``. In a conversation, the messages after the policy's."""
 
     reward: float
     """The training signal, on the last token of the action; summed over turns."""
@@ -42,16 +43,41 @@ class StepResult:
     """The user's data for the next step."""
 
 
-class Environment(Protocol):
-    """Text in, text out. One instance serves many episodes at once, so arguments carry an episode's state."""
+@dataclass(frozen=True)
+class EnvironmentTraits:
+    """What an environment declares, by attributes of these names."""
 
-    async def reset(self, extra_info: dict[str, Any]) -> str | None:
+    episodes: int | None = None
+    """The number that it serves at a time; None: any number."""
+
+    uses_messages: bool = False
+    """Prompts of messages reach it as messages. False: as the text that the chat template makes of them."""
+
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the model's chat template, such as ``tools``."""
+
+    @classmethod
+    def of(cls, target: Any) -> "EnvironmentTraits":
+        declared = getattr(target, "traits", None)
+        if isinstance(declared, cls):
+            return declared
+        return cls(**{item.name: getattr(target, item.name) for item in fields(cls) if hasattr(target, item.name)})
+
+
+class Environment(Protocol):
+    """Text in, text out. One instance serves many episodes at once, so arguments carry an episode's state.
+
+    An episode is a conversation, in which states and actions are messages, if ``reset`` returns messages, or if it
+    returns None for a prompt of messages and the environment ``uses_messages``."""
+
+    async def reset(self, extra_info: dict[str, Any]) -> State | None:
         """Start an episode: the first state, or None to use the row's prompt. ``extra_info`` may be changed for later
         steps."""
         ...
 
-    async def step(self, state: str, action: str, extra_info: dict[str, Any]) -> StepResult:
-        """Answer ``action``, the policy's text for ``state``; ``extra_info`` is the row's, then the last step's."""
+    async def step(self, state: State, action: str | Message, extra_info: dict[str, Any]) -> StepResult:
+        """Answer ``action``, the policy's text for ``state``; ``extra_info`` is the row's, then the last step's. In a
+        conversation both are messages."""
         ...
 
     async def close(self, extra_info: dict[str, Any]) -> None:
@@ -96,9 +122,11 @@ def validate_step(returned: Any, extra_info: dict[str, Any], needs_state: bool =
     return StepResult(None if is_over else validate_state("next_state", next_state), reward, score, done, info)
 
 
-def validate_state(name: str, value: Any) -> str:
+def validate_state(name: str, value: Any) -> State:
+    if isinstance(value, list):
+        return validate_messages(name, value, MAX_STATE_LENGTH)
     if not isinstance(value, str):
-        raise EnvironmentFailed(f"{name} is {_kind(value)}, not text")
+        raise EnvironmentFailed(f"{name} is {_kind(value)}, not text or a list of messages")
     if len(value) > MAX_STATE_LENGTH:
         raise EnvironmentFailed(f"{name} has {len(value)} characters, {MAX_STATE_LENGTH} at most")
     return value

@@ -15,7 +15,8 @@ from typing import Any
 from dlrover.python.rl.common.errors import ClassNotFound, EnvironmentFailed, VerifierError
 from dlrover.python.rl.common.extensions import ExtensionPoint, load_module
 from dlrover.python.rl.common.names import hint
-from dlrover.python.rl.environment.core.base import StepResult, validate_state, validate_step
+from dlrover.python.rl.environment.core.base import EnvironmentTraits, StepResult, validate_state, validate_step
+from dlrover.python.rl.environment.core.messages import Message, State
 
 REWARDS = ExtensionPoint(
     "reward function",
@@ -171,21 +172,19 @@ def _script(path: Path) -> ModuleType:
 
 
 class UserEnvironment:
-    """An environment of the user's functions: async or sync calls, results as dicts; checked.
-
-    ``episodes`` is the number that the target serves at a time; None: any number."""
+    """An environment of the user's functions: async or sync calls, results as dicts; checked."""
 
     def __init__(self, target: Any, name: str) -> None:
         self.name = name
         self._calls = {call: getattr(target, call) for call in _CALLS if callable(getattr(target, call, None))}
         _check_step(target, name)
-        self.episodes: int | None = getattr(target, "episodes", None)
+        self.traits = EnvironmentTraits.of(target)
 
-    async def reset(self, extra_info: dict[str, Any]) -> str | None:
+    async def reset(self, extra_info: dict[str, Any]) -> State | None:
         state = await self._call("reset", extra_info)
         return None if state is None else validate_state("the state that reset returned", state)
 
-    async def step(self, state: str, action: str, extra_info: dict[str, Any]) -> StepResult:
+    async def step(self, state: State, action: str | Message, extra_info: dict[str, Any]) -> StepResult:
         answer = await self._call("step", state, action, extra_info)
         return validate_step(answer, extra_info, needs_state=False)
 

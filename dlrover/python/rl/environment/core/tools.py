@@ -6,22 +6,28 @@
     state --policy--> ... <tool_call>{"name": "search", "arguments": {"query": "Beijing"}}</tool_call>
     state + action + <tool_response>...</tool_response> --policy--> ... answer --verifier--> reward
 
+Prompts of messages make conversations: the chat template lists the tools, and results are messages of role ``tool``.
+
 A call is data: it is parsed as JSON, and its name is looked up among the tools of the job. Nothing of it is evaluated.
 """
 
+import inspect
 import json
-import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_origin
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.environment.core.base import StepResult
 from dlrover.python.rl.environment.core.functions import call_async, find_argument_fault, load_function
+from dlrover.python.rl.environment.core.messages import CALL, Message, State
 from dlrover.python.rl.environment.core.scoring import Completed, WeightedRewards
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_TURN = "\n{responses}\n"
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+_NAMED_TYPES = {kind.__name__: name for kind, name in _TYPES.items()}  # of ``from __future__ import annotations``
+_VAR_ARGS, _VAR_KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 _CALLS_MADE = "tool_calls"
 """The key of ``extra_info`` under which the calls of an episode are counted."""
 
@@ -38,7 +44,8 @@ class ToolEnvironment:
             ``extra_info["answer"]``; ``extra_info["tool_calls"]`` counts calls.
         max_calls: of an episode; a further call is scored as the answer.
         longest_result: characters of a result; the rest is cut, with a note.
-        turn: the template after an action with calls, with ``{responses}``; may hold a chat template's marks.
+        turn: the text after an action with calls, with ``{responses}``; may hold a chat template's marks. With it every
+            state is text. None: prompts of messages make conversations, and in others it is a line break on both sides.
     """
 
     def __init__(
@@ -47,38 +54,47 @@ class ToolEnvironment:
         judge: str | Mapping[str, float],
         max_calls: int = 8,
         longest_result: int = 4_000,
-        turn: str = "\n{responses}\n",
+        turn: str | None = None,
     ) -> None:
         if not tools or max_calls < 1 or longest_result < 1:
             counts = f"{len(tools)} tools, max_calls={max_calls} and longest_result={longest_result}"
             raise ValueError(f"need at least one of each, not {counts}")
-        if "{responses}" not in turn:
+        if turn is not None and "{responses}" not in turn:
             raise ValueError(f"turn needs a place for {{responses}}: {turn!r}")
+        self.uses_messages = turn is None
         self._tools = {name: load_function(where) for name, where in tools.items()}
         self._judge = WeightedRewards.load({judge: 1.0} if isinstance(judge, str) else judge)
-        self._max_calls, self._longest_result, self._turn = max_calls, longest_result, turn
+        self._max_calls, self._longest_result, self._turn = max_calls, longest_result, turn or _TURN
+        self.chat_template_kwargs = {"tools": [describe_tool(*item) for item in self._tools.items()]}
 
     async def reset(self, extra_info: dict[str, Any]) -> None:
         extra_info[_CALLS_MADE] = 0
 
-    async def step(self, state: str, action: str, extra_info: dict[str, Any]) -> StepResult:
+    async def step(self, state: State, action: str | Message, extra_info: dict[str, Any]) -> StepResult:
         """Make the calls in ``action``, or judge it where there is none; the score is the reward.
 
         Raises:
             EnvironmentFailed: a tool raised it.
             VerifierError: the judge gave no reward.
         """
-        calls, made = _CALL.findall(action), int(extra_info.get(_CALLS_MADE, 0))
+        text = action if isinstance(action, str) else action["content"]
+        requested = [] if isinstance(action, str) else action.get("tool_calls", [])
+        calls = [json.dumps(call["function"]) for call in requested] or CALL.findall(text)
+        made = int(extra_info.get(_CALLS_MADE, 0))
         if not calls or made >= self._max_calls:
             answer = extra_info.get("answer")
-            answered = Completed(action, None if answer is None else str(answer), extra_info)
-            reward = await self._judge.score(answered)
+            reward = await self._judge.score(Completed(text, None if answer is None else str(answer), extra_info))
             return StepResult(None, reward.total, reward.total, True, extra_info)
         responses = [await self._response(call) for call in calls[: self._max_calls - made]]
         responses += ["error: no call is left: answer now"] * (len(calls) - len(responses))
         extra_info = {**extra_info, _CALLS_MADE: min(made + len(calls), self._max_calls)}
-        shown = "\n".join(f"<tool_response>\n{response}\n</tool_response>" for response in responses)
-        return StepResult(state + action + self._turn.replace("{responses}", shown), 0.0, 0.0, False, extra_info)
+        if isinstance(state, str):
+            shown = "\n".join(f"<tool_response>\n{response}\n</tool_response>" for response in responses)
+            return StepResult(f"{state}{text}{self._turn.replace('{responses}', shown)}", 0.0, 0.0, False, extra_info)
+        messages = [{"role": "tool", "content": response} for response in responses]
+        for message, call in zip(messages, requested, strict=False):
+            message |= {"tool_call_id": call["id"], "name": call["function"]["name"]}
+        return StepResult(messages, 0.0, 0.0, False, extra_info)
 
     async def close(self, extra_info: dict[str, Any]) -> None:
         """An episode holds nothing."""
@@ -119,6 +135,30 @@ class ToolEnvironment:
         if fault := find_argument_fault(self._tools[name], arguments):
             raise _BadCall(f"'{name}' does not take these arguments: {fault}")
         return partial(self._tools[name], **arguments)
+
+
+def describe_tool(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """The schema of a function, as OpenAI's API has it: its docstring, and its parameters with their types."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Some C functions have no signature.
+        signature = inspect.Signature()
+    parameters = [item for item in signature.parameters.values() if item.kind not in (_VAR_ARGS, _VAR_KWARGS)]
+    described: dict[str, Any] = {
+        "name": name,
+        "description": inspect.getdoc(function) or "",
+        "parameters": {
+            "type": "object",
+            "properties": {item.name: _describe_type(item.annotation) for item in parameters},
+            "required": [item.name for item in parameters if item.default is inspect.Parameter.empty],
+        },
+    }
+    return {"type": "function", "function": described}
+
+
+def _describe_type(annotation: Any) -> dict[str, str]:
+    kind = _TYPES.get(get_origin(annotation) or annotation) or _NAMED_TYPES.get(annotation)
+    return {"type": kind} if kind else {}
 
 
 class _BadCall(Exception):

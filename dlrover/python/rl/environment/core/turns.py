@@ -19,7 +19,15 @@ from typing import Any, TypeAlias, TypeVar
 
 from dlrover.python.rl.common.errors import DataError, EnvironmentFailed, user_traceback
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.environment.core.base import Environment, StepResult, StepRules, validate_state, validate_step
+from dlrover.python.rl.environment.core.base import (
+    Environment,
+    EnvironmentTraits,
+    StepResult,
+    StepRules,
+    validate_state,
+    validate_step,
+)
+from dlrover.python.rl.environment.core.messages import Message, State, make_assistant_message
 
 _LOG = get_logger(__name__)
 
@@ -29,9 +37,9 @@ T = TypeVar("T")
 @dataclass
 class Episode:
     """One sample's interaction with an environment; :meth:`Guard.close` ends it. ``reward`` and ``score`` are sums
-    over turns."""
+    over turns. The ``state`` of a conversation is all of its messages."""
 
-    state: str | None
+    state: State | None
     extra_info: dict[str, Any]
     reward: float = 0.0
     score: float = 0.0
@@ -55,7 +63,8 @@ class Guard:
         episodes: int | None = None,
         rules: StepRules = StepRules(),  # noqa: B008 - frozen
     ) -> None:
-        episodes = episodes if episodes is not None else getattr(environment, "episodes", None)
+        self.traits = EnvironmentTraits.of(environment)
+        episodes = episodes if episodes is not None else self.traits.episodes
         if timeout_s <= 0 or (episodes is not None and episodes < 1):
             raise ValueError(f"need a positive timeout_s and episodes, not {timeout_s} and {episodes}")
         self._environment, self._timeout_s, self._rules = environment, timeout_s, rules
@@ -64,7 +73,7 @@ class Guard:
         self._abandoned: set[asyncio.Task[Any]] = set()
         self.failures: Counter[str] = Counter()
 
-    async def reset(self, prompt: str, extra_info: dict[str, Any]) -> Episode:
+    async def reset(self, prompt: State, extra_info: dict[str, Any]) -> Episode:
         """Start an episode at the row's ``prompt`` unless the environment overrides it. The caller closes it, failed
         or not."""
         if self._open_slots is not None:
@@ -87,19 +96,23 @@ class Guard:
         if state is None or not episode.open:
             raise ValueError("the episode is over")
         try:
-            answer = self._environment.step(state, action, episode.extra_info)
+            made: str | Message = action
+            if isinstance(state, list):
+                made = make_assistant_message(action, episode.turns)
+            answer = self._environment.step(state, made, episode.extra_info)
             result = validate_step(
                 await self._in_time("step", answer), episode.extra_info, self._rules.missing_state == "error"
             )
+            next_state = _continue(state, made, result.next_state)
         except EnvironmentFailed as error:
             if self._rules.failure_reward is None:
                 self.fail(episode, error)
                 return None
             self._count(error)
-            result = StepResult(None, self._rules.failure_reward, 0.0, True, episode.extra_info)
+            result, next_state = StepResult(None, self._rules.failure_reward, 0.0, True, episode.extra_info), None
         if result.next_state is None and not result.done:
             result = replace(result, done=True)
-        episode.state, episode.extra_info, episode.done = result.next_state, result.extra_info, result.done
+        episode.state, episode.extra_info, episode.done = next_state, result.extra_info, result.done
         episode.reward += result.reward
         episode.score += result.score
         episode.turns += 1
@@ -158,6 +171,16 @@ class Guard:
         self._abandoned.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _LOG.debug("an abandoned call raised: %s", error)
+
+
+def _continue(state: State, action: str | Message, answer: State | None) -> State | None:
+    """The state after the policy's ``action`` and what ``step`` returned."""
+    if answer is None or (isinstance(answer, str) and isinstance(state, str)):
+        return answer
+    if isinstance(answer, list) and isinstance(state, list) and isinstance(action, dict):
+        return [*state, action, *answer]
+    kinds = ("messages", "text") if isinstance(state, list) else ("text", "messages")
+    raise EnvironmentFailed("the episode's state is {}, but next_state is {}".format(*kinds))
 
 
 def _kind(reason: str) -> str:

@@ -20,8 +20,9 @@ from typing import Any
 from dlrover.python.rl.common.errors import DataError, EnvironmentFailed
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.state_tree import dump, load
-from dlrover.python.rl.environment.core.base import StepResult, validate_step
+from dlrover.python.rl.environment.core.base import EnvironmentTraits, StepResult, validate_step
 from dlrover.python.rl.environment.core.functions import UserEnvironment, load_environment, run_in_thread
+from dlrover.python.rl.environment.core.messages import Message, State
 from dlrover.python.rl.environment.sandbox.child_process import (
     READY,
     Channel,
@@ -66,16 +67,16 @@ class IsolatedEnvironment:
         self._lock = threading.Lock()
         self._child: ChildProcess | None = None
         self._closed = False
-        self.episodes: int | None = None
+        self.traits = EnvironmentTraits()
         self._running()
 
-    async def reset(self, extra_info: dict[str, Any]) -> str | None:
+    async def reset(self, extra_info: dict[str, Any]) -> State | None:
         state, changed = await self._ask("reset", extra_info)
         extra_info.clear()
         extra_info.update(changed)
         return state  # type: ignore[no-any-return]
 
-    async def step(self, state: str, action: str, extra_info: dict[str, Any]) -> StepResult:
+    async def step(self, state: State, action: str | Message, extra_info: dict[str, Any]) -> StepResult:
         return validate_step(await self._ask("step", state, action, extra_info), extra_info, needs_state=False)
 
     async def close(self, extra_info: dict[str, Any]) -> None:
@@ -122,21 +123,20 @@ class IsolatedEnvironment:
                 self._child = ChildProcess(serve_environment, arguments, self._memory_mb, _MAX_REPLY_BYTES)
                 self._child.end_with(self)
                 try:
-                    self.episodes = self._await_ready(self._child)
+                    self.traits = self._await_ready(self._child)
                 except BaseException:
                     self._child.end("it could not be started")
                     raise
             return self._child
 
-    def _await_ready(self, child: ChildProcess) -> int | None:
+    def _await_ready(self, child: ChildProcess) -> EnvironmentTraits:
         try:
-            episodes: int | None = _decode(child.ready.result(timeout=self._start_timeout_s))
+            return EnvironmentTraits(**_decode(child.ready.result(timeout=self._start_timeout_s)))
         except TimeoutError:
             message = f"the environment could not be loaded within {self._start_timeout_s:g} s"
             raise EnvironmentFailed(message) from None
         except ChildEnded as error:
             raise _ended(error) from None
-        return episodes
 
     def _cancel_call(self, child: ChildProcess, cancelled: str) -> None:
         number = secrets.token_hex(8)
@@ -181,7 +181,7 @@ def serve_environment(channel: Channel, where: str, options: dict[str, Any]) -> 
     except BaseException as error:  # noqa: BLE001 - the process boundary: importing may even exit
         channel.send(READY, error_reply(str(error)))
         return
-    channel.send(READY, _encode(environment.episodes))
+    channel.send(READY, _encode(dict(vars(environment.traits))))
     asyncio.run(_Server(environment, channel).serve())
 
 

@@ -59,7 +59,9 @@ class RolloutWorkload(EngineWorkload):
         self._weights = self._make_weight_transport(engine, device)
         guard = _make_guard(rollout) if rollout.env_path else None
         self._loop: InlineLoop | ThreadLoop = ThreadLoop(engine.threads) if rollout.max_staleness else InlineLoop()
-        self._scheduler = RolloutScheduler(self._engine, guard, engine.max_batch, rollout.max_turns)
+        self._scheduler = RolloutScheduler(
+            self._engine, guard, engine.max_batch, rollout.max_turns, rollout.chat_template_kwargs
+        )
         if self._loop.runs_between_calls:
             self._loop.run(self._scheduler.start())
         return type(self._engine).__name__
@@ -87,7 +89,7 @@ class RolloutWorkload(EngineWorkload):
             if not prompt and self._scheduler.guard is not None:
                 continue  # the environment gives the first state
             try:
-                tokens = encode_prompt(self._engine.tokenizer, prompt)
+                tokens = encode_prompt(self._engine.tokenizer, prompt, self._scheduler.template_kwargs)
             except DataError as error:
                 faults.wrong.extend(ConfigError(place, item.what) for item in error.errors)
                 continue

@@ -2,7 +2,7 @@
 """Groups of samples, the rows that they become, and the episode of one sample: its turns with an environment."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dlrover.python.rl.common.errors import EngineError, EnvironmentFailed
+from dlrover.python.rl.common.errors import DataError, EngineError, EnvironmentFailed
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.data.conversation import encode_prompt
+from dlrover.python.rl.data.conversation import continue_chat, encode_prompt, prompt_text
 from dlrover.python.rl.engine.api.base import Completion, Request, SamplingParams
 from dlrover.python.rl.environment.core.base import StepResult
+from dlrover.python.rl.environment.core.messages import Message
 from dlrover.python.rl.environment.core.turns import Episode, Guard, TokenSequence, Trajectory
 from dlrover.python.rl.recipe.rollout.stream import EngineStream, PendingRequest
 
@@ -161,14 +162,37 @@ def _trajectory_number(group: Group, sample: Sample) -> int:
     return number
 
 
+@dataclass(eq=False)
+class ChatText:
+    """A conversation as the chat template renders it, with the policy's turns as they were generated."""
+
+    tokenizer: Any
+    template_kwargs: Mapping[str, Any]
+    messages: list[Message] = field(default_factory=list)
+    text: str = ""
+
+    def render(self, state: list[Message], action: str) -> str:
+        """The text of all messages, of which the policy's last one is ``action``; at first they have none of it."""
+        if not self.messages:
+            self.text = prompt_text(self.tokenizer, state, self.template_kwargs)
+            self.messages = list(state)
+            return self.text
+        answers = state[len(self.messages) + 1 :]
+        self.text = continue_chat(self.tokenizer, self.text, self.messages, action, answers, self.template_kwargs)
+        self.messages += [{"role": "assistant", "content": action}, *answers]
+        return self.text
+
+
 class EpisodeRunner:
     """Runs samples of at most ``max_turns`` actions; without ``guard`` a sample is one completion.
 
     ``generating`` is the number of samples that need the engine; the others wait for the environment."""
 
-    def __init__(self, stream: EngineStream, guard: Guard | None, max_turns: int) -> None:
+    def __init__(
+        self, stream: EngineStream, guard: Guard | None, max_turns: int, template_kwargs: Mapping[str, Any]
+    ) -> None:
         self._stream, self._guard, self._max_turns = stream, guard, max_turns
-        self._tokenizer = stream.engine.tokenizer
+        self._tokenizer, self._template_kwargs = stream.engine.tokenizer, template_kwargs
         self.generating = 0
 
     async def run(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
@@ -184,16 +208,19 @@ class EpisodeRunner:
             sample.sequences = [sequence]
             return
         answer = {} if group.answer is None else {"answer": group.answer}
-        episode = await self._guard.reset(group.text, {**answer, **group.extra_info})
+        prompt = group.prompt if self._guard.traits.uses_messages else group.text
+        episode = await self._guard.reset(prompt, {**answer, **group.extra_info})
         try:
             await self._run_episode(self._guard, group, sample, episode)
         finally:
             await self._guard.close(episode)
 
     async def _run_episode(self, guard: Guard, group: Group, sample: Sample, episode: Episode) -> None:
-        trajectory = self._start_trajectory(group, episode)
+        chat = ChatText(self._tokenizer, self._template_kwargs)
+        state = _render_state(guard, episode, chat)
+        trajectory = self._start_trajectory(group, state, bool(chat.messages))
         fits = partial(self._fits, group.sampling)
-        if episode.state is not None and not fits(trajectory.context):
+        if state is not None and not fits(trajectory.context):
             guard.fail(episode, _first_state_error(len(trajectory.context)))
         while episode.state is not None:
             completion = await self._generate(group, sample, trajectory.context)
@@ -204,18 +231,24 @@ class EpisodeRunner:
             result = await self._step(guard, episode, trajectory.action)
             if result is not None:
                 trajectory.reward(result.reward, result.score)
-            if episode.state is None or sample.turns == self._max_turns or not trajectory.observe(episode.state, fits):
+            state = _render_state(guard, episode, chat, trajectory.action)
+            if state is None or sample.turns == self._max_turns:
+                break
+            if not trajectory.observe(state, fits):
+                trajectory.last.finished = False  # the model has no position left for another turn
                 break
         sample.error = episode.failure
         sample.sequences = trajectory.sequences
         if not trajectory.sequences[0].tokens:  # it failed before the first state, and a row needs a token
             trajectory.sequences[0].give([self._tokenizer.eos_token_id or 0])
 
-    def _start_trajectory(self, group: Group, episode: Episode) -> Trajectory:
-        state = group.text if episode.state is None else episode.state
-        tokens = encode_prompt(self._tokenizer, group.prompt) if state == group.text else None
+    def _start_trajectory(self, group: Group, state: str | None, is_chat: bool) -> Trajectory:
+        state = group.text if state is None else state
+        if is_chat:
+            return Trajectory(self._encode, state)
+        known = encode_prompt(self._tokenizer, group.prompt, self._template_kwargs) if state == group.text else None
         whole = partial(encode_prompt, self._tokenizer) if isinstance(group.prompt, str) else self._encode
-        return Trajectory(self._encode, state, tokens, whole)
+        return Trajectory(self._encode, state, known, whole)
 
     async def _generate(self, group: Group, sample: Sample, context: Sequence[int]) -> Completion:
         request = Request.fresh(group.prompt_id, sample.index, context)
@@ -244,6 +277,17 @@ class EpisodeRunner:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _render_state(guard: Guard, episode: Episode, chat: ChatText, action: str = "") -> str | None:
+    """The text that the policy continues; None if the episode is over, or if the template refuses the messages."""
+    if not isinstance(episode.state, list):
+        return episode.state
+    try:
+        return chat.render(episode.state, action)
+    except DataError as error:
+        guard.fail(episode, EnvironmentFailed(str(error)))
+        return None
 
 
 def _generated_columns(completion: Completion) -> tuple[list[int], list[float], list[int]]:

@@ -4,7 +4,7 @@
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ import numpy as np
 from dlrover.python.rl.common.errors import DataError, EngineError, WeightSyncError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.data.conversation import encode_prompt, prompt_text
+from dlrover.python.rl.data.conversation import NO_KWARGS, encode_prompt, prompt_text
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, SamplingParams
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.environment.core.turns import Guard
@@ -44,11 +44,20 @@ class RolloutScheduler:
     Every method is called in the event loop that the samples live in. Before :meth:`start` samples advance only within
     ``_run_until``."""
 
-    def __init__(self, engine: BaseRolloutEngine, guard: Guard | None, max_generating: int, max_turns: int = 1) -> None:
+    def __init__(
+        self,
+        engine: BaseRolloutEngine,
+        guard: Guard | None,
+        max_generating: int,
+        max_turns: int = 1,
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    ) -> None:
         self.engine, self.guard = engine, guard
+        declared = guard.traits.chat_template_kwargs if guard is not None else NO_KWARGS
+        self.template_kwargs = {**declared, **template_kwargs}
         self._max_generating, self._wakeup = max_generating, Wakeup()
         self._stream = EngineStream(engine, self._wakeup)
-        self._runner = EpisodeRunner(self._stream, guard, max_turns)
+        self._runner = EpisodeRunner(self._stream, guard, max_turns, self.template_kwargs)
         self._groups: dict[GroupKey, Group] = {}
         self._queue: deque[Group] = deque()
         self._cancelled: set[asyncio.Task[None]] = set()
@@ -212,8 +221,8 @@ class RolloutScheduler:
             return
         tokenizer = self.engine.tokenizer
         try:
-            group.text = prompt_text(tokenizer, group.prompt)
-            tokens = [] if self.guard is not None else encode_prompt(tokenizer, group.prompt)
+            group.text = prompt_text(tokenizer, group.prompt, self.template_kwargs)
+            tokens = [] if self.guard is not None else encode_prompt(tokenizer, group.prompt, self.template_kwargs)
         except DataError as error:
             group.failure = error
             return

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversations between the policy and an environment, as OpenAI-style messages."""
+
+import json
+import re
+from typing import Any, TypeAlias
+
+from dlrover.python.rl.common.errors import EnvironmentFailed
+from dlrover.python.rl.data.jsonl import find_message_faults, normalize_message
+
+Message: TypeAlias = dict[str, Any]
+"""``role`` and ``content``; ``tool_calls`` of the assistant; ``tool_call_id`` and ``name`` of a tool."""
+
+State: TypeAlias = str | list[Message]
+"""The policy's input: text, or a conversation that the model's chat template renders."""
+
+CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def make_assistant_message(text: str, turn: int = 0) -> Message:
+    """The policy's action as a message.
+
+    Calls in the format ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` become ``tool_calls``, with
+    arguments as an object, and the text around them ``content``. If one of them cannot be parsed, all remain in
+    ``content``.
+    """
+    functions = [_parse_call(call) for call in CALL.findall(text)]
+    if not functions or None in functions:
+        return {"role": "assistant", "content": text}
+    calls = [
+        {"id": f"call{turn:03d}{index:02d}", "type": "function", "function": function}
+        for index, function in enumerate(functions)
+    ]
+    return {"role": "assistant", "content": CALL.sub("", text).strip(), "tool_calls": calls}
+
+
+def _parse_call(text: str) -> dict[str, Any] | None:
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", {})
+    return {"name": call["name"], "arguments": arguments} if isinstance(arguments, dict) else None
+
+
+def validate_messages(name: str, messages: list[Any], max_length: int) -> list[Message]:
+    """Return messages of an environment in normal form; an EnvironmentFailed names every fault."""
+    messages = [normalize_message(message) for message in messages]
+    if faults := find_message_faults(messages, name):
+        raise EnvironmentFailed("; ".join(faults)[:2_000])
+    length = sum(len(message["content"]) for message in messages)
+    if length > max_length:
+        raise EnvironmentFailed(f"{name} has {length} characters, {max_length} at most")
+    return messages

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Episodes of messages: their tokens are those that the model's chat template has for the whole conversation."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrover.python.rl.environment.core.messages import make_assistant_message
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import chat_environments  # noqa: E402
+from scripted import groups, rolling, texts  # noqa: E402
+
+TOOLS = "dlrover.python.rl.environment.core.tools:ToolEnvironment"
+OPTIONS = {"tools": {"add": "chat_environments:add"}, "judge": "chat_environments:judge"}
+ASKING = "chat_environments:Asking"
+CALL = '<tool_call>\n{"name": "add", "arguments": {"first": 2}}\n</tool_call>'
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "The sum.",
+        "parameters": {
+            "type": "object",
+            "properties": {"first": {"type": "integer"}, "second": {"type": "integer"}},
+            "required": ["first"],
+        },
+    },
+}
+
+
+def played(say, infos, where=ASKING, *, prompt="ask", template=chat_environments.TEMPLATE, **options):
+    chat_environments.seen.clear()
+    with rolling(say, where, **options) as rolled:
+        rolled.engine.tokenizer.chat_template, rolled.max_new_tokens = template, 100
+        taken = rolled.fetch(groups(*infos, prompt=prompt))
+        return taken, rolled.engine.tokenizer
+
+
+def rendered(tokenizer, messages, **template_kwargs):
+    """Without the line break behind the last end marker, which the policy ends with."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
+    return tokenizer(text.removesuffix("\n"), add_special_tokens=False)["input_ids"]
+
+
+def calling(context, index):
+    return "7" if "tool_response" in context else f"I add.\n{CALL}"
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_chat_with_tool_calls_has_the_tokens_of_its_template(isolated):
+    prompt = [{"role": "user", "content": "2+1, then 7?"}]
+    taken, tokenizer = played(calling, [{}], TOOLS, prompt=prompt, options=OPTIONS, isolated=isolated)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"first": 2}}}
+    messages = [
+        *prompt,
+        {"role": "assistant", "content": "I add.", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "7"},
+    ]
+    assert [row.tolist() for row in taken.ragged("tokens")] == [rendered(tokenizer, messages, tools=[ADD])]
+    assert texts(taken, "action_mask") == [f"I add.\n{CALL}<|im_end|>7<|im_end|>"]
+    assert (taken.dense("reward").tolist(), taken.objects("error")) == ([1.0], [None])
+
+
+def test_a_user_of_messages_sees_messages_and_turns_that_were_cut_are_closed():
+    long = "x" * 120  # of which 100 tokens are generated
+    answers = iter(["ask what?", long, CALL])
+    taken, tokenizer = played(lambda *_: next(answers), [{"questions": ["one", "two", "three"]}])
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "ask what?"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": long[:100]},
+        {"role": "user", "content": "three"},
+        make_assistant_message(CALL, turn=2),
+    ]
+    assert [(len(state), action) for state, action in chat_environments.seen] == [
+        (2, messages[2]),
+        (4, messages[4]),
+        (6, messages[6]),
+    ]
+    assert chat_environments.seen[-1][0] == messages[:-1]
+    messages[-1] = {"role": "assistant", "content": CALL}
+    options = chat_environments.Asking.chat_template_kwargs
+    assert [row.tolist() for row in taken.ragged("tokens")] == [rendered(tokenizer, messages, **options)]
+    assert taken.dense("reward").tolist() == [2.0]
+
+
+def test_the_jobs_arguments_of_the_template_take_the_place_of_the_environments():
+    taken, _ = played(
+        lambda *_: "yes", [{"questions": ["one"]}], template_kwargs={"tools": None, "enable_thinking": False}
+    )
+    (prompt,) = taken.objects("prompt")
+    assert prompt.startswith("<|im_start|>system\nbe brief")
+    assert prompt.endswith("<|im_start|>assistant\n<think></think>")
+
+
+def test_a_template_that_strips_answers_keeps_them_as_they_were_generated():
+    template = chat_environments.TEMPLATE.replace(
+        "{{ message.content }}\n{%- for", "{{ message.content | trim }}\n{%- for"
+    )
+    assert template != chat_environments.TEMPLATE
+    taken, _ = played(lambda *_: " a \n", [{"questions": ["one", "two"]}], template=template)
+    assert texts(taken, "action_mask") == [" a \n<|im_end|> a \n<|im_end|>"]
+
+
+def test_a_template_that_drops_old_thoughts_begins_another_sequence():
+    """As the model sees it in use."""
+    content = "{{ message.content.split('</think>')[-1] }}\n{%- for"
+    template = chat_environments.TEMPLATE.replace("{{ message.content }}\n{%- for", content)
+    taken, tokenizer = played(lambda *_: "<think>hm</think>a", [{"questions": ["one", "two"]}], template=template)
+    assert texts(taken, "action_mask") == ["<think>hm</think>a<|im_end|>"] * 2
+    second = tokenizer.decode(taken.ragged("tokens")[1])
+    assert "assistant\na<|im_end|>\n<|im_start|>user\ntwo<|im_end|>" in second
+    assert len(set(taken.dense("trajectory").tolist())) == 1
+
+
+def test_prompts_of_text_stay_text_for_tools():
+    taken, _ = played(calling, [{}], TOOLS, prompt="2+1? ", options=OPTIONS)
+    response = "\n<tool_response>\n3\n</tool_response>\n"
+    assert taken.objects("completion") == [f"I add.\n{CALL}{response}7"]
+
+
+@pytest.mark.parametrize(
+    ("questions", "error"),
+    [
+        ([7], "the state that reset returned[1]: 'content' must be text"),
+        (["one", {}], "the episode's state is messages, but next_state is text"),
+        (["one", ["two"]], "next_state[0]: 'content' must be text"),
+        (["refuse"], "data: the chat template refused the conversation: no"),
+        (["one", "refuse"], "data: the chat template refused the conversation: no"),
+    ],
+)
+def test_wrong_messages_fail_their_sample(questions, error):
+    refusing = "{% if messages[-1].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}"
+    taken, _ = played(lambda *_: "yes", [{"questions": questions}], template=refusing + chat_environments.TEMPLATE)
+    assert taken.objects("error") == [error]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("no call", "no call", None),
+        (f"a {CALL} b", "a  b", [("call00300", "add", {"first": 2})]),
+        (CALL + CALL[:-13], "", [("call00300", "add", {"first": 2}), ("call00301", "add", {"first": 2})]),
+        (f"{CALL}<tool_call>add(1)</tool_call>", f"{CALL}<tool_call>add(1)</tool_call>", None),
+        ('<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', None),
+    ],
+)
+def test_calls_in_the_text_of_an_action(text, content, calls):
+    message = make_assistant_message(text, turn=3)
+    assert (message["role"], message["content"]) == ("assistant", content)
+    found = [(call["id"], *call["function"].values()) for call in message.get("tool_calls", [])]
+    assert found == (calls or [])
+    json.dumps(message)
