@@ -15,7 +15,7 @@ from dlrover.python.rl.recipe.base.engine_workload import average_metrics
 from dlrover.python.rl.recipe.base.model_facts import validate_model
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
 from dlrover.python.rl.recipe.online.policy_trainer import AuxResults, PolicyTrainer
-from dlrover.python.rl.recipe.reporting.metrics import Scores
+from dlrover.python.rl.recipe.reporting.evaluation import Scores
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Shard
 
@@ -95,7 +95,7 @@ class PPOTrainer(PolicyTrainer):
         without_returns = Batch({name: column for name, column in rows.columns.items() if name != "returns"})
         return {**super().update(step, batch, without_returns, aux), **critic}
 
-    def finish(self, before: Scores, after: Batch) -> None:
+    def finish(self, before: Mapping[str, Scores], after: Batch) -> None:
         if self.uses("values"):
             self.RG_CRITIC.save(self.job_dir / "critic")
         super().finish(before, after)

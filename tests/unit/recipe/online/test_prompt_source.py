@@ -6,7 +6,7 @@ import json
 import pytest
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
-from dlrover.python.rl.recipe.base.config import PromptData
+from dlrover.python.rl.recipe.base.data_config import PromptData
 from dlrover.python.rl.recipe.grpo import GRPOConfig
 from dlrover.python.rl.recipe.online.prompts import PromptSource
 
@@ -47,6 +47,29 @@ def test_what_is_left_out_is_neither_drawn_nor_evaluated_on_also_by_a_run_that_g
     again.load_state_dict(json.loads(json.dumps(prompts.state_dict())))
     assert again.summary() == prompts.summary()
     assert again.next_rows(12) == prompts.next_rows(12)
+
+
+def test_sets_to_evaluate_on_follow_each_other_and_have_their_own_rows(tmp_path):
+    path, other = tmp_path / "p.jsonl", tmp_path / "q.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{row}", "answer": row}) + "\n" for row in range(8)))
+    other.write_text("".join(json.dumps({"prompt": f"q{row}", "answer": row}) + "\n" for row in range(2)))
+    sets = {"first": str(path), "second": str(other)}
+    prompts = PromptSource(GRPOConfig("m", PromptData(str(path), eval=sets, eval_rows=3)))
+    assert prompts.held_out.objects("prompt") == ["0", "1", "2", "q0", "q1"]
+    assert prompts.find_sets(prompts.held_out).tolist() == ["first"] * 3 + ["second"] * 2
+    rows = prompts.name_sets({"row": row} for row in prompts.held_out.dense("prompt_id").tolist())
+    assert [(row["set"], row["row"]) for row in rows] == [
+        ("first", 0),
+        ("first", 1),
+        ("first", 2),
+        ("second", 0),
+        ("second", 1),
+    ]
+    prompts.drop([ConfigError(f"{other}:1", "too long")])
+    assert prompts.held_out.objects("prompt") == ["0", "1", "2", "q1"]
+    assert prompts.find_sets(prompts.held_out).tolist() == ["first"] * 3 + ["second"]
+    with pytest.raises(DataError, match="leaves no prompt to evaluate second on"):
+        prompts.drop([ConfigError(f"{other}:{line}", "too long") for line in (1, 2)])
 
 
 @pytest.mark.feature(64)

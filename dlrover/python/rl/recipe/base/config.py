@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le
 
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, SamplingParams
 from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.recipe.base.data_config import EvalConfig, PromptData
 from dlrover.python.rl.recipe.base.other_names import ELSEWHERE, METRIC_NAMES, POLICY_NAMES
 
 Positive = Annotated[int, Gt(0)]
@@ -210,33 +211,6 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
-class PromptData:
-    """Prompts for training and evaluation: rows of ``prompt`` or ``messages``, with ``answer``."""
-
-    train: str | None = None
-    """A file (``.json``, ``.jsonl``, ``.csv``, ``.parquet``, ``.arrow``), a folder or a hub name; the prefix ``split@``
-    selects a split. None: the environment creates prompts from ``extra_info["seed"]``, which is different for each
-    prompt."""
-
-    eval: str | None = None
-    """Prompts for evaluation, given in the same way. None: ``eval_rows`` prompts are held out of ``train``."""
-
-    eval_rows: Positive | None = None
-    """Number of evaluation prompts. None: at most 200, the first of ``eval`` or a tenth of ``train``; if ``train``
-    repeats a single prompt, that one."""
-
-    keys: Mapping[str, str] = field(default_factory=dict)
-    """Column names of the data: ``{prompt: question}``."""
-
-    max_prompt_tokens: Positive | None = None
-    """Maximum tokens of a prompt, chat template included. None: the limit of the model."""
-
-    over_long: Literal["refuse", "drop"] = "refuse"
-    """Treatment of prompts longer than ``max_prompt_tokens``, evaluation prompts included, when the model is loaded:
-    refuse the data and name them; or drop and count them. Prompts are never cut."""
-
-
-@dataclass(frozen=True)
 class KeepConfig:
     """Models to keep besides the final one (``model/``), in Hugging Face format; and early stopping."""
 
@@ -357,6 +331,7 @@ class PolicyConfig:
     eval_every: NonNegative = 0
     """Evaluate every this many steps; 0: before and after training only."""
 
+    eval: EvalConfig = EvalConfig()
     algorithm: Mapping[str, Any] = field(default_factory=dict)
     """``name`` of the algorithm and its options; the default name depends on the recipe."""
 
@@ -381,6 +356,7 @@ def training_sampling(rollout: RolloutConfig) -> SamplingParams:
     )
 
 
-def greedy_sampling(rollout: RolloutConfig) -> SamplingParams:
+def eval_sampling(rollout: RolloutConfig, evaluation: EvalConfig) -> SamplingParams:
     """The sampling of answers to held-out prompts."""
-    return replace(training_sampling(rollout), temperature=0.0, samples_per_prompt=1)
+    training = training_sampling(rollout)
+    return replace(training, temperature=evaluation.temperature, samples_per_prompt=evaluation.samples)

@@ -60,6 +60,7 @@ POLICY_NAMES: Mapping[str, str] = {
     "adv.lamda": "algorithm.lam",
     # TRL
     "num_generations": "rollout.samples_per_prompt",
+    "num_generations_eval": "eval.samples",
     "max_completion_length": "rollout.max_new_tokens",
     "mask_truncated_completions": "rollout.mask_truncated",
     "chat_template_kwargs": "rollout.chat_template_kwargs",
@@ -88,6 +89,8 @@ POLICY_NAMES: Mapping[str, str] = {
     "actor_rollout_ref.rollout.name": "engine.rollout",
     "actor_rollout_ref.rollout.n": "rollout.samples_per_prompt",
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.val_kwargs.n": "eval.samples",
+    "actor_rollout_ref.rollout.val_kwargs.temperature": "eval.temperature",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "engine.rollout_tensor_parallel_size",
     "actor_rollout_ref.rollout.gpu_memory_utilization": "engine.gpu_memory_utilization",
 }

@@ -13,10 +13,10 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.jsonl import raise_errors
 from dlrover.python.rl.engine.api.weights import WeightStamp
-from dlrover.python.rl.recipe.base.config import PolicyConfig, greedy_sampling, training_sampling
+from dlrover.python.rl.recipe.base.config import PolicyConfig, eval_sampling, training_sampling
 from dlrover.python.rl.recipe.online.batch import StepBatch, find_failed_groups, trainable_rewards
 from dlrover.python.rl.recipe.online.prompts import PromptSource
-from dlrover.python.rl.recipe.reporting.metrics import Scores, collect_scores
+from dlrover.python.rl.recipe.reporting.evaluation import Scores, collect_scores
 from dlrover.python.rl.recipe.rollout.episodes import Group, GroupKey
 from dlrover.python.rl.trainer.port import STRAGGLER_LOG_INTERVAL_S, Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard
@@ -296,7 +296,7 @@ class SampleCollector:
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
-    def evaluate_initial(self) -> Scores:
+    def evaluate_initial(self) -> dict[str, Scores]:
         """Evaluate before training, without prompts that are too long if the configuration says so; DataError names the
         first 20 prompts that the model cannot complete, rather than the step that samples them."""
         data, places = self._cfg.data, self.prompts.places
@@ -306,13 +306,22 @@ class SampleCollector:
         refused = too_long if data.over_long == "refuse" else []
         raise_errors([*(error for part in faults for error in part.wrong), *refused])
         self.prompts.drop(too_long)
-        return collect_scores(self.evaluate(0))
+        return self.collect_scores(self.evaluate(0))
 
     def evaluate(self, step: int) -> Batch:
-        """Greedy answers to the held-out prompts with their rewards, by the weights that were synced last."""
-        greedy = greedy_sampling(self._cfg.rollout)
+        """Answers to the held-out prompts with their rewards, by the weights that were synced last."""
+        sampling = eval_sampling(self._cfg.rollout, self._cfg.eval)
         seed, rows = Replicate((self._cfg.seed, step)), len(self.prompts.held_out)
         generate = bind_method(self._trainer.RG_ROLLOUT, "generate", rows)
-        answers = self._score(generate(Shard(self.prompts.held_out), greedy, seed), rows)
+        answers = self._score(generate(Shard(self.prompts.held_out), sampling, seed), rows)
         self.check_versions(step, answers)
         return answers
+
+    def collect_scores(self, answers: Batch) -> dict[str, Scores]:
+        """The scores of an evaluation by the name of the set."""
+        of_row = self.prompts.find_sets(answers)
+        samples = self._cfg.eval.samples
+        return {
+            name: collect_scores(answers.take(np.flatnonzero(of_row == name).tolist()), samples)
+            for name in self.prompts.eval_sets
+        }

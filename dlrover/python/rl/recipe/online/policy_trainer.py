@@ -32,16 +32,13 @@ from dlrover.python.rl.recipe.online.batch import (
 )
 from dlrover.python.rl.recipe.online.collector import SampleCollector, bind_method
 from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data, validate_template
-from dlrover.python.rl.recipe.reporting.metrics import (
-    EVALUATED,
-    SCORED,
-    RecipeTrainer,
+from dlrover.python.rl.recipe.reporting.evaluation import (
     Scores,
-    collect_scores,
-    compare_scores,
-    merge_rows,
+    compare_evaluations,
+    evaluation_metrics,
     step_metrics,
 )
+from dlrover.python.rl.recipe.reporting.metrics import RecipeTrainer, merge_rows
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.role_group import RoleGroup
 from dlrover.python.rl.trainer.shard import Replicate, Shard
@@ -263,8 +260,8 @@ class PolicyTrainer(RecipeTrainer):
         self.warn_of_truncation(step, metrics["completions/truncated"])
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
             self.collector.sync_weights()
-            evaluation = step_metrics(collect_scores(self.collector.evaluate(step)))
-            if not math.isnan(evaluation["eval/reward"]):  # NaN: no answer was scored
+            evaluation = step_metrics(self.collector.collect_scores(self.collector.evaluate(step)))
+            if not any(map(math.isnan, evaluation.values())):  # NaN: no answer of a set was scored
                 self.model_saver.update(step, evaluation)
             metrics |= evaluation
         self.model_saver.save_step(step)
@@ -284,9 +281,10 @@ class PolicyTrainer(RecipeTrainer):
             )
         self.had_room = share <= _MAX_TRUNCATED
 
-    def finish(self, before: Scores, after: Batch) -> None:
-        self.run_log.write_held_out(format_samples(after, self.prompts.held_out_rows))
-        scores, engines = compare_scores(before, collect_scores(after)), self.engines.items()
+    def finish(self, before: Mapping[str, Scores], after: Batch) -> None:
+        self.run_log.write_held_out(self.prompts.name_sets(format_samples(after, self.prompts.held_out_rows)))
+        scores = compare_evaluations(before, self.collector.collect_scores(after))
+        engines = self.engines.items()
         known_engines = {name: engine for name, engine in engines if engine}
         self.write_results({**self.prompts.summary(), **scores, **known_engines})
 
@@ -342,7 +340,7 @@ class PolicyTrainer(RecipeTrainer):
 
     @classmethod
     def evaluation_names(cls, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
-        return EVALUATED if cfg.rollout.env_path is None else (*EVALUATED, SCORED)
+        return evaluation_metrics(cfg.data.eval_sets, cfg.eval.samples, cfg.rollout.env_path is not None)
 
     @classmethod
     def validate_own(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:

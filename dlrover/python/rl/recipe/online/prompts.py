@@ -2,11 +2,14 @@
 """The prompts of a run: which are trained on, which are held out, and their order."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.common.log import get_logger
@@ -15,12 +18,15 @@ from dlrover.python.rl.data.jsonl import first_errors
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, empty_prompts, load_prompts
 from dlrover.python.rl.data.sampler import PromptCursor
 from dlrover.python.rl.data.source import hold_out, is_left_unread
-from dlrover.python.rl.recipe.base.config import PolicyConfig, PromptData, RewardConfig
+from dlrover.python.rl.recipe.base.config import PolicyConfig, RewardConfig
+from dlrover.python.rl.recipe.base.data_config import PromptData
 
 _LOG = get_logger(__name__)
 
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
 """Of the prompts, where ``data.eval_rows`` does not say how many."""
+
+_SET_NAME = re.compile(r"[\w.-]+")
 
 
 class PromptSource:
@@ -38,16 +44,30 @@ class PromptSource:
             train, held_rows = _hold_out([row.prompt or row.extra_info for row in rows], data, config.seed)
             held_out, self.held_out_rows = make_prompt_batch(rows, held_rows), len(rows)
             self.places, self._first_held = _places((source, rows)), 0
+            self.eval_sets = {"": range(len(rows))}
         else:
-            train, evaluated = (
-                list(range(len(rows))),
-                load_prompts(data.eval, data.keys)[: data.eval_rows or MOST_HELD_OUT],
-            )
+            limit = data.eval_rows or MOST_HELD_OUT
+            loaded = {name: load_prompts(path, data.keys)[:limit] for name, path in data.eval_sets.items()}
+            train, evaluated = list(range(len(rows))), list(chain.from_iterable(loaded.values()))
             held_out, self.held_out_rows = make_prompt_batch(evaluated, range(len(evaluated))), len(evaluated)
-            self.places, self._first_held = _places((source, rows), (data.eval, evaluated)), len(rows)
+            files = [(path, loaded[name]) for name, path in data.eval_sets.items()]
+            self.places, self._first_held = _places((source, rows), *files), len(rows)
+            self.eval_sets = _number_sets(loaded)
         self._rows, self.rows, self._config = rows, len(rows), config
         self._every, self._limit = (train, held_out), [data.max_prompt_tokens, data.over_long]
         self._drop_rows([])
+
+    def find_sets(self, answers: Batch) -> npt.NDArray[np.str_]:
+        """``[rows]``: the names of the sets that held-out prompts are in."""
+        starts, names = [numbers.start for numbers in self.eval_sets.values()], np.array(list(self.eval_sets))
+        found: npt.NDArray[np.str_] = names[np.searchsorted(starts, answers.dense("prompt_id"), side="right") - 1]
+        return found
+
+    def name_sets(self, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Plain rows of held-out prompts with their ``set``, of which they have the row, where sets have names."""
+        for row in rows:
+            name = next(name for name, numbers in self.eval_sets.items() if row["row"] in numbers)
+            yield {"set": name, **row, "row": row["row"] - self.eval_sets[name].start} if name else row
 
     def drop(self, too_long: Sequence[ConfigError]) -> None:
         """Neither train nor evaluate on these prompts, by their places; DataError if that leaves none."""
@@ -62,7 +82,9 @@ class PromptSource:
         numbers_held = (self._first_held + held_out.dense("prompt_id")).tolist()
         evaluated = [row for row, number in enumerate(numbers_held) if number not in out]
         self._train = [row for row in train if row not in out]
-        for rows, purpose in ((self._train, "train"), (evaluated, "evaluate")):
+        ids = set(held_out.dense("prompt_id")[evaluated].tolist())
+        sets = {f"evaluate {name}".rstrip(): ids.intersection(numbers) for name, numbers in self.eval_sets.items()}
+        for purpose, rows in {"train": self._train, **sets}.items():
             if not rows:
                 raise DataError([ConfigError("config.data.max_prompt_tokens", f"leaves no prompt to {purpose} on")])
         self.dropped, self.held_out = list(numbers), held_out.take(evaluated)
@@ -124,6 +146,12 @@ def _hold_out(prompts: Sequence[Any], data: PromptData, seed: int) -> tuple[list
         return list(range(len(prompts))), [0]
 
 
+def _number_sets(sets: Mapping[str, Sequence[PromptRow]]) -> dict[str, range]:
+    """The numbers of the rows of each set, one after another."""
+    ends = list(accumulate(map(len, sets.values())))
+    return {name: range(end - len(rows), end) for (name, rows), end in zip(sets.items(), ends, strict=True)}
+
+
 def _places(*files: tuple[str, Sequence[PromptRow]]) -> Batch:
     placed = [(f"{path}:{row.line}", row.prompt) for path, rows in files for row in rows]
     return Batch({"place": [place for place, _ in placed], "prompt": [prompt for _, prompt in placed]})
@@ -136,7 +164,9 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
     if data.over_long == "drop" and data.max_prompt_tokens is None:
         what = "says 'drop', and no data.max_prompt_tokens says what is too long"
         return [ConfigError("config.data.over_long", what)]
-    files = [path for path in (data.train, data.eval) if path and not is_left_unread(path)]
+    if errors := _validate_evaluation(config):
+        return errors
+    files = [path for path in (data.train, *data.eval_sets.values()) if path and not is_left_unread(path)]
     errors = [error for path in files for error in first_errors(PROMPT_ROWS.validate(path, data.keys))]
     if errors or data.train not in files:
         return errors
@@ -154,12 +184,26 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
     return errors
 
 
+def _validate_evaluation(config: PolicyConfig) -> list[ConfigError]:
+    errors, sets = [], config.data.eval_sets
+    if config.data.eval is not None and not sets:
+        errors.append(ConfigError("config.data.eval", "has no set of prompts"))
+    names = [name for name in sets if not isinstance(config.data.eval, str) and not _SET_NAME.fullmatch(name)]
+    errors += [
+        ConfigError("config.data.eval", f"'{name}' is no name: letters, digits, '.', '_', '-'") for name in names
+    ]
+    if config.eval.samples > 1 and not config.eval.temperature:
+        what = "above 1 needs config.eval.temperature: all greedy answers to a prompt are the same"
+        errors.append(ConfigError("config.eval.samples", what))
+    return errors
+
+
 def validate_template(cfg: PolicyConfig) -> list[ConfigError]:
     """Conversations need a chat template; for a model on the hub this is checked when it is loaded."""
     folder, keys = Path(cfg.model).expanduser(), cfg.data.keys
     if not cfg.model or not (folder / "config.json").is_file() or _has_chat_template(folder):
         return []
-    for path in (cfg.data.train, cfg.data.eval):
+    for path in (cfg.data.train, *cfg.data.eval_sets.values()):
         can_be_read = path and not is_left_unread(path) and not PROMPT_ROWS.validate(path, keys)
         for row in load_prompts(path, keys) if path and can_be_read else ():
             if not isinstance(row.prompt, str):

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -71,80 +71,8 @@ def part_columns(scored: Batch) -> list[str]:
     return [name for name in scored.columns if name.startswith("reward/")]
 
 
-Rewards = npt.NDArray[np.floating[Any]]
-"""``[answers]``; NaN where an answer is unscored."""
-
-Scores: TypeAlias = Mapping[str, Rewards]
-"""``reward`` and, from an environment, ``score``."""
-
 SUMMARIES = ("mean", "std", "min", "max", "score")
 """The last part of the names of rewards' metrics, besides those of reward functions."""
-
-EVALUATED = ("eval/accuracy", "eval/reward", "eval/failed")
-"""The names in :func:`step_metrics`."""
-
-SCORED = "eval/score"
-"""One more name, with an environment."""
-
-
-def collect_scores(answers: Batch) -> Scores:
-    """The scores of each answer, as plain arrays for a trainer's state."""
-    samples = merge_rows(answers)
-    return {name: samples.dense(name) for name in ("reward", "score") if name in samples}
-
-
-def is_binary(rewards: Rewards) -> bool:
-    """Return True if there are rewards and each is 0 or 1: their mean is then an accuracy."""
-    scored = rewards[~np.isnan(rewards)]
-    return bool(len(scored)) and bool(np.isin(scored, (0.0, 1.0)).all())
-
-
-def accuracy(rewards: Rewards) -> float:
-    """Share of right answers; an unscored one is not right."""
-    return float(np.nan_to_num(rewards).mean())
-
-
-def mean_reward(rewards: Rewards) -> float:
-    """Mean over the scored answers; NaN when there is none."""
-    scored = rewards[~np.isnan(rewards)]
-    return float(scored.mean()) if len(scored) else float("nan")
-
-
-def count_failures(rewards: Rewards) -> int:
-    return int(np.isnan(rewards).sum())
-
-
-def step_metrics(answers: Scores) -> dict[str, float]:
-    """The metrics of an evaluation during training; an accuracy among them where every reward is 0 or 1."""
-    rewards = answers["reward"]
-    metrics = {"eval/reward": mean_reward(rewards), "eval/failed": float(count_failures(rewards))}
-    if "score" in answers:
-        metrics[SCORED] = mean_reward(answers["score"])
-    return {"eval/accuracy": accuracy(rewards), **metrics} if is_binary(rewards) else metrics
-
-
-def compare_scores(before: Scores, after: Scores) -> dict[str, float | int]:
-    rewards = before["reward"], after["reward"]
-    failed = dict(zip(("held-out failed before", "held-out failed after"), map(count_failures, rewards), strict=True))
-    scores = _means("score", before, after) if "score" in before and "score" in after else {}
-    if is_binary(np.concatenate(rewards)):
-        first, last = map(accuracy, rewards)
-        return {
-            "held-out accuracy before": round(first, 4),
-            "held-out accuracy after": round(last, 4),
-            "gain in points": round(100 * (last - first), 1),
-            **scores,
-            **(failed if any(failed.values()) else {}),
-        }
-    return {**_means("reward", before, after), **scores, **failed}
-
-
-def _means(name: str, before: Scores, after: Scores) -> dict[str, float | int]:
-    return {
-        f"held-out mean {name} before": round(mean_reward(before[name]), 4),
-        f"held-out mean {name} after": round(mean_reward(after[name]), 4),
-    }
-
 
 # -- the time of a trainer's calls ------------------------------------------------------------------------------------
 
@@ -346,7 +274,8 @@ class RecipeTrainer(BaseTrainer):
     def describe_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> list[str]:
         """The model, the engines and the batch of a step."""
         cfg = require(cls.config_class, config, "config")
-        unread = [where for where in (cfg.data.train, cfg.data.eval) if where and is_left_unread(where)]
+        evaluated = cfg.data.eval.values() if isinstance(cfg.data.eval, Mapping) else [cfg.data.eval]
+        unread = [where for where in (cfg.data.train, *evaluated) if where and is_left_unread(where)]
         return [
             *describe_engines(cfg.model, cfg.engine),
             *(f"data: {where}, {NOT_LOOKED_UP}" for where in unread),
