@@ -15,11 +15,12 @@ BUDGET = 40
 """Tokens of a micro-batch: some steps have several, and not every rank as many."""
 
 
-def make_engine(case, rank, port, path, frozen=False, timeout_s=240, memory=None, **changes):
+def make_engine(case, rank, port, path, frozen=False, timeout_s=240, memory=None, optimizer=CONFIG, **changes):
     settings = TrainSettings(max_tokens_per_microbatch=BUDGET, parallel=case.sizes, backend=case.backend)
     settings = dataclasses.replace(settings, **case.settings | changes)
     rendezvous = Rendezvous(rank, case.world_size, "127.0.0.1", port, timeout_s=timeout_s)
-    return engine_class(TRAIN_ENGINES, case.engine)(path, None if frozen else CONFIG, settings, rendezvous, memory)
+    optimizer = None if frozen else optimizer
+    return engine_class(TRAIN_ENGINES, case.engine)(path, optimizer, settings, rendezvous, memory)
 
 
 def replica_of(engine, rank):

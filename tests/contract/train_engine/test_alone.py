@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every train engine does in a single process besides its steps: refusals, states, weights that come and go."""
 
+import dataclasses
 import functools
 import gc
 import math
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from cases import ENGINES, Case, named, parameters
 from exercise import digest, make_engine, share, train, weights_of
-from plain import TEMPERATURE, EntropyLoss, apart, assert_close, make_batch, start_weights, write_model
+from plain import CONFIG, TEMPERATURE, EntropyLoss, apart, assert_close, make_batch, start_weights, write_model
 from processes import run
 from transformers import AutoModelForCausalLM
 
@@ -86,6 +87,7 @@ def alone(rank, world_size, port, case, path, folder):
     engine = make()
     train(engine, rank, range(2))
     result |= refused_steps(engine, rank)
+    result["skipped"] = skipped_steps(make(optimizer=dataclasses.replace(CONFIG, skip_nonfinite=2)), rank)
     result |= there_and_back(engine)
     result |= other_ways(make, rank)
     engine.save(folder / "saved")
@@ -107,6 +109,23 @@ def refused_steps(engine, rank):
     with pytest.raises(ZeroDivisionError):
         engine.step(share(engine, rank, 2), broken)
     return {**result, "before": before, "after": digest(engine)}
+
+
+def skipped_steps(engine, rank):
+    """As many as are skipped, one that is not, and again: the second time the count goes through a saved state."""
+    before, results = weights_of(engine), []
+    for _ in range(2):
+        results += [engine.step(share(engine, rank, 2), loss) for loss in BAD.values()]
+        engine.load_state_dict(saved(engine.state_dict()))
+        kind, _ = refusal(lambda: engine.step(share(engine, rank, 2), BAD["loss"]))
+        assert kind == "NonFiniteUpdate"
+        same = all(np.array_equal(before[name], now) for name, now in weights_of(engine).items())
+        results.append((same, engine.version))
+        (good,) = train(engine, rank, [0])
+        assert not good.skipped
+        before = weights_of(engine)
+    engine.close()
+    return results
 
 
 def there_and_back(engine):
@@ -199,6 +218,16 @@ def test_an_update_that_is_not_finite_is_refused_and_changes_nothing(case, found
         assert message in told
     assert result["before"] == result["after"]
     assert result["on"][0].grad_norm < math.inf
+
+
+@pytest.mark.parametrize("case", cases())
+def test_so_many_in_a_row_are_skipped_if_asked_and_change_nothing(case, found):
+    *first, one, another, end = found(case.name)["skipped"]
+    first, start = first[:-1], first[-1]
+    for result in (*first, one, another):
+        assert (result.skipped, math.isnan(result.loss), math.isnan(result.grad_norm)) == (True, True, True)
+        assert result.lr > 0
+    assert (start, end) == ((True, 0), (True, 1))
 
 
 @pytest.mark.feature(20)

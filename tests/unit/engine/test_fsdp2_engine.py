@@ -269,16 +269,19 @@ def test_clipping_scales_by_the_global_norm_and_reports_it_unclipped(model_path)
 
 
 def train_rank(rank, world_size, port, path):
-    """One data-parallel rank: three steps on its shard, then a non-finite one that every rank must refuse."""
+    """One data-parallel rank: three steps on its shard, then two of which one rank has a non-finite part: every rank
+    must skip the first, and refuse the second."""
     copies = TrainSettings(parallel=ParallelSizes(ddp_size=world_size))
-    engine = Fsdp2TrainEngine(path, GENTLE, copies, Rendezvous(rank, world_size, "127.0.0.1", port, 240))
+    skipping = dataclasses.replace(GENTLE, skip_nonfinite=1)
+    engine = Fsdp2TrainEngine(path, skipping, copies, Rendezvous(rank, world_size, "127.0.0.1", port, 240))
     steps = [engine.step(make_batch(seed).split(world_size)[rank], token_loss) for seed in range(3)]
+    scale = float("nan") if rank == 1 else 1.0
     refused = False
     try:
-        scale = float("nan") if rank == 1 else 1.0
-        engine.step(make_batch(), lambda logprobs, columns: (scale * logprobs.sum(), {}))
+        for _ in range(2):
+            skipped = engine.step(make_batch(), lambda logprobs, columns: (scale * logprobs.sum(), {}))
     except NonFiniteUpdate as error:
-        refused = "first in" in str(error)
+        refused = skipped.skipped and "first in" in str(error)
     state = {name: tensor.numpy() for name, tensor in weights(engine).items()}
     engine.close()
     return [(step.loss, step.grad_norm, step.metrics) for step in steps], refused, state

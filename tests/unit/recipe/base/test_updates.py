@@ -86,9 +86,20 @@ def test_the_mean_of_the_updates_weighs_each_row_as_the_whole_step_does():
     np.testing.assert_allclose(dealt.dense("weight") / 3, rows.dense("weight"), rtol=1e-6)
 
 
+NAN = float("nan")
+
+
 def test_figures_are_means_over_the_updates():
     steps = [UpdateResult(1.0, 2.0, 0.1, {"kl": 0.0}), UpdateResult(3.0, 4.0, 0.2, {"kl": 0.5})]
-    assert average_metrics(steps) == {"loss": 2.0, "grad_norm": 3.0, "lr": 0.2, "kl": 0.25}
+    assert average_metrics(steps) == {"loss": 2.0, "grad_norm": 3.0, "lr": 0.2, "kl": 0.25, "updates/skipped": 0.0}
+
+
+def test_skipped_updates_are_counted_and_left_out_of_the_means():
+    taken, skipped = UpdateResult(1.0, 2.0, 0.1, {"kl": 0.5}), UpdateResult(NAN, NAN, 0.2, {"kl": NAN}, skipped=True)
+    means = {"loss": 1.0, "grad_norm": 2.0, "kl": 0.5, "lr": 0.2, "updates/skipped": 2.0}
+    assert average_metrics([skipped, taken, skipped]) == means
+    none = average_metrics([skipped])
+    assert (none["updates/skipped"], none["lr"], np.isnan(none["loss"])) == (1.0, 0.2, True)
 
 
 def tokens(*rows):

@@ -293,6 +293,15 @@ def test_a_loss_that_is_no_number_ends_the_run_with_the_step_and_the_rows(inputs
     assert row["text"].startswith(PAIRS[line - 1]["prompt"] + PAIRS[line - 1]["rejected"])
 
 
+def test_updates_that_are_not_finite_are_skipped_and_counted_if_asked(inputs, tmp_path):
+    config = config_of(inputs, optimizer={"lr": 1e30, "skip_nonfinite": 1}, batch_size=4)
+    with pytest.raises(NonFiniteUpdate, match="step 3: "):
+        stage("sft", tmp_path, config).run()
+    first, second = metrics_of(tmp_path)
+    assert (first["updates/skipped"], second["updates/skipped"]) == (0.0, 1.0)
+    assert second["loss"] is None
+
+
 def test_a_step_that_is_not_finite_names_every_row(inputs, tmp_path):
     job = stage("sft", tmp_path, config_of(inputs, optimizer={"lr": 1e30}, batch_size=4))
     with pytest.raises(NonFiniteUpdate, match=r"step 2: the (loss|gradient norm) is nan .*examples.jsonl:[1-4],"):

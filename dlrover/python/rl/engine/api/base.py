@@ -98,6 +98,7 @@ class UpdateResult:
     grad_norm: float  # of the whole gradient, before clipping
     lr: float
     metrics: dict[str, float] = field(default_factory=dict)
+    skipped: bool = False  # it was not finite, and nothing has changed
 
 
 class BaseTrainEngine(Offloadable, Protocol):
@@ -111,7 +112,7 @@ class BaseTrainEngine(Offloadable, Protocol):
     """
 
     version: int
-    """Of the weights: 0 at the start, one more after each :meth:`step`."""
+    """Of the weights: 0 at the start, one more after each :meth:`step` that is not skipped."""
 
     layout: Layout
 
@@ -131,7 +132,8 @@ class BaseTrainEngine(Offloadable, Protocol):
 
         Raises:
             EngineError: the engine is frozen or offloaded, or no rank has an action token.
-            NonFiniteUpdate: the loss or the gradient norm is not finite; nothing has changed on any rank.
+            NonFiniteUpdate: the loss or the gradient norm is not finite, and ``skip_nonfinite`` updates before it were
+                not; nothing has changed on any rank.
         """
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:

@@ -118,6 +118,10 @@ class OptimizerConfig:
     decay_steps: Annotated[int, Gt(0)] | None = None
     """Optimizer steps at which the decay ends, warm-up included. None: the steps of the run."""
 
+    skip_nonfinite: Annotated[int, Ge(0)] = 0
+    """Maximum updates in a row that are skipped, on all ranks, because their loss or gradient norm is not finite; the
+    next one is refused, as the first one is with 0."""
+
     def __post_init__(self) -> None:
         if self.momentum and self.name != "sgd":
             raise ValueError(f"only sgd has momentum; {self.name} has betas")

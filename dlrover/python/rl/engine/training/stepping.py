@@ -90,6 +90,11 @@ def check_loss(totals: dict[str, float], version: int) -> float:
     return value
 
 
+def select_metrics(totals: Mapping[str, float]) -> dict[str, float]:
+    """The loss's own metrics."""
+    return {name: value for name, value in totals.items() if not name.startswith("\0")}
+
+
 def check_gradient_norm(norm: float, first: Callable[[], str], version: int) -> None:
     """Raise :class:`NonFiniteUpdate` if the norm is not finite; ``first``, called on every rank, names the tensor."""
     if not math.isfinite(norm):

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig, Rendezvous, TokenLoss, TrainSettings, UpdateResult
 from dlrover.python.rl.engine.api.registry import (
@@ -43,7 +44,10 @@ from dlrover.python.rl.engine.training.stepping import (
     check_gradient_norm,
     check_loss,
     compute_learning_rate,
+    select_metrics,
 )
+
+_LOG = get_logger(__name__)
 
 
 class BackendTrainEngine(ABC):
@@ -71,7 +75,7 @@ class BackendTrainEngine(ABC):
         rendezvous: Rendezvous | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
-        self.version = 0
+        self.version = self._skipped = 0  # updates that were skipped in a row
         settings = settings or TrainSettings()
         self._settings, self._config = replace(settings, device=resolve_device(settings.device)), optimizer
         self._check_settings()
@@ -145,6 +149,7 @@ class BackendTrainEngine(ABC):
         if getattr(loss, "wants_entropy", False) and self._settings.head != "causal":
             raise EngineError("the loss wants the entropy, and only a causal head has one")
         micros = self._pack(batch, backend, needs_actions=True)
+        totals: dict[str, float] = {}
         try:
             with self._memory.computing(self._owner):
                 totals = self._ranks.sum_scalars(backend.add_gradients(micros, batch, loss, temperature))
@@ -155,10 +160,20 @@ class BackendTrainEngine(ABC):
                 lr = backend.update(self.version, norm)
         except BaseException as error:
             _drop_gradients(backend, error)
+            if isinstance(error, NonFiniteUpdate) and self._skipped < self._config.skip_nonfinite:
+                return self._skip(error, totals)
             raise
         backend.drop_gradients()
-        self.version += 1
+        self.version, self._skipped = self.version + 1, 0
         return UpdateResult(value, norm, lr, totals)
+
+    def _skip(self, error: NonFiniteUpdate, totals: Mapping[str, float]) -> UpdateResult:
+        """Every rank skips: all check the same sums."""
+        assert self._config is not None
+        self._skipped += 1
+        _LOG.warning("skipped, as number %d of %d in a row: %s", self._skipped, self._config.skip_nonfinite, error)
+        lr = compute_learning_rate(self._config, self.version)
+        return UpdateResult(math.nan, math.nan, lr, select_metrics(totals), skipped=True)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -202,15 +217,16 @@ class BackendTrainEngine(ABC):
         self._has_weights = True
 
     def state_dict(self) -> dict[str, Any]:
-        """``version``, ``layout``, ``model`` (tied tensors once; with adapters, those alone) and ``optimizer`` (None if
-        frozen): the live tensors.
+        """``version``, ``skipped``, ``layout``, ``model`` (tied tensors once; with adapters, those alone) and
+        ``optimizer`` (None if frozen): the live tensors.
         """
-        return {"version": self.version, **self._require_weights("state_dict").local_state()}
+        counts = {"version": self.version, "skipped": self._skipped}
+        return {**counts, **self._require_weights("state_dict").local_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy in what :meth:`state_dict` returned on this rank; see :func:`restore_state` for errors."""
         self._revive().restore_local_state(state)
-        self.version, self._has_weights = int(state["version"]), True
+        self.version, self._skipped, self._has_weights = int(state["version"]), int(state["skipped"]), True
 
     # -- offload ------------------------------------------------------------------------------------------------------
 

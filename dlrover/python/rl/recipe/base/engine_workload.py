@@ -375,7 +375,9 @@ def peak_memory(device: str) -> dict[str, float]:
 
 
 def average_metrics(trained: Sequence[UpdateResult]) -> dict[str, float]:
-    """Means over a step's updates, and the last learning rate."""
-    values = [{"loss": one.loss, "grad_norm": one.grad_norm, "lr": one.lr, **one.metrics} for one in trained]
+    """Means over a step's updates, the last learning rate, and the number of skipped updates, which the means leave
+    out unless they are all."""
+    taken = [one for one in trained if not one.skipped] or trained
+    values = [{"loss": one.loss, "grad_norm": one.grad_norm, **one.metrics} for one in taken]
     means = {name: sum(one.get(name, 0.0) for one in values) / len(values) for name in values[0]}
-    return {**means, "lr": trained[-1].lr}
+    return {**means, "lr": trained[-1].lr, "updates/skipped": float(sum(one.skipped for one in trained))}

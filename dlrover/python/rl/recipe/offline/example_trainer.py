@@ -119,7 +119,7 @@ class ExampleTrainer(RecipeTrainer):
             batch = select_segments(self.examples.train, self.cfg.data.segment_rows, self.cursor.next())
             trained = self.update(step, self.prepare(batch, self.algorithm))
             metrics = self.metrics(Measured(trained.loss, trained.metrics))
-            metrics |= {"grad_norm": trained.grad_norm, "lr": trained.lr}
+            metrics |= {"grad_norm": trained.grad_norm, "lr": trained.lr, "updates/skipped": float(trained.skipped)}
             metrics |= {name: value for name, value in trained.metrics.items() if "/" in name}
             if self.should_evaluate(step):
                 metrics |= self.evaluate(step)
