@@ -44,7 +44,8 @@ class Asking:
         return [{"role": "system", "content": "be brief"}, {"role": "user", "content": extra_info["questions"].pop(0)}]
 
     def step(self, state, action, extra_info):
-        seen.append((state, action))
+        seen.append((list(state), action))
+        state.clear()  # it is a copy
         questions = extra_info["questions"]
         if not questions:
             return {"reward": 1.0, "done": True}

@@ -199,10 +199,11 @@ def find_model_folder(model: str | Path) -> Path:
 
 
 def load_tokenizer(model: str | Path) -> Any:
+    folder = find_model_folder(model)
     try:
-        return load_auto("AutoTokenizer", find_model_folder(model))
-    except (OSError, ValueError) as error:
-        raise EngineError(f"no tokenizer can be loaded from '{model}'") from error
+        return load_auto("AutoTokenizer", folder)
+    except Exception as error:  # A tokenizer's code may raise anything.
+        raise EngineError(f"no tokenizer can be loaded from '{model}': {error or type(error).__name__}") from error
 
 
 def load_auto(kind: str, folder: Path) -> Any:

@@ -59,8 +59,10 @@ class ModelSpec:
         try:
             config = AutoConfig.from_pretrained(folder)
             tokenizer = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            why = "the folder does not hold a causal language model with its tokenizer"
+        except Exception as error:  # Code of any architecture and tokenizer may raise anything.
+            why = str(error) or type(error).__name__
+            if not (folder / "config.json").is_file():
+                why = "the folder does not hold a causal language model with its tokenizer"
             raise EngineError(f"no model can be loaded from '{model}': {why}") from error
         if head == "token":
             config.num_labels = 1
@@ -134,7 +136,7 @@ class ModelSpec:
             module, report = _CLASSES[self.head].from_pretrained(
                 location, config=self.config, dtype=torch.float32, output_loading_info=True, **options
             )
-        except (OSError, ValueError) as error:
+        except Exception as error:  # as above
             raise EngineError(f"no model can be loaded from '{self.name}': {error}") from error
         absent = {*report["missing_keys"], *map(str, report["mismatched_keys"])}
         if needed := sorted(name for name in absent if self.head == "causal" or not name.startswith("score.")):

@@ -78,7 +78,7 @@ class Guard:
         or not."""
         if self._open_slots is not None:
             await self._open_slots.acquire()  # waits: for an episode to be closed, each of whose calls has a deadline
-        episode = Episode(prompt, copy.deepcopy(extra_info))
+        episode = Episode(copy.deepcopy(prompt), copy.deepcopy(extra_info))
         try:
             state = await self._in_time("reset", self._environment.reset(episode.extra_info))
             if state is not None:
@@ -99,7 +99,7 @@ class Guard:
             made: str | Message = action
             if isinstance(state, list):
                 made = make_assistant_message(action, episode.turns)
-            answer = self._environment.step(state, made, episode.extra_info)
+            answer = self._environment.step(copy.deepcopy(state), copy.deepcopy(made), episode.extra_info)
             result = validate_step(
                 await self._in_time("step", answer), episode.extra_info, self._rules.missing_state == "error"
             )

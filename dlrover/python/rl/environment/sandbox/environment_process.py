@@ -178,10 +178,11 @@ def serve_environment(channel: Channel, where: str, options: dict[str, Any]) -> 
     """Load the environment ``where`` and answer calls, many at a time."""
     try:
         environment = load_environment(where, options)
+        traits = _encode(dict(vars(environment.traits)))
     except BaseException as error:  # noqa: BLE001 - the process boundary: importing may even exit
         channel.send(READY, error_reply(str(error)))
         return
-    channel.send(READY, _encode(dict(vars(environment.traits))))
+    channel.send(READY, traits)
     asyncio.run(_Server(environment, channel).serve())
 
 
