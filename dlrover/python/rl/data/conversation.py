@@ -85,8 +85,8 @@ def continue_chat(  # noqa: PLR0913
     whole, marked = render(action), render(_MARK)
     if whole.startswith(text + action) or not marked.startswith(text + _MARK):
         return whole
-    kept = text + action + marked.removeprefix(text + _MARK)
-    return kept if "".join(kept.split()) == "".join(whole.split()) else whole
+    joined = text + action + marked.removeprefix(text + _MARK)
+    return joined if "".join(joined.split()) == "".join(whole.split()) else whole
 
 
 def encode_example(

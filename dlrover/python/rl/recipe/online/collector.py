@@ -319,9 +319,9 @@ class SampleCollector:
 
     def collect_scores(self, answers: Batch) -> dict[str, Scores]:
         """The scores of an evaluation by the name of the set."""
-        of_row = self.prompts.find_sets(answers)
+        set_of_row = self.prompts.find_sets(answers)
         samples = self._cfg.eval.samples
         return {
-            name: collect_scores(answers.take(np.flatnonzero(of_row == name).tolist()), samples)
+            name: collect_scores(answers.take(np.flatnonzero(set_of_row == name).tolist()), samples)
             for name in self.prompts.eval_sets
         }

@@ -236,7 +236,8 @@ class PolicyTrainer(RecipeTrainer):
         needs = self.algorithm.needs.loss
         shards = [Shard(pending, rows=parts) for output, pending in aux if output.is_needed(needs)]
         results = self.RG_ACTOR.update(batch.shard(parts), Shard(columns, rows=parts), plan, *shards)[0]
-        metrics, first = average_metrics(results), next((one.metrics for one in results if not one.skipped), {})
+        metrics = average_metrics(results)
+        first: Mapping[str, float] = next((one.metrics for one in results if not one.skipped), {})
         if "approx_kl" in first and not self.uses("rollout_logprobs"):
             metrics["mismatch_kl"] = first["approx_kl"]  # the ratio before any update is that to the rollouts
         return {_group_name(name): value for name, value in metrics.items()}

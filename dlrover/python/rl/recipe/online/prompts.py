@@ -60,8 +60,8 @@ class PromptSource:
     def find_sets(self, answers: Batch) -> npt.NDArray[np.str_]:
         """``[rows]``: the names of the sets that held-out prompts are in."""
         starts, names = [numbers.start for numbers in self.eval_sets.values()], np.array(list(self.eval_sets))
-        found: npt.NDArray[np.str_] = names[np.searchsorted(starts, answers.dense("prompt_id"), side="right") - 1]
-        return found
+        set_of_row: npt.NDArray[np.str_] = names[np.searchsorted(starts, answers.dense("prompt_id"), side="right") - 1]
+        return set_of_row
 
     def name_sets(self, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Plain rows of held-out prompts with their ``set``, of which they have the row, where sets have names."""
@@ -193,8 +193,8 @@ def _validate_evaluation(config: PolicyConfig) -> list[ConfigError]:
         ConfigError("config.data.eval", f"'{name}' is no name: letters, digits, '.', '_', '-'") for name in names
     ]
     if config.eval.samples > 1 and not config.eval.temperature:
-        what = "above 1 needs config.eval.temperature: all greedy answers to a prompt are the same"
-        errors.append(ConfigError("config.eval.samples", what))
+        message = "above 1 needs config.eval.temperature: all greedy answers to a prompt are the same"
+        errors.append(ConfigError("config.eval.samples", message))
     return errors
 
 

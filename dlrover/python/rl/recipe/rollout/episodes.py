@@ -246,9 +246,9 @@ class EpisodeRunner:
         state = group.text if state is None else state
         if is_chat:
             return Trajectory(self._encode, state)
-        known = encode_prompt(self._tokenizer, group.prompt, self._template_kwargs) if state == group.text else None
+        tokens = encode_prompt(self._tokenizer, group.prompt, self._template_kwargs) if state == group.text else None
         whole = partial(encode_prompt, self._tokenizer) if isinstance(group.prompt, str) else self._encode
-        return Trajectory(self._encode, state, known, whole)
+        return Trajectory(self._encode, state, tokens, whole)
 
     async def _generate(self, group: Group, sample: Sample, context: Sequence[int]) -> Completion:
         request = Request.fresh(group.prompt_id, sample.index, context)
