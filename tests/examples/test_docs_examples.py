@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every example and every command of the guides runs as its page shows it."""
 
+import asyncio
 import json
 import os
 import pty
@@ -17,6 +18,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.environment.core.functions import load_environment
+from dlrover.python.rl.environment.core.messages import make_assistant_message
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -219,7 +222,7 @@ def test_the_guides_have_commands_and_code():
     languages = [block.language for block in blocks(GUIDES)]
     assert len(GUIDES) >= 3
     assert len(commands()) >= 40
-    assert sum(block.language == "python" for block in blocks(GUIDES) if block.page != "python.md") == 5
+    assert sum(block.language == "python" for block in blocks(GUIDES) if block.page != "python.md") == 6
     assert set(languages) <= {*LANGUAGES, "text"}
 
 
@@ -288,6 +291,17 @@ def test_the_lines_about_pending_results_run(desk):
     done = run(desk, f"dlrover-rl run examples/first_trainer/job.yaml --local {overrides}")
     assert done.returncode == 0, done.stderr
     assert read(desk / "runs/shown/shown.json") == [0.40625, [32, 32]]
+
+
+def test_the_environment_of_messages_answers_them(desk):
+    (block,) = [item for item in blocks(GUIDES) if item.language == "python" and "class User" in item.text]
+    (desk / "user.py").write_text(block.text, encoding="utf-8")
+    environment = load_environment(f"{desk / 'user.py'}:User")
+    asked = asyncio.run(environment.reset({}))
+    unsure, sure = (make_assistant_message(text) for text in ("52?", "It is 51."))
+    assert asyncio.run(environment.step(asked, unsure, {})).next_state == [{"role": "user", "content": "Are you sure?"}]
+    assert asyncio.run(environment.step(asked, sure, {})).done
+    assert set(environment.traits.chat_template_kwargs) == {"tools", "enable_thinking"}
 
 
 def test_the_script_of_the_debugging_guide_runs(desk):
