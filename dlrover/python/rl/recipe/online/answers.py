@@ -17,7 +17,8 @@ from dlrover.python.rl.recipe.base.checks import validate_reward, validate_rollo
 from dlrover.python.rl.recipe.base.config import EngineConfig, Positive, RewardConfig
 from dlrover.python.rl.recipe.online.collector import bind_method, sync_weights
 from dlrover.python.rl.recipe.online.prompts import make_prompt_batch
-from dlrover.python.rl.recipe.reporting.evaluation import count_failures, mean_reward
+from dlrover.python.rl.recipe.reporting.evaluation import count_failures
+from dlrover.python.rl.recipe.reporting.metrics import mean_reward
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 

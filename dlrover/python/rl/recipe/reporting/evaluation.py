@@ -3,16 +3,13 @@
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.recipe.reporting.metrics import merge_rows
-
-Rewards = npt.NDArray[np.floating[Any]]
-"""``[prompts, samples]``; NaN where an answer is unscored."""
+from dlrover.python.rl.recipe.reporting.metrics import Rewards, mean_reward, merge_rows
 
 Scores: TypeAlias = Mapping[str, Rewards]
 """``reward`` and, from an environment, ``score``."""
@@ -61,12 +58,6 @@ def is_binary(rewards: Rewards) -> bool:
 def accuracy(rewards: Rewards) -> float:
     """Share of right answers; an unscored one is not right."""
     return float(np.nan_to_num(rewards).mean())
-
-
-def mean_reward(rewards: Rewards) -> float:
-    """Mean over the scored answers; NaN when there is none."""
-    scored = rewards[~np.isnan(rewards)]
-    return float(scored.mean()) if len(scored) else float("nan")
 
 
 def count_failures(rewards: Rewards) -> int:

@@ -74,6 +74,16 @@ def part_columns(scored: Batch) -> list[str]:
 SUMMARIES = ("mean", "std", "min", "max", "score")
 """The last part of the names of rewards' metrics, besides those of reward functions."""
 
+Rewards = npt.NDArray[np.floating[Any]]
+"""``[prompts, samples]``; NaN where an answer is unscored."""
+
+
+def mean_reward(rewards: Rewards) -> float:
+    """Mean over the scored answers; NaN when there is none."""
+    scored = rewards[~np.isnan(rewards)]
+    return float(scored.mean()) if len(scored) else float("nan")
+
+
 # -- the time of a trainer's calls ------------------------------------------------------------------------------------
 
 _REST = "trainer"
