@@ -387,6 +387,12 @@ def test_a_folder_without_a_model_is_named(tmp_path):
         Fsdp2TrainEngine(tmp_path, None)
 
 
+def test_a_model_of_an_unknown_architecture_is_refused_with_the_librarys_reason(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "not_yet_known"}')
+    with pytest.raises(EngineError, match="no model can be loaded from .*: .*not_yet_known"):
+        Fsdp2TrainEngine(tmp_path, None)
+
+
 def test_a_checkpoint_that_lacks_weights_is_refused(model_path, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(model_path)
     kept = {name: tensor for name, tensor in model.state_dict().items() if "norm.weight" not in name}
