@@ -216,8 +216,10 @@ def test_a_job_that_cannot_be_is_refused_at_one_rank_with_every_problem(desk):
 
 
 @pytest.mark.slow
-def test_a_job_that_cannot_be_is_refused_once_and_the_launcher_is_told(desk):
+def test_a_job_that_cannot_be_is_refused_by_one_rank_and_ends_the_report_of_the_launcher(desk):
     said = run(desk, f"{TWO} {SFT} batch_siz=4 data.trian=x", code=1)  # torchrun's own code
-    assert said.count("did you mean 'batch_size'") == 1
-    assert said.count("did you mean 'train'") == 1
-    assert "exitcode  : 2" in said
+    refusal, report = said.split("FAILED", maxsplit=1)
+    for text in (refusal, report):
+        assert text.count("did you mean 'batch_size'") == 1
+        assert text.count("did you mean 'train'") == 1
+    assert "exitcode  : 2" in report
