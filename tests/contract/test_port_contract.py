@@ -140,10 +140,11 @@ def test_a_call_that_is_not_waited_for_gives_pending_results(stage):
 
 def test_pending_results_can_be_awaited(stage):
     async def wait():
-        pending = stage.trainer(ROLLOUT=2).RG_ROLLOUT.later([1, 2])
-        return await pending, await pending[0]
+        pending = trainer.RG_ROLLOUT.later([1, 2])
+        return await pending, await pending[0], await asyncio.gather(pending, trainer.RG_ROLLOUT.later([3, 4]))
 
-    assert asyncio.run(wait()) == ([1, 2], 1)
+    trainer = stage.trainer(ROLLOUT=2)
+    assert asyncio.run(wait()) == ([1, 2], 1, [[1, 2], [3, 4]])
 
 
 def test_pending_results_pass_to_another_group(stage):

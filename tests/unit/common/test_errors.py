@@ -38,6 +38,7 @@ from dlrover.python.rl.common.errors import (
     ResultLost,
     RowsDiffer,
     Scope,
+    ScriptFailed,
     SessionError,
     ShardError,
     StaleCall,
@@ -83,6 +84,7 @@ EXAMPLES = {
     StaleCall: StaleCall("words", **CALL),
     WorkloadDied: WorkloadDied("words", **CALL),
     WorkloadStartError: WorkloadStartError("ACTOR[0]", "words", "Traceback ..."),
+    ScriptFailed: ScriptFailed("words"),
     ClusterUnavailable: ClusterUnavailable("words"),
     VerifierError: VerifierError("words", "Traceback ..."),
     VerifierTimeout: VerifierTimeout("words"),
@@ -144,9 +146,11 @@ def test_what_helps_after_an_error():
     retried = {kind for kind in tree_of_classes() if kind.retryable}
     lost = {WorkloadDied, ResultLost, CallSkipped, ReplayDiverged}
     of_engines = {NonFiniteUpdate, WeightSyncError, WeightsLost}
-    assert retried == {*lost, *of_engines, RowsDiffer, InvocationTimeout, PlacementTimeout, ClusterUnavailable}
+    later = {InvocationTimeout, PlacementTimeout, ClusterUnavailable}
+    assert retried == {*lost, *of_engines, *later, RowsDiffer, ScriptFailed}
     assert {kind: kind.restarts for kind in tree_of_classes() if kind.restarts is not Scope.NOTHING} == {
         InvocationTimeout: Scope.MEMBER,
+        ScriptFailed: Scope.MEMBER,
         WorkloadDied: Scope.MEMBER,
         ReplayDiverged: Scope.JOB,
         PlacementTimeout: Scope.JOB,

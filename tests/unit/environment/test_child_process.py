@@ -3,10 +3,12 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -91,3 +93,23 @@ def test_a_child_ends_with_its_owner_even_if_that_is_in_a_cycle():
     del owner
     gc.collect()
     process.wait(10.0)
+
+
+def serve_with_orphan(channel):
+    orphan = subprocess.Popen(["sleep", "987654"], start_new_session=True)
+    channel.send("ready", {"orphan": orphan.pid})
+    channel.receive()
+
+
+def test_what_a_child_has_started_ends_when_its_first_process_is_killed():
+    """As a worker of Ray kills the processes that it has started, when it ends."""
+    child = ChildProcess(serve_with_orphan, [], None, 1000)
+    orphan = Path(f"/proc/{child.ready.result(timeout=60)['orphan']}")
+    try:
+        os.kill(child._process.pid, signal.SIGKILL)
+        deadline_s = time.monotonic() + 10.0
+        while orphan.exists() and time.monotonic() < deadline_s:
+            threading.Event().wait(0.05)
+        assert not orphan.exists()
+    finally:
+        child.end()

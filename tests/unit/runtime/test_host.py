@@ -151,6 +151,10 @@ def test_what_it_is_doing_can_be_asked_meanwhile(host):
     assert host.workload.entered.wait(30)
     host._now_s.advance(7.0)
     assert host.current_call() == CurrentCall("wait", (4, 2), 7.0)
+    host.workload.report_progress()
+    assert host.current_call() == CurrentCall("wait", (4, 2), 0.0)
+    host._now_s.advance(2.0)
+    assert host.current_call() == CurrentCall("wait", (4, 2), 2.0)
     host.workload.go_on.set()
     thread.join(30)
     assert host.current_call() is None

@@ -26,6 +26,7 @@
     │   ├── ReplayDiverged           a repeated call differs from the first
     │   └── StaleCall                a call by a replaced trainer was refused
     ├── WorkloadStartError           a workload's or trainer's constructor failed
+    ├── ScriptFailed                 the program of a role has ended with an error
     ├── ClusterUnavailable           Ray could not be started or reached
     ├── VerifierError                a reward function gave no reward
     │   ├── VerifierTimeout          ... within its deadline; its process was replaced
@@ -248,6 +249,13 @@ class WorkloadStartError(DLRoverRLError):
         self.who, self.summary, self.remote_traceback = who, message, remote_traceback
         text = f"{who} could not start: {message}"
         super().__init__(f"{text}\n\n{remote_traceback}" if remote_traceback else text)
+
+
+class ScriptFailed(DLRoverRLError):
+    """The program of a role has ended with an error; on Ray its members are replaced, and start it again."""
+
+    retryable = True
+    restarts = Scope.MEMBER
 
 
 class ClusterUnavailable(DLRoverRLError):

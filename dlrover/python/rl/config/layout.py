@@ -9,6 +9,7 @@
     trainer: {module, class, node_number, device_type, device_per_node}
     workload:
       actor: {module, class, num, resource: {cpu, gpu, memory}, env}
+      train: {command, num}          # or function; such jobs need no class and no actor
     workload_group: [{actor: 1, reference: 1}]
     env: {KEY: value}
     config: {...}                      # the user's own
@@ -28,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType, check_job_name, hint, is_role_name, nearest
+from dlrover.python.rl.config.scripts import runs_scripts_only, with_scripts
 from dlrover.python.rl.config.spec import (
     RUNS,
     CheckpointSpec,
@@ -95,12 +97,13 @@ _SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECAS
 def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str, ...] = ()) -> JobSpec:
     """Read the content of a job file. Raises InvalidJob with all errors that can be found without importing anything,
     and what could be read."""
-    values = _layout_values(data)
+    values, scripts = with_scripts(_layout_values(data))
     layout, errors = salvage(JobLayout, _with_class_field(values), "")
     errors = [_in_file_terms(error) for error in errors]
     errors += _validate_roles({"name": default_name, **values})
     errors += _validate_times(layout) if layout is not None else []
-    job = _spec(layout, data.get("config"), default_name, search_path) if layout is not None else None
+    config = OmegaConf.merge(data.get("config") or {}, {"scripts": scripts}) if scripts else data.get("config")
+    job = _spec(layout, config, default_name, search_path) if layout is not None else None
     if job is None or errors:
         raise InvalidJob(errors, salvaged=job)
     return job
@@ -197,7 +200,7 @@ def _validate_roles(values: Any) -> list[ConfigError]:
         if name in nums:
             errors.append(ConfigError(f"workload.{role}", f"the role '{role.lower()}' occurs twice"))
         nums[name] = _count(spec.get("num", 1)) if isinstance(spec, dict) else None
-    if RLRoleType.ACTOR not in nums:
+    if RLRoleType.ACTOR not in nums and not runs_scripts_only(values):
         near = nearest("actor", map(str, workload))
         advice = f"did you mean '{near}'?" if near else f"the job has {', '.join(map(str, workload)) or 'none'}"
         errors.append(ConfigError("workload", f"the role 'actor' is required; {advice}"))

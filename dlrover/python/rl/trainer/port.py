@@ -125,12 +125,16 @@ class Pending(list[Ref]):
     changed by it."""
 
     is_pending = True
+    __eq__ = object.__eq__
 
     def __init__(
         self, refs: Sequence[Ref], replica: int = 1, post_func: Callable[[list[Any]], Any] | None = None
     ) -> None:
         super().__init__(refs[::replica])
         self._refs, self._replica, self.post_func = list(refs), replica, post_func
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)  # asyncio.gather needs it
 
     def __repr__(self) -> str:
         return f"<{len(self)} results of {self[0].role}.{self[0].method}>" if self else "<no results>"

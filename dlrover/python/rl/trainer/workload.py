@@ -220,6 +220,13 @@ class BaseWorkload:
         is known."""
         return self._member.restart
 
+    progress_count: int = 0
+    """How often :meth:`report_progress` was called."""
+
+    def report_progress(self) -> None:
+        """Say in a long call that it advances: ``hang_after_s`` counts from here."""
+        self.progress_count += 1
+
     def close(self) -> None:
         """Release child processes, files and the like. Called once before the member ends; not in a process that is
         killed, or busy for longer than a moment."""

@@ -3,12 +3,14 @@
 
 ::
 
-    parent: ChildProcess --starts--> warden --forks--> child: serve(Channel) --forks--> processes of the user's code
-            '------- requests (pickled), replies (lines of JSON) -------'
+    parent: ChildProcess --starts--> shield --forks--> warden --forks--> child: serve(Channel) --forks--> user's code
+            '-------------- requests (pickled), replies (lines of JSON) --------------'
 
 The warden imports no user code and never holds the connection. It is the child's parent, so a function that kills
-its parent does not hit the job; and it adopts every orphan (PR_SET_CHILD_SUBREAPER), so SIGTERM to the warden ends all
-of them in any session or group. A function that finds and kills the job's processes by number is not stopped.
+its parent does not hit the job; and it adopts every orphan (PR_SET_CHILD_SUBREAPER), so SIGTERM to the warden, or the
+end of the shield, ends all of them in any session or group. The shield is there to be killed: a worker of Ray that ends
+kills its children, and they could clean up nothing. A function that finds and kills the job's processes by number is
+not stopped.
 """
 
 import ctypes
@@ -299,8 +301,9 @@ def restrain(memory_mb: int) -> Capped:
 
 
 def stand_guard(*descriptors: int) -> None:
-    """Fork: the child returns from here as the verifier; the warden, which keeps none of the ``descriptors``, stays
+    """Fork: the child returns from here; shield and warden, which keep none of the ``descriptors``, stay
     until the child has ended."""
+    _raise_shield(descriptors)
     with suppress(OSError, AttributeError):  # Elsewhere than on Linux orphans are not adopted.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     watched = {signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD}
@@ -322,6 +325,24 @@ def stand_guard(*descriptors: int) -> None:
     _end(child, status)
 
 
+def _raise_shield(descriptors: tuple[int, ...]) -> None:
+    """Fork: the child returns from here; this process stays, passes SIGTERM on, and ends as the child does."""
+    watched = {signal.SIGTERM, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    parent, warden = os.getppid(), os.fork()
+    if warden == 0:
+        os.setpgid(0, 0)  # What kills the shield's group leaves the one that cleans up.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
+        return
+    for descriptor in descriptors:
+        os.close(descriptor)
+    while (status := _reap(warden)) is None:
+        woken = signal.sigtimedwait(watched, _TICK_S)
+        if (woken is not None and woken.si_signo == signal.SIGTERM) or os.getppid() != parent:
+            os.kill(warden, signal.SIGTERM)
+    _end_like(status)
+
+
 def _reap(child: int) -> int | None:
     """Take in everything that has ended; the status of ``child`` if it is among them."""
     status = None
@@ -341,7 +362,12 @@ def _end(child: int, status: int | None) -> NoReturn:
             _kill_children()
             ended, result = os.waitpid(-1, 0)
             status = result if ended == child else _reap(child) or status
-    code = os.waitstatus_to_exitcode(status or 0)
+    _end_like(status or 0)
+
+
+def _end_like(status: int) -> NoReturn:
+    """End with the exit code, or by the signal, of a process that has ended."""
+    code = os.waitstatus_to_exitcode(status)
     if code < 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with suppress(OSError, ValueError):

@@ -148,7 +148,8 @@ class CallHeader:
 
 @dataclass(frozen=True)
 class CurrentCall:
-    """The current call of a member; its id is ``(-1, -1)`` for a call of no step."""
+    """The current call of a member, and seconds since its last progress, at first its begin; its id is ``(-1, -1)`` for
+    a call of no step."""
 
     method: str
     call_id: CallId
@@ -183,6 +184,7 @@ class MemberHost:
         self._latest, self._settled = _NEVER, 0
         self._standing = Standing()
         self._now: tuple[str, CallId, float] | None = None
+        self._progress, self._progressed_s = 0, 0.0
         self._loop: asyncio.Runner | None = None
         self._verbs: dict[str, Callable[..., Any]] = {
             COMMIT: self._commit,
@@ -199,8 +201,10 @@ class MemberHost:
             self.workload = workload_class(master_handle, config)
 
     def current_call(self) -> CurrentCall | None:
-        now = self._now
-        return None if now is None else CurrentCall(now[0], now[1], self._now_s() - now[2])
+        now, progress = self._now, getattr(self.workload, "progress_count", 0)
+        if progress != self._progress:
+            self._progress, self._progressed_s = progress, self._now_s()
+        return None if now is None else CurrentCall(now[0], now[1], self._now_s() - max(now[2], self._progressed_s))
 
     def close(self) -> None:
         try:

@@ -19,7 +19,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from dlrover.python.rl.common.errors import InvocationError, ResultLost, WorkloadDied
+from dlrover.python.rl.common.errors import DLRoverRLError, InvocationError, ResultLost, Scope, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.runtime.process.host import CallHeader, encode
 from dlrover.python.rl.trainer.port import Call, Outcome, Ref
@@ -115,6 +115,8 @@ class RayPort:
             return _with_cause(failure, error)
         cause = error.cause
         if isinstance(cause, InvocationError):
+            if _replaces_member(cause) and (cause.role, cause.rank) == (ref.role, ref.rank):
+                return _death_of(cause.original or cause, ref, (ref.role, ref.rank, ref.incarnation))
             return _with_cause(cause, cause.original)
         text, trace = f"{type(cause).__name__}: {cause}", str(error)
         failure = InvocationError(text, role=ref.role, rank=ref.rank, method=ref.method, remote_traceback=trace)
@@ -125,6 +127,14 @@ def is_loss(error: BaseException) -> bool:
     """Whether an error of ``ray.get`` says that a process or a result is lost."""
     lost = RayActorError | NodeDiedError | WorkerCrashedError | ObjectLostError
     return any(isinstance(link, lost) for link in _chain(error))
+
+
+def _replaces_member(error: InvocationError) -> bool:
+    """Whether the member's own code has raised an error that asks for another process."""
+    original = error.original
+    if not isinstance(original, DLRoverRLError) or isinstance(original, InvocationError):
+        return False
+    return original.retryable and original.restarts is Scope.MEMBER
 
 
 def _death_of(error: BaseException, ref: Ref, owner: tuple[str, int, int]) -> WorkloadDied:

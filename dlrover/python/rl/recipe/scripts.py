@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Existing programs as roles of a job, without a base class: a command, or a function of the job's ``config``.
+
+::
+
+    trainer: {device_type: CPU, device_per_node: 2}
+    workload:
+      train: {command: "torch_script.py's command line", num: 2}     # or function: "my_module:main"
+
+    member --starts--> warden --> sh -c command | python: function(config)
+        '<-- each line of output: to its own output, to job_dir/logs/ROLE-rank.log, and as progress --'
+
+The program finds the variables that ``torchrun`` sets. The job ends when every program has ended with exit code 0; any
+other replaces the members of the role, which start it again, within the role's limits.
+"""
+
+import os
+import pickle
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import IO, Any
+
+from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvocationTimeout, ScriptFailed, user_traceback
+from dlrover.python.rl.common.extensions import load_object
+from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.environment.sandbox.child_process import stand_guard
+from dlrover.python.rl.trainer.trainer import BaseTrainer
+from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
+
+_CHUNK_BYTES, _END_BYTES = 1 << 16, 400
+_EXIT_S, _POLL_S = 5.0, 0.5
+
+
+class ScriptTrainer(BaseTrainer):
+    """Runs the program of every role once, all at the same time, and ends with the last or at the first failure."""
+
+    @classmethod
+    def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
+        scripts = config.get("scripts") or {}
+        missing = [role.lower() for role in roles if role.lower() not in scripts]
+        return [ConfigError(f"workload.{role}", "has neither a command nor a function") for role in missing]
+
+    def init(self) -> None:
+        pass
+
+    def fit(self) -> None:
+        for _ in self.steps(1):  # what was lost in a step runs again
+            running = [getattr(self, name).run(str(self.job_dir / "logs")) for name in self.get_role_groups()]
+            while running:
+                running = [results for results in running if not _have_ended(results)]
+
+
+def _have_ended(results: Any) -> bool:
+    """Wait a moment for a role; raises its failure."""
+    try:
+        results.result(_POLL_S)
+    except InvocationTimeout:
+        return False
+    return True
+
+
+class Script(BaseWorkload):
+    """Runs one program; ``config.scripts.<role>`` has its ``command`` (text for a shell, or a list) or ``function``."""
+
+    needs_own_process = True  # its ranks may meet in collectives, so they start again together
+
+    @classmethod
+    def check_config(cls, config: Any) -> Iterable[ConfigError]:
+        for role, script in (config.get("scripts") or {}).items():
+            if "function" in script:
+                try:
+                    load_object(script["function"])
+                except ClassNotFound as error:
+                    yield ConfigError(f"workload.{role}.function", str(error))
+
+    @trainer_invocation(blocking=False)
+    def run(self, logs: str) -> None:
+        """Run the program to its end. Raises ScriptFailed."""
+        script = self.config.scripts[self.role.lower()]
+        log = Path(logs) / f"{self.role}-{self.rank}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab", buffering=0) as file:
+            process = subprocess.Popen(
+                warden_command(script, sys.path),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**os.environ, **torchrun_environment(os.environ, self._member.to_env(), self.devices)},
+            )
+            assert process.stdin and process.stdout and process.stderr, "all are pipes"
+            copies = [
+                _Copy(process.stdout, (file, sys.stdout.buffer), self.report_progress),
+                _Copy(process.stderr, (file, sys.stderr.buffer), self.report_progress),
+            ]
+            with suppress(BrokenPipeError), process.stdin:  # it has ended already; its exit code says why
+                process.stdin.write(pickle.dumps(self.config) if "function" in script else b"")
+            code = _wait(process, copies)
+        if code:
+            last = next((line for copy in reversed(copies) if (line := copy.last_line())), "it wrote nothing")
+            raise ScriptFailed(f"{_outcome(code)}: {last} ({log})")
+
+
+def warden_command(script: Mapping[str, Any], search_path: Sequence[str]) -> list[str]:
+    """The command line of a process that runs the program, and ends all that it has started when it or its parent
+    ends."""
+    target = script.get("function") or script["command"]
+    arguments = ["/bin/sh", "-c", target] if isinstance(target, str) else list(target)
+    run = "run_function" if "function" in script else "run_command"
+    arguments = [target] if "function" in script else arguments
+    code = f"import sys; sys.path[:] = {list(search_path)!r}; from {__name__} import {run}; {run}(sys.argv[1:])"
+    return [sys.executable, "-c", code, *arguments]
+
+
+def run_command(arguments: list[str]) -> None:
+    stand_guard()
+    try:
+        os.execvp(arguments[0], arguments)
+    except OSError as error:
+        sys.exit(f"{shlex.join(arguments)}: {error.strerror}")
+
+
+def run_function(arguments: list[str]) -> None:
+    stand_guard()
+    try:
+        config = pickle.load(sys.stdin.buffer)
+        del config["scripts"]
+        load_object(arguments[0])(config)
+    except Exception as error:  # noqa: BLE001 -- the user's code may raise anything: its traceback is shown
+        sys.exit(user_traceback(error).rstrip() or f"{type(error).__name__}: {error}")
+
+
+def torchrun_environment(
+    outer: Mapping[str, str], member: Mapping[str, str], devices: Sequence[int]
+) -> Mapping[str, str]:
+    """What ``torchrun`` sets for a process. With one device for each rank, ``LOCAL_RANK`` is the number of the member's
+    own among the visible ones, as programs for ``torchrun`` expect."""
+    environment = {**member, "TORCHELASTIC_RESTART_COUNT": member["RESTART_COUNT"], "PYTHONUNBUFFERED": "1"}
+    if devices:
+        visible = [name for name in outer.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        own = [visible[number] if number < len(visible) else str(number) for number in devices]
+        if len(own) == 1:
+            others = [name for name in visible or map(str, range(int(member["LOCAL_RANK"]) + 1)) if name != own[0]]
+            own = [*others[: int(member["LOCAL_RANK"])], *own]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+    return environment
+
+
+class _Copy(Thread):
+    """Copies what a program writes to other files, and keeps its end."""
+
+    def __init__(self, source: Any, targets: Sequence[IO[bytes]], progressed: Callable[[], None]) -> None:
+        super().__init__(name="output of a script", daemon=True)
+        self._source, self._targets, self._progressed, self._end = source, targets, progressed, b""
+        self.start()
+
+    def run(self) -> None:
+        with self._source as source:
+            for chunk in iter(lambda: source.read1(_CHUNK_BYTES), b""):
+                self._progressed()
+                self._end = (self._end + chunk)[-_END_BYTES:]
+                for target in self._targets:
+                    _append(target, chunk)
+
+    def last_line(self) -> str:
+        lines = [line for line in self._end.decode(errors="replace").splitlines() if line.strip()]
+        return lines[-1].strip() if lines else ""
+
+
+def _append(target: IO[bytes], chunk: bytes) -> None:
+    with suppress(OSError, ValueError):  # a full disk costs lines of a log, not the program
+        target.write(chunk)
+        target.flush()
+
+
+def _wait(process: "subprocess.Popen[bytes]", copies: Sequence[Thread]) -> int:
+    try:
+        code = process.wait()  # waits: as long as the program runs; ``hang_after_s`` counts from its last output
+    except BaseException:
+        process.terminate()  # the warden ends all below
+        raise
+    for copy in copies:
+        copy.join(_EXIT_S)
+    return code
+
+
+def _outcome(code: int) -> str:
+    return f"ended by signal {-code}" if code < 0 else f"exit code {code}"

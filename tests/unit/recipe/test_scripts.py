@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs as roles, in one process: their environment, output, exit codes and ends."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from dlrover.python.rl.config.layout import job_from_mapping
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.job import check_job, run_here
+from dlrover.python.rl.recipe.scripts import torchrun_environment
+
+MEMBER = {"RANK": "3", "LOCAL_RANK": "1", "RESTART_COUNT": "2"}
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def ended(role, config=None):
+    trainer = {"device_type": "CPU", "device_per_node": 1}
+    data = {"trainer": trainer, "workload": {"train": role}, "config": config or {}}
+    return run_here(check_job(job_from_mapping(OmegaConf.create(data), "programs", (str(Path.cwd()),)), local=True))
+
+
+def log(status):
+    return (Path(status.folder) / "logs" / "TRAIN-0.log").read_text()
+
+
+def test_a_command_runs_in_a_shell_with_the_variables_of_torchrun():
+    status = ended({"command": "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE; echo to stderr >&2"})
+    assert status.phase is Phase.FINISHED
+    assert sorted(log(status).splitlines()) == ["0/1 0/1", "to stderr"]
+
+
+def test_a_list_is_a_command_without_a_shell():
+    status = ended({"command": [sys.executable, "-c", "import sys; print(sys.argv[1:])", "$HOME; *"]})
+    assert log(status) == "['$HOME; *']\n"
+
+
+def test_a_function_gets_the_config():
+    Path("mine.py").write_text("def main(config):\n    print(config.lr * 2, sorted(config))\n")
+    assert log(ended({"function": "mine:main"}, {"lr": 2.0})) == "4.0 ['lr']\n"
+
+
+def test_a_function_that_raises_shows_its_own_frames_only():
+    Path("faulty.py").write_text("def main(config):\n    raise ValueError('no such corpus')\n")
+    status = ended({"function": "faulty:main"})
+    assert status.phase is Phase.FAILED
+    assert "exit code 1: ValueError: no such corpus" in status.reason
+    assert "faulty.py" in log(status)
+    assert "scripts.py" not in log(status)
+
+
+def test_an_exit_code_fails_with_the_last_line_and_the_program_runs_again_until_the_limit():
+    status = ended({"command": "echo started; echo 'no such corpus' >&2; exit 7"})
+    assert status.phase is Phase.FAILED
+    assert "exit code 7: no such corpus" in status.reason
+    assert log(status).count("started") == 4
+
+
+def test_a_program_that_is_not_there_is_named():
+    assert "pythn train.py: No such file or directory" in ended({"command": ["pythn", "train.py"]}).reason
+
+
+def test_a_function_that_is_not_there_is_refused_with_the_nearest_name():
+    Path("nearly.py").write_text("def main(config): ...\n")
+    with pytest.raises(
+        Exception, match=r"workload\.train\.function: module 'nearly' has no 'mian'; did you mean 'main'"
+    ):
+        ended({"function": "nearly:mian"})
+
+
+@pytest.mark.parametrize(
+    ("outer", "devices", "visible"),
+    [
+        ({}, (), None),
+        ({}, (5,), "0,5"),
+        ({}, (0,), "1,0"),
+        ({"CUDA_VISIBLE_DEVICES": "4,6,7"}, (2,), "4,7"),
+        ({"CUDA_VISIBLE_DEVICES": "7"}, (0,), "7"),
+        ({}, (2, 3), "2,3"),
+    ],
+)
+def test_the_device_at_local_rank_is_the_members_own(outer, devices, visible):
+    environment = torchrun_environment(outer, MEMBER, devices)
+    assert environment.get("CUDA_VISIBLE_DEVICES") == visible
+    assert environment["TORCHELASTIC_RESTART_COUNT"] == "2"
