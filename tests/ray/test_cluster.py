@@ -173,10 +173,10 @@ def test_killed_and_stopped_nodes_are_found_and_a_partitioned_one_ends_itself():
     with two_nodes(workers=2, cpus=1) as nodes:
         lost, news = {}, threading.Condition()
 
-        def note(node_id, why):
+        def note(loss):
             with news:
-                assert node_id not in lost
-                lost[node_id] = (time.monotonic(), why)
+                assert loss.node_id not in lost
+                lost[loss.node_id] = (time.monotonic(), loss.why)
                 news.notify_all()
 
         def loss_of(node_id):

@@ -91,3 +91,45 @@ def test_a_script_without_output_hangs_and_one_with_output_does_not(tmp_path):
     said = command.output.read_text()
     assert re.search(r"SILENT\[0\]: hung", said), said
     assert "SPEAKS[0]: hung" not in said
+
+
+@pytest.mark.slow
+def test_a_node_that_is_drained_is_left_without_charge_before_it_goes(tmp_path):
+    folder = Path(__file__).parent
+    (tmp_path / "drain.py").write_text(
+        f"""
+import json, subprocess, sys, time
+sys.path[:0] = [{str(folder)!r}, {str(folder.parents[1])!r}]
+from pathlib import Path
+from durable_jobs import wait_for
+from test_scripts_on_ray import SCRIPT, Command, commands_of, job_file
+from two_nodes import descendants, two_nodes
+
+here = Path({str(tmp_path)!r})
+train = {{"command": f"{{sys.executable}} {{SCRIPT}} --steps 600 --out out", "num": 2}}
+job = job_file(here, {{"train": train}}).replace(".yaml", "")
+text = Path(job + ".yaml").read_text() + "\\ncheckpoint: {{commit_to: job_dir}}\\n"
+Path(job + ".yaml").write_text(text.replace("restart:", "restart:\\n  workload_max_restart: {{train: 0}}"))
+
+def holder(nodes):
+    lines = {{index: commands_of(descendants(nodes.raylet_pid(index))) for index in (1, 2)}}
+    return next((index for index in lines if any("train.py" in line for line in lines[index])), 0)
+
+with two_nodes(workers=2, cpus=2, head_cpus=0, connect=False) as nodes:
+    with Command(here, "run", job + ".yaml", "trainer.node_number=2", "--address", nodes.address) as command:
+        wait_for(lambda: command.said("step 20 "), 120)
+        left = holder(nodes)
+        subprocess.run(
+            [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", nodes.address, "--node-id",
+             nodes.node_id(left), "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot",
+             "--deadline-remaining-seconds", "60"], check=True)
+        wait_for(lambda: holder(nodes) not in (0, left), 60)
+        nodes.kill_node(left)
+        assert command.process.wait(timeout=120) == 0, command.output.read_text()
+""".replace("\\\\n", "\\n")
+    )
+    done = subprocess.run([sys.executable, "drain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    said = (tmp_path / "output.log").read_text()
+    assert done.returncode == 0, f"{done.stderr[-3000:]}\n{said[-6000:]}"
+    assert "it is drained, and will go" in said
+    assert re.search(r"2 ranks from step \d+, restart 1", said), said

@@ -24,7 +24,7 @@ class CauseKind(StrEnum):
     NO_SPACE = "no_space"  # a disk stayed full; not retried
     NODE_LOST = "node_lost"
     HUNG = "hung"  # no progress within the role's limit; the process was killed
-    PREEMPTED = "preempted"  # ended because the rest of its group had to restart; never charged to a budget
+    PREEMPTED = "preempted"  # its group had to restart, or its node will go; never charged to a budget
     NO_RESOURCES = "no_resources"  # the cluster did not have them in time
     INTERNAL = "internal"  # a fault of this system
 

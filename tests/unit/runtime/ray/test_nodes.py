@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, NodeWatch, closed
+from dlrover.python.rl.runtime.ray.cluster.nodes import Loss, NodeRow, NodeWatch, closed
 
 DEADLINE_S = 10.0
 
@@ -56,7 +56,7 @@ def watched(test):
     async def run():
         cluster = Cluster("a", "b")
         watch = NodeWatch(cluster.table, cluster.closed)
-        task = asyncio.create_task(watch.watch(lambda *loss: cluster.lost.put_nowait(loss), interval_s=0.01))
+        task = asyncio.create_task(watch.watch(cluster.lost.put_nowait, interval_s=0.01))
         try:
             await test(cluster)
         finally:
@@ -75,7 +75,7 @@ def watched(test):
 @watched
 async def test_a_port_that_refuses_is_a_lost_node_long_before_the_table_says_so(cluster):
     cluster.kill("a")
-    assert await cluster.next_loss() == ("a", "its raylet no longer listens at a:1")
+    assert await cluster.next_loss() == Loss("a", "its raylet no longer listens at a:1")
     cluster.bury("a", "missed heartbeats")
     await cluster.reads_more()  # and is not reported again
 
@@ -83,7 +83,7 @@ async def test_a_port_that_refuses_is_a_lost_node_long_before_the_table_says_so(
 @watched
 async def test_a_dead_row_is_a_lost_node_with_rays_words(cluster):
     cluster.bury("b", "missed\n heartbeats")
-    assert await cluster.next_loss() == ("b", "Ray declared it dead: missed heartbeats")
+    assert await cluster.next_loss() == Loss("b", "Ray declared it dead: missed heartbeats")
     await cluster.reads_more()
 
 
@@ -91,7 +91,7 @@ async def test_a_dead_row_is_a_lost_node_with_rays_words(cluster):
 async def test_a_row_that_is_gone_is_a_lost_node(cluster):
     await cluster.reads_more()
     del cluster.rows["b"]
-    assert await cluster.next_loss() == ("b", "Ray no longer knows it")
+    assert await cluster.next_loss() == Loss("b", "Ray no longer knows it")
 
 
 @watched
@@ -102,7 +102,15 @@ async def test_a_connection_that_is_closed_once_is_made_again(cluster):
         while cluster.connections.count("a") < 2:
             await asyncio.sleep(0.01)
     cluster.kill("a")
-    assert (await cluster.next_loss())[0] == "a"
+    assert (await cluster.next_loss()).node_id == "a"
+
+
+@watched
+async def test_a_node_that_is_drained_is_left_before_it_goes(cluster):
+    cluster.rows["b"] = NodeRow("b", True, "b", 1, draining=True)
+    assert await cluster.next_loss() == Loss("b", "it is drained, and will go", announced=True)
+    cluster.bury("b", "drained")
+    await cluster.reads_more()
 
 
 @watched
@@ -111,7 +119,7 @@ async def test_a_node_that_joins_later_is_watched_too(cluster):
     cluster.rows["c"] = NodeRow("c", True, "c", 1)
     await cluster.reads_more()
     cluster.kill("c")
-    assert (await cluster.next_loss())[0] == "c"
+    assert (await cluster.next_loss()).node_id == "c"
 
 
 def test_one_refusal_or_no_answer_is_no_verdict():
@@ -128,7 +136,7 @@ def test_one_refusal_or_no_answer_is_no_verdict():
 
         lost = []
         watch = NodeWatch(lambda: [NodeRow("a", True, "a", 1)], flaky)
-        task = asyncio.create_task(watch.watch(lambda *loss: lost.append(loss), interval_s=0.01))
+        task = asyncio.create_task(watch.watch(lost.append, interval_s=0.01))
         await asyncio.wait_for(over.wait(), DEADLINE_S)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

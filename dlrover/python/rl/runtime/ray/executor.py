@@ -48,7 +48,7 @@ from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.runtime.process.executor import Emit
 from dlrover.python.rl.runtime.process.heartbeat import HeartbeatSettings
 from dlrover.python.rl.runtime.ray.cluster.api import ClusterApi, kill_process, read_stacks
-from dlrover.python.rl.runtime.ray.cluster.nodes import NodeWatch
+from dlrover.python.rl.runtime.ray.cluster.nodes import Loss, NodeWatch
 from dlrover.python.rl.runtime.ray.processes.actors import Detached, answer_of, cause_with_log, until_gone
 from dlrover.python.rl.runtime.ray.processes.member import MemberStart
 from dlrover.python.rl.runtime.ray.processes.process_table import ActorPool, ProcessEntry, ProcessTable, entries_of
@@ -151,9 +151,11 @@ class RayExecutor:
     async def watch_nodes(self, emit: Emit) -> None:
         """Emit the loss of nodes that the run has used, until cancelled."""
 
-        def lose(node: str, reason: str) -> None:
-            if self._reservations.has_node(node):
-                emit(NodeLost(node, Cause(CauseKind.NODE_LOST, "job", f"the node {node[:8]} is lost: {reason}")))
+        def lose(loss: Loss) -> None:
+            kind = CauseKind.PREEMPTED if loss.announced else CauseKind.NODE_LOST
+            if self._reservations.has_node(loss.node_id):
+                message = f"the node {loss.node_id[:8]} is lost: {loss.why}"
+                emit(NodeLost(loss.node_id, Cause(kind, "job", message)))
 
         await NodeWatch(self._cluster.list_nodes).watch(lose)
 

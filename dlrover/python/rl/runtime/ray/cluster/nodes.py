@@ -3,11 +3,12 @@
 
 ::
 
-    Ray's node table, every interval ----------------- dead there -------------------.
-    one open connection to each raylet -- closed --> again: refused twice in a row --+--> lost(node, reason), once
+    Ray's node table, every interval ------------ dead or draining there ------------.
+    one open connection to each raylet -- closed --> again: refused twice in a row --+--> lost(Loss), once
 
 A raylet (Ray's process on a node) that is killed closes its connections at once; Ray itself needs seconds to notice. A
 stopped or unreachable raylet keeps them: Ray's health check detects it, on our own cluster within 4.5 s (``HEALTH``).
+A node that is drained, as spot nodes are before they go, is left at once.
 """
 
 import asyncio
@@ -30,17 +31,28 @@ _REFUSALS = 2
 @dataclass(frozen=True)
 class NodeRow:
     """A row of Ray's node table: ``host`` and ``port`` (0 for unknown) are the raylet's, ``why`` is the reason for the
-    death of the node."""
+    death of the node; a ``draining`` one is alive."""
 
     node_id: str
     alive: bool
     host: str
     port: int
     why: str = ""
+    draining: bool = False
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A node that can no longer be used; ``announced``: it is still there, but will go."""
+
+    node_id: str
+    why: str
+    announced: bool = False
 
 
 def node_table() -> list[NodeRow]:
     """Every node that Ray knows, including dead ones. Waits while the GCS is away."""
+    draining = ray._private.worker.global_worker.gcs_client.get_draining_nodes(timeout=_CONNECT_S)
     return [
         NodeRow(
             node_id=row["NodeID"],
@@ -48,6 +60,7 @@ def node_table() -> list[NodeRow]:
             host=row.get("NodeManagerAddress", ""),
             port=int(row.get("NodeManagerPort", 0) or 0),
             why=str(row.get("DeathReasonMessage") or ""),
+            draining=row["NodeID"] in draining,
         )
         for row in ray.nodes()
     ]
@@ -81,15 +94,14 @@ class NodeWatch:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._lost: set[str] = set()
 
-    async def watch(self, lost: Callable[[str, str], None], interval_s: float = 0.25) -> None:
-        """Watch until cancelled, and read the table every ``interval_s``. ``lost`` is called in this event loop with a
-        node's id and the reason, once per node, also for nodes that were dead before or were shut down in good order.
-        """
+    async def watch(self, lost: Callable[[Loss], None], interval_s: float = 0.25) -> None:
+        """Watch until cancelled, and read the table every ``interval_s``. ``lost`` is called in this event loop, once
+        for each node, also for nodes that were dead before or were shut down in good order."""
 
-        def report(node_id: str, why: str) -> None:
-            if node_id not in self._lost:
-                self._lost.add(node_id)
-                lost(node_id, why)
+        def report(loss: Loss) -> None:
+            if loss.node_id not in self._lost:
+                self._lost.add(loss.node_id)
+                lost(loss)
 
         try:
             while True:
@@ -103,17 +115,19 @@ class NodeWatch:
             await asyncio.gather(*self._watches.values(), return_exceptions=True)
             self._watches.clear()
 
-    def _update(self, rows: list[NodeRow], report: Callable[[str, str], None]) -> None:
+    def _update(self, rows: list[NodeRow], report: Callable[[Loss], None]) -> None:
         alive = {row.node_id for row in rows if row.alive}
         for row in rows:
             if not row.alive:
                 words = " ".join(row.why.split())
-                report(row.node_id, f"Ray declared it dead: {words}" if words else "Ray declared it dead")
+                report(Loss(row.node_id, f"Ray declared it dead: {words}" if words else "Ray declared it dead"))
+            elif row.draining:
+                report(Loss(row.node_id, "it is drained, and will go", announced=True))
             elif row.port and row.node_id not in self._watches and row.node_id not in self._lost:
                 self._watches[row.node_id] = asyncio.create_task(self._watch_raylet(row, report))
         for node_id in self._watches.keys() - alive:
             self._watches.pop(node_id).cancel()
-            report(node_id, "Ray no longer knows it")
+            report(Loss(node_id, "Ray no longer knows it"))
 
     async def _rows(self) -> list[NodeRow] | None:
         if self._request is None:
@@ -128,7 +142,7 @@ class NodeWatch:
             return None
         return request.result()  # waits: not at all, it is done
 
-    async def _watch_raylet(self, row: NodeRow, report: Callable[[str, str], None]) -> None:
+    async def _watch_raylet(self, row: NodeRow, report: Callable[[Loss], None]) -> None:
         """Keep a connection to a raylet open until its port refuses a new one."""
         refused = 0
         while refused < _REFUSALS:
@@ -141,7 +155,7 @@ class NodeWatch:
                 refused = 0  # slow or unreachable: Ray's health check decides
             if refused < _REFUSALS:
                 await asyncio.sleep(_RETRY_S)
-        report(row.node_id, f"its raylet no longer listens at {row.host}:{row.port}")
+        report(Loss(row.node_id, f"its raylet no longer listens at {row.host}:{row.port}"))
 
 
 def _in_thread(call: Callable[[], list[NodeRow]]) -> "asyncio.Future[list[NodeRow]]":
