@@ -63,6 +63,11 @@ PROGRAMS = {
     "sft": "'examples': 16",
     "two_turns": "'completion': ",
     "own_algorithm": "reward",
+    "more/grpo": "'reward/in_range': ",
+    "more/sft": "'held-out rows': 3",
+    "more/two_turns": "'score': ",
+    "more/own_algorithm": "(",
+    "more/own_trainer": "finished a",
 }
 """Programs that use what the pages say and no more, and what each prints."""
 
