@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-backends test-peers chaos bench-recovery bench-rollout bench-training bench-weight-sync bench-async trace-step check lint types docs format clean
+.PHONY: help demo test test-slow test-backends test-peers chaos bench-recovery bench-rollout bench-training bench-weight-sync bench-async example-trl trace-step check lint types docs format clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,7 +78,7 @@ test: $(VENV)/dev ## Run all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'ray and not slow' $(ON_RAY)
 	$(BIN)/python -m pytest -m 'ray and not slow' $(ON_RAY_ALONE)
 
-test-slow: $(VENV)/dev test-backends test-peers ## Run the slow tests (every kind of fault, the demo on three seeds, the backends)
+test-slow: $(VENV)/dev test-backends test-peers $(VENV)-trl/ready ## Run the slow tests (every kind of fault, the demo on three seeds, the backends)
 	$(BIN)/python -m pytest -m slow
 
 test-backends: .venv-deepspeed/ready .venv-megatron/ready .venv-vllm/ready ## Run the contracts on deepspeed, megatron, vllm
@@ -120,6 +120,9 @@ bench-weight-sync: $(VENV)/dev ## Measure weight sync against a plain memory cop
 
 bench-async: $(VENV)/dev ## Measure how much sooner a run ends whose rollouts run ahead (ARGS=--quick to try it)
 	$(BIN)/python -m benchmarks.running_ahead $(ARGS)
+
+example-trl: $(VENV)-trl/ready ## Run TRL's GRPOTrainer script with its import line changed (SEED=0)
+	$(VENV)-trl/bin/python examples/trl/train.py $(SEED)
 
 trace-step: $(VENV)/dev ## List the modules that one local GRPO step crosses (ARGS=--count for the number)
 	$(BIN)/python -m benchmarks.step_trace $(ARGS)

@@ -123,7 +123,7 @@ Normalize: TypeAlias = Literal["none", "std", "std_unbiased"]
 divisor n - 1, as RL2, TRL and verl do; ``none`` does not divide."""
 
 STD_EPS = 1e-6
-"""Added to the standard deviation of a group's rewards before dividing."""
+"""Added to the standard deviation of a group's rewards before dividing, as in verl and RL2."""
 
 
 def group_advantages(
@@ -131,11 +131,12 @@ def group_advantages(
     reward: npt.NDArray[np.floating],
     normalize: Normalize,
     valid: npt.NDArray[np.bool_] | None = None,
+    std_eps: float = STD_EPS,
 ) -> npt.NDArray[np.float32]:
     """Center rewards on the mean of their group, the rows of one prompt: ``[rows]``; ValueError for an infinite reward.
 
     GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1.2): ``(r - mean(r)) / std(r)``. The paper leaves the deviation
-    open: ``std`` is the population's (divisor n, plus 1e-6), with which rewards 1 and 0 give +1 and -1;
+    open: ``std`` is the population's (divisor n, plus ``std_eps``), with which rewards 1 and 0 give +1 and -1;
     ``std_unbiased``, as in verl, TRL and RL2, gives +0.71 and -0.71. Dr. GRPO (arXiv:2503.20783) does not divide.
 
     Rows that are not ``valid`` or have reward NaN are left out; they get 0, as do groups of one row or equal
@@ -147,7 +148,7 @@ def group_advantages(
     counted = ~np.isnan(reward) if valid is None else valid & ~np.isnan(reward)
     advantage = np.zeros(len(reward), dtype=np.float32)
     _, group = np.unique(prompt_id[counted], return_inverse=True)
-    advantage[counted] = _centred(group, reward[counted].astype(np.float64), normalize)
+    advantage[counted] = _centred(group, reward[counted].astype(np.float64), normalize, std_eps)
     return advantage
 
 
@@ -201,7 +202,7 @@ def check_group_size(samples_per_prompt: int) -> None:
 
 
 def _centred(
-    group: npt.NDArray[np.int64], reward: npt.NDArray[np.float64], normalize: Normalize
+    group: npt.NDArray[np.int64], reward: npt.NDArray[np.float64], normalize: Normalize, std_eps: float
 ) -> npt.NDArray[np.float64]:
     count = np.bincount(group)
     low, high = np.full(len(count), np.inf), np.full(len(count), -np.inf)
@@ -214,7 +215,7 @@ def _centred(
         return centred
     divisor = np.maximum(count - 1, 1) if normalize == "std_unbiased" else count
     deviation = np.sqrt(np.bincount(group, weights=centred**2) / divisor)
-    return centred / (deviation[group] + STD_EPS)
+    return centred / (deviation[group] + std_eps)
 
 
 Floats = npt.NDArray[np.float64]

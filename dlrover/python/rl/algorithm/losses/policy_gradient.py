@@ -21,6 +21,7 @@ import torch
 from annotated_types import Ge, Gt, Lt
 
 from dlrover.python.rl.algorithm.losses.columns import (
+    STD_EPS,
     Floats,
     Metrics,
     Needs,
@@ -331,9 +332,13 @@ class GroupRelative(PolicyGradient):
     """Divide a group's centred rewards by their standard deviation, as in the papers, or not. ``std_unbiased`` is the
     deviation of divisor n - 1, which RL2, TRL and verl use."""
 
+    std_eps: Annotated[float, Ge(0.0)] = STD_EPS
+    """Added to that deviation; 1e-4 in TRL."""
+
     def advantages(self, samples: SampleView) -> Column:
         reward = self.rewards(samples)
-        return samples.spread(group_advantages(samples.prompt_id, reward, self.normalize, samples.counted))
+        advantages = group_advantages(samples.prompt_id, reward, self.normalize, samples.counted, self.std_eps)
+        return samples.spread(advantages)
 
 
 def _names(flags: Mapping[str, bool]) -> frozenset[str]:

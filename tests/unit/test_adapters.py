@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of other libraries are small, and use what those libraries publish."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MOST_LINES = 300
+ADAPTERS = {"trl": "trl"}
+"""Folder to the library's package."""
+
+
+def sources(folder):
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((EXAMPLES / folder).rglob("*.py"))}
+
+
+@pytest.mark.parametrize("folder", ADAPTERS)
+def test_an_adapter_is_small(folder):
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources(folder))
+    assert 0 < lines <= MOST_LINES
+
+
+@pytest.mark.parametrize(("folder", "package"), ADAPTERS.items())
+def test_an_adapter_imports_public_names_only(folder, package):
+    imported = []
+    for tree in sources(folder).values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package:
+                imported += [f"{node.module}.{alias.name}" for alias in node.names]
+            if isinstance(node, ast.Import):
+                imported += [alias.name for alias in node.names if alias.name.partition(".")[0] == package]
+    assert imported
+    assert [name for name in imported if any(part.startswith("_") for part in name.split("."))] == []
