@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from dlrover.python.rl.common.sockets import listening_socket
+from dlrover.python.rl.common.sockets import interface_towards, listening_socket
 from dlrover.python.rl.engine.weight_sync.pull import PublishedVersions, WeightServer
 
 
@@ -28,3 +28,8 @@ def test_weights_are_handed_out_there_too(address, reached):
         connection.sendall(b"0" * 32)
         assert connection.recv(1) == b"-"
     server.close()
+
+
+def test_the_interface_towards_a_host_is_the_one_that_packets_leave_by():
+    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("no.such.host.invalid") == ""

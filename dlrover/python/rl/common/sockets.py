@@ -2,8 +2,13 @@
 """Sockets that listen on this machine, and TCP ports that stay free until they are used."""
 
 import encodings.idna  # noqa: F401 - the resolver's codec, which it would import at its first use
+import fcntl
 import socket
+import struct
 from collections.abc import Sequence
+from contextlib import suppress
+
+_SIOCGIFADDR = 0x8915
 
 
 def listening_socket(address: str, backlog: int) -> socket.socket:
@@ -13,6 +18,21 @@ def listening_socket(address: str, backlog: int) -> socket.socket:
         return socket.create_server((str(resolved[0]), 0), family=family, backlog=backlog)
     except OSError:
         return socket.create_server(("", 0), family=family, backlog=backlog)
+
+
+def interface_towards(host: str) -> str:
+    """The name of the network interface by which packets to ``host`` leave; ``""`` if it cannot be told."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        own = socket.inet_aton(probe.getsockname()[0])
+        return next((name for _, name in socket.if_nameindex() if _address_of(name, probe) == own), "")
+    return ""
+
+
+def _address_of(interface: str, probe: socket.socket) -> bytes:
+    with suppress(OSError):  # an interface without an address
+        return fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))[20:24]
+    return b""
 
 
 class HeldPort:

@@ -2,6 +2,7 @@
 """The processes of one engine: their process group, small collectives, random states."""
 
 import hashlib
+import os
 import random
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.sockets import interface_towards
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.api.base import Rendezvous
 
@@ -115,6 +117,10 @@ class Ranks:
         on_cuda = torch.device(device).type == "cuda"
         if on_cuda:
             torch.cuda.set_device(resolve_device(device))
+        interface = interface_towards(rendezvous.master_addr)
+        if interface not in ("", "lo"):
+            # Gloo takes the address of this host's name, which may be a loopback one that other hosts do not reach.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         try:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_cuda else "gloo",

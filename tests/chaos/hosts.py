@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job over several hosts, of which one is cut off, one is killed, and one joins: ``python -m tests.chaos.hosts``.
+
+::
+
+    network namespaces h0 h1 h2 (h3)  --veth-->  bridge in a namespace of its own
+    a raylet in each, with an address of its own; dlrover-rl run in h0, beside the head
+
+Each host has a loopback interface and one to the others, and nothing leads out. They share files, as hosts with a
+network disk. This process knows the command line, the process table and the cables.
+"""
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.chaos.outside import CLI, REPOSITORY, digests, prepare, say
+
+_PREFIX = f"dlrl{os.getpid()}"
+_SWITCH = f"{_PREFIX}sw"
+_PORT = 6379
+_CPUS = 2
+_LIMIT_S = 900.0
+HEALTH = {"RAY_health_check_period_ms": "500", "RAY_health_check_timeout_ms": "700"}
+HEALTH["RAY_health_check_failure_threshold"] = "3"
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
+
+
+def has_namespaces() -> bool:
+    """Whether this machine lets a process make network namespaces and cables between them."""
+    if shutil.which("ip") is None:
+        return False
+    try:
+        ip("netns", "add", f"{_PREFIX}try")
+        ip("netns", "delete", f"{_PREFIX}try")
+    except (subprocess.SubprocessError, OSError):
+        return False
+    return True
+
+
+@dataclass
+class Host:
+    """A network namespace with one cable to the switch, and what runs in it."""
+
+    number: int
+    raylets: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+
+    @property
+    def namespace(self) -> str:
+        return f"{_PREFIX}h{self.number}"
+
+    @property
+    def cable(self) -> str:
+        return f"{_PREFIX[-8:]}c{self.number}"
+
+    @property
+    def address(self) -> str:
+        return f"10.77.0.{10 + self.number}"
+
+    def build(self) -> None:
+        ip("netns", "add", self.namespace)
+        ip("-n", self.namespace, "link", "set", "lo", "up")
+        ip("link", "add", self.cable, "type", "veth", "peer", "name", "eth0", "netns", self.namespace)
+        ip("link", "set", self.cable, "netns", _SWITCH)
+        ip("-n", self.namespace, "address", "add", f"{self.address}/24", "dev", "eth0")
+        ip("-n", self.namespace, "link", "set", "eth0", "up")
+        ip("-n", _SWITCH, "link", "set", self.cable, "master", "br0", "up")
+
+    def start(self, *command: str, log: Path, **env: str) -> "subprocess.Popen[bytes]":
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self.namespace, *command],
+                cwd=log.parent,
+                env={**os.environ, **env, "OMP_NUM_THREADS": "1"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def join(self, head: "Host", folder: Path, cpus: int = _CPUS) -> None:
+        """Start Ray's node of this host; the head's is that of ``head`` itself."""
+        where = [f"--node-ip-address={self.address}", f"--num-cpus={cpus}", "--disable-usage-stats", "--block"]
+        if self is head:
+            where += ["--head", f"--port={_PORT}", "--include-dashboard=false", f"--temp-dir={_temporary()}"]
+        else:
+            where += [f"--address={head.address}:{_PORT}"]
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start"]
+        self.raylets.append(self.start(*ray, *where, log=folder / f"host-{self.number}.log", **HEALTH))
+
+    def pids(self) -> list[int]:
+        done = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, timeout=30)
+        return [int(pid) for pid in done.stdout.split()]
+
+    def cut_off(self) -> None:
+        ip("-n", _SWITCH, "link", "set", self.cable, "down")
+
+    def heal(self) -> None:
+        ip("-n", _SWITCH, "link", "set", self.cable, "up")
+
+    def kill(self) -> None:
+        """As if its power had gone: no process says anything any more."""
+        self.cut_off()
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for raylet in self.raylets:
+            raylet.wait(timeout=10)
+
+
+def _temporary() -> str:
+    return f"/tmp/{_PREFIX}"
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    made = [Host(number) for number in range(count)]
+    ip("netns", "add", _SWITCH)
+    try:
+        ip("-n", _SWITCH, "link", "add", "br0", "type", "bridge")
+        ip("-n", _SWITCH, "link", "set", "br0", "up")
+        for host in made:
+            host.build()
+        yield made
+    finally:
+        for host in made:
+            for pid in host.pids():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True, timeout=30, check=False)
+        subprocess.run(["ip", "netns", "delete", _SWITCH], capture_output=True, timeout=30, check=False)
+        shutil.rmtree(_temporary(), ignore_errors=True)
+
+
+def wait_until(log: Path, text: str, process: "subprocess.Popen[bytes]") -> None:
+    deadline_s = time.monotonic() + _LIMIT_S
+    while text not in log.read_text(errors="replace"):
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            raise AssertionError(f"'{text}' was not said:\n{log.read_text(errors='replace')[-6000:]}")
+        time.sleep(0.1)
+
+
+def run(folder: Path, steps: int, disturbed: bool) -> int:
+    """The demo job over three hosts; its exit code. ``disturbed``: one is cut off, one killed, one heals, one joins."""
+    env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(16).hex()}
+    os.environ.update(env)
+    out, log = folder / ("disturbed" if disturbed else "undisturbed"), folder / f"run-{disturbed}.log"
+    with hosts(4) as (head, second, third, fourth):
+        head.join(head, folder)
+        time.sleep(5)
+        for host in (second, third):
+            host.join(head, folder)
+        command = [
+            *CLI,
+            "run",
+            str(REPOSITORY / "examples/arithmetic/grpo.yaml"),
+            "--address",
+            f"{head.address}:{_PORT}",
+        ]
+        layout = ["trainer.node_number=4", f"trainer.device_per_node={_CPUS}", "workload.actor.num=2"]
+        layout += ["workload.reference.num=2", "workload.rollout.num=1", "workload.actor.per_node=1"]
+        driver = head.start(*command, *layout, f"steps={steps}", f"job_dir={out}", log=log)
+        if disturbed:
+            wait_until(log, f"step {steps // 8}", driver)
+            say("cutting off a host")
+            third.cut_off()
+            wait_until(log, "is back as incarnation", driver)
+            wait_until(log, f"step {steps // 3}", driver)
+            say("killing a host; the first one heals, and another one joins")
+            second.kill()
+            third.heal()
+            fourth.join(head, folder)
+            third.join(head, folder)
+        return driver.wait(timeout=_LIMIT_S)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns 1 unless the disturbed run has ended in the undisturbed bits."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.hosts", description=__doc__)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "hosts")
+    options = parser.parse_args(argv)
+    if not has_namespaces():
+        say("no network namespaces can be made here: nodes on one address are what python -m tests.chaos.run has")
+        return 2
+    folder = (options.out / time.strftime("%Y%m%d-%H%M%S")).resolve()
+    prepare(folder)
+    codes = [run(folder, options.steps, disturbed) for disturbed in (False, True)]
+    found = [digests(folder / name) for name in ("undisturbed", "disturbed")]
+    same = codes == [0, 0] and found[0] == found[1]
+    say(f"{'the undisturbed bits' if same else 'WRONG'}: exit codes {codes}; kept in {folder}")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
