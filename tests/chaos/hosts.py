@@ -102,6 +102,12 @@ class Host:
         done = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, timeout=30)
         return [int(pid) for pid in done.stdout.split()]
 
+    def end(self) -> None:
+        """Kill all of its processes."""
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def cut_off(self) -> None:
         ip("-n", _SWITCH, "link", "set", self.cable, "down")
 
@@ -111,9 +117,7 @@ class Host:
     def kill(self) -> None:
         """As if its power had gone: no process says anything any more."""
         self.cut_off()
-        for pid in self.pids():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self.end()
         for raylet in self.raylets:
             raylet.wait(timeout=10)
 
@@ -134,9 +138,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
         yield made
     finally:
         for host in made:
-            for pid in host.pids():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            host.end()
             subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True, timeout=30, check=False)
         subprocess.run(["ip", "netns", "delete", _SWITCH], capture_output=True, timeout=30, check=False)
         shutil.rmtree(_temporary(), ignore_errors=True)

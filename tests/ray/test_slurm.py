@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sbatch script of ``init --cluster slurm``, outside Slurm: ``srun`` and ``scontrol`` on PATH are stand-ins."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -72,10 +73,8 @@ def clear(process):
     """What Slurm does to the processes of an allocation that has ended."""
     left = [process.pid, *descendants(process.pid)]
     for pid in left:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     process.wait(timeout=30)
     time.sleep(1)
 

@@ -3,6 +3,7 @@
 
 import json
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -45,7 +46,12 @@ def test_a_job_file_and_overrides_go_together(desk, monkeypatch):
     launch = LaunchEnv(0, 4, 0, 2, nodes=2)
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     job = describe_job("", "toy.yaml", ["steps=9", "name=mine"], launch)
-    assert (job.name, job.config.steps, job.checkpoint.resume, job.checkpoint.every) == ("mine", 9, "latest", 2)
+    assert (job.name, job.config.steps, job.checkpoint.resume, job.checkpoint.every) == (
+        "mine",
+        9,
+        "never",
+        2,
+    )  # a first start
     assert {role: spec.num for role, spec in job.workloads.items()} == {"ACTOR": 4, "ROLLOUT": 4}
     assert job.trainer.node_number == 2
     assert describe_job("", "toy.yaml", ["checkpoint.resume=never"], launch).checkpoint.resume == "never"
@@ -223,3 +229,51 @@ def test_a_job_that_cannot_be_is_refused_by_one_rank_and_ends_the_report_of_the_
         assert text.count("did you mean 'batch_size'") == 1
         assert text.count("did you mean 'train'") == 1
     assert "exitcode  : 2" in report
+
+
+def interrupted(desk, line, rows):
+    """A run that got Ctrl-C once it had logged some steps; its folder and output."""
+    with started(desk, line) as (child,):
+        folder = desk / "runs" / "shared" / "latest"
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not (folder / "metrics.jsonl").is_file() or len(steps_of(folder)) < rows:
+            assert child.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.05)
+        child.send_signal(signal.SIGINT)
+        output = child.communicate(timeout=DEADLINE_S)[0]
+    assert child.returncode == 130, output
+    return folder.resolve(), output
+
+
+def steps_of(folder):
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_another_command_of_the_same_name_is_a_new_run_and_the_interrupted_one_can_be_resumed(desk):
+    first, output = interrupted(desk, f"{SFT} steps=100000 name=shared", rows=3)
+    assert "the same command goes on" in output
+    before = (first / "metrics.jsonl").read_bytes()
+    said = run(desk, f"{SFT} steps=2 optimizer.lr=1e-2 name=shared")
+    assert "going on" not in said
+    other = (desk / "runs" / "shared" / "latest").resolve()
+    assert other != first
+    assert steps_of(other) == [1, 2]
+    assert (first / "metrics.jsonl").read_bytes() == before
+    done = len(steps_of(first))
+    said = run(desk, f"-m dlrover.python.rl.master.main resume {first} steps={done + 2}")
+    assert re.search(rf"going on in {first}, after step \d+", said), said
+    assert steps_of(first) == list(range(1, done + 3))
+
+
+@pytest.mark.slow
+def test_the_same_command_goes_on_and_says_so(desk):
+    first, _ = interrupted(desk, f"{SFT} steps=100000 name=shared", rows=3)
+    with started(desk, f"{SFT} steps=100000 name=shared") as (child,):
+        done, deadline_s = len(steps_of(first)), time.monotonic() + DEADLINE_S
+        while len(steps_of(first)) < done + 3:
+            assert child.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.05)
+        child.send_signal(signal.SIGINT)
+        output = child.communicate(timeout=DEADLINE_S)[0]
+    assert f"going on after the last committed step in {first}" in output
+    assert steps_of(first)[: done + 3] == list(range(1, done + 4))

@@ -18,9 +18,10 @@
     liveness: {beat_s, ...}
 """
 
+import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -91,7 +92,8 @@ class JobLayout:
 
 JOB_KEYS = tuple(JobLayout.__dataclass_fields__)
 HIDDEN = "***"
-_SECRET = re.compile("TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASS|PWD|AUTH|CREDENTIAL|DSN", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str, ...] = ()) -> JobSpec:
@@ -257,8 +259,8 @@ def _validate_times(layout: JobLayout) -> list[ConfigError]:
 def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
     """Write the resolved job as a job file; reading it back gives the same job.
 
-    ``hide_secrets`` writes ``HIDDEN`` for environment variables with TOKEN, KEY, SECRET, PASSWORD, PASSWD or CREDENTIAL
-    in their names, for a file that others may read.
+    ``hide_secrets`` writes ``HIDDEN`` for environment variables whose names or values look like secrets (``_SECRET``),
+    for a file that others may read.
     """
     trainer = {_file_key(name): value for name, value in vars(job.trainer).items()}
     trainer["torch_master_port"] = list(job.trainer.torch_master_port)
@@ -288,12 +290,21 @@ def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
     return OmegaConf.to_yaml(data)
 
 
+def digest(job: JobSpec) -> str:
+    """The same for jobs with the same description, wherever they write to."""
+    return hashlib.sha256(job_to_yaml(replace(job, job_dir=RUNS)).encode()).hexdigest()[:16]
+
+
 def _file_key(name: str) -> str:
     return "class" if name == "class_" else name
 
 
+def _is_secret(name: str, value: str) -> bool:
+    return bool(_SECRET.search(name) or _SECRET_VALUE.search(value))
+
+
 def _env_to_file(env: Mapping[str, str], hide_secrets: bool) -> dict[str, str]:
     return {
-        name: HIDDEN if hide_secrets and _SECRET.search(name) else escape_references(value)
+        name: HIDDEN if hide_secrets and _is_secret(name, value) else escape_references(value)
         for name, value in env.items()
     }

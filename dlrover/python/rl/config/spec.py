@@ -190,6 +190,9 @@ class JobSpec:
     run: str = ""
     """Id of the run; empty before it begins."""
 
+    given: str = ""
+    """Digest of the description without defaults, by which a repeated command is told from another; empty: unknown."""
+
     overwrite: bool = False
     """Replace the results of an earlier run in ``job_dir``."""
 

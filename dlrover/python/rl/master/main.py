@@ -102,7 +102,9 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], address: str | None, lo
     saved = find_saved_run(name_or_dir)
     folder, owner = saved.folder, saved.owner
     if owner.runtime == LAUNCHED:
-        raise InvalidJob([ConfigError(name_or_dir, "was launched without Ray: the same command goes on with it")])
+        raise InvalidJob(
+            [ConfigError(name_or_dir, "was run by several processes of a launcher: the same command goes on with it")]
+        )
     if owner.state == FINISHED and not overrides:
         click.echo(f"{folder}: the run has finished; to go on, override a setting such as its number of steps")
         return
@@ -111,6 +113,9 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], address: str | None, lo
         os.chdir(owner.work_dir)
     checked = check_described(lambda: saved_job(saved, overrides), local)
     step = last_commit(owner.job, folder)
+    if step is None and owner.state == FINISHED:
+        what = "has finished, and its commits were removed (checkpoint.keep_runs): nothing is left to go on from"
+        raise InvalidJob([ConfigError(name_or_dir, what)])
     where = f"after step {step}" if step else "from the beginning: no step was committed"
     click.echo(f"{owner.job}: going on in {folder}, {where}", err=True)
     _run(checked, address, local)
@@ -185,7 +190,7 @@ def _is_file(text: str) -> bool:
 
 
 def _looks_like_file(text: str) -> bool:
-    return text.endswith((".yaml", ".yml", ".json")) and not any(mark in text for mark in "\n{:")
+    return not any(mark in text for mark in "\n{:")
 
 
 def _with_options(job: JobSpec, options: dict[str, Any]) -> JobSpec:
@@ -297,12 +302,16 @@ def describe(checked: CheckedJob) -> str:
     lines += checked.inspection.about
     if checked.job.run_folders:
         lines.append(f"files: each run in a folder of its own, {checked.job.run_folders}/<time>-<id>")
-        lines += [f"  the run will remove {folder} (checkpoint.keep_runs)" for folder in superseded(checked.job)]
+        lines += _removals(checked.job)
     return "\n".join(lines)
 
 
+def _removals(job: JobSpec) -> list[str]:
+    return [f"  the run will remove {folder} (checkpoint.keep_runs)" for folder in superseded(job)]
+
+
 def _run(checked: CheckedJob, address: str | None, local: bool) -> None:
-    for line in checked.inspection.about:
+    for line in [*checked.inspection.about, *_removals(checked.job)]:
         click.echo(line, err=True)
     # Drawing a live bar would erase the prompt of a debugger in this very process.
     with ProgressView(checked.job.name, live=not local) as view:

@@ -311,6 +311,7 @@ class RLMaster:
 
     async def report(self, report: StepReport) -> None:
         self._reports.append(report)
+        self._activity = ""
         if len(self._reports) > _KEPT_REPORTS:
             del self._reports[0]
             self._dropped += 1

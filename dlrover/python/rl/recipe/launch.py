@@ -26,6 +26,7 @@ from dlrover.python.rl.common.command_line import OverridesCommand
 from dlrover.python.rl.common.errors import ConfigError, DLRoverRLError, InvalidJob, JobConflict, JobFailed
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.config.layout import digest
 from dlrover.python.rl.config.load import load_job, search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import list_keys
@@ -34,7 +35,7 @@ from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.runtime.process.executor import load_class
 from dlrover.python.rl.runtime.process.inspection import inspect_job
 from dlrover.python.rl.runtime.process.progress import ProgressView
-from dlrover.python.rl.runtime.run_folder import begin, continued
+from dlrover.python.rl.runtime.run_folder import begin, continued, has_commits, newest_owner, repeated
 from dlrover.python.rl.runtime.torchrun.links import MEETING_S, KeyValueStore, LaunchEnv, accept_all, join, refuse_all
 from dlrover.python.rl.runtime.torchrun.run import Leader, open_run, run_follower
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing
@@ -95,7 +96,7 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
 
     with ProgressView(recipe or "job", live=not launch.rank) as view:
         error = run_together(describe, launch, view, view.announce)
-    if error is not None and jobs:
+    if error is not None and jobs and has_commits(jobs[0].job_dir):
         click.echo("to go on after the last committed step, run the same command again", err=True)
     if error is not None:
         return _code_of(error)
@@ -135,7 +136,7 @@ def run_together(
     with ExitStack() as stack:
         try:
             announce("checking the job")
-            job, start = stack.enter_context(open_run(describe()))
+            job, start = stack.enter_context(open_run(describe(), alone=launch.world_size == 1))
         except BaseException:
             if store is not None:
                 refuse_all(launch, store)
@@ -145,7 +146,7 @@ def run_together(
 
 
 def describe_job(recipe: str, job_file: str | None, overrides: Sequence[str], launch: LaunchEnv) -> JobSpec:
-    """The checked job, with one member of each role in each process; it resumes from the latest commit.
+    """The checked job, with one member of each role in each process; a repeated command goes on from the latest commit.
 
     Without ``job_file`` the settings of ``recipe`` are used, and any key may be overridden. Raises InvalidJob with
     every config error."""
@@ -153,18 +154,21 @@ def describe_job(recipe: str, job_file: str | None, overrides: Sequence[str], la
         raise InvalidJob([ConfigError("--config", "is required: a job file")])
     file = job_file or Path(__file__).with_name(f"{recipe}.yaml")
     items = [item if job_file or item.startswith("+") else f"+{item}" for item in overrides]
-    return check_job(
-        lambda: load_job(file, ["checkpoint.resume=latest", *items]), launch, partial(click.echo, err=True)
-    )
+    says = any(item.lstrip("+").startswith("checkpoint.resume=") for item in items)
+    read = partial(load_job, file, ["checkpoint.resume=latest", *items])
+    return check_job(read, launch, partial(click.echo, err=True), may_repeat=not says)
 
 
 def _hide(line: str) -> None:
     pass
 
 
-def check_job(read: Callable[[], JobSpec], launch: LaunchEnv, show: Callable[[str], None] = _hide) -> JobSpec:
+def check_job(
+    read: Callable[[], JobSpec], launch: LaunchEnv, show: Callable[[str], None] = _hide, may_repeat: bool = False
+) -> JobSpec:
     """Read a job, put one member of each role in each process, and check it; InvalidJob with every config error.
-    ``show`` receives lines about it."""
+    ``show`` receives lines about it. ``may_repeat``: it goes on with the last run of its name, if that was given the
+    same."""
     errors: list[ConfigError] = []
     job: JobSpec | None
     try:
@@ -172,7 +176,9 @@ def check_job(read: Callable[[], JobSpec], launch: LaunchEnv, show: Callable[[st
     except InvalidJob as error:
         job, errors = error.salvaged, list(error.errors)
     if job is not None:
-        job = continued(_spread_over_processes(job, launch))
+        job = _spread_over_processes(job, launch)
+        job = replace(job, given=digest(job))
+        job = repeated(job) if may_repeat else continued(job)
         places = {error.where for error in errors}
         inspection = inspect_job(job, here=True)
         further = [*inspection.errors, *_validate_sharing(job, launch)]
@@ -181,6 +187,8 @@ def check_job(read: Callable[[], JobSpec], launch: LaunchEnv, show: Callable[[st
         raise InvalidJob(errors)
     for line in inspection.about:
         show(line)
+    if newest_owner(job.job_dir) is not None and job.checkpoint.resume == "latest":
+        show(f"going on after the last committed step in {job.job_dir}")
     return begin(inspection.complete(job))
 
 

@@ -13,6 +13,7 @@ while it runs. There is no lock, since one that a lost node holds on a shared di
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -29,7 +30,7 @@ from uuid import uuid4
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.layout import job_to_yaml
-from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.runtime.checkpoint.member_state import memory_path
 from dlrover.python.rl.runtime.checkpoint.state_file import new_file
 
@@ -39,6 +40,7 @@ LATEST, DESCRIPTION = "latest", "job.yaml"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 IN_PROCESS, ON_RAY, LAUNCHED = "one process", "Ray", "torchrun"
 BEAT_S = 5.0
+_OWN_FOLDER = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 _RESULTS = ("metrics.jsonl", "summary.json", "model", "checkpoints/*/step-*", "commits/*/step-*")
 
 
@@ -64,6 +66,7 @@ class Owner:
     work_dir: str
     search_path: tuple[str, ...]
     state: str = RUNNING
+    given: str = ""
 
     @property
     def is_here(self) -> bool:
@@ -89,7 +92,18 @@ def _owner(job: JobSpec, runtime: str, bound: bool) -> Owner:
         lease_s=job.liveness.lease_s,
         work_dir=job.work_dir,
         search_path=job.search_path,
+        given=job.given,
     )
+
+
+def repeated(job: JobSpec) -> JobSpec:
+    """The same command as that of the last run, which has not finished, goes on in its folder; another one is a new
+    run."""
+    folder = (job.run_folders / LATEST).resolve() if job.run_folders else job.job_dir
+    owner = newest_owner(folder)
+    if owner is not None and owner.given == job.given and owner.state != FINISHED:
+        return replace(job, job_dir=folder)
+    return replace(job, checkpoint=replace(job.checkpoint, resume="never"))
 
 
 def continued(job: JobSpec) -> JobSpec:
@@ -112,6 +126,13 @@ def begin(job: JobSpec) -> JobSpec:
 def newest_owner(folder: Path) -> Owner | None:
     record = _newest_record(folder)
     return _read(record) if record is not None else None
+
+
+def has_commits(folder: Path) -> bool:
+    """Whether a run has left something to go on with, in its folder or in this machine's memory."""
+    owner = newest_owner(folder)
+    in_memory = owner is not None and memory_path(owner.job, owner.run).exists()
+    return in_memory or any(any(folder.glob(pattern)) for pattern in _RESULTS[3:])
 
 
 def in_use(folder: Path) -> bool:
@@ -170,16 +191,20 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
     with new_file(folder / DESCRIPTION, durable=False) as file:
         file.write(job_to_yaml(job, hide_secrets=True).encode())
     (folder / DESCRIPTION).chmod(0o600)
-    if folder.parent.name == job.name:
+    if _is_own_folder(job):
         _link_latest(folder)
         _remove(superseded(job))
     return Claim(record, owner)
 
 
 def superseded(job: JobSpec) -> list[Path]:
-    """The checkpoints and commits of ended runs of this name beyond the newest ``checkpoint.keep_runs``."""
-    parent = job.run_folders or job.job_dir.parent
-    records = [record for folder in parent.glob("*-*-*") if (record := _newest_record(folder)) is not None]
+    """The checkpoints and commits of ended runs of this name beyond the newest ``checkpoint.keep_runs``, of those with
+    folders of their own."""
+    parent = job.run_folders or (job.job_dir.parent if _is_own_folder(job) else None)
+    if parent is None:
+        return []
+    folders = [folder for folder in parent.iterdir() if _OWN_FOLDER.fullmatch(folder.name)] if parent.is_dir() else []
+    records = [record for folder in folders if (record := _newest_record(folder)) is not None]
     ended = [record.parent for record in records if not in_use(record.parent) and record.parent != job.job_dir]
     return [
         path
@@ -187,6 +212,11 @@ def superseded(job: JobSpec) -> list[Path]:
         for name in ("checkpoints", "commits")
         if (path := folder / name).is_dir()
     ]
+
+
+def _is_own_folder(job: JobSpec) -> bool:
+    """Whether the run has the folder that it gets without a ``job_dir``."""
+    return job.job_dir.parent == (RUNS / job.name).absolute() and bool(_OWN_FOLDER.fullmatch(job.job_dir.name))
 
 
 def _remove(folders: list[Path]) -> None:

@@ -122,6 +122,8 @@ def _train(recipe: str, runtime: str, keys: Mapping[str, Any], **given: Any) -> 
     if runtime not in (LOCAL, RAY, "auto") and ":" not in runtime:
         what = f"'{runtime}' is neither {LOCAL} nor {RAY} nor a cluster's address{hint(runtime, (LOCAL, RAY))}"
         raise InvalidJob([ConfigError("runtime", what)])
+    if given.get("env") is not None and given.get("reward") is not None:
+        raise InvalidJob([ConfigError("reward", "is not used beside env, which gives the rewards: give one of them")])
     describe = partial(_describe, recipe, keys, given, runtime != LOCAL)
     return _run_here(recipe, describe, keys) if runtime == LOCAL else _run_on_ray(describe, runtime)
 

@@ -124,12 +124,12 @@ def test_truncated_completions_are_warned_of_once_in_a_row(caplog):
     assert [record.args for record in caplog.records] == [(2, 75.0, 64), (5, 51.0, 64)]
 
 
-def test_a_step_without_signal_is_warned_of_once_in_a_row_where_samples_are_compared(caplog):
+def test_steps_without_signal_are_warned_of_ever_less_where_samples_are_compared(caplog):
     uniform, varied = samples_of([1.0, 1.0]), samples_of([1.0, 0.0])
-    for algorithm, warned in ((GRPO(), [2, 5]), (PPO(), [])):
-        trainer = SimpleNamespace(algorithm=algorithm, had_signal=True)
+    for algorithm, warned in ((GRPO(), [2, 3, 6]), (PPO(), [])):
+        trainer = SimpleNamespace(algorithm=algorithm, without_signal=0)
         caplog.clear()
-        for step, rows in enumerate([varied, uniform, uniform, varied, uniform], start=1):
+        for step, rows in enumerate([varied, uniform, uniform, varied, uniform, uniform], start=1):
             PolicyTrainer.warn_without_signal(trainer, step, rows)
         assert [record.args[0] for record in caplog.records] == warned
 
@@ -139,7 +139,7 @@ def test_what_is_cut_at_the_limit_is_masked_if_asked(mask_truncated):
     rows = samples_of([1.0, 0.0]).with_columns(finished=np.array([True, False]))
     cfg = PolicyConfig(model="m", rollout=RolloutConfig(mask_truncated=mask_truncated))
     trainer = SimpleNamespace(
-        cfg=cfg, algorithm=GRPO(), had_signal=True, reward_failures=SimpleNamespace(update=lambda step, rows: None)
+        cfg=cfg, algorithm=GRPO(), without_signal=0, reward_failures=SimpleNamespace(update=lambda step, rows: None)
     )
     trainer.warn_without_signal = lambda step, rows: None
     batch = StepBatch.from_rollouts(Pending([]), rows, np.arange(2), 1)

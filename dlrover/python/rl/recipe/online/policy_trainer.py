@@ -95,7 +95,7 @@ class PolicyTrainer(RecipeTrainer):
         self.announce("loading the models")
         names = [pending.result() for pending in self.load_models()]  # waits: for models; the members' limits bound it
         (self.machine,) = self.RG_ACTOR.machine()
-        self.had_signal, self.had_room = True, True
+        self.without_signal, self.had_room = 0, True
         self.engines = {"train engine": names[0][0], "rollout engine": names[1][0]}
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -132,17 +132,17 @@ class PolicyTrainer(RecipeTrainer):
         return batch
 
     def warn_without_signal(self, step: int, rows: Batch) -> None:
-        """Log the first step, of several in a row, whose rewards give no gradient."""
+        """Log steps whose rewards give no gradient: the first, and ever fewer of the later ones."""
         if not getattr(self.algorithm, "compares_samples", False):
             return
         share = uniform_share(rows)
-        if share == 1.0 and self.had_signal:
+        self.without_signal += share == 1.0
+        if share == 1.0 and self.without_signal.bit_count() == 1:
             _LOG.warning(
                 "step %d: no gradient: all rewards of a group are equal, in every group; check the reward function on"
                 " samples.jsonl, raise the temperature, or take easier prompts",
                 step,
             )
-        self.had_signal = share < 1.0
 
     def train(self, step: int, batch: StepBatch) -> dict[str, float]:
         """Annotate the rows and train on them; returns the metrics. NonFiniteUpdate names the samples."""

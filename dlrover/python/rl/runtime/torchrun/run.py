@@ -36,7 +36,9 @@ from dlrover.python.rl.runtime.run_folder import (
     BEAT_S,
     FAILED,
     FINISHED,
+    IN_PROCESS,
     LAUNCHED,
+    ON_RAY,
     Claim,
     claim,
     held,
@@ -59,8 +61,9 @@ _POLL_S = 0.1
 
 
 @contextmanager
-def open_run(job: JobSpec) -> Iterator[tuple[JobSpec, Claim]]:
+def open_run(job: JobSpec, alone: bool = False) -> Iterator[tuple[JobSpec, Claim]]:
     """Claim the folder of the job, which has begun: for its new run, or for that of an earlier launch, to go on with.
+    ``alone``: in a single process, so that one process can go on with it.
 
     Raises:
         InvalidJob: the folder cannot be made.
@@ -68,12 +71,12 @@ def open_run(job: JobSpec) -> Iterator[tuple[JobSpec, Claim]]:
             while the former ones end.
     """
     previous = newest_owner(job.job_dir)
-    if previous is not None and previous.runtime == LAUNCHED and job.checkpoint.resume == "latest":
+    if previous is not None and previous.runtime != ON_RAY and job.checkpoint.resume == "latest":
         _wait_until_free(job.job_dir, _PREDECESSOR_S if previous.is_here else job.liveness.lease_s + BEAT_S)
         job = replace(job, run=previous.run)
     else:
         forget_memory(job.name)
-    with held(claim(job, LAUNCHED, bound=True)) as claimed:
+    with held(claim(job, IN_PROCESS if alone else LAUNCHED, bound=True)) as claimed:
         yield job, claimed
 
 

@@ -24,8 +24,9 @@ from typing import Any
 
 import ray
 from ray._private import services, worker
+from ray._private.accelerators import get_accelerator_manager_for_resource
 
-from dlrover.python.rl.common.errors import ClusterUnavailable
+from dlrover.python.rl.common.errors import ClusterUnavailable, ConfigError, InvalidJob
 from dlrover.python.rl.common.names import NAMESPACE
 from dlrover.python.rl.runtime.process.executor import restore_environment
 from dlrover.python.rl.runtime.ray.cluster.head import (
@@ -100,6 +101,11 @@ def _joined(address: str, common: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _started(needed: Mapping[str, float], common: Mapping[str, Any]) -> Iterator[None]:
+    gpus = get_accelerator_manager_for_resource("GPU").get_current_node_num_accelerators()
+    if needed.get("gpu", 0.0) > gpus:
+        what = f"the job needs {needed['gpu']:g} GPU{'s' * (needed['gpu'] > 1)}, this machine has {gpus}"
+        advice = "write trainer.device_type=CPU, or name a cluster that has them (--address)"
+        raise InvalidJob([ConfigError("trainer.device_type", f"{what}: {advice}")])
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     with private_folder() as folder, on_loopback(), sigterm_unwinds() as take_sigterm_back:
         keeper = _start(folder, needed, common)
