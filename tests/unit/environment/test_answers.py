@@ -137,8 +137,14 @@ def _gsm8k_pair(rng):
     number = rng.choice((rng.randint(-9_999_999, 9_999_999), rng.randint(0, 99), rng.randint(1, 99_999) / 4))
     plain = str(number)
     grouped = f"{number:,}"
-    before, after = rng.choice((("", ""), ("$", ""), ("", "%"), ("", " meters"), ("€", ""), ("", " clips.")))
-    return number, [before + text + after for text in (plain, grouped)]
+    before, after = rng.choice(
+        (("", ""), ("$", ""), ("", "%"), ("", " meters"), ("€", ""), ("", " clips."), ("", " m^2"), ("", " ft2"))
+    )
+    spellings = [before + text + after for text in (plain, grouped)]
+    if number < 0:
+        spellings += [f"-{before}{text[1:]}{after}" for text in (plain, grouped)]
+        spellings += [f"\u2212{before}{text[1:]}{after}" for text in (plain, grouped)]
+    return number, spellings
 
 
 def _solution(rng, text):
@@ -155,6 +161,23 @@ def test_gsm8k_rewards_each_right_answer_and_no_changed_number():
         assert gsm8k(completion, _solution(rng, rng.choice(spellings)), {}) == 1.0, completion
         changed = _solution(rng, f"{number + rng.choice((-1, 1, 0.5, 1_000)):,}")
         assert gsm8k(completion, changed, {}) == 0.0, (completion, changed)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("#### -$5", "-5"),
+        ("The answer is -$1,200.", "#### -1,200"),
+        (r"\boxed{-\$5}", "-5"),
+        ("It is \u22125", "-5"),
+        ("#### 10 m^2", "10"),
+        ("#### 72 m2", "72"),
+        ("from 5-$7", "7"),
+        ("a box of 2x3", "3"),
+    ],
+)
+def test_gsm8k_reads_signs_currencies_and_units(completion, answer):
+    assert gsm8k(completion, answer, {}) == 1.0
 
 
 def test_gsm8k_needs_a_number_in_the_reference():

@@ -63,6 +63,12 @@ def decimal_value(text: str) -> Decimal | None:
         return None
 
 
+_CURRENCY_AFTER_SIGN = re.compile(r"(?<![\w)][-+])(?<=[-+])\s?\\?[$\u20ac\u00a3]\s?(?=[\d.])")
+_POWER_OF_UNIT = re.compile(
+    r"(?<=[ \d])(?:[kcmd]?m|ft|in|yd|mi|inches|feet|miles|units?|met(?:er|re)s?)\^?\{?[23]\}?(?!\w)"
+)
+
+
 def same_answer(text: str, answer: str) -> bool:
     """True for equal texts, ignoring outer white space, or numbers of the same exact value."""
     if text.strip() == answer.strip():
@@ -101,5 +107,8 @@ def same_final_number(completion: str, answer: str) -> float:
 
 
 def _plain_number_text(text: str) -> str:
-    """What is marked, or all of it, with the thousands separators of LaTeX as plain ones."""
-    return (marked_answer(text) or text).replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+    """What is marked, or all of it, without what LaTeX and units put around a number."""
+    plain = (
+        (marked_answer(text) or text).replace("{,}", ",").replace("\\,", "").replace("\\!", "").replace("\u2212", "-")
+    )
+    return _POWER_OF_UNIT.sub("", _CURRENCY_AFTER_SIGN.sub("", plain))
