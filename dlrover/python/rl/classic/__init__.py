@@ -8,6 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dlrover.python.rl.classic.constructors import ClassicGRPOTrainer as GRPOTrainer
+    from dlrover.python.rl.classic.constructors import ClassicSFTTrainer as SFTTrainer
+    from dlrover.python.rl.classic.constructors import OnPolicyDistillationTrainer
     from dlrover.python.rl.classic.envs import (
         AIME2025,
         CapyBaraSFTDataset,
@@ -16,9 +19,6 @@ if TYPE_CHECKING:
         get_boxed_answer,
     )
     from dlrover.python.rl.classic.evaluator import Evaluator
-    from dlrover.python.rl.classic.trainers import ClassicGRPOTrainer as GRPOTrainer
-    from dlrover.python.rl.classic.trainers import ClassicSFTTrainer as SFTTrainer
-    from dlrover.python.rl.classic.trainers import OnPolicyDistillationTrainer
     from dlrover.python.rl.environment.verifiers.arithmetic import MathDataset
 
 _CLASSIC = "dlrover.python.rl.classic"
@@ -27,11 +27,11 @@ _SOURCES = {
     "CapyBaraSFTDataset": (f"{_CLASSIC}.envs", "CapyBaraSFTDataset"),
     "EnvBase": (f"{_CLASSIC}.envs", "EnvBase"),
     "Evaluator": (f"{_CLASSIC}.evaluator", "Evaluator"),
-    "GRPOTrainer": (f"{_CLASSIC}.trainers", "ClassicGRPOTrainer"),
+    "GRPOTrainer": (f"{_CLASSIC}.constructors", "ClassicGRPOTrainer"),
     "IntellectMathDataset": (f"{_CLASSIC}.envs", "IntellectMathDataset"),
     "MathDataset": ("dlrover.python.rl.environment.verifiers.arithmetic", "MathDataset"),
-    "OnPolicyDistillationTrainer": (f"{_CLASSIC}.trainers", "OnPolicyDistillationTrainer"),
-    "SFTTrainer": (f"{_CLASSIC}.trainers", "ClassicSFTTrainer"),
+    "OnPolicyDistillationTrainer": (f"{_CLASSIC}.constructors", "OnPolicyDistillationTrainer"),
+    "SFTTrainer": (f"{_CLASSIC}.constructors", "ClassicSFTTrainer"),
     "get_boxed_answer": (f"{_CLASSIC}.envs", "get_boxed_answer"),
 }
 
