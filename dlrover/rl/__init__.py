@@ -91,7 +91,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("dlrover.rl.nn")
     if name not in _HOME:
         moved = importlib.import_module("dlrover.python.rl.common.moved")
-        raise AttributeError(moved.no_attribute(__name__, name))
+        raise moved.no_attribute(__name__, name)
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

@@ -10,4 +10,4 @@ __all__ = ["TrainModule", "empty_weights"]
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(no_attribute(__name__, name))
+    raise no_attribute(__name__, name)

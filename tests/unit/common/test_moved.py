@@ -35,8 +35,13 @@ def test_a_module_that_never_was_is_just_not_found():
     ],
 )
 def test_a_name_of_rlite_names_its_new_one(module, name, said):
-    with pytest.raises(AttributeError, match=said):
+    with pytest.raises((AttributeError, ImportError), match=said):
         getattr(importlib.import_module(module), name)
+
+
+def test_an_import_of_a_name_of_rlite_names_its_new_one():
+    with pytest.raises(ImportError, match="use 'TrainEngine'"):
+        from dlrover.rl import RliteTrainEngine  # noqa: F401
 
 
 def test_both_homes_of_the_guide_have_its_names():

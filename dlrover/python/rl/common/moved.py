@@ -23,10 +23,12 @@ _RLITE_NAMES = {
 }
 
 
-def no_attribute(module: str, name: str) -> str:
-    """The message for a name that ``module`` does not have; the new name of one of RLite's."""
-    new = f"; use '{_RLITE_NAMES[name]}'" if name in _RLITE_NAMES else ""
-    return f"module '{module}' has no attribute '{name}'{new}"
+def no_attribute(module: str, name: str) -> Exception:
+    """The error for a name that ``module`` does not have. One of RLite's is an ImportError, since ``from module import
+    name`` replaces the text of an AttributeError."""
+    if name in _RLITE_NAMES:
+        return ImportError(f"module '{module}' has no '{name}'; use '{_RLITE_NAMES[name]}'", name=module)
+    return AttributeError(f"module '{module}' has no attribute '{name}'")
 
 
 class MovedModules:

@@ -53,6 +53,8 @@ _ELSEWHERE: Mapping[str, str] = {
     "trainer.n_gpus_per_node": "trainer.device_per_node",
     "trainer.nnodes": "trainer.node_number",
     "trainer.test_freq": "eval_every",
+    "trainer.val_before_train": "eval_every: held-out prompts are evaluated before and after the training",
+    "trainer.critic_warmup": "critic.warmup_steps",
     "trainer.save_freq": "checkpoint.every, and keep.save_every for models",
     "trainer.save_dir": "job_dir",
     "trainer.default_local_dir": "job_dir",
