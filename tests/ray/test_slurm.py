@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 from durable_jobs import wait_for
-from test_cli_on_ray import CLI, descendants
+from test_cli_on_ray import CLI
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.master.init import write_skeleton
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
 
+RAY = f"{sys.executable} -m ray.scripts.scripts"
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 if [[ $1 == hostname ]]; then echo 127.0.0.1; else exec "$@"; fi
@@ -41,11 +42,12 @@ def desk(tmp_path, monkeypatch):
         "scontrol": SCONTROL,
         "dlrover-rl": f'#!/bin/bash\nexec {" ".join(CLI)} "$@"\n',
         "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n',
-        "ray": f'#!/bin/bash\nexec {sys.executable} -m ray.scripts.scripts "$@"\n',
+        "ray": f'#!/bin/bash\n[[ $1 == start ]] && set -- "$@" --num-cpus=4\nexec {RAY} "$@"\n',
     }.items():
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
-    return folder
+    yield folder
+    clear(folder)
 
 
 def batch(desk, job_id, **more):
@@ -60,7 +62,6 @@ def batch(desk, job_id, **more):
         "SLURM_JOB_NUM_NODES": "1",
         "PORT": "6391",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on loopback
-        "RAY_TMPDIR": str(desk.parent),
         **more,
     }
     with (desk / f"job-{job_id}.log").open("ab") as log:
@@ -69,13 +70,13 @@ def batch(desk, job_id, **more):
         )
 
 
-def clear(process):
-    """What Slurm does to the processes of an allocation that has ended."""
-    left = [process.pid, *descendants(process.pid)]
-    for pid in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait(timeout=30)
+def clear(desk):
+    """End every process of an allocation, as Slurm does: whatever has its environment."""
+    mark = f"LOG={desk / 'scontrol.log'}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
     time.sleep(1)
 
 
@@ -87,25 +88,32 @@ def weights(desk, job_id):
     return (desk / "runs/slurm-test" / f"slurm-{job_id}" / "model" / "model.safetensors").read_bytes()
 
 
+def steps_of(desk, job_id):
+    file = desk / "runs/slurm-test" / f"slurm-{job_id}" / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.is_file() else 0
+
+
 def test_a_job_that_is_killed_and_one_that_is_out_of_time_go_on_when_requeued(desk):
     job = (desk / "job.yaml").read_text()
     (desk / "job.yaml").write_text(job.replace("steps: 20", "steps: 200"))
-
-    alone = batch(desk, "1")
-    assert alone.wait(timeout=200) == 0, log_of(desk, "1")
-    clear(alone)
+    assert batch(desk, "1").wait(timeout=200) == 0, log_of(desk, "1")
+    clear(desk)
 
     killed = batch(desk, "2")
-    wait_for(lambda: "step 60/200" in log_of(desk, "2") or "step 7" in log_of(desk, "2"), 120)
-    clear(killed)
-    out_of_time = batch(desk, "2")
-    wait_for(lambda: log_of(desk, "2").count("step 1") > 2 or out_of_time.poll() is not None, 120)
+    wait_for(lambda: steps_of(desk, "2") >= 30, 120)
+    clear(desk)
+    assert killed.wait(timeout=10) == -signal.SIGKILL
+
+    out_of_time = batch(desk, "2", SLURM_RESTART_COUNT="1")
+    wait_for(lambda: steps_of(desk, "2") >= 80, 200)
     out_of_time.send_signal(signal.SIGUSR1)
-    code = out_of_time.wait(timeout=120)
-    clear(out_of_time)
-    if code:
-        assert "requeue 2" in (desk / "scontrol.log").read_text()
-        last = batch(desk, "2")
-        assert last.wait(timeout=200) == 0, log_of(desk, "2")
-        clear(last)
+    assert out_of_time.wait(timeout=120) == 130, log_of(desk, "2")
+    assert "requeue 2" in (desk / "scontrol.log").read_text()
+    clear(desk)
+    done = steps_of(desk, "2")
+    assert 80 <= done < 200
+
+    last = batch(desk, "2", SLURM_RESTART_COUNT="2", LEASE_S="0")
+    assert last.wait(timeout=200) == 0, log_of(desk, "2")
+    assert steps_of(desk, "2") == 200
     assert weights(desk, "2") == weights(desk, "1")
