@@ -50,7 +50,7 @@ def test_nothing_is_overwritten():
 def test_the_job_has_no_errors_once_there_is_its_model(monkeypatch):
     monkeypatch.chdir(write_skeleton("spelling", "local"))
     write_tiny_model(Path("tiny-model"))
-    assert check_job(load_job("job.yaml"), local=True).placement.total == {"cpu": 4.0}
+    assert check_job(load_job("job.yaml")).placement.total == {"cpu": 4.0}
 
 
 @pytest.mark.slow
