@@ -110,19 +110,26 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize(
-    "moment",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("starting Ray", "placed"))) for name in MOMENTS],
+    ("moment", "number"),
+    [
+        *(
+            pytest.param(name, signal.SIGINT, marks=[pytest.mark.slow] * (name in ("starting Ray", "placed")))
+            for name in MOMENTS
+        ),
+        pytest.param("running", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
 )
-def test_ctrl_c_stops_cleanly_at_any_moment_and_leaves_no_process(tmp_path, moment):
+def test_ctrl_c_and_sigterm_end_at_any_moment_and_leave_no_process(tmp_path, moment, number):
     with Command(tmp_path, "run", str(job_file(tmp_path, "endless"))) as command:
         wait_for(lambda: MOMENTS[moment](command), 120)
         assert command.process.poll() is None, command.output.read_text()
         started = set(command.children())
         assert started
-        command.interrupt()
+        (os.killpg if number == signal.SIGINT else os.kill)(command.process.pid, number)
         # Gathered until the end: a child of a command that has ended is nobody's any more.
         wait_for(lambda: started.update(command.children()) or command.process.poll() is not None, 60)
-        assert command.process.returncode == 130, command.output.read_text()
+        assert command.process.returncode == (130 if number == signal.SIGINT else 143), command.output.read_text()
+        assert moment != "running" or command.said("dlrover-rl resume")
     wait_for(lambda: not any(is_alive(pid) for pid in started), 20)
     assert not [line for line in every_command() if str(tmp_path) in line or "dlrover-rl" in line and "toy" in line]
 

@@ -10,7 +10,7 @@ from annotated_types import Gt
 from omegaconf import OmegaConf
 
 from dlrover.python.rl.common.errors import InvalidJob
-from dlrover.python.rl.config.typed import parse, require, salvage, to_plain
+from dlrover.python.rl.config.typed import parse, rename_keys, require, salvage, to_plain
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,16 @@ class Welcoming(Config):
 
 
 @pytest.mark.parametrize("read", [parse, salvage])
-def test_a_key_by_its_name_elsewhere_is_taken_for_the_schemas_own(read, caplog):
+def test_a_key_by_its_name_elsewhere_is_taken_for_the_schemas_own(read):
     given = OmegaConf.create({"model": "m", "actor": {"optim": {"lr": 2}}, "n": 3, "optimizer": {"kind": "sgd"}})
     assert read(Welcoming, given, "config") == (Welcoming("m", 3, Optimizer(2.0, "sgd")), [])
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said == [
+
+
+def test_a_later_other_name_counts_and_null_is_the_default():
+    given = {"model": "m", "n": 3, "steps": 4, "actor": {"optim": {"lr": None}}}
+    values, lines = rename_keys(Welcoming, given, "config", ["n"])
+    assert values == {"model": "m", "steps": 3}
+    assert lines == [
         "config.actor.optim.lr is read as optimizer.lr, its name here",
         "config.n is read as steps, its name here",
     ]
@@ -131,4 +136,4 @@ def test_a_key_by_two_names_and_what_stands_beside_it_are_problems(read):
     assert (value, str(problem.where)) == (None, "config.n")
     assert problem.what == "is another name of steps, which is given too"
     _, problems = read(Welcoming, {"model": "m", "actor": {"optim": {"lr": 2, "x": 1}}, "optimizer": 5}, "config")
-    assert {problem.where for problem in problems} == {"config.actor", "config.optimizer"}
+    assert {problem.where for problem in problems} == {"config.actor.optim.x", "config.optimizer"}

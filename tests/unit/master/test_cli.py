@@ -288,6 +288,7 @@ def test_any_key_of_a_recipe_can_be_overridden_and_check_full_shows_all(shell, r
     code, full, _ = shell("check", "--local", "--full", "job.yaml", "seed=7")
     assert code == 0
     assert all(line in full for line in ("  seed: 7\n", "    max_staleness: 0\n", "    device: cpu\n"))
+    assert "algorithm:\n    name: grpo\n    clip_low: 0.2\n" in full
     for line in (
         "model: ./model, 20.7 k parameters; 82.9 kB of weights to generate, 332 kB to train, activations not counted",
         "engines: train fsdp2, rollout torch, on cpu in fp32",
@@ -303,7 +304,7 @@ def test_any_key_of_a_recipe_can_be_overridden_and_check_full_shows_all(shell, r
         ("adv.estimator=gae", "config.adv.estimator: unknown key; here it is the recipe (ppo for gae) and algorithm.n"),
         ("trainer.n_epochs=2", "trainer.n_epochs: unknown key; here it is epochs, or steps for recipes that"),
         ("actor_rollout_ref.actor.clip_ratio=0.2", "here it is algorithm.clip_low and algorithm.clip_high"),
-        ("train_data.path=other", "config.train_data.path: is another name of data.train, which is given too"),
+        ("train_data.path=other.jsonl", "other.jsonl: no such file"),
     ],
 )
 def test_a_key_that_a_recipe_has_not_is_answered_with_its_own(shell, recipe, override, said):
@@ -313,6 +314,13 @@ def test_a_key_that_a_recipe_has_not_is_answered_with_its_own(shell, recipe, ove
 def test_a_job_on_gpus_does_not_compute_on_the_cpu(shell, recipe):
     message = refused(shell, recipe, "trainer.device_type=GPU", "engine.device=cpu", commands=[("check",)])
     assert "config.engine.device: 'cpu', but the job is one on GPUs: its GPUs would be idle" in message
+
+
+def test_a_job_for_gpus_that_is_tried_without_one_says_so(shell, recipe):
+    write(recipe)
+    code, about, _ = shell("check", "--local", "job.yaml", "trainer.device_type=GPU")
+    assert code == 0
+    assert "trainer.device_type is GPU, and this process has none: it computes on the CPU" in about
 
 
 @pytest.mark.parametrize(

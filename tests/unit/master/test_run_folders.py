@@ -129,9 +129,10 @@ def test_the_last_step_of_a_killed_run_is_kept_when_another_run_of_the_name_clea
     assert desk.steps("out") == desk.steps("other") == [1, 2, 3, 4, 5, 6]
 
 
-def test_after_ctrl_c_the_command_to_go_on_is_printed_and_works(desk):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_after_ctrl_c_or_sigterm_the_command_to_go_on_is_printed_and_works(desk, number):
     process = desk.held("out", HERE)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     said = desk.end(process)
     assert process.returncode == 130, said
     command = re.search(r"dlrover-rl (resume) (\S+)", said)

@@ -60,16 +60,47 @@ def test_a_job_file_and_overrides_go_together(desk, monkeypatch):
 
 
 @pytest.mark.feature(86)
-def test_the_environments_key_may_be_the_one_that_it_has_elsewhere(desk, monkeypatch, caplog):
+def test_the_environments_key_may_be_the_one_that_it_has_elsewhere(desk, monkeypatch, capsys):
     monkeypatch.chdir(desk)
     script = Path(__file__).with_name("rl2_environment.py")
     given = ["model=model", "data.train=problems.jsonl", "data.eval_rows=8"]
     describe_job("grpo", None, [*given, f"actor.rollout.env_path={script}"], LaunchEnv())
-    assert "config.actor.rollout.env_path is read as rollout.env_path" in caplog.text
+    assert "config.actor.rollout.env_path is read as rollout.env_path" in capsys.readouterr().err
     found = problems_of(*given, f"actor.rollout.env_path={script.with_name('rl2_environmnt.py')}", recipe="grpo")
     assert "did you mean 'rl2_environment.py'" in found["config.rollout.env_path"]
     found = problems_of(*given, "actor.rollout.env_pth=x", f"rollout.env_path={script}", recipe="grpo")
-    assert "unknown key 'actor'" in found["config.actor"]
+    assert "did you mean 'actor.rollout.env_path'" in found["config.actor.rollout.env_pth"]
+
+
+def test_an_other_name_on_the_command_line_counts_before_what_the_file_has(desk, monkeypatch):
+    monkeypatch.chdir(desk)
+    Path("mine.yaml").write_text(
+        "trainer: {module: dlrover.python.rl.recipe.grpo, class: GRPOTrainer}\n"
+        "workload: {actor: {module: dlrover.python.rl.recipe.workloads, class: ActorWorkload},"
+        " rollout: {module: dlrover.python.rl.recipe.workloads, class: RolloutWorkload},"
+        " reward: {module: dlrover.python.rl.recipe.workloads, class: RewardWorkload}}\n"
+        "config: {model: model, data: {train: problems.jsonl, eval_rows: 8}, optimizer: {lr: 0.5},"
+        " reward: {function: 'dlrover.python.rl.environment.verifiers:exact'}}\n"
+    )
+    config = describe_job("", "mine.yaml", ["learning_rate=0.25", "kl.type=null"], LaunchEnv()).config
+    assert config.optimizer.lr == 0.25
+    assert (config.algorithm.name, config.algorithm.clip_low, config.algorithm.kl_in) == ("grpo", 0.2, "loss")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm.adv_estimator=grpo", "algorithm.name"),
+        ("algorithm.use_kl_in_reward=true", "algorithm.kl_in=reward"),
+        ("actor_rollout_ref.actor.loss_agg_mode=token-mean", "algorithm.averaging"),
+        ("actor_rollout_ref.actor.optim.lr_=1", "did you mean 'actor_rollout_ref.actor.optim.lr'"),
+    ],
+)
+def test_a_key_of_another_library_is_answered_where_it_is_written(desk, monkeypatch, override, said):
+    monkeypatch.chdir(desk)
+    reward = "reward.function=dlrover.python.rl.environment.verifiers:exact"
+    found = problems_of("model=model", "data.train=problems.jsonl", "data.eval_rows=8", reward, override, recipe="grpo")
+    assert said in found[f"config.{override.split('=')[0]}"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 """Algorithms by the names that job files use."""
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any, cast
 
 from dlrover.python.rl.algorithm.base import Algorithm
@@ -69,3 +69,23 @@ def make_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Algor
         raise InvalidJob([ConfigError("algorithm.name", message)])
     algorithm = require(schema, {**PRESETS.get(name, {}), **(options or {})}, "algorithm")
     return cast(Algorithm, algorithm)
+
+
+def complete_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A job's options, ``name`` among them, with the defaults of all others that a file can hold; as they are if they
+    are wrong."""
+    try:
+        algorithm = make_algorithm(str(options["name"]), {key: options[key] for key in options if key != "name"})
+    except InvalidJob:
+        return dict(options)
+    values = asdict(cast(Any, algorithm))
+    given = [field.name for field in fields(cast(Any, algorithm)) if field.init]
+    return {"name": options["name"], **{name: values[name] for name in given if _is_plain(values[name])}, **options}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

@@ -12,10 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.names import hint
-
-_LOG = get_logger(__name__)
+from dlrover.python.rl.common.names import hint, nearest
 
 T = TypeVar("T")
 
@@ -109,14 +106,32 @@ def _nested(schema: Any) -> list[type[Any]]:
 
 
 def _config_errors(schema: Any, item: Mapping[str, Any], where: str) -> list[ConfigError]:
-    """The error of an item; of an unknown key that ``schema.elsewhere`` has, or has keys below, those of these."""
+    """The error of an item; of an unknown key that begins keys of other libraries, one for each key below it."""
     path = ".".join(map(str, item["loc"]))
-    found = []
-    for key, place in getattr(schema, ELSEWHERE, {}).items() if item["type"] in _UNKNOWN else ():
-        below = key.removeprefix(path).split(".")[1:]
-        if (key == path or key.startswith(f"{path}.")) and _pick(item["input"], below) is not _MISSING:
-            found.append(ConfigError(f"{where}.{key}" if where else key, f"unknown key; here it is {place}"))
-    return found or [_config_error(schema, item, where)]
+    foreign = [*getattr(schema, ELSEWHERE, {}), *getattr(schema, OTHER_NAMES, {})]
+    if item["type"] in _UNKNOWN and any(f"{key}.".startswith(f"{path}.") for key in foreign):
+        keys = [".".join([path, *below]) for below in _leaves(item["input"])]
+        return [answer(schema, ConfigError(f"{where}.{key}" if where else key, _foreign(key, foreign))) for key in keys]
+    return [_config_error(schema, item, where)]
+
+
+def _leaves(value: Any) -> list[list[str]]:
+    if not isinstance(value, Mapping) or not value:
+        return [[]]
+    return [[str(key), *below] for key, item in value.items() for below in _leaves(item)]
+
+
+def _foreign(key: str, known: Sequence[str]) -> str:
+    near = nearest(key, known)
+    return f"unknown key{f'; did you mean {near!r}?' if near else ', and no other name of one'}"
+
+
+def answer(schema: Any, error: ConfigError) -> ConfigError:
+    """``error``; if it is of a key, or of one below it, that ``schema.elsewhere`` has, what that says."""
+    for key, place in getattr(schema, ELSEWHERE, {}).items():
+        if f"{error.where.removeprefix('config.')}.".startswith(f"{key}.") and error.what.startswith("unknown key"):
+            return ConfigError(error.where, f"unknown key; here it is {place}")
+    return error
 
 
 def _config_error(schema: Any, item: Mapping[str, Any], where: str) -> ConfigError:
@@ -201,21 +216,25 @@ def escape_references(text: str) -> str:
 def complete_values(schema: type[Any], values: Any, where: str) -> Any:
     """Rename the keys of ``values`` to the schema's own, and add its defaults; other values than mappings stay. Raises
     InvalidJob if a value has two names."""
-    return _with_defaults(schema, rename_keys(schema, values, where))
+    return _with_defaults(schema, rename_keys(schema, values, where)[0])
 
 
-def rename_keys(schema: type[Any], values: Any, where: str) -> Any:
-    """``values`` with the schema's own names of its keys. Raises InvalidJob if a value has two names."""
+def rename_keys(schema: type[Any], values: Any, where: str, later: Sequence[str] = ()) -> tuple[Any, list[str]]:
+    """``values`` with the schema's own names of its keys, and a line about each that had another one. Of a value with
+    two names the one in ``later`` counts. Raises InvalidJob if none of them is."""
+    lines = []
     for alias, name in getattr(schema, OTHER_NAMES, {}).items():
         value = _pick(values, alias.split("."))
         if value is _MISSING:
             continue
         place = f"{where}.{alias}" if where else alias
-        if _pick(values, name.split(".")) is not _MISSING:
+        if _pick(values, name.split(".")) is not _MISSING and alias not in later:
             raise InvalidJob([ConfigError(place, f"is another name of {name}, which is given too")])
-        _LOG.warning("%s is read as %s, its name here", place, name)
-        values = _with(_without(values, alias.split(".")), name.split("."), value)
-    return values
+        lines.append(f"{place} is read as {name}, its name here")
+        values = _without(values, alias.split("."))
+        if value is not None:
+            values = _with(values, name.split("."), value)
+    return values, lines
 
 
 def _pick(values: Any, path: Sequence[str]) -> Any:

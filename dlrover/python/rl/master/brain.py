@@ -4,6 +4,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from dlrover.python.rl.common.errors import JobConflict
@@ -18,6 +19,7 @@ from dlrover.python.rl.master.status import JobStatus, status_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore, StateStore
 from dlrover.python.rl.runtime.local_executor import LocalExecutor
 from dlrover.python.rl.runtime.process.inspection import Inspection
+from dlrover.python.rl.runtime.process.interrupts import insistent_interrupts
 from dlrover.python.rl.runtime.run_folder import new_run
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport, announce_nothing
 
@@ -98,7 +100,7 @@ def run_local(
     enforce_deadlines: bool = False,
     announce: Announcer = announce_nothing,
 ) -> JobStatus:
-    """Run ``job`` to its end without Ray; Ctrl-C stops it in good order. The journal is in memory by default.
+    """Run ``job`` to its end without Ray; Ctrl-C or SIGTERM stops it in good order. The default journal is in memory.
 
     ``enforce_deadlines`` lets calls with a timeout fail when they take longer.
     """
@@ -119,13 +121,12 @@ def run_local(
                 commands.clear()  # starts that are still pending
             commands.append(command)
 
-    try:
+    execute = insistent_interrupts()(executor.execute)
+    with closing(brain):
         emit(submission(job, run, Inspection(), brain))
         while commands:
             try:
-                executor.execute(commands.popleft(), emit)
+                execute(commands.popleft(), emit)
             except KeyboardInterrupt:
                 emit(StopRequested("interrupted"))
-    finally:
-        brain.close()
     return status_of(job, brain.state, last[0] if last else None)

@@ -3,14 +3,12 @@
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 from dlrover.python.rl.common.errors import CallError, ConfigError, InvalidJob, JobConflict, JobFailed, MasterLost
@@ -19,6 +17,7 @@ from dlrover.python.rl.common.names import master_name
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.config.load import search_folders
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.config.typed import from_plain
 from dlrover.python.rl.control.placement import Placement, plan
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.brain import fresh_journal, run_local
@@ -27,33 +26,11 @@ from dlrover.python.rl.master.status import JobStatus, Position, Update
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
 from dlrover.python.rl.runtime.process.curve import redraw
 from dlrover.python.rl.runtime.process.inspection import Inspection, inspect_in_child, inspect_job
+from dlrover.python.rl.runtime.process.interrupts import Interrupts
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, launch, sweep, wait_gone
 from dlrover.python.rl.runtime.run_folder import IN_PROCESS, ON_RAY, begin, claim, conflict, continued, held
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport, announce_nothing
-
-
-class Interrupts:
-    """Counts Ctrl-C while it is entered, so that it interrupts no line. Outside the main thread it counts nothing."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._before: Any = None
-
-    def __enter__(self) -> "Interrupts":
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-
 
 _LOG = get_logger(__name__)
 
@@ -84,9 +61,19 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     errors += inspection.errors
     if local:
         errors += inspection.single_process_refusals
+        inspection = replace(inspection, about=(*_warn_of_device(job, inspection.config), *inspection.about))
     if errors or placement is None:
         raise InvalidJob(errors)
-    return CheckedJob(inspection.complete(job), placement, inspection, job.config)
+    given = job.config if inspection.given is None else from_plain(inspection.given)
+    return CheckedJob(inspection.complete(job), placement, inspection, given)
+
+
+def _warn_of_device(job: JobSpec, config: Mapping[str, Any] | None) -> list[str]:
+    engine = (config or {}).get("engine")
+    device = engine.get("device") if isinstance(engine, Mapping) else None
+    if job.trainer.device_type != "GPU" or device != "cpu":
+        return []
+    return ["trainer.device_type is GPU, and this process has none: it computes on the CPU"]
 
 
 def check_described(describe: Callable[[], JobSpec], local: bool = False) -> CheckedJob:
@@ -177,7 +164,7 @@ def _run_on_cluster(
     total["cpu"] = total.get("cpu", 0.0) + checked.job.master.cpu
     if not connected:
         announce("starting Ray" if address is None else f"connecting to Ray at {address}")
-    with Interrupts() as interrupts, nullcontext() if connected else ray_cluster(address, total):
+    with Interrupts(signal.SIGINT) as interrupts, nullcontext() if connected else ray_cluster(address, total):
         if interrupts.count:
             return JobStatus(name, Phase.STOPPED, 0, 0, INTERRUPTED, None, folder=str(checked.job.job_dir))
         try:
@@ -199,7 +186,7 @@ def start_master(checked: CheckedJob, claims: bool = True) -> Any:
     """Launch and start the master of a checked job on the connected cluster; it ``claims`` the job's folder unless this
     process has done so. Raises JobConflict while a job of this name is running or another run holds the folder, and
     MasterLost."""
-    job = checked.job if checked.job.run else begin(checked.job)
+    job = begin(checked.job)
     _clear_the_name(job.name)
     needs = {"cpu": job.master.cpu, "memory": job.master.memory}
     arguments = (job, checked.placement, checked.inspection, claims)

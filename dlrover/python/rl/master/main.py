@@ -50,7 +50,7 @@ from dlrover.python.rl.master.status import JobStatus
 from dlrover.python.rl.runtime.process.progress import ProgressView
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, sweep, wait_gone
-from dlrover.python.rl.runtime.run_folder import FINISHED, IN_PROCESS, LAUNCHED, superseded
+from dlrover.python.rl.runtime.run_folder import FINISHED, IN_PROCESS, LAUNCHED, begin, superseded
 
 EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_MASTER_LOST, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
 
@@ -313,21 +313,32 @@ def _removals(job: JobSpec) -> list[str]:
 def _run(checked: CheckedJob, address: str | None, local: bool) -> None:
     for line in [*checked.inspection.about, *_removals(checked.job)]:
         click.echo(line, err=True)
-    # Drawing a live bar would erase the prompt of a debugger in this very process.
-    with ProgressView(checked.job.name, live=not local) as view:
-        show = view.announce
-        ended = run_here(checked, view, show) if local else run_on_ray(checked, view, address, announce=show)
+    job = begin(checked.job)
+    checked = replace(checked, job=job)
+    try:
+        # Drawing a live bar would erase the prompt of a debugger in this very process.
+        with ProgressView(job.name, live=not local) as view:
+            show = view.announce
+            ended = run_here(checked, view, show) if local else run_on_ray(checked, view, address, announce=show)
+    except SystemExit:  # SIGTERM
+        _show_how_to_go_on(job.name, job.job_dir)
+        raise
     if ended.phase is Phase.FINISHED:
         _print_summary(ended)
     click.echo(f"{ended.name}: {ended.phase.value}, {ended.reason}; files in {ended.folder}", err=True)
     if ended.cause is not None and ended.cause.detail:
         click.echo(f"\n{ended.cause.detail}", err=True)
-    if ended.phase is not Phase.FINISHED and ended.folder and last_commit(ended.name, Path(ended.folder)) is not None:
-        click.echo(f"to go on after its last committed step: dlrover-rl resume {ended.folder}", err=True)
+    if ended.phase is not Phase.FINISHED and ended.folder:
+        _show_how_to_go_on(ended.name, Path(ended.folder))
     if ended.phase is Phase.FAILED:
         sys.exit(EXIT_FAILED)
     if ended.phase is not Phase.FINISHED:
         sys.exit(EXIT_INTERRUPTED if ended.reason == INTERRUPTED else EXIT_STOPPED)
+
+
+def _show_how_to_go_on(job: str, folder: Path) -> None:
+    if last_commit(job, folder) is not None:
+        click.echo(f"to go on after its last committed step: dlrover-rl resume {folder}", err=True)
 
 
 def _print_summary(ended: JobStatus) -> None:

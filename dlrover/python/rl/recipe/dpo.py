@@ -19,7 +19,7 @@ class DPOConfig(ExampleConfig):
     """Direct preference optimisation."""
 
     data: PairData
-    algorithm: Mapping[str, Any] = field(default_factory=lambda: {"name": "dpo"})
+    algorithm: Mapping[str, Any] = field(default_factory=dict)
     """``name`` (``dpo``, ``ipo`` or ``conservative_dpo``) and its options: ``beta``, ``label_smoothing``."""
 
 
@@ -27,12 +27,13 @@ class DPOTrainer(ExampleTrainer):
     """Direct preference optimisation, with the role REFERENCE; see ``ExampleTrainer``."""
 
     config_class = DPOConfig
+    algorithm_name = "dpo"
     metric_names = METRICS
 
     @classmethod
     def algorithm_of(cls, cfg: Any) -> Algorithm:
         options = dict(cfg.algorithm)
-        algorithm = make_algorithm(str(options.pop("name", "dpo")), options)
+        algorithm = make_algorithm(str(options.pop("name", cls.algorithm_name)), options)
         if not isinstance(algorithm, DPO):
             raise InvalidJob([ConfigError("algorithm.name", "is one of dpo, ipo and conservative_dpo here")])
         return algorithm

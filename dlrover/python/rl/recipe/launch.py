@@ -22,11 +22,12 @@ from pathlib import Path
 import click
 import torch.distributed as dist
 
+from dlrover.python.rl.algorithm.registry import complete_options
 from dlrover.python.rl.common.command_line import OverridesCommand
 from dlrover.python.rl.common.errors import ConfigError, DLRoverRLError, InvalidJob, JobConflict, JobFailed
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.config.layout import digest
+from dlrover.python.rl.config.layout import JOB_KEYS, digest
 from dlrover.python.rl.config.load import load_job, search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import list_keys
@@ -54,9 +55,16 @@ class _RecipeCommand(OverridesCommand):
         if context.obj:
             file = Path(__file__).with_name(f"{context.obj}.yaml")
             trainer = load_job(file).trainer
-            schema = load_class(trainer.module, trainer.class_).config_class
+            recipe = load_class(trainer.module, trainer.class_)
+            keys = dict(list_keys(recipe.config_class))
+            if recipe.algorithm_name:
+                options = complete_options({"name": recipe.algorithm_name})
+                keys |= {
+                    f"algorithm.{name}": "null" if value is None else str(value) for name, value in options.items()
+                }
+                del keys["algorithm"]
             with formatter.section("Keys of the configuration, with their defaults"):
-                formatter.write_dl(list(list_keys(schema)))
+                formatter.write_dl(sorted(keys.items(), key=lambda item: item[0].split(".")[0]))
 
 
 @click.command(cls=_RecipeCommand, context_settings={"help_option_names": ["-h", "--help"]})
@@ -153,7 +161,8 @@ def describe_job(recipe: str, job_file: str | None, overrides: Sequence[str], la
     if not job_file and not recipe:
         raise InvalidJob([ConfigError("--config", "is required: a job file")])
     file = job_file or Path(__file__).with_name(f"{recipe}.yaml")
-    items = [item if job_file or item.startswith("+") else f"+{item}" for item in overrides]
+    adds = [not job_file and item.split(".")[0] in JOB_KEYS for item in overrides]  # the recipe's keys need no +
+    items = [f"+{item}" if may_add else item for item, may_add in zip(overrides, adds, strict=True)]
     says = any(item.lstrip("+").startswith("checkpoint.resume=") for item in items)
     read = partial(load_job, file, ["checkpoint.resume=latest", *items])
     return check_job(read, launch, partial(click.echo, err=True), may_repeat=not says)

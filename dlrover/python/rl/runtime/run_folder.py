@@ -117,7 +117,9 @@ def continued(job: JobSpec) -> JobSpec:
 
 
 def begin(job: JobSpec) -> JobSpec:
-    """The job with the id of a new run and the folder that it writes into."""
+    """The job with the id of a new run and the folder that it writes into; one that has an id stays."""
+    if job.run:
+        return job
     run = new_run()
     name = f"{datetime.now().strftime('%Y%m%d-%H%M%S')}-{run}"
     return replace(job, run=run, job_dir=job.run_folders / name if job.run_folders else job.job_dir)

@@ -19,7 +19,7 @@ from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.recipe import launch as launcher
 from dlrover.python.rl.runtime.process.progress import ProgressView
-from dlrover.python.rl.runtime.run_folder import LATEST
+from dlrover.python.rl.runtime.run_folder import LATEST, has_commits
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 from dlrover.python.rl.script.inputs import Inputs
 from dlrover.python.rl.script.result import TrainResult
@@ -137,8 +137,13 @@ def _run_here(recipe: str, describe: Callable[[], JobSpec], keys: Mapping[str, A
         started.append(launcher.check_job(describe, launch, _show))
         return started[0]
 
-    with ProgressView(recipe, live=not launch.rank) as view:
-        error = launcher.run_together(check, launch, view, view.announce)
+    try:
+        with ProgressView(recipe, live=not launch.rank) as view:
+            error = launcher.run_together(check, launch, view, view.announce)
+    except KeyboardInterrupt:
+        for job in started:
+            _show_how_to_go_on(job.job_dir)
+        raise
     if error is not None:
         raise error
     return TrainResult(started[0].job_dir if started else _folder(recipe, keys, LATEST))
@@ -155,9 +160,15 @@ def _run_on_ray(describe: Callable[[], JobSpec], runtime: str) -> TrainResult:
     jobs.raise_if_failed(status)
     if status.phase is not Phase.FINISHED:
         if status.reason == jobs.INTERRUPTED:
+            _show_how_to_go_on(Path(status.folder))
             raise KeyboardInterrupt
         raise JobFailed(f"{status.name} was stopped: {status.reason}")
     return TrainResult(Path(status.folder))
+
+
+def _show_how_to_go_on(folder: Path) -> None:
+    if has_commits(folder):
+        _show(f"to go on after its last committed step: dlrover-rl resume {folder}")
 
 
 def _describe(recipe: str, keys: Mapping[str, Any], given: Mapping[str, Any], on_ray: bool) -> JobSpec:

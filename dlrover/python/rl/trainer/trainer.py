@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from dlrover.python.rl.common.errors import (
     CallError,
@@ -75,6 +75,9 @@ class BaseTrainer(ABC):
         actor_classes: role to its workload class.
         config: the job's ``config``, as an OmegaConf ``DictConfig``.
     """
+
+    config_class: ClassVar[type[Any] | None] = None
+    """The dataclass of the job's ``config``; None: any keys."""
 
     def __init__(
         self, actor_handles: Mapping[RLRoleType, list[Any]], actor_classes: Mapping[RLRoleType, type[Any]], config: Any

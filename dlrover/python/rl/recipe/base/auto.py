@@ -28,7 +28,7 @@ _WHERE = "config.engine.device"
 
 def complete_config(schema: type[T], config: Any, devices: Devices) -> T:
     """Read ``config``. Raises InvalidJob with all errors, one of them for an engine on other devices than the job's."""
-    given = rename_keys(schema, to_plain(config) or {}, "config")
+    given, _ = rename_keys(schema, to_plain(config) or {}, "config")
     engine = (given.get("engine") or {}) if isinstance(given, Mapping) else {}
     device = str(engine.get("device", AUTO)) if isinstance(engine, Mapping) else AUTO
     on_cuda = _is_cuda(device, devices)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.registry import make_algorithm, option_names
@@ -75,9 +75,8 @@ class PolicyTrainer(RecipeTrainer):
     config_class = PolicyConfig
     curve = "reward/mean"
     evaluates_first = True
+    algorithm_name = "grpo"
     cfg: PolicyConfig
-    algorithm_name: ClassVar[str] = "grpo"
-    """The algorithm if the configuration names none."""
 
     @classmethod
     def aux_outputs(cls, cfg: Any) -> list[AuxOutput]:
@@ -292,14 +291,10 @@ class PolicyTrainer(RecipeTrainer):
     # -- before the start ---------------------------------------------------------------------------------------------
 
     @classmethod
-    def complete_config(cls, config: Any, devices: str) -> Mapping[str, Any]:
-        """Where rollouts and training differ in more than float32 rounding, the correction is on by default."""
-        complete = super().complete_config(config, devices)
-        engine, options = complete["engine"], complete["algorithm"]
-        differs = engine["rollout"] != "torch" or engine["precision"] != "fp32"
-        if differs and "correction" in option_names(str(options.get("name", cls.algorithm_name))):
-            options = {"correction": "truncate", **options}
-        return {**complete, "algorithm": options}
+    def algorithm_defaults(cls, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        """Where rollouts and training differ in more than float32 rounding, the correction is on."""
+        differs = config["engine"]["rollout"] != "torch" or config["engine"]["precision"] != "fp32"
+        return {"correction": "truncate"} if differs and "correction" in option_names(name) else {}
 
     @classmethod
     def algorithm_of(cls, cfg: PolicyConfig) -> Algorithm:

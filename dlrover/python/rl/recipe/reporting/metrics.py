@@ -16,10 +16,11 @@ import torch
 
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.losses.columns import SampleView
+from dlrover.python.rl.algorithm.registry import complete_options
 from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.hub import NOT_LOOKED_UP
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.config.typed import require, salvage
+from dlrover.python.rl.config.typed import answer, require, salvage
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.source import is_left_unread
 from dlrover.python.rl.recipe.base.auto import Devices, complete_config
@@ -199,7 +200,9 @@ class RecipeTrainer(BaseTrainer):
     """Base class of the recipes' trainers: checks the configuration, times the steps, and writes the run's files."""
 
     config_class: ClassVar[type[Any]]
-    """The dataclass of the job's ``config``."""
+
+    algorithm_name: ClassVar[str] = ""
+    """The default of ``algorithm.name``, empty for a recipe with one algorithm."""
 
     curve: ClassVar[str] = "loss"
     """The metric that is drawn over the steps."""
@@ -278,7 +281,16 @@ class RecipeTrainer(BaseTrainer):
 
     @classmethod
     def complete_config(cls, config: Any, devices: str) -> Mapping[str, Any]:
-        return asdict(complete_config(cls.config_class, config, cast(Devices, devices)))
+        complete = asdict(complete_config(cls.config_class, config, cast(Devices, devices)))
+        if cls.algorithm_name:
+            options = {"name": cls.algorithm_name, **complete["algorithm"]}
+            complete["algorithm"] = complete_options({**cls.algorithm_defaults(complete, options["name"]), **options})
+        return complete
+
+    @classmethod
+    def algorithm_defaults(cls, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        """Defaults of the algorithm's options that depend on the rest of the configuration."""
+        return {}
 
     @classmethod
     def describe_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> list[str]:
@@ -305,7 +317,8 @@ class RecipeTrainer(BaseTrainer):
             return invalid
         cfg = replace(cfg, engine=cfg.engine.resolve(on_cuda=False))
         places = {error.where for error in invalid}
-        return [*invalid, *(error for error in cls.find_errors(cfg, roles) if error.where not in places)]
+        further = [answer(cls.config_class, error) for error in cls.find_errors(cfg, roles)]
+        return [*invalid, *(error for error in further if error.where not in places)]
 
     @classmethod
     def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:

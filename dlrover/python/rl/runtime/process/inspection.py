@@ -22,7 +22,7 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.config.typed import from_plain
+from dlrover.python.rl.config.typed import from_plain, rename_keys, to_plain
 from dlrover.python.rl.control.events import RecoveryScope
 from dlrover.python.rl.runtime.checkpoint.commits import resumed_layout
 from dlrover.python.rl.runtime.process.executor import load_class
@@ -50,6 +50,9 @@ class Inspection:
     about: tuple[str, ...] = ()
     """Lines about the config for people."""
 
+    given: Mapping[str, Any] | None = None
+    """The config as it was given but with the schema's own names, None if it has no others."""
+
     def complete(self, job: JobSpec) -> JobSpec:
         return job if self.config is None else replace(job, config=from_plain(self.config))
 
@@ -66,17 +69,20 @@ def inspect_job(job: JobSpec, here: bool = False) -> Inspection:
     stateful: dict[str, int] = {}
     roles = {role: spec.num for role, spec in job.workloads.items()}
     config: Mapping[str, Any] | None = None
+    given: Mapping[str, Any] | None = None
     about: list[str] = []
     trainer = _load(errors, "trainer", job.trainer.module, job.trainer.class_, BaseTrainer, job)
     if trainer is not None:
         missing = sorted(trainer.__abstractmethods__)
         if missing:
             errors.append(ConfigError("trainer.class", f"{job.trainer.class_} does not define {', '.join(missing)}"))
+        job, renamed = _with_own_names(trainer, job)
+        given = to_plain(job.config) if renamed else None
         config, faults = _complete(trainer, job, here)
         job = job if config is None else replace(job, config=from_plain(config))
         faults += _ask("trainer", partial(trainer.check_config, job.config, roles))
         errors += faults
-        about = [] if faults else _ask_lines(partial(trainer.describe_config, job.config, roles))
+        about = [] if faults else renamed + _ask_lines(partial(trainer.describe_config, job.config, roles))
     for role, spec in job.workloads.items():
         where = f"workload.{role.lower()}"
         workload = _load(errors, where, spec.module, spec.class_, BaseWorkload, job)
@@ -92,7 +98,20 @@ def inspect_job(job: JobSpec, here: bool = False) -> Inspection:
             reason = f"{spec.num} members of {spec.class_} meet in collectives, which one process cannot hold"
             refusals.append(ConfigError(f"{where}.num", f"{reason}; use num=1"))
     errors += _validate_resume(job, stateful) if len(methods) == len(roles) else []
-    return Inspection(tuple(errors), methods, tuple(refusals), tuple(collectives), config, tuple(about))
+    return Inspection(tuple(errors), methods, tuple(refusals), tuple(collectives), config, tuple(about), given)
+
+
+def _with_own_names(trainer: type[BaseTrainer], job: JobSpec) -> tuple[JobSpec, list[str]]:
+    """The job with the names of its trainer's schema, and lines about keys that had others. A name that the command
+    line has added counts, not what the file has under the other one."""
+    if trainer.config_class is None:
+        return job, []
+    added = [error.where.removeprefix("config.") for error in job.unlisted]
+    try:
+        config, lines = rename_keys(trainer.config_class, to_plain(job.config) or {}, "config", added)
+    except InvalidJob:
+        return job, []  # check_config reports it
+    return replace(job, config=from_plain(config)), lines
 
 
 def _complete(trainer: Any, job: JobSpec, here: bool) -> tuple[Mapping[str, Any] | None, list[ConfigError]]:
@@ -188,6 +207,7 @@ def _from_json(data: Mapping[str, Any]) -> Inspection:
         tuple(data["collectives"]),
         data["config"],
         tuple(data["about"]),
+        data["given"],
     )
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from dlrover.python.rl.runtime.local_port import trainer_maker
 from dlrover.python.rl.runtime.process.curve import redraw
 from dlrover.python.rl.runtime.process.executor import cause_of
 from dlrover.python.rl.runtime.process.host import Stored
+from dlrover.python.rl.runtime.process.interrupts import insistent_interrupts
 from dlrover.python.rl.runtime.run_folder import (
     BEAT_S,
     FAILED,
@@ -106,7 +107,8 @@ class Leader:
         trainer = threading.Thread(target=self._run_trainer, args=(port,), name="dlrover-trainer", daemon=True)
         trainer.start()
         try:
-            port.worker.run()
+            with insistent_interrupts() if self.launch.world_size == 1 else nullcontext():
+                port.worker.run()
         except KeyboardInterrupt:
             redraw(self.job.job_dir)
             raise
