@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         OnPolicyDistillationTrainer,
         SFTTrainer,
     )
+    from dlrover.python.rl.common.errors import InvalidJob, JobConflict, JobFailed
     from dlrover.python.rl.common.names import RLRoleType
     from dlrover.python.rl.master.job import RLJob, RLJobBuilder
     from dlrover.python.rl.script.result import TrainResult
@@ -33,6 +34,9 @@ _HOME = {
     "Evaluator": "dlrover.python.rl.classic",
     "GRPOTrainer": "dlrover.python.rl.classic",
     "InferenceEngine": "dlrover.python.rl.session.inference",
+    "InvalidJob": "dlrover.python.rl.common.errors",
+    "JobConflict": "dlrover.python.rl.common.errors",
+    "JobFailed": "dlrover.python.rl.common.errors",
     "MathDataset": "dlrover.python.rl.classic",
     "NeedParallel": "dlrover.python.rl.session.split",
     "OnPolicyDistillationTrainer": "dlrover.python.rl.classic",
@@ -60,6 +64,9 @@ __all__ = [
     "Evaluator",
     "GRPOTrainer",
     "InferenceEngine",
+    "InvalidJob",
+    "JobConflict",
+    "JobFailed",
     "MathDataset",
     "NeedParallel",
     "OnPolicyDistillationTrainer",

@@ -175,7 +175,7 @@ def test_an_invalid_job_lists_every_error():
     assert str(EXAMPLES[InvalidJob]) == (
         "2 errors in the job:\n  - trainer.class: is required\n  - train.jsonl:7: not JSON"
     )
-    assert str(InvalidJob(ERRORS[:1])).startswith("1 error in the job:")
+    assert str(InvalidJob([ERRORS[0], ERRORS[0]])).startswith("1 error in the job:")
 
 
 def test_leaving_a_step_passes_a_users_except():

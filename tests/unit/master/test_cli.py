@@ -410,6 +410,7 @@ def test_a_job_directory_that_cannot_be_is_said(shell):
     ("given", "words"),
     [
         (["--steps", "5"], "no option --steps: settings are written key=value, steps=5"),
+        (["-steps=5"], "no option -steps: settings are written key=value, steps=5"),
         (["--max-steps=5"], "no option --max-steps: settings are written key=value, max_steps=5"),
         (["--loca"], "or did you mean --local?"),
         (["trainr.module=x"], "trainr.module: unknown key 'trainr'; did you mean 'trainer.module'?"),

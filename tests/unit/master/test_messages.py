@@ -42,6 +42,10 @@ def raises(completion, answer, extra_info):
 
 def of_nothing():
     return 0.0
+
+
+def raises_a_lot(completion, answer):
+    raise ValueError("\\n".join(40 * str(line) for line in range(20_000)))
 """
 
 
@@ -158,6 +162,14 @@ def test_inputs_that_only_a_run_finds_wrong_fail_it_without_a_traceback_of_its_o
     assert printed.count("Traceback") == raised
     assert printed.count("in raises\n    return {}[answer]\n") == raised
     assert printed.count("samples failed: rewards:raises raised KeyError: ") == 2 * raised, "once for each batch"
+
+
+def test_a_long_message_of_a_reward_function_is_cut(inputs, tmp_path):
+    code, printed = cli(inputs, f"run --local job.yaml reward.function=rewards:raises_a_lot job_dir={tmp_path}/out")
+    assert code == 1
+    assert "samples failed: rewards:raises_a_lot raised ValueError: 000" in printed
+    assert "in raises_a_lot\n" in printed
+    assert len(printed) < 8000
 
 
 @slow

@@ -14,7 +14,7 @@ class OverridesCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            name, pairs = error.option_name, [*given, ""]
+            name, pairs = _written(error.option_name, given), [*given, ""]
             options = [*(option for item in self.params for option in item.opts), "help"]
             close = nearest(name.lstrip("-"), [option.lstrip("-") for option in options])
             values = [
@@ -27,3 +27,10 @@ class OverridesCommand(click.Command):
             known = f", or did you mean --{close}?" if close else ""
             message = f"no option {name}: settings are written key=value, {key}={value}{known}"
             raise click.UsageError(message, ctx) from None
+
+
+def _written(option: str, args: list[str]) -> str:
+    """The option as it was typed: of ``-steps=5`` click takes ``-s`` for it."""
+    if option.startswith("--"):
+        return option
+    return next((arg.partition("=")[0] for arg in args if arg.startswith(option)), option)

@@ -97,7 +97,7 @@ class InvalidJob(DLRoverRLError):
     """
 
     def __init__(self, errors: Sequence[ConfigError], salvaged: Any = None) -> None:
-        self.errors, self.salvaged = tuple(errors), salvaged
+        self.errors, self.salvaged = tuple(dict.fromkeys(errors)), salvaged
         count = len(self.errors)
         lines = "\n".join(f"  - {error}" for error in self.errors)
         super().__init__(f"{count} error{'s' if count != 1 else ''} in the job:\n{lines}")

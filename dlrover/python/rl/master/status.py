@@ -68,7 +68,9 @@ _ACTIVITIES = {
 
 def _activity_of(job: JobSpec, state: JobState, announced: str) -> str:
     if state.phase is Phase.PLACED:
-        return f"starting {sum(spec.num for spec in job.workloads.values())} processes"
+        count = sum(spec.num for spec in job.workloads.values())
+        ready = len(processes(state))
+        return f"starting {count} processes" + (f", {ready} are up" if ready else "")
     default = _ACTIVITIES.get(state.phase, "")
     return announced or default if state.phase is Phase.RUNNING else default
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from dlrover.python.rl.algorithm.gspo import GSPO
+from dlrover.python.rl.algorithm.registry import make_algorithm, option_names
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.config.typed import from_plain, list_keys, require, to_plain
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
@@ -88,16 +89,25 @@ def test_a_complete_configuration_is_read_as_itself(trainer, devices):
 @pytest.mark.parametrize(
     ("devices", "given", "expected"),
     [
-        ("CPU", {}, {}),
-        ("GPU", {}, {"correction": "truncate"}),
-        ("CPU", {"engine": {"rollout": "vllm"}}, {"correction": "truncate"}),
-        ("CPU", {"engine": {"precision": "bf16"}}, {"correction": "truncate"}),
-        ("GPU", {"algorithm": {"correction": "none"}}, {"correction": "none"}),
-        ("GPU", {"algorithm": {"name": "gspo"}}, {"name": "gspo", "correction": "truncate"}),
+        ("CPU", {}, "none"),
+        ("GPU", {}, "truncate"),
+        ("CPU", {"engine": {"rollout": "vllm"}}, "truncate"),
+        ("CPU", {"engine": {"precision": "bf16"}}, "truncate"),
+        ("GPU", {"algorithm": {"correction": "none"}}, "none"),
+        ("GPU", {"algorithm": {"name": "gspo"}}, "truncate"),
     ],
 )
 def test_the_correction_is_on_where_rollouts_and_training_differ(devices, given, expected):
-    assert GRPOTrainer.complete_config({**GIVEN, **given}, devices)["algorithm"] == expected
+    complete = GRPOTrainer.complete_config({**GIVEN, **given}, devices)["algorithm"]
+    assert complete["correction"] == expected
+
+
+@pytest.mark.parametrize("name", ["grpo", "deepseek_grpo", "dapo", "gspo"])
+def test_a_complete_config_has_every_option_of_its_algorithm(name):
+    complete = GRPOTrainer.complete_config({**GIVEN, "algorithm": {"name": name}}, "CPU")["algorithm"]
+    assert complete.pop("name") == name
+    assert make_algorithm(name, complete) == make_algorithm(name)
+    assert set(complete) == option_names(name)
 
 
 def test_gspo_compares_with_the_train_engines_own_log_probs():

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dlrover.python.rl.common.errors import user_traceback
+from dlrover.python.rl.common.log import cut_middle
 
 READY = "ready"
 """The number of the first reply, which may carry the ``error`` that the child could not start for."""
@@ -268,7 +269,7 @@ def error_reply(message: str) -> dict[str, Any]:
     error = sys.exception()
     assert error is not None, "it is being handled"
     text = user_traceback(error)
-    return {"error": message[:_MESSAGE_CHARACTERS], "traceback": text[-_TRACEBACK_CHARACTERS:]}
+    return {"error": message[:_MESSAGE_CHARACTERS], "traceback": cut_middle(text, _TRACEBACK_CHARACTERS, "\n[...]\n")}
 
 
 class Capped(TextIOBase):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dlrover.python.rl.common.by_value import label_of
 from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError, VerifierError
-from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.log import cut_middle, get_logger
 from dlrover.python.rl.config.typed import salvage
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import encode_raw
@@ -77,7 +77,7 @@ class RewardWorkload(BaseWorkload):
         """One line for all, and the first time the traceback of the user's function."""
         reason, details = _first_line(failures[0]), failures[0].remote_traceback
         kind = reason.partition(": ")[0]
-        traceback = f"\n{details}" if details and kind not in self._shown else ""
+        traceback = f"\n{cut_middle(details, _MOST_TRACEBACK, _CUT)}" if details and kind not in self._shown else ""
         self._shown.add(kind)
         _LOG.warning("%d of %d samples failed: %s%s", len(failures), count, reason, traceback)
 
@@ -86,8 +86,11 @@ class RewardWorkload(BaseWorkload):
             self._verifiers.close()
 
 
+_MOST_TEXT, _MOST_TRACEBACK, _CUT = 300, 3000, "\n[...]\n"  # of a message that may hold anything
+
+
 def _first_line(error: VerifierError) -> str:
-    return str(error).splitlines()[0]
+    return cut_middle(str(error).splitlines()[0], _MOST_TEXT)
 
 
 def name_parts(function: str | Mapping[str, float]) -> dict[str, str]:
