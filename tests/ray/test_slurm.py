@@ -113,7 +113,7 @@ def test_a_job_that_is_killed_and_one_that_is_out_of_time_go_on_when_requeued(de
     done = steps_of(desk, "2")
     assert 80 <= done < 200
 
-    last = batch(desk, "2", SLURM_RESTART_COUNT="2", LEASE_S="0")
+    last = batch(desk, "2", SLURM_RESTART_COUNT="2")
     assert last.wait(timeout=200) == 0, log_of(desk, "2")
     assert steps_of(desk, "2") == 200
     assert weights(desk, "2") == weights(desk, "1")

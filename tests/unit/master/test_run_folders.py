@@ -160,6 +160,15 @@ def test_secrets_are_not_saved_and_come_from_the_environment(desk):
     desk.run("resume", "out", "hold=0", API_KEY="sesame")
 
 
+def test_a_start_that_another_machine_has_lost_is_waited_for(desk):
+    kill(desk.held("out", HERE, "liveness.lease_s=2"))
+    (record,) = (desk.folder / "out").glob("owner.*.json")
+    record.write_text(json.dumps({**desk.owner("out"), "machine": "elsewhere", "host": "node-7"}))
+    said = desk.run("run", "job.yaml", HERE, "job_dir=out", "checkpoint.resume=latest", "hold=0")
+    assert "on node-7" in said and "waiting up to 7 s" in said
+    assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
+
+
 def test_another_machines_run_is_alive_as_long_as_its_record_is_touched(desk):
     kill(desk.held("out", HERE))
     (record,) = (desk.folder / "out").glob("owner.*.json")

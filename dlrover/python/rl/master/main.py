@@ -50,7 +50,7 @@ from dlrover.python.rl.master.status import JobStatus
 from dlrover.python.rl.runtime.process.progress import ProgressView
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, sweep, wait_gone
-from dlrover.python.rl.runtime.run_folder import FINISHED, IN_PROCESS, LAUNCHED, begin, superseded
+from dlrover.python.rl.runtime.run_folder import FINISHED, IN_PROCESS, LAUNCHED, begin, superseded, wait_for_lost_owner
 
 EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_MASTER_LOST, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
 
@@ -83,7 +83,7 @@ def init(name: str, cluster: Cluster) -> None:
 def run(job_file: str, overrides: tuple[str, ...], address: str | None, local: bool) -> None:
     """Run JOB_FILE to its end. OVERRIDES are key=value (+key=value adds a key)."""
     with _shown(f"checking {job_file}", not local):
-        checked = check_described(lambda: load_job(job_file, overrides), local)
+        checked = check_described(lambda: wait_for_lost_owner(load_job(job_file, overrides)), local)
     _run(checked, address, local)
 
 

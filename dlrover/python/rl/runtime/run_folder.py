@@ -40,6 +40,7 @@ LATEST, DESCRIPTION = "latest", "job.yaml"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 IN_PROCESS, ON_RAY, LAUNCHED = "one process", "Ray", "torchrun"
 BEAT_S = 5.0
+_POLL_S = 0.5
 _OWN_FOLDER = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 _RESULTS = ("metrics.jsonl", "summary.json", "model", "checkpoints/*/step-*", "commits/*/step-*")
 
@@ -141,6 +142,20 @@ def in_use(folder: Path) -> bool:
     record = _newest_record(folder)
     owner = _read(record) if record is not None else None
     return record is not None and owner is not None and _is_alive(owner, record)
+
+
+def wait_for_lost_owner(job: JobSpec) -> JobSpec:
+    """``job``, which goes on in its folder, once an earlier start there shows no life: one whose process is not on this
+    machine, for as long as its lease. Cluster managers start a job again before that."""
+    owner = newest_owner(job.job_dir)
+    goes_on = job.run_folders is None and job.checkpoint.resume == "latest"
+    if goes_on and owner is not None and not (owner.pid and owner.is_here) and in_use(job.job_dir):
+        limit_s = owner.lease_s + BEAT_S
+        _LOG.info("%s is in use by %s: waiting up to %g s for a sign of life", job.job_dir, owner, limit_s)
+        deadline_s = time.monotonic() + limit_s
+        while in_use(job.job_dir) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+    return job
 
 
 def conflict(job: JobSpec) -> str:
