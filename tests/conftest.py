@@ -3,6 +3,7 @@
 
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +18,9 @@ except ImportError:  # the contract suites of the engines do without
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# As from a terminal, here and in the processes that tests start: shells let background jobs ignore Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says more of what else the machine does.
 if settings is not None:

@@ -3,11 +3,9 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from functools import partial
 
 TEXT = """
 name: held
@@ -69,10 +67,9 @@ class Desk:
         command = [sys.executable, "-m", "dlrover.python.rl.master.main", *arguments]
         output = self.folder / f"output-{len(self._outputs)}.txt"
         with output.open("w") as file:
-            streams = {"stdout": file, "stderr": subprocess.STDOUT}
-            # Ctrl-C is not ignored, also where these tests run in the background.
-            streams["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-            process = subprocess.Popen(command, cwd=self.folder, env={**os.environ, **env}, **streams)
+            process = subprocess.Popen(
+                command, cwd=self.folder, env={**os.environ, **env}, stdout=file, stderr=subprocess.STDOUT
+            )
         self._outputs[process] = output
         return process
 

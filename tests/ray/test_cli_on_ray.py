@@ -79,8 +79,6 @@ class Command:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # As from a terminal, also where these tests run in the background, which ignores SIGINT.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def __enter__(self):

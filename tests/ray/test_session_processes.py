@@ -143,8 +143,6 @@ def started(code, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # As from a terminal, also where these tests run in the background, which ignores SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

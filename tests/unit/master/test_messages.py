@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,8 +66,6 @@ def inputs(tmp_path_factory):
 def start(folder, *command):
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_ENDPOINT": NO_HUB}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    # Ctrl-C is not ignored, also where these tests run in the background.
-    streams["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen([sys.executable, *command], cwd=folder, env=env, **streams)
 
 
