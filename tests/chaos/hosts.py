@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +27,9 @@ from tests.chaos.outside import CLI, REPOSITORY, digests, prepare, say
 _PREFIX = f"dlrl{os.getpid()}"
 _SWITCH = f"{_PREFIX}sw"
 _PORT = 6379
-_CPUS = 2
+_CPUS = 4
 _LIMIT_S = 900.0
+_LAYOUT = ("trainer.node_number=3", "trainer.device_per_node=2", "workload.actor.num=2", "workload.reference.num=2")
 HEALTH = {"RAY_health_check_period_ms": "500", "RAY_health_check_timeout_ms": "700"}
 HEALTH["RAY_health_check_failure_threshold"] = "3"
 
@@ -102,6 +103,9 @@ class Host:
         done = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, timeout=30)
         return [int(pid) for pid in done.stdout.split()]
 
+    def has_members(self) -> bool:
+        return any("Workload" in command_of(pid) for pid in self.pids())
+
     def end(self) -> None:
         """Kill all of its processes."""
         for pid in self.pids():
@@ -120,6 +124,12 @@ class Host:
         self.end()
         for raylet in self.raylets:
             raylet.wait(timeout=10)
+
+
+def command_of(pid: int) -> str:
+    with suppress(OSError):  # it has ended
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return ""
 
 
 def _temporary() -> str:
@@ -144,46 +154,51 @@ def hosts(count: int) -> Iterator[list[Host]]:
         shutil.rmtree(_temporary(), ignore_errors=True)
 
 
-def wait_until(log: Path, text: str, process: "subprocess.Popen[bytes]") -> None:
+def wait_until(condition: Callable[[], object], what: str, driver: "subprocess.Popen[bytes]", log: Path) -> None:
     deadline_s = time.monotonic() + _LIMIT_S
-    while text not in log.read_text(errors="replace"):
-        if process.poll() is not None or time.monotonic() > deadline_s:
-            raise AssertionError(f"'{text}' was not said:\n{log.read_text(errors='replace')[-6000:]}")
+    while not condition():
+        if driver.poll() is not None or time.monotonic() > deadline_s:
+            raise AssertionError(f"{what} did not come:\n{log.read_text(errors='replace')[-6000:]}")
         time.sleep(0.1)
 
 
 def run(folder: Path, steps: int, disturbed: bool) -> int:
     """The demo job over three hosts; its exit code. ``disturbed``: one is cut off, one killed, one heals, one joins."""
-    env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(16).hex()}
-    os.environ.update(env)
+    os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(16).hex()})
     out, log = folder / ("disturbed" if disturbed else "undisturbed"), folder / f"run-{disturbed}.log"
     with hosts(4) as (head, second, third, fourth):
         head.join(head, folder)
         time.sleep(5)
         for host in (second, third):
             host.join(head, folder)
-        command = [
-            *CLI,
-            "run",
-            str(REPOSITORY / "examples/arithmetic/grpo.yaml"),
-            "--address",
-            f"{head.address}:{_PORT}",
-        ]
-        layout = ["trainer.node_number=4", f"trainer.device_per_node={_CPUS}", "workload.actor.num=2"]
-        layout += ["workload.reference.num=2", "workload.rollout.num=1", "workload.actor.per_node=1"]
-        driver = head.start(*command, *layout, f"steps={steps}", f"job_dir={out}", log=log)
+        job = str(REPOSITORY / "examples/arithmetic/grpo.yaml")
+        command = [*CLI, "run", job, "--address", f"{head.address}:{_PORT}", f"steps={steps}", f"job_dir={out}"]
+        driver = head.start(*command, *_LAYOUT, log=log)
+
+        def reach(step: int) -> None:
+            wait_until(lambda: steps_of(out) >= step, f"step {step}", driver, log)
+
+        def recover(times: int) -> None:
+            wait_until(lambda: log.read_text().count("is back as incarnation") >= times, "a recovery", driver, log)
+
+        reach(1)
+        say(f"processes on {sorted({host.number for host in (head, second, third) if host.has_members()})}")
         if disturbed:
-            wait_until(log, f"step {steps // 8}", driver)
+            reach(steps // 8)
             say("cutting off a host")
             third.cut_off()
-            wait_until(log, "is back as incarnation", driver)
-            wait_until(log, f"step {steps // 3}", driver)
+            recover(1)
+            reach(steps // 3)
             say("killing a host; the first one heals, and another one joins")
             second.kill()
             third.heal()
             fourth.join(head, folder)
-            third.join(head, folder)
         return driver.wait(timeout=_LIMIT_S)
+
+
+def steps_of(out: Path) -> int:
+    file = out / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.is_file() else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

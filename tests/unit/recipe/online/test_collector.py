@@ -171,9 +171,16 @@ def test_rows_come_in_the_order_of_the_prompts_whoever_has_drawn_them_and_howeve
 @pytest.mark.feature(95)
 def test_a_slow_rollout_leaves_most_of_the_groups_to_the_fast_one():
     rollouts = Rollouts([1, 4], room=4)
-    drawn = step_of(make_collector(rollouts, groups=40), rollouts, 1)
+    drawn = step_of(make_collector(rollouts, groups=40, max_staleness=1), rollouts, 1)
     by_fast = len(drawn.rollouts[1].token)
     assert by_fast / len(drawn.rows) > 0.6
+
+
+def test_without_staleness_a_group_stays_on_its_member_however_long_that_takes_to_start():
+    """The last bits of its log-probs depend on what else is in the member's batch."""
+    rollouts = Rollouts([1, 4], room=4)
+    drawn = step_of(make_collector(rollouts, groups=40), rollouts, 1)
+    assert [len(part.token) for part in drawn.rollouts] == [40, 40]
     assert rows_of(drawn) == [(prompt, index) for prompt in range(40) for index in range(SAMPLES)]
 
 

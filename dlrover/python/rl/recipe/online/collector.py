@@ -154,7 +154,7 @@ _LOG = get_logger(__name__)
 
 _FIRST_POLL_S, _POLL_SHARE = 0.25, 0.1
 """Time before the trainer first asks the rollouts for their progress; and later, the share of the time that it has
-waited. Between polls no group moves to another member."""
+waited. Groups move to other members between polls, and only where rollouts may run ahead."""
 
 
 def sync_weights(trainer: Any) -> WeightStamp:
@@ -247,7 +247,8 @@ class SampleCollector:
             self._poll(count, patience_s)
             if (groups := tracker.take(count)) is not None:
                 return groups
-            tracker.assign_members()
+            if tracker.max_staleness:  # else a group's member would depend on time, and with it the last bits of log-probs
+                tracker.assign_members()
             waited_s = time.monotonic() - start_s
             patience_s = max(_FIRST_POLL_S, _POLL_SHARE * waited_s)
             if waited_s > log_after_s:
