@@ -227,6 +227,18 @@ def test_an_unfinished_sample_goes_on_with_new_weights_and_each_token_says_which
     assert taken.dense("min_version").tolist() == [0] * 12
 
 
+def test_a_repeated_step_gives_the_same_bits_also_where_it_was_interrupted(model, first):
+    """The actor was replaced: its weights come again, while groups are half done."""
+    whole, server = member(model, first[1]), member(model, first[1])
+    groups = wanted(1, 2, 3)
+    sample(whole, groups, sampling=LONG)
+    sample(server, groups, patience_s=0.0, sampling=LONG)
+    assert partly(server, groups, 21) == [(False, 0)] * 3
+    server.receive_weights(first[1])
+    sample(server, groups, sampling=LONG)
+    assert rows(server.fetch(groups), *DRAWN) == rows(whole.fetch(groups), *DRAWN)
+
+
 def test_a_run_that_goes_back_draws_anew_what_later_weights_have_drawn(model):
     source = actor(model)
     older = source.publish_weights()

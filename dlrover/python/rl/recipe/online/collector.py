@@ -247,7 +247,9 @@ class SampleCollector:
             self._poll(count, patience_s)
             if (groups := tracker.take(count)) is not None:
                 return groups
-            if tracker.max_staleness:  # else a group's member would depend on time, and with it the last bits of log-probs
+            if (
+                tracker.max_staleness
+            ):  # else a group's member would depend on time, and with it the last bits of log-probs
                 tracker.assign_members()
             waited_s = time.monotonic() - start_s
             patience_s = max(_FIRST_POLL_S, _POLL_SHARE * waited_s)

@@ -134,12 +134,18 @@ class RolloutScheduler:
 
     async def receive(self, weights: WeightSnapshot) -> None:
         """Continue with these weights. If they are older than those before, or others of the same version, groups with
-        tokens of later weights are restarted. WeightSyncError: they differ from those that were sent; the old ones keep
-        serving."""
+        tokens of later weights are restarted. Weights that are not newer repeat a step: where rollouts do not run ahead,
+        groups are restarted unless all are complete, since a sample that is read again to go on, or goes on without the
+        others, has log-probs with other last bits. WeightSyncError: the weights differ from those that were sent; the
+        old ones keep serving."""
         self._stream.preempt()
-        stamp = weights.stamp
+        stamp, groups = weights.stamp, self._groups.values()
         is_known = self._stamps.get(stamp.version, stamp) == stamp
-        self._restart_after(stamp.version if is_known else stamp.version - 1)
+        repeats = self._driver is None and stamp.version <= self.engine.version
+        if repeats and any(group.started and not group.complete for group in groups):
+            self._restart(list(groups))
+        else:
+            self._restart_after(stamp.version if is_known else stamp.version - 1)
         self.engine.receive(weights, rewind=True)
         self._stamps = {version: earlier for version, earlier in self._stamps.items() if version < stamp.version}
         self._stamps[stamp.version] = stamp
@@ -153,8 +159,11 @@ class RolloutScheduler:
         ]
         if later:
             _LOG.warning("restarting %d groups: they have tokens of later weights than version %d", len(later), version)
-        self._cancel(later)
-        for group in later:
+        self._restart(later)
+
+    def _restart(self, groups: Sequence[Group]) -> None:
+        self._cancel(groups)
+        for group in groups:
             self._groups[group.key] = replace(group, started=False, complete=False, samples=[], failure=None)
         self._queue = deque(group for group in self._groups.values() if not group.started)
 
