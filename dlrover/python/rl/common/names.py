@@ -33,6 +33,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return by_lower[matches[0]] if matches else None
 
 
+def is_url(place: object) -> bool:
+    return "://" in str(place)
+
+
 def hint(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"``, or the list of known names when none is close."""
     names = sorted(known)

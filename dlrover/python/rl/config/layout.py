@@ -4,7 +4,7 @@
 ::
 
     name: my-job                       # default: the file's name
-    job_dir: out                       # default: each run gets a folder in runs/<name>
+    job_dir: out                       # default: each run gets a folder in runs/<name>; or a URL: s3://bucket/run
     overwrite: false                   # true replaces the results in job_dir
     trainer: {module, class, node_number, device_type, device_per_node}
     workload:
@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.common.names import RLRoleType, check_job_name, hint, is_role_name, nearest
+from dlrover.python.rl.common.names import RLRoleType, check_job_name, hint, is_role_name, is_url, nearest
 from dlrover.python.rl.config.scripts import runs_scripts_only, with_scripts
 from dlrover.python.rl.config.spec import (
     RUNS,
@@ -128,7 +128,8 @@ def _spec(layout: JobLayout, config: Any, default_name: str, search_path: tuple[
         ),
         env=layout.env,
         config=config if config is not None else OmegaConf.create({}),
-        job_dir=Path(layout.job_dir).absolute() if layout.job_dir else RUNS,
+        job_dir=Path(layout.job_dir).absolute() if layout.job_dir and not is_url(layout.job_dir) else RUNS,
+        archive=layout.job_dir.rstrip("/") if is_url(layout.job_dir) else "",
         overwrite=layout.overwrite,
         search_path=search_path,
         restart=layout.restart,
@@ -268,7 +269,7 @@ def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
     trainer["torch_master_port"] = list(job.trainer.torch_master_port)
     layout = {
         "name": job.name,
-        "job_dir": "" if job.job_dir == RUNS else str(job.job_dir),
+        "job_dir": job.archive or ("" if job.job_dir == RUNS else str(job.job_dir)),
         "trainer": trainer,
         "workload": {
             role.lower(): {

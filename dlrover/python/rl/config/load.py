@@ -54,13 +54,15 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
 def load_job_text(
     text: str, name: str, overrides: Sequence[str] = (), search_path: tuple[str, ...] | None = None
 ) -> JobSpec:
-    """Like :func:`load_job` for YAML or JSON text; classes are looked for in the working directory by default."""
+    """Like :func:`load_job` for YAML or JSON text, whose own ``name`` counts if none is given; by default classes are
+    looked for in the working directory."""
     data = _read(text, "rl_config")
     errors, unlisted = _apply(data, overrides)
     if errors:
         raise InvalidJob(errors)
-    data["name"] = name
-    job = job_from_mapping(data, name, search_folders() if search_path is None else search_path)
+    if name:
+        data["name"] = name
+    job = job_from_mapping(data, name or "job", search_folders() if search_path is None else search_path)
     return replace(job, unlisted=tuple(unlisted))
 
 

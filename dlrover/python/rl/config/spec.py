@@ -187,6 +187,10 @@ class JobSpec:
     job_dir: Path = RUNS
     """Output folder of the job, an absolute path; ``RUNS``: each run gets a folder of its own, in ``run_folders``."""
 
+    archive: str = ""
+    """URL of the job's directory in an object store, which gets the copies of commits and the results; ``job_dir`` is a
+    folder of each node then."""
+
     run: str = ""
     """Id of the run; empty before it begins."""
 

@@ -24,6 +24,7 @@ from dlrover.python.rl.master.brain import fresh_journal, run_local
 from dlrover.python.rl.master.rl_master import RLMaster
 from dlrover.python.rl.master.status import JobStatus, Position, Update
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
+from dlrover.python.rl.runtime.checkpoint.run_files import validate_archive
 from dlrover.python.rl.runtime.process.curve import redraw
 from dlrover.python.rl.runtime.process.inspection import Inspection, inspect_in_child, inspect_job
 from dlrover.python.rl.runtime.process.interrupts import Interrupts
@@ -56,7 +57,7 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     job = replace(job, work_dir=job.work_dir or str(Path.cwd()), search_path=job.search_path or search_folders())
     job = continued(job)
     placement, errors = plan(job)
-    errors += _validate_job_dir(job)
+    errors += [*_validate_job_dir(job), *validate_archive(job)]
     inspection = inspect_job(job, here=True) if local else inspect_in_child(job)
     errors += inspection.errors
     if local:

@@ -30,7 +30,7 @@ from dlrover.python.rl.common.errors import (
 )
 from dlrover.python.rl.common.hub import Lookup, looking_up
 from dlrover.python.rl.common.log import configure_logging
-from dlrover.python.rl.common.names import check_job_name, hint, master_name, package_version
+from dlrover.python.rl.common.names import check_job_name, hint, is_url, master_name, package_version
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job, load_job_text
 from dlrover.python.rl.config.spec import JobSpec
@@ -45,12 +45,12 @@ from dlrover.python.rl.master.job import (
     run_on_ray,
     stop_master,
 )
-from dlrover.python.rl.master.saved_run import find_saved_run, last_commit, saved_job
+from dlrover.python.rl.master.saved_run import archived_job, find_saved_run, last_commit, saved_job, wait_for_lost_owner
 from dlrover.python.rl.master.status import JobStatus
 from dlrover.python.rl.runtime.process.progress import ProgressView
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, sweep, wait_gone
-from dlrover.python.rl.runtime.run_folder import FINISHED, IN_PROCESS, LAUNCHED, begin, superseded, wait_for_lost_owner
+from dlrover.python.rl.runtime.run_folder import FINISHED, IN_PROCESS, LAUNCHED, begin, superseded
 
 EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_MASTER_LOST, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
 
@@ -98,7 +98,10 @@ def _shown(activity: str, live: bool) -> AbstractContextManager[Any]:
 @click.option("--address", help="A running Ray cluster; by default one is started for the job.")
 @click.option("--local/--ray", default=None, help="By default as the run was started.")
 def resume(name_or_dir: str, overrides: tuple[str, ...], address: str | None, local: bool | None) -> None:
-    """Go on with a run from its last commit. NAME_OR_DIR is the folder of a run, or a job's name: its last run."""
+    """Go on with a run from its last commit. NAME_OR_DIR is a run's folder or URL, or a job's name: its last run."""
+    if is_url(name_or_dir):
+        _run(check_described(lambda: archived_job(name_or_dir, overrides), bool(local)), address, bool(local))
+        return
     saved = find_saved_run(name_or_dir)
     folder, owner = saved.folder, saved.owner
     if owner.runtime == LAUNCHED:
@@ -321,7 +324,7 @@ def _run(checked: CheckedJob, address: str | None, local: bool) -> None:
             show = view.announce
             ended = run_here(checked, view, show) if local else run_on_ray(checked, view, address, announce=show)
     except SystemExit:  # SIGTERM
-        _show_how_to_go_on(job.name, job.job_dir)
+        _show_how_to_go_on(job.name, job.job_dir, job.archive)
         raise
     if ended.phase is Phase.FINISHED:
         _print_summary(ended)
@@ -329,16 +332,16 @@ def _run(checked: CheckedJob, address: str | None, local: bool) -> None:
     if ended.cause is not None and ended.cause.detail:
         click.echo(f"\n{ended.cause.detail}", err=True)
     if ended.phase is not Phase.FINISHED and ended.folder:
-        _show_how_to_go_on(ended.name, Path(ended.folder))
+        _show_how_to_go_on(ended.name, Path(ended.folder), job.archive)
     if ended.phase is Phase.FAILED:
         sys.exit(EXIT_FAILED)
     if ended.phase is not Phase.FINISHED:
         sys.exit(EXIT_INTERRUPTED if ended.reason == INTERRUPTED else EXIT_STOPPED)
 
 
-def _show_how_to_go_on(job: str, folder: Path) -> None:
-    if last_commit(job, folder) is not None:
-        click.echo(f"to go on after its last committed step: dlrover-rl resume {folder}", err=True)
+def _show_how_to_go_on(job: str, folder: Path, archive: str) -> None:
+    if last_commit(job, folder, archive) is not None:
+        click.echo(f"to go on after its last committed step: dlrover-rl resume {archive or folder}", err=True)
 
 
 def _print_summary(ended: JobStatus) -> None:

@@ -2,18 +2,27 @@
 """A run to go on with: its folder has the job as it was described, its owner's record where it was started."""
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+import fsspec
+
+from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, InvalidJob
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.config.layout import HIDDEN
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.runtime.checkpoint.commits import newest_commit
 from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
-from dlrover.python.rl.runtime.run_folder import DESCRIPTION, LATEST, Owner, newest_owner
+from dlrover.python.rl.runtime.checkpoint.object_store import store_errors
+from dlrover.python.rl.runtime.run_folder import BEAT_S, DESCRIPTION, LATEST, Owner, in_use, newest_owner
+
+_LOG = get_logger(__name__)
+
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,10 @@ def saved_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
     """The job of a saved run, to go on in its folder; hidden variables come from the environment. Raises InvalidJob."""
     text = (run.folder / DESCRIPTION).read_text(encoding="utf-8")
     job = load_job_text(text, run.owner.job, ["checkpoint.resume=latest", *overrides], run.owner.search_path)
+    return replace(_with_secrets(job), job_dir=run.folder, work_dir=run.owner.work_dir)
+
+
+def _with_secrets(job: JobSpec) -> JobSpec:
     unknown = [
         ConfigError(f"env.{name}", "a secret, which was not saved: set it in the environment")
         for env in (job.env, *(spec.env for spec in job.workloads.values()))
@@ -47,17 +60,41 @@ def saved_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
     if unknown:
         raise InvalidJob(unknown)
     workloads = {role: replace(spec, env=_revealed(spec.env)) for role, spec in job.workloads.items()}
-    job = replace(job, env=_revealed(job.env), workloads=workloads)
-    return replace(job, job_dir=run.folder, work_dir=run.owner.work_dir)
+    return replace(job, env=_revealed(job.env), workloads=workloads)
+
+
+def archived_job(url: str, overrides: Sequence[str] = ()) -> JobSpec:
+    """The job of a run in an object store, to go on from there, on any machine. Raises InvalidJob."""
+    try:
+        with store_errors(), fsspec.open(f"{url.rstrip('/')}/{DESCRIPTION}") as file:
+            text = file.read().decode()
+    except (OSError, ImportError, ValueError, CheckpointMissing) as error:
+        raise InvalidJob([ConfigError(url, f"is no run that can be read: {error}")]) from error
+    return _with_secrets(load_job_text(text, "", ["checkpoint.resume=latest", *overrides]))
 
 
 def _revealed(env: Mapping[str, str]) -> dict[str, str]:
     return {name: os.environ[name] if value == HIDDEN else value for name, value in env.items()}
 
 
-def last_commit(job: str, folder: Path) -> int | None:
+def last_commit(job: str, folder: Path, archive: str = "") -> int | None:
     """The step from which a run goes on; what its last process has left in this node's memory is saved first. None for
     none."""
     forget_memory(job)
-    newest = newest_commit(folder)
+    newest = newest_commit(folder, archive)
     return newest[1].step if newest is not None else None
+
+
+def wait_for_lost_owner(job: JobSpec) -> JobSpec:
+    """``job``, which goes on in its folder, once an earlier start there shows no life: one whose process is not on this
+    machine, for as long as its lease. Cluster managers start a job again before that."""
+    owner = newest_owner(job.job_dir)
+    if job.run_folders is not None or job.checkpoint.resume != "latest" or owner is None:
+        return job
+    if not (owner.pid and owner.is_here) and in_use(job.job_dir):
+        limit_s = owner.lease_s + BEAT_S
+        _LOG.info("%s is in use by %s: waiting up to %g s for a sign of life", job.job_dir, owner, limit_s)
+        deadline_s = time.monotonic() + limit_s
+        while in_use(job.job_dir) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+    return job

@@ -97,7 +97,7 @@ class PPOTrainer(PolicyTrainer):
 
     def finish(self, before: Mapping[str, Scores], after: Batch) -> None:
         if self.uses("values"):
-            self.RG_CRITIC.save(self.job_dir / "critic")
+            self.RG_CRITIC.save(self.results_dir / "critic")
         super().finish(before, after)
 
     @classmethod

@@ -38,6 +38,7 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of, forget_commits
 from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
+from dlrover.python.rl.runtime.checkpoint.run_files import files_of, results_of
 from dlrover.python.rl.runtime.local_port import (
     LocalMember,
     LocalPort,
@@ -162,6 +163,8 @@ class LocalExecutor:
             recovery=recovery,
             checkpoints=checkpoints_of(self.job, self.run, command.epoch),
             announce=self.announce,
+            files=files_of(self.job),
+            results=results_of(self.job),
         )
 
     def _release(self, final: bool) -> None:

@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobConflict
+from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.runtime.checkpoint.member_state import memory_path
+from dlrover.python.rl.runtime.checkpoint.run_files import files_of
 from dlrover.python.rl.runtime.checkpoint.state_file import new_file
 
 _LOG = get_logger(__name__)
@@ -40,7 +41,6 @@ LATEST, DESCRIPTION = "latest", "job.yaml"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 IN_PROCESS, ON_RAY, LAUNCHED = "one process", "Ray", "torchrun"
 BEAT_S = 5.0
-_POLL_S = 0.5
 _OWN_FOLDER = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 _RESULTS = ("metrics.jsonl", "summary.json", "model", "checkpoints/*/step-*", "commits/*/step-*")
 
@@ -144,20 +144,6 @@ def in_use(folder: Path) -> bool:
     return record is not None and owner is not None and _is_alive(owner, record)
 
 
-def wait_for_lost_owner(job: JobSpec) -> JobSpec:
-    """``job``, which goes on in its folder, once an earlier start there shows no life: one whose process is not on this
-    machine, for as long as its lease. Cluster managers start a job again before that."""
-    owner = newest_owner(job.job_dir)
-    goes_on = job.run_folders is None and job.checkpoint.resume == "latest"
-    if goes_on and owner is not None and not (owner.pid and owner.is_here) and in_use(job.job_dir):
-        limit_s = owner.lease_s + BEAT_S
-        _LOG.info("%s is in use by %s: waiting up to %g s for a sign of life", job.job_dir, owner, limit_s)
-        deadline_s = time.monotonic() + limit_s
-        while in_use(job.job_dir) and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
-    return job
-
-
 def conflict(job: JobSpec) -> str:
     """Why a run of ``job`` must not begin in its folder; empty if it may."""
     folder, record = job.job_dir, _newest_record(job.job_dir)
@@ -205,13 +191,25 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
         memory = [memory_path(earlier.job, earlier.run)] if earlier is not None else []
         for path in (folder / "checkpoints", folder / "commits", *memory):
             shutil.rmtree(path, ignore_errors=True)
-    with new_file(folder / DESCRIPTION, durable=False) as file:
-        file.write(job_to_yaml(job, hide_secrets=True).encode())
-    (folder / DESCRIPTION).chmod(0o600)
+    _write_description(job)
     if _is_own_folder(job):
         _link_latest(folder)
         _remove(superseded(job))
     return Claim(record, owner)
+
+
+def _write_description(job: JobSpec) -> None:
+    """Also to the job's object store, so that the run can go on on another machine. Raises InvalidJob if that cannot be
+    written."""
+    path, files = job.job_dir / DESCRIPTION, files_of(job)
+    with new_file(path, durable=False) as file:
+        file.write(job_to_yaml(job, hide_secrets=True).encode())
+    path.chmod(0o600)
+    try:
+        if files is not None:
+            files.put(DESCRIPTION)
+    except (OSError, CheckpointMissing) as error:
+        raise InvalidJob([ConfigError("job_dir", f"{job.archive} cannot be written: {error}")]) from error
 
 
 def superseded(job: JobSpec) -> list[Path]:

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from dlrover.python.rl.common.errors import (
     CallError,
@@ -48,6 +48,13 @@ def announce_nothing(activity: str) -> None:
     pass
 
 
+class ResultFiles(Protocol):
+    """The files that a trainer writes into ``job_dir``, where that is a copy of a folder elsewhere."""
+
+    def fetch(self) -> None: ...
+    def upload(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class TrainerLink:
     """Connects a trainer to its runtime, which binds it after construction. Without ``recovery`` a lost member ends the
@@ -62,6 +69,8 @@ class TrainerLink:
     checkpoints: Checkpoints | None = None
     is_loss: Callable[[BaseException], bool] = lambda error: False  # of an error of the runtime's own functions
     announce: Announcer = announce_nothing
+    files: ResultFiles | None = None
+    results: Any = None
 
 
 class BaseTrainer(ABC):
@@ -155,6 +164,12 @@ class BaseTrainer(ABC):
         self._bound_steps().port.replace_late(timeout)
 
     @property
+    def results_dir(self) -> Any:
+        """Where members save models: :attr:`job_dir`, or a ``UPath`` in the object store that the job has instead."""
+        link = self._bound()
+        return link.results if link.results is not None else link.job_dir
+
+    @property
     def job_dir(self) -> Path:
         return self._bound().job_dir
 
@@ -244,6 +259,16 @@ def run_trainer(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) -> N
     A step that cannot continue (a commit that cannot be restored, a replay that diverges, an error marked
     ``retryable``) is repeated from the newest commit by a new trainer object, at most three times without a commit in
     between."""
+    if link.files is not None:
+        link.files.fetch()
+    try:
+        _run_attempts(make_trainer, link)
+    finally:
+        if link.files is not None:
+            link.files.upload()
+
+
+def _run_attempts(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) -> None:
     attempt, failures = Attempt(), 0
     while True:
         trainer = make_trainer()

@@ -51,6 +51,7 @@ from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTransp
 from dlrover.python.rl.engine.weight_sync.transports import check_collocation, make_transport
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.runtime.checkpoint.member_state import memory_root
+from dlrover.python.rl.runtime.checkpoint.run_files import local_folder
 from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
 
 TRAINED = ("tokens", "action_mask")
@@ -252,8 +253,8 @@ class TrainedWorkload(EngineWorkload):
         retry_while_full(lambda: self._save(path), path)
 
     def _save(self, path: Path) -> None:
-        with self._bare_turn():  # not while it waits for space
-            self._engine.save(path)
+        with local_folder(path) as folder, self._bare_turn():  # not while it waits for space
+            self._engine.save(folder)
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, version and random states: later steps depend on nothing else, bit for bit."""

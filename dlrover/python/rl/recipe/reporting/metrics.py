@@ -226,7 +226,7 @@ class RecipeTrainer(BaseTrainer):
         self.cfg = cfg = replace(cfg, engine=cfg.engine.resolve(torch.cuda.is_available()))
         self.algorithm = self.algorithm_of(cfg)
         self.run_log = self.state["log"] = RunLog(self.job_dir, config=cfg.log, settings=asdict(cfg))
-        self.model_saver = self.state["model_saver"] = ModelSaver(cfg.keep, self.job_dir, self.RG_ACTOR.save)
+        self.model_saver = self.state["model_saver"] = ModelSaver(cfg.keep, self.results_dir, self.RG_ACTOR.save)
 
     def bind(self, link: TrainerLink, attempt: Attempt | None = None) -> Steps:
         self.stopwatch = Stopwatch()
@@ -271,7 +271,7 @@ class RecipeTrainer(BaseTrainer):
         self.run_log.begin_step(self.last_step + 1)
 
     def write_results(self, summary: Mapping[str, Any]) -> None:
-        model = self.job_dir / "model"
+        model = self.results_dir / "model"
         self.announce("saving the model")
         self.RG_ACTOR.save(model)
         self.run_log.write_curve(self.curve)

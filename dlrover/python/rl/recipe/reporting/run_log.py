@@ -26,6 +26,7 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.recipe.base.config import KeepConfig, LogConfig
 from dlrover.python.rl.recipe.reporting.trackers import Trackers
+from dlrover.python.rl.runtime.checkpoint.run_files import remove_folder
 from dlrover.python.rl.runtime.process.curve import CURVES, METRICS, Points, curve_png, finite_points
 
 _LOG = get_logger(__name__)
@@ -329,7 +330,7 @@ class ModelSaver:
         newest = {f"step-{step - every * back}" for back in range(self._config.keep_last)}
         for path in folder.iterdir():
             if _STEP_FOLDER.fullmatch(path.name) and path.name not in newest:
-                shutil.rmtree(path)
+                remove_folder(path)
 
     def summary(self) -> dict[str, Any]:
         """The closing metrics."""

@@ -134,10 +134,10 @@ class RolloutScheduler:
 
     async def receive(self, weights: WeightSnapshot) -> None:
         """Continue with these weights. If they are older than those before, or others of the same version, groups with
-        tokens of later weights are restarted. Weights that are not newer repeat a step: where rollouts do not run ahead,
-        groups are restarted unless all are complete, since a sample that is read again to go on, or goes on without the
-        others, has log-probs with other last bits. WeightSyncError: the weights differ from those that were sent; the
-        old ones keep serving."""
+        tokens of later weights are restarted. Weights that are not newer repeat a step: unless rollouts run ahead, all
+        groups are restarted then if any is incomplete, since a sample that is read again to go on, or goes on without
+        the others, has log-probs with other last bits. WeightSyncError: the weights differ from those that were sent;
+        the old ones keep serving."""
         self._stream.preempt()
         stamp, groups = weights.stamp, self._groups.values()
         is_known = self._stamps.get(stamp.version, stamp) == stamp

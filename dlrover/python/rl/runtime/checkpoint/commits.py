@@ -9,7 +9,7 @@
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,9 @@ from dlrover.python.rl.runtime.checkpoint.member_state import (
     Roots,
     incarnation_of,
 )
-from dlrover.python.rl.runtime.checkpoint.state_file import Header, StateFile, check_size, copy_file
+from dlrover.python.rl.runtime.checkpoint.object_store import ObjectStore, stores_below
+from dlrover.python.rl.runtime.checkpoint.run_files import RunFiles, files_of
+from dlrover.python.rl.runtime.checkpoint.state_file import Header, StateFile, check_size
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, newest_of
 from dlrover.python.rl.trainer.port import LastCommit
 
@@ -47,10 +49,11 @@ def roots_of(job: JobSpec, run: str, epoch: int, node: str = "") -> Roots:
     commit_to, folder = job.checkpoint.commit_to, job.job_dir.absolute()
     if commit_to == "auto":
         one_node = job.trainer.node_number == 1 and job.scheduling_strategy != "SIMPLE"
-        commit_to = "memory" if one_node else "job_dir"
+        commit_to = "memory" if one_node or job.archive else "job_dir"
     shared = commit_to == "job_dir"
     commits = folder / _COMMITS / run if shared else None
-    return Roots(job.name, run, epoch, folder / _FOLDER / run, commits, node, shared)
+    copies = f"{job.archive}/{_FOLDER}/{run}" if job.archive else folder / _FOLDER / run
+    return Roots(job.name, run, epoch, copies, commits, node, shared)
 
 
 def forget_commits(job_dir: Path, run: str) -> None:
@@ -65,37 +68,38 @@ def _steps(store: CheckpointStore) -> list[int]:
     return [manifest.step for manifest in store.manifests() if store.valid(manifest, check_size)]
 
 
-def newest_commit(job_dir: Path) -> tuple[CheckpointStore, Manifest] | None:
-    """The valid commit or copy made last by any run in the folder."""
+def newest_commit(job_dir: Path, archive: str = "") -> tuple[CheckpointStore | ObjectStore, Manifest] | None:
+    """The valid commit or copy made last by any run in the folder, or at the URL of its archive."""
     folder = job_dir.absolute()
     roots = [root for name in (_FOLDER, _COMMITS) for root in (folder / name).glob("*") if root.is_dir()]
-    return newest_of(CheckpointStore(root, root.name, durable=True) for root in roots)
+    stores = [CheckpointStore(root, root.name, durable=True) for root in roots if root.suffix != ".gone"]
+    return newest_of([*stores, *(stores_below(f"{archive}/{_FOLDER}") if archive else ())])
 
 
 def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "StoreCheckpoints":
     """The commits of a job's run, for its trainer of ``epoch`` on ``node``. Raises StaleEpoch after a later trainer."""
     roots = roots_of(job, run, epoch, node)
-    resumed = newest_commit(job.job_dir) if job.checkpoint.resume == "latest" else None
+    resumed = newest_commit(job.job_dir, job.archive) if job.checkpoint.resume == "latest" else None
     before = None
     if resumed is not None and resumed[0].run != run:
         before, manifest = resumed
         _LOG.info("continuing from step %d of run %s", manifest.step, before.run)
-    return StoreCheckpoints(roots, job.checkpoint.every, job.checkpoint.keep, before)
+    return StoreCheckpoints(roots, job.checkpoint.every, job.checkpoint.keep, before, files=files_of(job))
 
 
 def resumed_layout(job: JobSpec) -> tuple[str, dict[str, int]] | None:
     """The copy that ``job`` would continue from, and its members by role; None for a fresh start."""
-    newest = newest_commit(job.job_dir) if job.checkpoint.resume == "latest" else None
+    newest = newest_commit(job.job_dir, job.archive) if job.checkpoint.resume == "latest" else None
     if newest is None:
         return None
     store, manifest = newest
     members = Counter(name.rpartition("-")[0] for name in manifest.files if name != _TRAINER)
-    return str(store.root / manifest.folder), dict(members)
+    return f"{store.root}/{manifest.folder}", dict(members)
 
 
 @dataclass(frozen=True)
 class _Generation:
-    store: CheckpointStore
+    store: CheckpointStore | ObjectStore
     manifest: Manifest
 
 
@@ -107,8 +111,11 @@ class StoreCheckpoints:
     roots: Roots
     every: int = 10
     keep: int = 2
-    before: CheckpointStore | None = None
+    before: CheckpointStore | ObjectStore | None = None
     disk_wait: DiskWait = DEFAULT_DISK_WAIT
+    files: RunFiles | None = None
+    """Uploaded before each copy is published, which then has the files of its step."""
+
     _latest: Manifest | None = None
     _last: LastCommit | None = None
     _copying: Manifest | None = None
@@ -120,7 +127,7 @@ class StoreCheckpoints:
         self._commits = self.roots.commit_store(self.roots.node)
         self._durable = self.roots.durable_store(self.keep)
         for store in (self._commits, self._durable):
-            retry_while_full(partial(store.claim, self.roots.epoch), store.root, self.disk_wait)
+            retry_while_full(partial(store.claim, self.roots.epoch), self._commits.root, self.disk_wait)
 
     def newest(self) -> int | None:
         self._publish_complete()
@@ -135,7 +142,7 @@ class StoreCheckpoints:
                 text = "no commit later than step %d is left: continuing from its copy in %s"
                 _LOG.warning(text, step, self._durable.root)
             return step
-        damaged = [folder.name for store in (self._commits, self._durable) for folder in store.root.glob("*.bad*")]
+        damaged = [name for store in (self._commits, self._durable) for name in store.damaged()]
         if damaged or self._last is not None:
             names = ", ".join(damaged) or "all are gone"
             raise CheckpointMissing(f"no commit of run {self.roots.run} is left: {names}")
@@ -154,7 +161,7 @@ class StoreCheckpoints:
                 writers[member] = max(incarnation_of(file), writers.get(member, 0))
         self._last = LastCommit(max(manifest.step, step), writers)
 
-    def _newest_in(self, *stores: CheckpointStore | None) -> _Generation | None:
+    def _newest_in(self, *stores: CheckpointStore | ObjectStore | None) -> _Generation | None:
         """The generation of the latest step; the first, faster store has precedence."""
         best: _Generation | None = None
         for store in stores:
@@ -194,7 +201,7 @@ class StoreCheckpoints:
 
     def _folder_of(self, generation: _Generation) -> str:
         folder = generation.manifest.folder
-        return folder if generation.store is self._commits else str(generation.store.root / folder)
+        return folder if generation.store is self._commits else f"{generation.store.root}/{folder}"
 
     def commit_request(self, step: int, last: bool) -> CommitRequest:
         self._publish_complete()
@@ -238,7 +245,7 @@ class StoreCheckpoints:
         copies = {name: replace(file, node="") for name, file in self._copying.files.items() if name != _TRAINER}
         try:
             for copy in copies.values():
-                check_size(self._durable.root / self._copying.folder, copy)
+                self._durable.check(self._copying.folder, copy)
         except (CheckpointCorrupt, CheckpointMissing, OSError):
             return
         self._publish(self._copying, copies)
@@ -262,8 +269,11 @@ class StoreCheckpoints:
 
     def _publish(self, manifest: Manifest, copies: Mapping[str, StateFile]) -> None:
         try:
-            target = self._durable.folder(manifest.step, self.roots.epoch)
-            own = copy_file(self._commits.root / manifest.folder, target, manifest.files[_TRAINER], durable=True)
+            own = self._durable.put(
+                self._commits.root / manifest.folder, manifest.step, self.roots.epoch, manifest.files[_TRAINER]
+            )
+            if self.files is not None:
+                self.files.upload()
             self._durable.commit(manifest.step, self.roots.epoch, {**copies, _TRAINER: own})
             self._prune_earlier_runs()
         except (CheckpointCorrupt, CheckpointMissing, OSError) as error:
@@ -271,12 +281,16 @@ class StoreCheckpoints:
 
     def _prune_earlier_runs(self) -> None:
         """Of all runs in the folder, keep the newest copies; the commits of earlier runs are superseded."""
-        folder = self._durable.root.parent.parent
-        for root in (folder / _COMMITS).glob("*"):
-            if root.name != self.roots.run:
-                CheckpointStore(root, root.name, durable=True).remove()
         room = self._durable.keep - len(self._durable.manifests())
-        others = [CheckpointStore(root, root.name, durable=True) for root in (folder / _FOLDER).glob("*")]
+        others: Sequence[CheckpointStore | ObjectStore]
+        if isinstance(self._durable, ObjectStore):
+            others = stores_below(self._durable.root.rpartition("/")[0])
+        else:
+            folder = self._durable.root.parent.parent
+            for root in (folder / _COMMITS).glob("*"):
+                if root.name != self.roots.run:
+                    CheckpointStore(root, root.name, durable=True).remove()
+            others = [CheckpointStore(root, root.name, durable=True) for root in (folder / _FOLDER).glob("*")]
         for store in sorted(others, key=_committed_at, reverse=True):
             if store.run != self.roots.run:
                 kept = store.manifests()[: max(room, 0)]
@@ -284,5 +298,5 @@ class StoreCheckpoints:
                 store.drop_older(kept[-1].step) if kept else store.remove()
 
 
-def _committed_at(store: CheckpointStore) -> float:
+def _committed_at(store: CheckpointStore | ObjectStore) -> float:
     return max((manifest.committed_at for manifest in store.manifests()), default=0.0)

@@ -19,9 +19,10 @@ from typing import Any
 from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, retry_while_full
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.common.names import ProcessId, is_url
 from dlrover.python.rl.runtime.checkpoint.manifest import Manifest
-from dlrover.python.rl.runtime.checkpoint.state_file import StateFile, copy_file, read_state
+from dlrover.python.rl.runtime.checkpoint.object_store import ObjectStore, read_from
+from dlrover.python.rl.runtime.checkpoint.state_file import Header, StateFile, read_state
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 
 _LOG = get_logger(__name__)
@@ -36,7 +37,7 @@ class Roots:
     job: str
     run: str
     epoch: int
-    durable: Path
+    durable: Path | str
     commits: Path | None = None
     node: str = ""
     shared: bool = False
@@ -51,8 +52,15 @@ class Roots:
         """The ``StateFile.node`` of files that ``node`` writes there."""
         return "" if self.shared else node
 
-    def durable_store(self, keep: int = 2) -> CheckpointStore:
-        return CheckpointStore(self.durable, self.run, durable=True, keep=keep)
+    def durable_store(self, keep: int = 2) -> CheckpointStore | ObjectStore:
+        return open_copies(self.durable, self.run, keep)
+
+
+def open_copies(place: Path | str, run: str, keep: int = 2) -> CheckpointStore | ObjectStore:
+    """The copies of a run in a folder, or at a URL."""
+    if isinstance(place, str):
+        return ObjectStore(place, run, keep)
+    return CheckpointStore(place, run, durable=True, keep=keep)
 
 
 @dataclass(frozen=True)
@@ -152,11 +160,11 @@ class MemberState:
         sources = ((folder, files[self.key]) for folder, files in request.sources if self.key in files)
         for folder, file in sources:
             try:
-                state = read_state(root / folder / file.name, file, header)
+                state = _read(root, folder, file, header)
             except (CheckpointCorrupt, CheckpointMissing) as error:
                 failure = error
             except OSError as error:
-                failure = CheckpointCorrupt(str(root / folder / file.name), f"it cannot be read: {error}")
+                failure = CheckpointCorrupt(f"{folder}/{file.name}", f"it cannot be read: {error}")
             else:
                 workload.load_state_dict(state)
                 return
@@ -169,20 +177,24 @@ class MemberState:
             copy.thread.join()  # waits: for a copy on this machine, which ends or fails
             if copy.file is not None:
                 return copy.file
-        root = request.roots.commit_root()
-        target = request.roots.durable_store().folder(request.step, request.roots.epoch)
-        return copy_file(root / request.folder, target, request.files[self.key], durable=True)
+        source, copies = request.roots.commit_root() / request.folder, request.roots.durable_store()
+        return copies.put(source, request.step, request.roots.epoch, request.files[self.key])
 
     def _begin_copy(self, step: int, source: Path, file: StateFile, roots: Roots) -> None:
         def run() -> None:
             try:
-                target = roots.durable_store().folder(step, roots.epoch)
-                copy.file = copy_file(source, target, file, durable=True)
+                copy.file = roots.durable_store().put(source, step, roots.epoch, file)
             except Exception as error:  # noqa: BLE001 -- the run continues without the copy
                 _LOG.warning("%s of step %d was not copied to %s: %s", self.key, step, roots.durable, error)
 
         self._copy = copy = _Copy(step, threading.Thread(target=run, name=f"dlrover-copy-{step}", daemon=True))
         copy.thread.start()
+
+
+def _read(root: Path, folder: str, file: StateFile, header: Header) -> Any:
+    if is_url(folder):
+        return read_from(f"{folder}/{file.name}", file, header)
+    return read_state(root / folder / file.name, file, header)
 
 
 # -- the folder in a node's memory ------------------------------------------------------------------------------------
@@ -200,7 +212,7 @@ def memory_path(job: str, run: str) -> Path:
     return _memory_folder() / f"{job}-{run}"
 
 
-def memory_root(job: str, run: str, durable: Path | None = None) -> Path:
+def memory_root(job: str, run: str, durable: Path | str | None = None) -> Path:
     """Create the folder of a run's memory-backed generations on this node, for this user only, and lock it until this
     process ends. ``durable`` is where its newest generation is saved when it is removed."""
     root = memory_path(job, run)
@@ -245,9 +257,15 @@ def _save(root: Path) -> None:
     """Copy the newest generation of an ended run to the disk, if all of it was on this node and no later copy exists.
     Raises OSError."""
     run, target = root.name.rpartition("-")[2], root / _SAVED_TO
-    if not target.is_symlink() or not target.readlink().parent.parent.is_dir():
+    if not target.is_symlink():
         return
-    memory, copies = CheckpointStore(root, run, durable=False), CheckpointStore(target.readlink(), run, durable=True)
+    place = os.readlink(target)
+    if not is_url(place) and not Path(place).parent.parent.is_dir():
+        return
+    memory, copies = (
+        CheckpointStore(root, run, durable=False),
+        open_copies(place if is_url(place) else Path(place), run),
+    )
     newest = max((copy.step for copy in copies.manifests() if copies.valid(copy)), default=0)
     for manifest in memory.manifests():
         if manifest.step > newest and _save_generation(memory, manifest, copies):
@@ -255,13 +273,13 @@ def _save(root: Path) -> None:
             return
 
 
-def _save_generation(memory: CheckpointStore, manifest: Manifest, copies: CheckpointStore) -> bool:
+def _save_generation(memory: CheckpointStore, manifest: Manifest, copies: CheckpointStore | ObjectStore) -> bool:
     # A later trainer may have claimed the copies and ended before its first commit.
     epoch = max(manifest.epoch, copies.epoch)
     try:
         copies.claim(epoch)
-        source, target = memory.root / manifest.folder, copies.folder(manifest.step, epoch)
-        files = {name: copy_file(source, target, file, durable=True) for name, file in manifest.files.items()}
+        source = memory.root / manifest.folder
+        files = {name: copies.put(source, manifest.step, epoch, file) for name, file in manifest.files.items()}
         copies.commit(manifest.step, epoch, files)
     except (CheckpointCorrupt, CheckpointMissing, StaleEpoch):
         return False

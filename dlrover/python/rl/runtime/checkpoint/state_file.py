@@ -85,14 +85,23 @@ def read_state(path: Path, expected: StateFile | None = None, header: Header | N
         OSError: it cannot be read.
     """
     with _opened(path) as file:
-        content = _read(file, expected)
-    _check(path, len(content), crc32(content), bytes(content[-_CRC.size :]), expected)
-    return _decode(path, content, header or {})
+        return read_opened(file, str(path), os.fstat(file.fileno()).st_size, expected, header)
+
+
+def read_opened(
+    file: Any, name: str, nbytes: int, expected: StateFile | None = None, header: Header | None = None
+) -> Any:
+    """Like :func:`read_state` from an open file of ``nbytes``. One of another length than expected is not read: a
+    damaged one may be too large for the memory."""
+    _check_length(name, nbytes, expected)
+    content = _read(file, nbytes)
+    _check(name, len(content), crc32(content), bytes(content[-_CRC.size :]), expected)
+    return _decode(name, content, header or {})
 
 
 def check_file(folder: Path, expected: StateFile) -> None:
     """Read a whole file and compare length and checksum; raises as :func:`read_state`."""
-    _pass_through(folder, expected, lambda chunk: None)
+    pass_through(folder, expected, lambda chunk: None)
 
 
 def check_size(folder: Path, expected: StateFile) -> None:
@@ -109,7 +118,7 @@ def copy_file(source: Path, target: Path, file: StateFile, durable: bool) -> Sta
     """Copy ``file`` from one folder to another, and check it meanwhile; if the source is not intact, the target is
     unchanged. Raises as :func:`read_state` and :func:`write_state`."""
     with new_file(target / file.name, durable, file.nbytes) as copy:
-        _pass_through(source, file, copy.write)
+        pass_through(source, file, copy.write)
     return StateFile(file.name, file.nbytes, file.checksum)
 
 
@@ -198,11 +207,8 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _read(file: Any, expected: StateFile | None) -> memoryview:
-    """The whole file, aligned like the buffers in it. A file of another length than expected is not read: a damaged one
-    may be too large for the memory."""
-    nbytes = os.fstat(file.fileno()).st_size
-    _check_length(file.name, nbytes, expected)
+def _read(file: Any, nbytes: int) -> memoryview:
+    """The whole file, aligned like the buffers in it."""
     memory = np.empty(nbytes + _ALIGN, np.uint8)
     start = -memory.ctypes.data % _ALIGN
     content = memory[start : start + nbytes].data
@@ -212,7 +218,7 @@ def _read(file: Any, expected: StateFile | None) -> memoryview:
     return content[:filled]
 
 
-def _pass_through(folder: Path, expected: StateFile, consume: Callable[[memoryview], Any]) -> None:
+def pass_through(folder: Path, expected: StateFile, consume: Callable[[memoryview], Any]) -> None:
     """Pass a file on in chunks; raises at its end if it is not intact."""
     path = folder / expected.name
     memory = memoryview(bytearray(_CHUNK))
@@ -231,7 +237,7 @@ def _check_length(path: Path | str, nbytes: int, expected: StateFile | None) -> 
         raise CheckpointCorrupt(str(path), f"{nbytes} bytes instead of {expected.nbytes}")
 
 
-def _check(path: Path, nbytes: int, checksum: int, ending: bytes, expected: StateFile | None) -> None:
+def _check(path: Path | str, nbytes: int, checksum: int, ending: bytes, expected: StateFile | None) -> None:
     _check_length(path, nbytes, expected)
     if checksum != _RESIDUE or nbytes < _PREFIX.size + _CRC.size:
         raise CheckpointCorrupt(str(path), "the content does not match the checksum at its end")
@@ -239,7 +245,7 @@ def _check(path: Path, nbytes: int, checksum: int, ending: bytes, expected: Stat
         raise CheckpointCorrupt(str(path), "it is another file than the manifest's")
 
 
-def _decode(path: Path, content: memoryview, header: Header) -> Any:
+def _decode(path: Path | str, content: memoryview, header: Header) -> Any:
     magic, version, _, total, *lengths = _PREFIX.unpack_from(content)
     if magic != _MAGIC or version != VERSION or total != len(content):
         raise CheckpointCorrupt(str(path), f"not a state file of format {VERSION} ({magic!r}, format {version})")

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
@@ -43,6 +43,7 @@ from dlrover.python.rl.runtime.checkpoint.state_file import (
     StateFile,
     check_file,
     check_size,
+    copy_file,
     read_state,
     sync_folder,
     write_state,
@@ -107,6 +108,10 @@ class CheckpointStore:
         overwrites an old file: new pages take three times as long."""
         path = self.folder(step, epoch) / name
         return write_state(path, header, tree, self.durable, self._spare(name.partition(".")[0]))
+
+    def put(self, source: Path, step: int, epoch: int, file: StateFile) -> StateFile:
+        """Copy a file of generation ``step`` from another folder; raises as :meth:`folder` and ``copy_file``."""
+        return copy_file(source, self.folder(step, epoch), file, self.durable)
 
     def commit(
         self, step: int, epoch: int, files: Mapping[str, StateFile], extra: Mapping[str, Any] | None = None
@@ -191,9 +196,17 @@ class CheckpointStore:
             raise CheckpointMissing(f"generation {manifest.folder} has no '{name}'")
         return read_state(self.root / manifest.folder / file.name, file)
 
+    def check(self, folder: str, file: StateFile) -> None:
+        """Compare the length of a file; raises as ``check_size``."""
+        check_size(self.root / folder, file)
+
     def quarantine(self, manifest: Manifest, why: str) -> None:
         """Set a generation aside: it is never loaded again, but kept for inspection."""
         self._set_aside(self.root / manifest.folder, why)
+
+    def damaged(self) -> list[str]:
+        """The generations that were set aside."""
+        return [folder.name for folder in self.root.glob(f"*{_BAD}*")]
 
     # -- folders ------------------------------------------------------------------------------------------------------
 
@@ -279,9 +292,21 @@ def _changed_at(path: Path) -> float:
         return 0.0
 
 
-def newest_of(stores: Iterable[CheckpointStore]) -> tuple[CheckpointStore, Manifest] | None:
+class AnyStore(Protocol):
+    """What a folder and an object store of generations have in common."""
+
+    run: str
+
+    def manifests(self) -> list[Manifest]: ...
+    def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None]) -> bool: ...
+
+
+S = TypeVar("S", bound=AnyStore)
+
+
+def newest_of(stores: Iterable[S]) -> tuple[S, Manifest] | None:
     """The valid generation of the latest step of the run that committed last; a copy is younger than its commit."""
-    pairs = [(store, manifest) for store in stores if store.root.suffix != _GONE for manifest in store.manifests()]
+    pairs = [(store, manifest) for store in stores for manifest in store.manifests()]
     ended: dict[str, float] = {}
     for store, manifest in pairs:
         ended[store.run] = max(manifest.committed_at, ended.get(store.run, 0.0))

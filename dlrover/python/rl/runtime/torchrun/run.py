@@ -28,6 +28,7 @@ from dlrover.python.rl.common.sockets import HeldPort
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of, roots_of
 from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
+from dlrover.python.rl.runtime.checkpoint.run_files import files_of, results_of
 from dlrover.python.rl.runtime.local_port import trainer_maker
 from dlrover.python.rl.runtime.process.curve import redraw
 from dlrover.python.rl.runtime.process.executor import cause_of
@@ -137,6 +138,8 @@ class Leader:
                 job_dir=self.job.job_dir,
                 resources={role: dict(spec.resource) for role, spec in self.job.workloads.items()},
                 checkpoints=checkpoints_of(self.job, self.job.run, self.start.number, socket.gethostname()),
+                files=files_of(self.job),
+                results=results_of(self.job),
             )
             run_trainer(partial(trainer_maker(self.job), link), link)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the boundary of the job

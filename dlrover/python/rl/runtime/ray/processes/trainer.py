@@ -21,6 +21,7 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.commands import StartTrainer
 from dlrover.python.rl.control.events import Cause, CauseKind, Process
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
+from dlrover.python.rl.runtime.checkpoint.run_files import files_of, results_of
 from dlrover.python.rl.runtime.process.executor import cause_of, enter_folder, load_class, starting
 from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSender, HeartbeatSettings
 from dlrover.python.rl.runtime.ray.processes.actors import ask, find
@@ -235,9 +236,8 @@ class TrainerActor:
                 trainer: BaseTrainer = self._trainer_class(recovery.handles(), self._classes, job.config)
                 return trainer
 
-        link = TrainerLink(
-            port, report, job.name, job.job_dir, start.resources, recovery, checkpoints, is_loss, announce
-        )
+        given = start.resources, recovery, checkpoints, is_loss, announce, files_of(job), results_of(job)
+        link = TrainerLink(port, report, job.name, job.job_dir, *given)
         return link, make
 
 

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generations of state files in an object store, through fsspec: S3, GCS, Azure, ...
+
+::
+
+    URL/
+      epochs/00000003                  claims: the highest counts, lower ones are refused
+      step-00000008.e3/
+        ACTOR-0.1.state
+        trainer.state
+        manifest.json                  written last, removed first: with it the generation is valid
+      step-00000006.e2/
+        bad                            why it is never loaded
+
+An object store has neither renames nor locks. An object appears as a whole, and no name gets two contents: a later
+trainer writes into folders of its own epoch.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.core import url_to_fs
+
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.runtime.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    decode,
+    encode,
+    folder_name,
+    step_and_epoch,
+)
+from dlrover.python.rl.runtime.checkpoint.state_file import StateFile, pass_through, read_opened
+
+_LOG = get_logger(__name__)
+
+_BAD, _EPOCHS = "bad", "epochs"
+
+
+class ObjectStore:
+    """The generations of ``run`` under ``url``: the durable copies of a job whose ``job_dir`` is a URL.
+
+    Errors of the store are OSErrors. ``fs`` is for tests.
+    """
+
+    def __init__(self, url: str, run: str, keep: int = 2, fs: fsspec.AbstractFileSystem | None = None) -> None:
+        self.root, self.run, self.keep = url.rstrip("/"), run, keep
+        own, self._path = url_to_fs(self.root, use_listings_cache=False)
+        self._fs = fs or own
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def claim(self, epoch: int) -> None:
+        """From now on, refuse every lower epoch; raises StaleEpoch after a higher claim."""
+        self._check(epoch)
+        with store_errors():
+            self._fs.pipe_file(f"{self._path}/{_EPOCHS}/{epoch:08d}", b"%d" % epoch)
+        self._check(epoch)
+
+    @property
+    def epoch(self) -> int:
+        """The highest that has claimed the folder."""
+        return max((int(name) for name in self.names(_EPOCHS) if name.isdigit()), default=0)
+
+    def put(self, source: Path, step: int, epoch: int, file: StateFile) -> StateFile:
+        """Upload a file of generation ``step``, and check it meanwhile; one that is not intact does not appear. Raises
+        StaleEpoch, CheckpointCorrupt, CheckpointMissing, OSError."""
+        self._check(epoch)
+        with store_errors(), self._uploading(f"{self._path}/{folder_name(step, epoch)}/{file.name}") as target:
+            pass_through(source, file, target.write)
+        return StateFile(file.name, file.nbytes, file.checksum)
+
+    def commit(self, step: int, epoch: int, files: Mapping[str, StateFile]) -> Manifest:
+        """Make the uploaded files the newest generation, and remove superfluous ones. Idempotent. Raises StaleEpoch,
+        or CheckpointMissing, CheckpointCorrupt and OSError, after which the generation is not valid."""
+        self._check(epoch)
+        for file in files.values():
+            self.check(folder_name(step, epoch), file)
+        existing = self.manifests()
+        manifest = Manifest(step, epoch, self.run, dict(files))
+        for old in existing:
+            if replace(old, serial=0, committed_at=0.0) == manifest:
+                return old
+        serial = 1 + max((old.serial for old in existing), default=0)
+        manifest = replace(manifest, serial=serial, committed_at=time.time())
+        with store_errors():
+            self._fs.pipe_file(f"{self._path}/{manifest.folder}/{MANIFEST}", encode(manifest))
+        self._prune(manifest, existing)
+        return manifest
+
+    def drop_older(self, step: int) -> None:
+        for name in self._folders():
+            if (ids := step_and_epoch(name)) and ids[0] < step:
+                self._remove(name)
+
+    def remove(self) -> None:
+        for name in self._folders():
+            self._remove(name)
+        with suppress(OSError), store_errors():
+            self._fs.rm(self._path, recursive=True)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def manifests(self) -> list[Manifest]:
+        """All generations, newest first; none that was set aside."""
+        manifests = []
+        for name in self._folders():
+            names = self.names(name)
+            if MANIFEST not in names or _BAD in names:
+                continue
+            try:
+                with store_errors():
+                    content = self._fs.cat_file(f"{self._path}/{name}/{MANIFEST}")
+                manifest = decode(content)
+                if (manifest.run, manifest.folder) == (self.run, name):
+                    manifests.append(manifest)
+            except CheckpointMissing:
+                continue  # removed meanwhile
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                self._set_aside(name, f"not a manifest: {error}")
+        return sorted(manifests, key=lambda manifest: (manifest.epoch, manifest.serial), reverse=True)
+
+    def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None] | None = None) -> bool:
+        """Whether every file is there in its length; else the generation is set aside. Whoever reads one checks its
+        bytes."""
+        try:
+            for file in manifest.files.values():
+                self.check(manifest.folder, file)
+        except (CheckpointCorrupt, CheckpointMissing) as error:
+            self._set_aside(manifest.folder, str(error))
+            return False
+        return True
+
+    def check(self, folder: str, file: StateFile) -> None:
+        """Compare the length of a file; raises CheckpointMissing or CheckpointCorrupt."""
+        path = f"{self._path}/{folder}/{file.name}"
+        with store_errors():
+            nbytes = self._fs.size(path)
+        if nbytes != file.nbytes:
+            raise CheckpointCorrupt(f"{self.root}/{folder}/{file.name}", f"{nbytes} bytes instead of {file.nbytes}")
+
+    def read(self, manifest: Manifest, name: str) -> Any:
+        """The tree in file ``name`` of a generation. Raises CheckpointMissing, CheckpointCorrupt."""
+        file = manifest.files.get(name)
+        if file is None:
+            raise CheckpointMissing(f"generation {manifest.folder} has no '{name}'")
+        return read_from(f"{self.root}/{manifest.folder}/{file.name}", file, fs=self._fs)
+
+    def quarantine(self, manifest: Manifest, why: str) -> None:
+        self._set_aside(manifest.folder, why)
+
+    def damaged(self) -> list[str]:
+        """The generations that were set aside."""
+        return [name for name in self._folders() if _BAD in self.names(name)]
+
+    # -- objects ------------------------------------------------------------------------------------------------------
+
+    def _check(self, epoch: int) -> None:
+        if epoch < (highest := self.epoch):
+            raise StaleEpoch(f"epoch {epoch} has ended: epoch {highest} has taken over {self.root}")
+
+    def names(self, folder: str = "") -> list[str]:
+        """What is in the folder, or in one below it."""
+        with store_errors():
+            try:
+                self._fs.invalidate_cache()
+                found = self._fs.ls(f"{self._path}/{folder}".rstrip("/"), detail=False)
+            except FileNotFoundError:
+                return []
+        return [str(path).rstrip("/").rpartition("/")[2] for path in found]
+
+    def _folders(self) -> list[str]:
+        return [name for name in self.names() if step_and_epoch(name)]
+
+    @contextmanager
+    def _uploading(self, path: str) -> Iterator[Any]:
+        target = self._fs.open(path, "wb", autocommit=False)
+        try:
+            yield target
+            target.close()
+            target.commit()
+        except BaseException:
+            with suppress(Exception):
+                target.discard()
+            raise
+        finally:
+            self._fs.transaction.files.remove(target)  # fsspec keeps it for the end of a transaction
+
+    def _prune(self, newest: Manifest, existing: list[Manifest]) -> None:
+        """Keep the newest generations, and folders of later steps, which may still become one."""
+        kept = {newest.folder, *(old.folder for old in existing[: self.keep - 1])}
+        for name in self._folders():
+            step, epoch = step_and_epoch(name) or (0, 0)
+            if name not in kept and step <= newest.step and epoch <= newest.epoch:
+                self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        """The manifest first: what is left of it is no generation."""
+        try:
+            with store_errors():
+                with suppress(FileNotFoundError):
+                    self._fs.rm_file(f"{self._path}/{name}/{MANIFEST}")
+                self._fs.rm(f"{self._path}/{name}", recursive=True)
+        except (OSError, CheckpointMissing) as error:
+            _LOG.warning("%s/%s cannot be removed: %s", self.root, name, error)
+
+    def _set_aside(self, name: str, why: str) -> None:
+        _LOG.warning("%s/%s is not used: %s", self.root, name, why)
+        with suppress(OSError), store_errors():
+            self._fs.pipe_file(f"{self._path}/{name}/{_BAD}", why.encode())
+
+
+def stores_below(url: str) -> list[ObjectStore]:
+    """Those of all runs whose folders are at ``url``."""
+    return [ObjectStore(f"{url}/{run}", run) for run in ObjectStore(url, "").names()]
+
+
+def read_from(
+    url: str,
+    expected: StateFile | None = None,
+    header: Mapping[str, str | int] | None = None,
+    fs: fsspec.AbstractFileSystem | None = None,
+) -> Any:
+    """The tree in the state file at ``url``; raises as ``read_state``."""
+    own, path = url_to_fs(url)
+    with store_errors(), (fs or own).open(path, "rb") as file:
+        return read_opened(file, url, int(file.size), expected, header)
+
+
+@contextmanager
+def store_errors() -> Iterator[None]:
+    """Turn what libraries raise into what a disk raises."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointMissing(f"{error} is not there") from error
+    except (OSError, CheckpointCorrupt, CheckpointMissing, StaleEpoch):
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

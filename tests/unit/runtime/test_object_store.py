@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generations in an object store: what a killed writer leaves, a store that fails, and a writer that was replaced."""
+
+import io
+
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
+from dlrover.python.rl.runtime.checkpoint.object_store import ObjectStore, read_from
+from dlrover.python.rl.runtime.checkpoint.state_file import write_state
+
+URL = "memory://bucket/run"
+NAMES = ("ACTOR-0", "trainer")
+
+
+class Killed(BaseException):
+    """The writer's process has ended."""
+
+
+class Upload(io.BytesIO):
+    """An object appears when it is committed."""
+
+    def __init__(self, bucket, path):
+        super().__init__()
+        self.bucket, self.path, self.content = bucket, path, b""
+
+    def close(self):
+        if not self.closed:
+            self.content = self.getvalue()
+        super().close()
+
+    def commit(self):
+        self.bucket.change(lambda: self.bucket.put(self.path, self.content))
+
+    def discard(self):
+        pass
+
+
+class Bucket(MemoryFileSystem):
+    """A store of its own, whose changes can fail: ``fault(number, done)`` is called before and after each of them."""
+
+    cachable = False
+
+    def __init__(self):
+        super().__init__()
+        self.store, self.pseudo_dirs, self.changes = {}, [""], 0
+        self.fault = lambda number, done: None
+
+    def change(self, act):
+        number, self.changes = self.changes, self.changes + 1
+        self.fault(number, False)
+        act()
+        self.fault(number, True)
+
+    def _open(self, path, mode="rb", **options):
+        return Upload(self, path) if mode == "wb" else super()._open(path, mode)
+
+    def pipe_file(self, path, value, mode="overwrite", **options):
+        self.change(lambda: self.put(self._strip_protocol(path), value))
+
+    def rm_file(self, path):
+        self.change(lambda: MemoryFileSystem.rm_file(self, self._strip_protocol(path)))
+
+    def rm(self, path, recursive=False, maxdepth=None):
+        path = self._strip_protocol(path)
+        for name in [name for name in list(self.store) if name == path or name.startswith(f"{path}/")]:
+            self.rm_file(name)
+
+    def put(self, name, content):
+        self.store[name] = MemoryFile(self, name, content)
+
+
+@pytest.fixture
+def bucket():
+    return Bucket()
+
+
+def tree(step, name):
+    return {"step": step, "name": name, "weights": np.full(1000, step, dtype=np.float32)}
+
+
+def write(store, folder, step, epoch):
+    """A generation, as the members and the trainer write it."""
+    files = {}
+    for name in NAMES:
+        local = write_state(folder / f"{name}.{step}.state", {"step": step}, tree(step, name), durable=False)
+        files[name] = store.put(folder, step, epoch, local)
+    return store.commit(step, epoch, files)
+
+
+def newest(bucket):
+    """The step that a run would go on from, of which every file can be read."""
+    store = ObjectStore(URL, "r", fs=bucket)
+    for manifest in store.manifests():
+        if store.valid(manifest):
+            for name in NAMES:
+                assert store.read(manifest, name)["weights"][0] == manifest.step
+            return manifest.step
+    return 0
+
+
+def test_generations_are_kept_in_order_and_the_newest_two_stay(bucket, tmp_path):
+    store = ObjectStore(URL, "r", fs=bucket)
+    store.claim(1)
+    for step in (10, 20, 30):
+        write(store, tmp_path, step, 1)
+    assert [manifest.step for manifest in store.manifests()] == [30, 20]
+    assert not [name for name in bucket.store if "step-00000010" in name]
+    assert write(store, tmp_path, 30, 1) == store.manifests()[0], "the same again is the same"
+
+
+def writing(bucket, folder, done):
+    store = ObjectStore(URL, "r", fs=bucket)
+    store.claim(1)
+    for step in (10, 20, 30, 40):
+        write(store, folder, step, 1)
+        done.append(step)
+
+
+def count_changes(folder):
+    bucket = Bucket()
+    writing(bucket, folder, [])
+    return bucket.changes
+
+
+@pytest.mark.parametrize("happens", [False, True], ids=["before", "after"])
+def test_a_writer_that_is_killed_at_any_change_loses_nothing_that_was_committed(tmp_path, happens):
+    total = count_changes(tmp_path)
+    assert total > 15
+    for at in range(total):
+        bucket, done = Bucket(), [0]
+
+        def kill(number, is_done, at=at):
+            if number == at and is_done == happens:
+                raise Killed
+
+        bucket.fault = kill
+        with pytest.raises(Killed):
+            writing(bucket, tmp_path, done)
+        bucket.fault = lambda number, is_done: None
+        assert newest(bucket) in (done[-1], done[-1] + 10), "the commit that was under way may be there"
+        after = ObjectStore(URL, "r", fs=bucket)
+        after.claim(2)
+        assert write(after, tmp_path, done[-1] + 20, 2) == after.manifests()[0]
+        assert newest(bucket) == done[-1] + 20
+
+
+@pytest.mark.parametrize("happens", [False, True], ids=["before", "after"])
+def test_a_store_that_fails_at_any_change_leaves_what_was_committed(tmp_path, happens):
+    for at in range(count_changes(tmp_path)):
+        bucket, done = Bucket(), [0]
+
+        def fail(number, is_done, at=at):
+            if number == at and is_done == happens:
+                raise RuntimeError("SlowDown")  # libraries raise errors of any kind
+
+        bucket.fault = fail
+        try:
+            writing(bucket, tmp_path, done)
+        except OSError as error:
+            assert "SlowDown" in str(error)
+        bucket.fault = lambda number, is_done: None
+        assert newest(bucket) >= done[-1]
+
+
+def test_a_replaced_writer_is_refused_and_what_it_still_writes_does_not_count(bucket, tmp_path):
+    former, later = ObjectStore(URL, "r", fs=bucket), ObjectStore(URL, "r", fs=bucket)
+    former.claim(1)
+    write(former, tmp_path, 10, 1)
+
+    def overtaken(number, is_done):
+        """The other one comes and commits while a file is on its way."""
+        bucket.fault = lambda number, is_done: None
+        later.claim(2)
+        write(later, tmp_path, 20, 2)
+
+    local = write_state(tmp_path / "ACTOR-0.30.state", {"step": 30}, tree(30, "ACTOR-0"), durable=False)
+    bucket.fault = overtaken
+    uploaded = former.put(tmp_path, 30, 1, local)
+    for attempt in (lambda: former.claim(1), lambda: former.commit(30, 1, {"ACTOR-0": uploaded})):
+        with pytest.raises(StaleEpoch, match="epoch 1 has ended: epoch 2"):
+            attempt()
+    assert [(manifest.epoch, manifest.step) for manifest in later.manifests()][0] == (2, 20)
+
+
+def test_a_damaged_file_and_a_damaged_manifest_are_never_used_again(bucket, tmp_path):
+    store = ObjectStore(URL, "r", keep=3, fs=bucket)
+    store.claim(1)
+    for step in (10, 20, 30):
+        write(store, tmp_path, step, 1)
+    (manifest,) = [name for name in bucket.store if name.endswith("step-00000030.e1/manifest.json")]
+    bucket.put(manifest, b"{}")
+    (state,) = [name for name in bucket.store if "step-00000020.e1/ACTOR" in name]
+    content = bytearray(bucket.store[state].getvalue())
+    content[100] ^= 1
+    bucket.put(state, bytes(content))
+    first = store.manifests()[0]
+    assert first.step == 20
+    with pytest.raises(CheckpointCorrupt):
+        store.read(first, "ACTOR-0")
+    store.quarantine(first, "one bit")
+    assert [manifest.step for manifest in store.manifests()] == [10]
+    assert sorted(store.damaged()) == ["step-00000020.e1", "step-00000030.e1"]
+
+
+def test_a_file_of_another_owner_and_one_that_is_not_there_are_told(bucket, tmp_path):
+    store = ObjectStore(URL, "r", fs=bucket)
+    store.claim(1)
+    manifest = write(store, tmp_path, 10, 1)
+    file = manifest.files["ACTOR-0"]
+    with pytest.raises(CheckpointCorrupt, match="it belongs to"):
+        read_from(f"{URL}/{manifest.folder}/{file.name}", file, {"step": 11}, fs=bucket)
+    with pytest.raises(CheckpointMissing):
+        read_from(f"{URL}/{manifest.folder}/none.state", fs=bucket)
+    store.remove()
+    assert store.manifests() == [] and not bucket.store
