@@ -207,7 +207,9 @@ def test_everything_killed_at_once_goes_on_too_also_without_what_was_in_memory(d
                 assert time.monotonic() < deadline_s
                 time.sleep(0.05)
         where = desk / (memory if memory == "kept" else "elsewhere")
-        run(desk, f"{TWO} {ADD} job_dir={folder}", DLROVER_RL_MEMORY=str(where))
+        said = run(desk, f"{TWO} {ADD} job_dir={folder}", code=1, DLROVER_RL_MEMORY=str(where))
+        assert "the same command, or checkpoint.resume=latest, goes on" in said, "pause_s was another one"
+        run(desk, f"{TWO} {ADD} job_dir={folder} checkpoint.resume=latest", DLROVER_RL_MEMORY=str(where))
         assert steps_done(desk, folder) == [1, 2, 3, 4, *repeated]
         assert result(desk, folder) == result(desk, "whole")
 
@@ -227,9 +229,9 @@ def test_a_second_start_in_the_same_folder_is_refused_and_a_finished_run_has_not
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
         assert "out is in use by " in run(desk, f"{line} checkpoint.resume=never", code=2)
-    run(desk, f"{TWO} {line}")
+    run(desk, f"{TWO} {line} checkpoint.resume=latest")
     done = steps_done(desk, "out")
-    run(desk, f"{TWO} {line}")
+    run(desk, f"{TWO} {line} checkpoint.resume=latest")
     assert steps_done(desk, "out") == done
     said = run(desk, f"{line} checkpoint.resume=never", code=2)
     assert "out has the results of " in said and "overwrite=true replaces them" in said

@@ -157,8 +157,10 @@ def conflict(job: JobSpec) -> str:
     if not _has_results(folder, owner):
         return ""
     whose = f"{owner}, {owner.state if owner.state != RUNNING else 'ended'}" if owner is not None else "an earlier run"
+    is_launched = owner is not None and owner.runtime == LAUNCHED
+    how = "the same command, or checkpoint.resume=latest," if is_launched else f"'dlrover-rl resume {folder}'"
     return (
-        f"{folder} has the results of {whose}: 'dlrover-rl resume {folder}' goes on, overwrite=true replaces them, "
+        f"{folder} has the results of {whose}: {how} goes on, overwrite=true replaces them, "
         "and without job_dir each run has a folder of its own"
     )
 
