@@ -136,6 +136,30 @@ def test_a_dict_is_divided_by_columns_inside_shard():
     assert (first["t"], second["t"]) == (["a", "b", "c"], ["d", "e"])
 
 
+class Proto:
+    """Rows of another library's, divided as verl's are: equally, or not at all."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def chunk(self, count):
+        assert len(self.rows) % count == 0, f"{len(self.rows)} rows by {count}"
+        return [Proto(list(part)) for part in np.array_split(self.rows, count)]
+
+
+def test_what_divides_itself_is_asked_to_inside_shard():
+    proto = Proto([1, 2, 3, 4])
+    assert [part.rows for part in divide(Shard(proto), 2, False, "x")] == [[1, 2], [3, 4]]
+    assert divide(proto, 2, True, "x") is None
+
+
+def test_what_does_not_divide_itself_that_often_is_refused():
+    with pytest.raises(ShardError, match="x is Proto, which cannot be divided by 3: 4 rows by 3"):
+        divide(Shard(Proto([1, 2, 3, 4])), 3, True, "x")
+    with pytest.raises(ShardError, match=r"x is SimpleNamespace, whose chunk\(2\) gave 1 parts"):
+        divide(Shard(SimpleNamespace(chunk=lambda count: ["all"])), 2, True, "x")
+
+
 @pytest.mark.parametrize(
     ("columns", "said"),
     [

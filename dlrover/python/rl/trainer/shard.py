@@ -11,7 +11,7 @@ argument                                    each of ``n`` shards gets
 list of exactly ``n`` items                 its item
 longer list, tuple, array, tensor, Batch    an even part along the first axis
 shorter one                                 refused: :class:`~dlrover.python.rl.common.errors.ShardError`
-anything else                               all of it
+anything else                               all of it; in ``Shard``, what its method ``chunk(n)`` gives
 ==========================================  ===========================================================================
 
 Even parts keep the order and differ by at most one row, larger ones first. A named tuple, a string and a 0-d array
@@ -31,7 +31,8 @@ from dlrover.python.rl.data.batch import Batch, even_cuts
 @dataclass(frozen=True)
 class Shard:
     """Split ``value`` along its first axis over the shards: a list, tuple, array, tensor, ``Batch``, dict of equally
-    long columns, or pending results (one sequence of rows; each shard fetches only the rows it needs).
+    long columns, pending results (one sequence of rows; each shard fetches only the rows it needs), or an object of
+    another library that divides itself by ``chunk(n)``.
 
     ``by`` is ``"rows"``, or ``"tokens"`` for even token counts of a ``Batch``; ``rows`` are indices of the rows to
     take, in order, cut into even parts, or one list per shard."""
@@ -128,7 +129,7 @@ def split(value: Any, shards: int, label: str, by: str = "rows") -> list[Any]:
     if isinstance(value, dict):
         return _split_columns(value, shards, label)
     if not (is_sequence_of_rows(value) or isinstance(value, range)):
-        raise ShardError(f"{label} is {type(value).__name__}, which has no rows to split; wrap it in Replicate(...)")
+        return _chunk(value, shards, label)
     rows = len(value)
     if rows < shards:
         raise ShardError(
@@ -142,6 +143,20 @@ def split(value: Any, shards: int, label: str, by: str = "rows") -> list[Any]:
             raise ShardError(f"{label}: {error}") from error
     cuts = even_cuts(rows, shards)
     return [_part(value, start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+
+
+def _chunk(value: Any, shards: int, label: str) -> list[Any]:
+    """Of another library's object of rows, such as verl's ``DataProto``."""
+    kind = type(value).__name__
+    if hasattr(value, "shape") or not callable(getattr(value, "chunk", None)):
+        raise ShardError(f"{label} is {kind}, which has no rows to split; wrap it in Replicate(...)")
+    try:
+        parts = list(value.chunk(shards))
+    except (AssertionError, ValueError) as error:
+        raise ShardError(f"{label} is {kind}, which cannot be divided by {shards}: {error}") from error
+    if len(parts) != shards:
+        raise ShardError(f"{label} is {kind}, whose chunk({shards}) gave {len(parts)} parts")
+    return parts
 
 
 def _part(value: Any, start: int, stop: int) -> Any:
