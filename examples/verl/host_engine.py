@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
-from verl.plugin.platform import set_platform
-from verl.plugin.platform.platform_cuda import PlatformCUDA
-from verl.utils import tensordict_utils as tu
-from verl.utils.py_functional import append_to_dict
-from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
+from megatron.core import parallel_state
+from verl.plugin.platform import platform_cuda, set_platform
+from verl.utils import py_functional, tensordict_utils
+from verl.workers.engine import base
 
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import OptimizerConfig, Rendezvous, TrainSettings
@@ -22,40 +20,36 @@ from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.megatron.engine import MegatronTrainEngine
 
 
-class HostPlatform(PlatformCUDA):
-    """What ``torch.cuda`` answers on a machine without a device, under the name of the host."""
-
+class HostPlatform(platform_cuda.PlatformCUDA):
     device_name = vendor_name = "cpu"
     device_module = SimpleNamespace(**{**vars(torch.cuda), "get_device_name": lambda: "CPU"})
 
 
-
-class HostMegatronEngine(BaseEngine):
+class HostMegatronEngine(base.BaseEngine):
     """verl's engine interface over the train engine ``megatron``, in float32."""
 
     is_param_offload_enabled = is_optimizer_offload_enabled = False
-    get_data_parallel_rank = staticmethod(mpu.get_data_parallel_rank)
-    get_data_parallel_size = staticmethod(mpu.get_data_parallel_world_size)
-    get_data_parallel_group = staticmethod(mpu.get_data_parallel_group)
+    get_data_parallel_rank = staticmethod(parallel_state.get_data_parallel_rank)
+    get_data_parallel_size = staticmethod(parallel_state.get_data_parallel_world_size)
+    get_data_parallel_group = staticmethod(parallel_state.get_data_parallel_group)
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
-        self.is_critic, optimizer, optim = model_config.model_type == "value_model", None, optimizer_config
+        self.is_critic, optimizer, given = model_config.model_type == "value_model", None, optimizer_config
         if not engine_config.forward_only:
-            schedule = {"schedule": optim.lr_decay_style, "min_lr": optim.min_lr, "decay_steps": optim.lr_decay_steps}
-            clip = {"betas": tuple(optim.betas), "max_grad_norm": optim.clip_grad or None}
-            optimizer = OptimizerConfig(optim.lr, max(optim.lr_warmup_steps, 0), optim.weight_decay, **clip, **schedule)
+            schedule = (given.lr_decay_style, given.min_lr, given.lr_decay_steps)
+            rates = (given.lr, max(given.lr_warmup_steps, 0), given.weight_decay, tuple(given.betas))
+            optimizer = OptimizerConfig(*rates, given.clip_grad or None, "adamw", 0.0, *schedule)
         sizes = ParallelSizes(tensor_parallel_size=engine_config.tensor_model_parallel_size)
-        head = "token" if self.is_critic else "causal"
+        head, ranks = "token" if self.is_critic else "causal", Rendezvous(dist.get_rank(), dist.get_world_size())
         settings = TrainSettings(parallel=sizes, head=head, backend={"cpu_shim": True})
-        ranks = Rendezvous(dist.get_rank(), dist.get_world_size())
         self.engine = MegatronTrainEngine(model_config.local_path, optimizer, settings, ranks)
-        self.train_mode, self.eval_mode = partial(BaseEngineCtx, self, "train"), partial(BaseEngineCtx, self, "eval")
+        self.train_mode, self.eval_mode = (partial(base.BaseEngineCtx, self, mode) for mode in ("train", "eval"))
 
     def initialize(self) -> None:
-        """Nothing: verl asks for the ranks before."""
+        """verl asks for the ranks before."""
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        return mpu.get_tensor_model_parallel_rank() == 0
+        return parallel_state.get_tensor_model_parallel_rank() == 0
 
     def read(self, data: Any) -> tuple[Batch, Any]:
         """verl's rows as a batch, and a function that lays outputs ``[tokens]`` out as verl does, ``[rows, seq]``: a
@@ -73,34 +67,36 @@ class HostMegatronEngine(BaseEngine):
 
         return Batch({"tokens": tokens, "action_mask": mask, "row": np.arange(len(tokens))}), nested
 
+    def options(self, data: Any) -> tuple[float, bool]:
+        entropy = tensordict_utils.get(data, "calculate_entropy", False) and not self.is_critic
+        return tensordict_utils.get(data, "temperature", 1.0), entropy
+
     def train_batch(self, data: Any, loss_function: Any) -> dict[str, Any]:
         tokens, dp_size = data["loss_mask"].sum(), self.get_data_parallel_size()
         dist.all_reduce(tokens, group=self.get_data_parallel_group())
-        tu.assign_non_tensor(data, batch_num_tokens=tokens.item(), dp_size=dp_size)
+        tensordict_utils.assign_non_tensor(data, batch_num_tokens=tokens.item(), dp_size=dp_size)
         found: dict[str, Any] = {"model_output": {}, "loss": [], "metrics": {}}
 
         def loss(outputs: torch.Tensor, columns: Any) -> tuple[torch.Tensor, dict[str, float]]:
-            micro = tu.index_select_tensor_dict(data, columns["row"].unique_consecutive())
+            micro = tensordict_utils.index_select_tensor_dict(data, columns["row"].unique_consecutive())
             nested = self.read(micro)[1]
             output = {"values" if self.is_critic else "log_probs": nested(outputs)}
             output |= {"entropy": nested(columns["entropy"])} if "entropy" in columns else {}
             value, metrics = loss_function(model_output=output, data=micro)
             found["loss"].append(value.item())
-            append_to_dict(found["metrics"], metrics)
+            py_functional.append_to_dict(found["metrics"], metrics)
             return value / dp_size, {}  # verl's is for the mean over the ranks, the engine takes the sum
 
-        loss.wants_entropy = tu.get(data, "calculate_entropy", default=False)  # type: ignore[attr-defined]
-        result = self.engine.step(self.read(data)[0], loss, tu.get(data, "temperature", 1.0))
+        temperature, loss.wants_entropy = self.options(data)  # type: ignore[attr-defined]
+        result = self.engine.step(self.read(data)[0], loss, temperature)
         found["metrics"]["grad_norm"], self.lr = result.grad_norm, result.lr
         return found
 
     def infer_batch(self, data: Any, loss_function: Any = None) -> dict[str, Any]:
         batch, nested = self.read(data)
-        entropy = tu.get(data, "calculate_entropy", default=False) and not self.is_critic
-        outputs = self.engine.evaluate(batch, tu.get(data, "temperature", 1.0), entropy)
+        outputs, mask = self.engine.evaluate(batch, *self.options(data)), batch.ragged("action_mask").values
         names = {"scores": "values", "logprobs": "log_probs", "entropy": "entropy"}
-        flat = {name: outputs.ragged(name).values[batch.ragged("action_mask").values] for name in outputs.columns}
-        found = {names[name]: nested(torch.from_numpy(values)) for name, values in flat.items()}
+        found = {names[name]: nested(torch.from_numpy(column.values[mask])) for name, column in outputs.columns.items()}
         return {"model_output": found, "loss": [], "metrics": {}}
 
     def lr_scheduler_step(self) -> float:
@@ -109,14 +105,14 @@ class HostMegatronEngine(BaseEngine):
     def get_per_tensor_param(self, **options: Any) -> tuple[Any, None]:
         return self.engine.named_weights(), None
 
-    def save_checkpoint(self, local_path: str, *args: Any, **options: Any) -> None:
+    def save_checkpoint(self, local_path: str, *args: Any) -> None:
         Path(local_path).mkdir(parents=True, exist_ok=True)
         torch.save(self.engine.state_dict(), f"{local_path}/rank-{dist.get_rank()}.pt")
 
-    def load_checkpoint(self, local_path: str, *args: Any, **options: Any) -> None:
+    def load_checkpoint(self, local_path: str, *args: Any) -> None:
         self.engine.load_state_dict(torch.load(f"{local_path}/rank-{dist.get_rank()}.pt", weights_only=False))
 
 
 set_platform(HostPlatform())
 for kind in ("language_model", "value_model"):
-    EngineRegistry.register(kind, "megatron", "cpu")(HostMegatronEngine)
+    base.EngineRegistry.register(kind, "megatron", "cpu")(HostMegatronEngine)

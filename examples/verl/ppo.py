@@ -2,7 +2,8 @@
 """verl's PPO over role groups: its workers as workloads, and its loop. Rows are verl's ``DataProto``."""
 
 import json
-from collections.abc import Mapping
+import shutil
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -14,53 +15,28 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl import DataProto
-from verl.trainer.ppo.core_algos import agg_loss, get_kl_controller
-from verl.trainer.ppo.metric_utils import compute_data_metrics
-from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
-from verl.trainer.ppo.reward import load_reward_manager
-from verl.trainer.ppo.utils import create_rl_dataset, create_rl_sampler, need_critic, need_reference_policy
-from verl.utils import hf_tokenizer
-from verl.utils import tensordict_utils as tu
-from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.trainer.ppo import core_algos, metric_utils, ray_trainer, reward, utils
+from verl.utils import config as verl_config
+from verl.utils import hf_tokenizer, metric, model, py_functional, tensordict_utils
 from verl.utils.dataset.rl_dataset import collate_fn
-from verl.utils.metric import reduce_metrics
-from verl.utils.model import compute_position_id_with_mask
-from verl.utils.py_functional import rename_dict
-from verl.workers.config import TrainingWorkerConfig
-from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
-from verl.workers.utils.losses import value_loss
-from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+from verl.workers import engine_workers
+from verl.workers.utils import losses, padding
 
 from dlrover.python.rl.common.names import run_of
-from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.api.base import RolloutSettings, SamplingParams
-from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.engine.api.base import SamplingParams
 from dlrover.python.rl.engine.api.weights import take_snapshot
+from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.recipe.workloads import RolloutWorkload
 from dlrover.rl import BaseTrainer, BaseWorkload, Replicate, Shard, trainer_invocation
 
 dp_compute_proto = trainer_invocation(pre_func=Shard, post_func=DataProto.concat)
 
 
-def verl_method(name: str, **outputs: str) -> Any:
-    """A method of verl's worker, called in its layout: its ``outputs`` under new names, padded, or else its metrics."""
-
-    @dp_compute_proto
-    def call(self: "VerlWorkload", data: DataProto) -> DataProto | None:
-        rows = left_right_2_no_padding(data.to_tensordict())
-        found = getattr(self.worker, name)(rows)
-        if found is None:
-            return None  # the first tensor-parallel rank has the outputs
-        padded = {new: no_padding_2_padding(tu.get(found, old), rows).float() for old, new in outputs.items()}
-        return DataProto.from_dict(padded, meta_info={} if outputs else {"metrics": tu.get(found, "metrics")})
-
-    return call
-
-
-class VerlWorkload(BaseWorkload):
-    """One of verl's workers on each rank. Its state is verl's own checkpoint, as files."""
+class Reference(BaseWorkload):
+    """verl's worker on each rank, called in its layout."""
 
     needs_own_process = True
-    worker: Any
 
     @classmethod
     def data_parallel_size(cls, config: Any, world_size: int) -> int:
@@ -72,100 +48,78 @@ class VerlWorkload(BaseWorkload):
             __import__("host_engine")  # with CUDA verl has its own
             address = f"tcp://{self.torch_master_addr}:{self.torch_master_port}"
             dist.init_process_group("gloo", address, rank=self.rank, world_size=self.world_size)
-        self.folder = Path(self.config.trainer.default_local_dir, *run_of(self.name), self.role)
-        self.make_worker(OmegaConf.create(OmegaConf.to_container(self.config)))
+        models, is_critic = self.config.actor_rollout_ref, self.is_critic_role()
+        section = {"ACTOR": models.actor, "REFERENCE": models.ref, "CRITIC": self.config.critic}[self.role]
+        # Of the reference the sizes of micro-batches have names of their own.
+        section = {name.replace("log_prob_use", "use").replace("log_prob", "ppo"): section[name] for name in section}
+        config = verl_config.omega_conf_to_dataclass(section)
+        engine = config.engine
+        engine.use_dynamic_bsz, engine.max_token_len_per_gpu = config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
+        engine.micro_batch_size_per_gpu = engine.infer_micro_batch_size_per_gpu = config.ppo_micro_batch_size_per_gpu
+        engine.infer_max_token_len_per_gpu = config.ppo_infer_max_token_len_per_gpu
+        parts = {"engine_config": engine, "optimizer_config": config.optim, "checkpoint_config": config.checkpoint}
+        parts["model_config"] = config.model if is_critic else verl_config.omega_conf_to_dataclass(models.model)
+        parts["model_type"] = "value_model" if is_critic else "language_model"
+        self.worker = engine_workers.TrainingWorker(engine_workers.TrainingWorkerConfig(**parts))
+        self.worker.reset()
+        self.worker.set_loss_fn(partial(losses.value_loss if is_critic else losses.ppo_loss, config))
 
-    def make_worker(self, config: Any) -> None:
-        self.worker = ActorRolloutRefWorker(config.actor_rollout_ref, "actor" if self.is_actor_role() else "ref")
-        self.worker.init_model()
-
-    def state_dict(self) -> dict[str, bytes]:
-        """Of all ranks on rank 0."""
-        self.worker.save_checkpoint(str(self.folder))
-        dist.barrier()
-        files = [path for path in self.folder.rglob("*") if path.is_file() and not self.rank]
-        return {str(path.relative_to(self.folder)): path.read_bytes() for path in files}
-
-    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
-        for name, content in state.items():
-            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.folder / name).write_bytes(content)
-        dist.barrier()
-        self.worker.load_checkpoint(str(self.folder))
+    @dp_compute_proto
+    def infer_batch(self, data: DataProto) -> DataProto | None:
+        """``meta_info["outputs"]`` has the names of the columns to return, and verl's."""
+        rows = padding.left_right_2_no_padding(data.to_tensordict())
+        found = self.worker.infer_batch(rows)
+        if found is None:
+            return None  # the first tensor-parallel rank has the outputs
+        nested = {name: tensordict_utils.get(found, output) for name, output in data.meta_info["outputs"].items()}
+        return DataProto.from_dict({n: padding.no_padding_2_padding(c, rows).float() for n, c in nested.items()})
 
 
-class Actor(VerlWorkload):
-    compute_log_prob = verl_method("compute_log_prob", log_probs="old_log_probs", entropy="entropys")
-    update_actor = verl_method("update_actor")
+class Actor(Reference):
+    """Its state is verl's checkpoint of all ranks, which rank 0 keeps."""
+
+    @dp_compute_proto
+    def train_mini_batch(self, data: DataProto) -> DataProto | None:
+        found = self.worker.train_mini_batch(padding.left_right_2_no_padding(data.to_tensordict()))
+        return None if found is None else DataProto(meta_info={"metrics": tensordict_utils.get(found, "metrics")})
 
     @trainer_invocation(blocking=False)
     def weights(self, step: int) -> Any:
-        return take_snapshot(self.worker.actor.engine.get_per_tensor_param()[0], step)
+        return take_snapshot(self.worker.engine.get_per_tensor_param()[0], step)
+
+    def folder(self) -> str:
+        return str(Path(self.config.trainer.default_local_dir, *run_of(self.name), self.role).absolute())
+
+    def state_dict(self) -> dict[str, bytes]:
+        self.worker.save_checkpoint(self.folder())
+        dist.barrier()
+        return {} if self.rank else {"tar": Path(shutil.make_archive(self.folder(), "tar", self.folder())).read_bytes()}
+
+    def load_state_dict(self, state: dict[str, bytes]) -> None:
+        if "tar" in state:
+            Path(self.folder()).mkdir(parents=True, exist_ok=True)
+            Path(f"{self.folder()}.tar").write_bytes(state["tar"])
+            shutil.unpack_archive(f"{self.folder()}.tar", self.folder())
+        dist.barrier()
+        self.worker.load_checkpoint(self.folder())
 
 
-class Reference(VerlWorkload):
-    compute_ref_log_prob = verl_method("compute_ref_log_prob", log_probs="ref_log_prob")
-    state_dict = BaseWorkload.state_dict  # none: it never changes
+class Critic(Actor):
+    """As the actor, with a value head."""
 
 
-class Critic(VerlWorkload):
-    infer_batch = verl_method("infer_batch", values="values")
-    train_mini_batch = verl_method("train_mini_batch")
-
-    def make_worker(self, config: Any) -> None:
-        critic = omega_conf_to_dataclass(config.critic)
-        critic.engine.infer_max_token_len_per_gpu = critic.ppo_infer_max_token_len_per_gpu
-        critic.engine.max_token_len_per_gpu = critic.ppo_max_token_len_per_gpu
-        parts = {"model": critic.model, "engine": critic.engine, "optimizer": critic.optim}
-        parts["checkpoint"] = critic.checkpoint
-        given = {f"{name}_config": part for name, part in parts.items()}
-        self.worker = TrainingWorker(TrainingWorkerConfig(model_type="value_model", **given))
-        self.worker.reset()
-        self.worker.set_loss_fn(lambda **given: value_loss(critic, **given))
-
-
-class Rollout(BaseWorkload):
-    """A rollout engine of this package, ``actor_rollout_ref.rollout.name``: verl's own start servers on their own."""
-
-    def init_model(self) -> None:
-        on_gpu, config = self.config.trainer.device == "cuda", self.config.actor_rollout_ref
-        device, precision = (f"cuda:{(*self.devices, 0)[0]}", "bf16") if on_gpu else ("cpu", "fp32")
-        share = config.rollout.gpu_memory_utilization
-        settings = RolloutSettings(device, precision, gpu_memory_utilization=share, devices=self.devices)
-        self.engine = engine_class(ROLLOUT_ENGINES, config.rollout.name)(config.model.path, settings)
+class Rollout(RolloutWorkload):
+    """An engine of this package: verl's own start servers."""
 
     def receive(self, weights: list[Any]) -> None:
-        self.engine.receive(weights[0], rewind=True)
-
-    @dp_compute_proto
-    def generate_sequences(self, data: DataProto) -> DataProto:
-        """Prompts padded on the left, responses on the right."""
-        config, rollout, tokenizer = self.config.data, self.config.actor_rollout_ref.rollout, self.engine.tokenizer
-        padded = {"padding": "max_length", "return_tensors": "pt"}
-        render = {"add_generation_prompt": True, "return_dict": True, "tokenizer_kwargs": {"padding_side": "left"}}
-        chats = [list(messages) for messages in data.non_tensor_batch["raw_prompt"]]
-        render |= {"max_length": config.max_prompt_length, **config.apply_chat_template_kwargs}
-        left = tokenizer.apply_chat_template(chats, **padded, **render)
-        prompts = [ids[mask > 0] for ids, mask in zip(left["input_ids"], left["attention_mask"], strict=True)]
-        cut = (rollout.top_k if rollout.top_k > 0 else None, rollout.top_p)
-        sampling = SamplingParams(rollout.response_length, rollout.temperature, rollout.n, *cut)
-        batch = Batch({"prompt_id": data.non_tensor_batch["uid"], "tokens": Ragged.from_rows(prompts)})
-        whole = self.engine.generate(batch, sampling, (rollout.seed, data.meta_info["global_steps"]))
-        answers = [ids[mask] for ids, mask in zip(whole.ragged("tokens"), whole.ragged("action_mask"), strict=True)]
-        limit = {"max_length": config.max_response_length, "padding_side": "right"}
-        right = tokenizer.pad({"input_ids": answers}, **padded, **limit)
-        left = {name: column.repeat_interleave(rollout.n, 0) for name, column in left.items()}
-        ids, mask = (torch.cat([left[name], right[name]], 1) for name in ("input_ids", "attention_mask"))
-        found = {"prompts": left["input_ids"], "responses": right["input_ids"], "input_ids": ids}
-        found |= {"response_mask": right["attention_mask"], "position_ids": compute_position_id_with_mask(mask)}
-        return DataProto.from_dict({**found, "attention_mask": mask})
+        self._loop.run(self._scheduler.receive(weights[0]))
 
 
 class Reward(BaseWorkload):
     """verl's reward manager, with the reward function that the config names."""
 
     def init_model(self) -> None:
-        self.manager = load_reward_manager(self.config, hf_tokenizer(self.config.actor_rollout_ref.model.path))
+        self.manager = reward.load_reward_manager(self.config, hf_tokenizer(self.config.actor_rollout_ref.model.path))
 
     @dp_compute_proto
     def compute_rm_score(self, data: DataProto) -> DataProto:
@@ -177,75 +131,102 @@ class Reward(BaseWorkload):
 class PPO(BaseTrainer):
     @classmethod
     def complete_config(cls, config: Any, devices: str) -> Any:
-        """verl's ``ppo_megatron_trainer``, which refuses unknown keys, with the job's; checked by verl."""
+        """verl's ``ppo_megatron_trainer`` with the job's keys, checked by verl."""
         with initialize_config_module("verl.trainer.config", version_base=None):
             whole = compose("ppo_megatron_trainer")
         whole.merge_with(OmegaConf.to_container(config, resolve=True))
         whole.trainer.device = "cpu" if devices == "CPU" else "cuda"
-        validate_config(whole, need_reference_policy(whole), need_critic(whole))
+        verl_config.validate_config(whole, utils.need_reference_policy(whole), utils.need_critic(whole))
         return OmegaConf.to_container(whole, resolve=True)
 
     def init(self) -> None:
-        config, data = self.config, self.config.data
+        self.models, data = self.config.actor_rollout_ref, self.config.data
+        rollout, path = self.models.rollout, self.models.model.path
         for name in self.get_role_groups():
-            getattr(self, name).init_model()
-        dataset = create_rl_dataset(data.train_files, data, hf_tokenizer(config.actor_rollout_ref.model.path), None)
-        order = {"sampler": create_rl_sampler(data, dataset), "drop_last": True, "collate_fn": collate_fn}
+            given = () if name != "RG_ROLLOUT" else (path, EngineConfig(rollout=rollout.name))
+            getattr(self, name).init_model(*given)
+        nucleus = (max(rollout.top_k, 0) or None, rollout.top_p)
+        self.sampling = SamplingParams(rollout.response_length, rollout.temperature, rollout.n, *nucleus)
+        self.tokenizer = hf_tokenizer(path)
+        dataset = utils.create_rl_dataset(data.train_files, data, self.tokenizer, None)
+        order = {"sampler": utils.create_rl_sampler(data, dataset), "drop_last": True, "collate_fn": collate_fn}
         self.state["data"] = self.loader = StatefulDataLoader(dataset, data.train_batch_size, **order)
-        self.state["kl_coef"] = config.algorithm.kl_ctrl.kl_coef
+        self.state["kl_coef"] = self.config.algorithm.kl_ctrl.kl_coef
 
     def fit(self) -> None:
-        config, batches = self.config, chain.from_iterable(repeat(self.loader))
-        ours, critic, actor = config.trainer, config.critic, config.actor_rollout_ref.actor
-        for step in self.steps(ours.total_training_steps or ours.total_epochs * len(self.loader)):
+        config, batches = self.config.trainer, chain.from_iterable(repeat(self.loader))
+        for step in self.steps(config.total_training_steps or config.total_epochs * len(self.loader)):
             self.RG_ROLLOUT.receive(Replicate(self.RG_ACTOR.weights(step)))
-            batch = self.sample(next(batches), step)
-            metrics = self.annotate(batch) | compute_data_metrics(batch, need_critic(config))
-            if need_critic(config):
-                metrics |= self.update(self.RG_CRITIC.train_mini_batch, batch, critic, "critic/")
-            if ours.critic_warmup <= step:
-                wants_entropy = actor.calculate_entropy or actor.entropy_coeff != 0
-                metrics |= self.update(self.RG_ACTOR.update_actor, batch, actor, "actor/", calculate_entropy=wants_entropy)
+            batch = self.sample(DataProto.from_single_dict(next(batches)), step)
+            metrics = self.annotate(batch) | metric_utils.compute_data_metrics(batch, bool(self.critics))
+            if self.critics:
+                metrics |= self.update(self.RG_CRITIC, batch, self.config.critic, "critic/")
+            if config.critic_warmup <= step:
+                metrics |= self.update(self.RG_ACTOR, batch, self.models.actor, "actor/")
+            metrics = {name: float(value) for name, value in metrics.items()}
             self.log(step, metrics)
-            with (self.job_dir / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({"step": step} | {name: float(value) for name, value in metrics.items()}) + "\n")
-            if ours.rollout_data_dir:
-                batch.save_to_disk(Path(ours.rollout_data_dir, f"{step}.pkl"))
+            with (self.job_dir / "metrics.jsonl").open("a" if step > 1 else "w") as file:
+                file.write(json.dumps({"step": step, **metrics}) + "\n")
+            if config.rollout_data_dir:
+                batch.save_to_disk(Path(config.rollout_data_dir, f"{step}.pkl"))
 
-    def sample(self, rows: dict[str, Any], step: int) -> DataProto:
-        rollout = self.config.actor_rollout_ref.rollout
-        meta = {"temperature": rollout.temperature, "global_steps": step}
-        batch = DataProto.from_single_dict({**rows, "uid": np.arange(len(rows["raw_prompt"]))}, meta)
-        batch = batch.repeat(rollout.n).union(self.RG_ROLLOUT.generate_sequences(batch))
-        batch.meta_info["global_token_num"] = batch.batch["attention_mask"].sum(-1).tolist()
+    def sample(self, batch: DataProto, step: int) -> DataProto:
+        """Prompts padded on the left, responses on the right, and the rewards of the responses."""
+        rows, seed = batch.non_tensor_batch, Replicate((self.models.rollout.seed, step))
+        rows["uid"], nothing = np.arange(len(batch)), [None] * len(batch)
+        named = {"prompt_id": rows["uid"], "prompt": rows["raw_prompt"].tolist(), "answer": nothing}
+        wanted = Shard(Batch({**named, "extra_info": nothing}))
+        done = Batch.concat(self.RG_ROLLOUT.generate(wanted, self.sampling, seed).result())
+
+        def pad(part: str, side: str) -> Any:
+            masks = [mask if part == "response" else ~mask for mask in done.ragged("action_mask")]
+            tokens = {"input_ids": [ids[mask] for ids, mask in zip(done.ragged("tokens"), masks, strict=True)]}
+            length = {"max_length": self.config.data[f"max_{part}_length"], "padding_side": side}
+            return self.tokenizer.pad(tokens, "max_length", **length, return_tensors="pt")
+
+        prompts, responses = pad("prompt", "left"), pad("response", "right")
+        columns = {name: torch.cat([prompts[name], responses[name]], 1) for name in ("input_ids", "attention_mask")}
+        columns["position_ids"] = model.compute_position_id_with_mask(columns["attention_mask"])
+        columns |= {"prompts": prompts["input_ids"], "responses": responses["input_ids"]}
+        columns["response_mask"] = responses["attention_mask"]
+        batch = batch.repeat(self.sampling.samples_per_prompt).union(DataProto.from_dict(columns))
         return batch.union(self.RG_REWARD.compute_rm_score(batch))
 
+    def rows(self, batch: DataProto, **meta: Any) -> DataProto:
+        tensors = batch.select(non_tensor_batch_keys=[])
+        tensors.meta_info = {"temperature": self.sampling.temperature, **meta}
+        return tensors
+
     def annotate(self, batch: DataProto) -> dict[str, float]:
-        """Log-probs, values, rewards and advantages; as in verl, entropy is a metric."""
-        config, actor = self.config.algorithm, self.config.actor_rollout_ref.actor
-        rows = batch.select(non_tensor_batch_keys=[])
-        rows.meta_info = {**batch.meta_info, "compute_loss": False, "calculate_entropy": True}
-        calls = [self.RG_ACTOR.compute_log_prob]
-        calls += [self.RG_REFERENCE.compute_ref_log_prob] if need_reference_policy(self.config) else []
-        calls += [self.RG_CRITIC.infer_batch] if need_critic(self.config) else []
-        for pending in [call.options(blocking=False)(rows) for call in calls]:
-            batch.union(pending.result())
-        entropy = agg_loss(batch.batch.pop("entropys"), batch.batch["response_mask"], actor.loss_agg_mode)
-        scores = batch.batch["token_level_scores"] = batch.batch["token_level_rewards"] = batch.batch.pop("rm_scores")
+        """Add log-probs, values and advantages."""
+        config, columns, actor = self.config.algorithm, batch.batch, self.models.actor
+
+        def infer(group: Any, **outputs: str) -> None:
+            meta = {"outputs": outputs, "compute_loss": False, "calculate_entropy": "entropys" in outputs}
+            batch.union(group.infer_batch(self.rows(batch, **meta)))
+
+        infer(self.RG_ACTOR, old_log_probs="log_probs", entropys="entropy")
+        if self.references:
+            infer(self.RG_REFERENCE, ref_log_prob="log_probs")
+        if self.critics:
+            infer(self.RG_CRITIC, values="values")
+        entropy = core_algos.agg_loss(columns.pop("entropys"), columns["response_mask"], actor.loss_agg_mode)
+        columns["token_level_scores"] = columns["token_level_rewards"] = columns.pop("rm_scores")
         metrics = {"actor/entropy": entropy.item()}
         if config.use_kl_in_reward:
-            controller = get_kl_controller(config.kl_ctrl)
+            controller = core_algos.get_kl_controller(config.kl_ctrl)
             controller.value = self.state["kl_coef"]
-            metrics |= apply_kl_penalty(batch, controller, config.kl_penalty)[1]
+            metrics |= ray_trainer.apply_kl_penalty(batch, controller, config.kl_penalty)[1]
             self.state["kl_coef"] = controller.value
-        normalise = config.norm_adv_by_std_in_grpo
-        compute_advantage(batch, config.adv_estimator, config.gamma, config.lam, 1, normalise, config)
+        options = {"norm_adv_by_std_in_grpo": config.norm_adv_by_std_in_grpo, "config": config}
+        ray_trainer.compute_advantage(batch, config.adv_estimator, config.gamma, config.lam, **options)
         return metrics
 
-    def update(self, call: Any, batch: DataProto, config: Any, prefix: str, **meta: Any) -> dict[str, float]:
-        rows = batch.select(non_tensor_batch_keys=[])
-        size = config.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+    def update(self, group: Any, batch: DataProto, config: Any, prefix: str) -> dict[str, float]:
+        size = config.ppo_mini_batch_size * config.rollout_n
         sizes = {"global_batch_size": size, "mini_batch_size": size, "epochs": config.ppo_epochs}
         order = {"seed": config.data_loader_seed, "dataloader_kwargs": {"shuffle": config.shuffle}}
-        rows.meta_info = {**batch.meta_info, **sizes, **order, **meta}
-        return reduce_metrics(rename_dict(call(rows).meta_info["metrics"], prefix))
+        wants_entropy = config.get("calculate_entropy", False) or config.get("entropy_coeff", 0) != 0
+        rows = self.rows(batch, **sizes, **order, calculate_entropy=wants_entropy)
+        found = group.train_mini_batch(rows).meta_info["metrics"]
+        return metric.reduce_metrics(py_functional.rename_dict(found, prefix))
