@@ -178,6 +178,12 @@ def test_a_wrong_override_is_said_with_the_nearest_name(override, where, said):
     assert any(place == where and said in what for place, what in found), found
 
 
+@pytest.mark.parametrize("override", ["data.rows=3", "config.data.rows=3", "config.trainer.rows=3"])
+def test_a_key_that_only_the_trainers_schema_may_have_is_left_to_it_with_either_spelling(override):
+    job = load_job_text(JOB, "x", [override])
+    assert [fault.where for fault in job.unlisted] == [override.partition("=")[0]]
+
+
 def test_wrong_overrides_and_a_wrong_file_are_said_together(job_file):
     path = job_file(JOB.replace("class: T", "clas: T"))
     with pytest.raises(InvalidJob) as raised:

@@ -157,7 +157,9 @@ def _is_addable(data: DictConfig, path: str) -> bool:
 def _is_near_layout(data: DictConfig, key: str) -> bool:
     """Whether a key is none of ``config``, but almost one of the layout."""
     first = key.split(".")[0]
-    return first not in data["config"] and bool(get_close_matches(first, JOB_KEYS, 1, _ALMOST))
+    if first in JOB_KEYS or first in data["config"]:
+        return False
+    return bool(get_close_matches(first, JOB_KEYS, 1, _ALMOST))
 
 
 def _find_missing(data: DictConfig, path: str, key: str) -> ConfigError | None:
