@@ -168,6 +168,7 @@ class PPO(BaseTrainer):
             with (self.job_dir / "metrics.jsonl").open("a" if step > 1 else "w") as file:
                 file.write(json.dumps({"step": step, **metrics}) + "\n")
             if config.rollout_data_dir:
+                Path(config.rollout_data_dir).mkdir(parents=True, exist_ok=True)
                 batch.save_to_disk(Path(config.rollout_data_dir, f"{step}.pkl"))
 
     def sample(self, batch: DataProto, step: int) -> DataProto:
