@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-backends test-peers chaos bench-recovery bench-rollout bench-training bench-weight-sync bench-async example-trl trace-step check lint types docs format clean
+.PHONY: help demo test test-slow test-backends test-peers chaos bench-recovery bench-rollout bench-training bench-weight-sync bench-async example-trl example-verl trace-step check lint types docs format clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,7 +78,7 @@ test: $(VENV)/dev ## Run all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'ray and not slow' $(ON_RAY)
 	$(BIN)/python -m pytest -m 'ray and not slow' $(ON_RAY_ALONE)
 
-test-slow: $(VENV)/dev test-backends test-peers $(VENV)-trl/ready ## Run the slow tests (every kind of fault, the demo on three seeds, the backends)
+test-slow: $(VENV)/dev test-backends test-peers $(VENV)-trl/ready $(VENV)-verl/ready ## Run the slow tests (every kind of fault, the demo on three seeds, the backends)
 	$(BIN)/python -m pytest -m slow
 
 test-backends: .venv-deepspeed/ready .venv-megatron/ready .venv-vllm/ready ## Run the contracts on deepspeed, megatron, vllm
@@ -123,6 +123,16 @@ bench-async: $(VENV)/dev ## Measure how much sooner a run ends whose rollouts ru
 
 example-trl: $(VENV)-trl/ready ## Run TRL's GRPOTrainer script with its import line changed (SEED=0)
 	$(VENV)-trl/bin/python examples/trl/train.py $(SEED)
+
+$(VENV)-verl/ready: setup.py constraints-verl.txt
+	$(PYTHON) -m venv $(VENV)-verl
+	$(VENV)-verl/bin/python -m pip install --quiet --requirement constraints-verl.txt
+	$(VENV)-verl/bin/python -m pip install --quiet --no-deps --editable . verl==0.9.1
+	@touch $@
+
+example-verl: $(VENV)-verl/ready ## Run verl's PPO on megatron-core over role groups (SEED=0 ARGS='key=value ...')
+	$(VENV)-verl/bin/python -m dlrover.python.rl.recipe.tiny --out runs/verl-model --seed $(SEED)
+	$(VENV)-verl/bin/dlrover-rl run examples/verl/job.yaml data.seed=$(SEED) actor_rollout_ref.rollout.seed=$(SEED) $(ARGS)
 
 trace-step: $(VENV)/dev ## List the modules that one local GRPO step crosses (ARGS=--count for the number)
 	$(BIN)/python -m benchmarks.step_trace $(ARGS)

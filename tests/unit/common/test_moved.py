@@ -12,7 +12,7 @@ import pytest
         ("driver.main", "dlrover-rl submit"),
         ("api.api", "from dlrover.rl import RLJobBuilder, RLJob"),
         ("common.enums", "from dlrover.rl import RLRoleType"),
-        ("trainer.example.openrlhf", "examples/"),
+        ("trainer.example.openrlhf", "examples/openrlhf and examples/verl"),
     ],
 )
 def test_a_module_of_upstream_names_its_new_place(module, said):

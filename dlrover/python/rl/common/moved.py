@@ -13,7 +13,7 @@ _MODULES = {
     "driver": "the command 'dlrover-rl submit', which takes its options",
     "common.enums": "RLRoleType: from dlrover.rl import RLRoleType",
     "common.args": "the command 'dlrover-rl submit', which takes its options",
-    "trainer.example": "the folder examples/ of the repository",
+    "trainer.example": "the folders examples/openrlhf and examples/verl of the repository",
 }
 
 _RLITE_NAMES = {
