@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenRLHF's DeepSpeed strategy without CUDA: on gloo, in float32, with torch's AdamW. Imported on CPUs only.
+
+Its trainers ask ``torch.cuda`` for their device and wait for it: there the host takes the device's place.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from openrlhf.utils import deepspeed as strategies
+from openrlhf.utils import utils
+from torch.distributed.device_mesh import init_device_mesh
+
+
+class Host(str):
+    """A device with a number, for ``f"cuda:{torch.cuda.current_device()}"``."""
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        return "0"
+
+
+class HostStrategy(strategies.DeepspeedStrategy):
+    def setup_distributed(self, timeout: timedelta = timedelta(minutes=60)) -> None:
+        transformers.set_seed(self.seed)
+        # Its shared-memory collectives are compiled on first use, and an interrupted build blocks all others.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed("gloo", timeout=timeout)
+        self.world_size = dist.get_world_size()
+        names = {"mesh_dim_names": ("dp", "sp", "tp")}
+        self.ds_device_mesh = init_device_mesh("cpu", (self.world_size, 1, 1), **names)
+        self.setup_ring_attn(self.ds_device_mesh)
+        self.accumulated_gradient = self.train_batch_size // self.micro_train_batch_size // self.world_size
+
+    def get_ds_train_config(self, *args: Any, **options: Any) -> dict[str, Any]:
+        config = super().get_ds_train_config(*args, **options)
+        if "optimizer" in config:
+            config["optimizer"]["params"]["torch_adam"] = True
+        return in_float32(config)
+
+    def get_ds_eval_config(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return in_float32(super().get_ds_eval_config(*args, **options))
+
+
+def in_float32(config: dict[str, Any]) -> dict[str, Any]:
+    return config | {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
+
+
+strategies.DeepspeedStrategy = HostStrategy
+utils.convert_to_torch_dtype = lambda name: torch.float32
+torch.cuda.current_device = lambda: Host("cpu")
+torch.cuda.synchronize = lambda device=None: None
