@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-backends test-peers chaos bench-recovery bench-rollout bench-training bench-weight-sync bench-async example-trl example-verl trace-step check lint types docs format clean
+.PHONY: help demo test test-slow test-backends test-peers chaos bench-recovery bench-rollout bench-training bench-weight-sync bench-async example-trl example-verl example-openrlhf trace-step check lint types docs format clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,7 +78,7 @@ test: $(VENV)/dev ## Run all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'ray and not slow' $(ON_RAY)
 	$(BIN)/python -m pytest -m 'ray and not slow' $(ON_RAY_ALONE)
 
-test-slow: $(VENV)/dev test-backends test-peers $(VENV)-trl/ready $(VENV)-verl/ready ## Run the slow tests (every kind of fault, the demo on three seeds, the backends)
+test-slow: $(VENV)/dev test-backends test-peers $(VENV)-trl/ready $(VENV)-verl/ready $(VENV)-openrlhf/ready ## Run the slow tests (every kind of fault, the demo on three seeds, the backends)
 	$(BIN)/python -m pytest -m slow
 
 test-backends: .venv-deepspeed/ready .venv-megatron/ready .venv-vllm/ready ## Run the contracts on deepspeed, megatron, vllm
@@ -133,6 +133,16 @@ $(VENV)-verl/ready: setup.py constraints-verl.txt
 example-verl: $(VENV)-verl/ready ## Run verl's PPO on megatron-core over role groups (SEED=0 ARGS='key=value ...')
 	$(VENV)-verl/bin/python -m dlrover.python.rl.recipe.tiny --out runs/verl-model --seed $(SEED)
 	$(VENV)-verl/bin/dlrover-rl run examples/verl/job.yaml data.seed=$(SEED) actor_rollout_ref.rollout.seed=$(SEED) $(ARGS)
+
+$(VENV)-openrlhf/ready: setup.py constraints.txt constraints-deepspeed.txt constraints-openrlhf.txt
+	$(PYTHON) -m venv $(VENV)-openrlhf
+	$(VENV)-openrlhf/bin/python -m pip install --quiet --editable '.[deepspeed]' --requirement constraints-openrlhf.txt
+	$(VENV)-openrlhf/bin/python -m pip install --quiet --no-deps openrlhf==0.11.2
+	@touch $@
+
+example-openrlhf: $(VENV)-openrlhf/ready ## Run OpenRLHF's PPO on DeepSpeed over role groups (SEED=0 ARGS='key=value ...')
+	$(VENV)-openrlhf/bin/python -m dlrover.python.rl.recipe.tiny --out runs/openrlhf-model --seed $(SEED)
+	$(VENV)-openrlhf/bin/dlrover-rl run examples/openrlhf/job.yaml train.seed=$(SEED) $(ARGS)
 
 trace-step: $(VENV)/dev ## List the modules that one local GRPO step crosses (ARGS=--count for the number)
 	$(BIN)/python -m benchmarks.step_trace $(ARGS)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's DeepSpeed strategy without CUDA: on gloo, in float32, with torch's AdamW. Imported on CPUs only.
 
-Its trainers ask ``torch.cuda`` for their device and wait for it: there the host takes the device's place.
-"""
+Its trainers ask ``torch.cuda`` for their device and wait for it: the host takes the device's place there."""
 
 from datetime import timedelta
 from typing import Any
@@ -19,8 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 class Host(str):
     """A device with a number, for ``f"cuda:{torch.cuda.current_device()}"``."""
 
-    __slots__ = ()
-
     def __format__(self, spec: str) -> str:
         return "0"
 
@@ -31,24 +28,15 @@ class HostStrategy(strategies.DeepspeedStrategy):
         # Its shared-memory collectives are compiled on first use, and an interrupted build blocks all others.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed("gloo", timeout=timeout)
-        self.world_size = dist.get_world_size()
-        names = {"mesh_dim_names": ("dp", "sp", "tp")}
-        self.ds_device_mesh = init_device_mesh("cpu", (self.world_size, 1, 1), **names)
+        self.world_size, self.param_dtype = dist.get_world_size(), "fp32"
+        self.ds_device_mesh = init_device_mesh("cpu", (self.world_size, 1, 1), mesh_dim_names=("dp", "sp", "tp"))
         self.setup_ring_attn(self.ds_device_mesh)
         self.accumulated_gradient = self.train_batch_size // self.micro_train_batch_size // self.world_size
 
-    def get_ds_train_config(self, *args: Any, **options: Any) -> dict[str, Any]:
-        config = super().get_ds_train_config(*args, **options)
-        if "optimizer" in config:
-            config["optimizer"]["params"]["torch_adam"] = True
-        return in_float32(config)
-
-    def get_ds_eval_config(self, *args: Any, **options: Any) -> dict[str, Any]:
-        return in_float32(super().get_ds_eval_config(*args, **options))
-
-
-def in_float32(config: dict[str, Any]) -> dict[str, Any]:
-    return config | {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
+    def get_ds_train_config(self, optim_dict: Any = None, **options: Any) -> dict[str, Any]:
+        if optim_dict is not None:
+            optim_dict["params"]["torch_adam"] = True
+        return super().get_ds_train_config(optim_dict, **options)
 
 
 strategies.DeepspeedStrategy = HostStrategy

@@ -6,42 +6,42 @@ import ast
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
+
+from omegaconf import OmegaConf
+from openrlhf import cli
 
 NOT_HERE = (
     "train.agent_func_path", "train.async_enable", "train.enable_ema", "algo.dynamic_filtering_enable", "eval.dataset",
     "data.max_images_per_prompt", "ds.lora.rank", "ds.load_in_4bit", "ds.tensor_parallel_size", "ckpt.load_enable",
-    "use_ms",
+    "reward.normalize_enable", "use_ms",
 )  # fmt: skip
 
 
-def parse(config: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """All options, nested, and the arguments that OpenRLHF makes of them; raises ValueError. None and False leave an
-    option out, as on the command line."""
-    source = find_spec("openrlhf.cli.train_ppo_ray")
-    assert source is not None and source.origin is not None
-    main = ast.parse(Path(source.origin).read_text(encoding="utf-8")).body[-1]
-    assert isinstance(main, ast.If)
+def parse(config: Any) -> tuple[Any, Any]:
+    """All options with their defaults, nested, and the arguments that OpenRLHF makes of them. None and False leave an
+    option out, as on the command line. Raises ValueError and what OpenRLHF raises."""
+    source = Path(cli.__path__[0], "train_ppo_ray.py").read_text(encoding="utf-8")
+    main: Any = ast.parse(source).body[-1]
     reads = [ast.unparse(statement) for statement in main.body].index("args = parser.parse_args()")
     names: dict[str, Any] = {"argparse": argparse, "datetime": datetime}
     run(main.body[:reads], names)
     parser = names["parser"]
     parser.error = refuse
     defaults = vars(parser.parse_args([]))
-    options = vars(parser.parse_args(list(words(config, defaults))))
+    given = vars(parser.parse_args(list(to_words(OmegaConf.to_container(config), defaults))))
     for name in NOT_HERE:
-        if options[name] != defaults[name]:
-            raise ValueError(f"{name} has no counterpart here")
-    if not (options["reward.remote_url"] or ".py").endswith(".py"):
-        raise ValueError("reward.remote_url is a file with a reward_func here, not the address of a server")
-    names["args"] = argparse.Namespace(**deepcopy(options))
-    try:
-        run(main.body[reads + 1 : -1], names)  # the last one trains
-    except (AssertionError, AttributeError, TypeError) as error:
-        raise ValueError(str(error)) from error
-    return nest(options), names["args"]
+        if given[name] != defaults[name]:
+            refuse(f"{name} has no counterpart here")
+    if not (given["reward.remote_url"] or ".py").endswith(".py"):
+        refuse("reward.remote_url is a file with a reward_func here, not the address of a server")
+    names["args"] = argparse.Namespace(**deepcopy(given))
+    run(main.body[reads + 1 : -1], names)  # the last one trains
+    options = OmegaConf.create()
+    for key, value in given.items():
+        OmegaConf.update(options, key, value)
+    return OmegaConf.to_container(options), names["args"]
 
 
 def run(statements: list[ast.stmt], names: dict[str, Any]) -> None:
@@ -52,28 +52,12 @@ def refuse(message: str) -> NoReturn:
     raise ValueError(message)
 
 
-def words(section: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def to_words(section: Any, defaults: Mapping[str, Any], prefix: str = "--") -> Iterator[str]:
     """The words of the command line for what differs from the defaults."""
     for name, value in section.items():
-        key = f"{prefix}{name}"
+        default = defaults.get(f"{prefix}{name}"[2:])
         if isinstance(value, Mapping):
-            yield from words(value, defaults, f"{key}.")
-        elif isinstance(value, list):
-            yield from () if value == plain(defaults.get(key)) else (f"--{key}", *map(str, value))
-        elif value not in (None, False) and value != defaults.get(key):
-            yield f"--{key}" if value is True else f"--{key}={value}"
-
-
-def plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def nest(options: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in options.items():
-        *parents, last = key.split(".")
-        section = tree
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[last] = plain(value)
-    return tree
+            yield from to_words(value, defaults, f"{prefix}{name}.")
+        elif value not in (None, False, default, list(default) if isinstance(default, tuple) else default):
+            listed = [f"{prefix}{name}", *map(str, value)] if isinstance(value, list) else [f"{prefix}{name}={value}"]
+            yield from [f"{prefix}{name}"] if value is True else listed

@@ -2,29 +2,24 @@
 """OpenRLHF's PPO over role groups: its workers as workloads, its experience maker, and its loop."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import deepspeed
-import import_openrlhf  # noqa: F401 - before OpenRLHF
 import numpy as np
 import torch
 import torch.distributed as dist
-from openrlhf.datasets import PromptDataset
-from openrlhf.datasets.utils import blending_datasets
+from import_openrlhf import launcher, ppo_actor, ppo_critic  # before all else of OpenRLHF
+from openrlhf.datasets import PromptDataset, utils
 from openrlhf.trainer.ppo_utils import AdaptiveKLController, Experience, FixedKLController, balance_experiences
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-from openrlhf.trainer.ray import launcher, ppo_actor, ppo_critic
-from openrlhf.utils import get_strategy, get_tokenizer
-from openrlhf.utils.agent import SingleTurnAgentExecutor
-from openrlhf.utils.distributed_sampler import DistributedSampler
+from openrlhf.utils import agent, distributed_sampler, get_strategy, get_tokenizer
 from options import parse
 
-from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.common.names import RLRoleType, run_of
-from dlrover.python.rl.config.typed import to_plain
+from dlrover.python.rl.common.names import run_of
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import SamplingParams
 from dlrover.python.rl.engine.api.weights import take_snapshot
@@ -44,19 +39,19 @@ class Reference(BaseWorkload):
 
     @classmethod
     def data_parallel_size(cls, config: Any, world_size: int) -> int:
-        return world_size // config.ds.ring_attn_size
+        return int(world_size // config.ds.ring_attn_size)
 
     def init_model(self, path: str, *given: Any) -> None:
         if not self.devices:
             __import__("host")  # with CUDA OpenRLHF has its own strategy
-        args = parse(to_plain(self.config))[1]
+        args = parse(self.config)[1]
         args.vllm.sync_backend = None  # this package sends the weights
         ranks = (self.world_size, self.rank, self.torch_master_addr, self.torch_master_port)
         self.worker = undecorated(self.worker_class)(*ranks)
         self.worker.init_model_from_pretrained(get_strategy(args), path, *given)
 
     @trainer_invocation(blocking=False)
-    def execute_batch(self, method: str, columns: dict[str, list[Any]]) -> list[Any]:
+    def execute_batch(self, method: str, columns: dict[str, list[Any]]) -> Any:
         return self.worker.execute_batch(method, columns, 0, len(next(iter(columns.values()))))
 
     @trainer_invocation(blocking=False)
@@ -79,12 +74,12 @@ class Actor(Reference):
 
     @trainer_invocation(blocking=False)
     def weights(self, step: int) -> Any:
-        def whole() -> Iterator[tuple[str, Any]]:
+        def gather() -> Iterator[tuple[str, Any]]:
             for name, parameter in self.engine.module.named_parameters():
                 with deepspeed.zero.GatheredParameters([parameter], enabled=self.config.ds.zero_stage == 3):
                     yield name, parameter
 
-        return take_snapshot(whole(), step)
+        return take_snapshot(gather(), step)
 
     def folder(self) -> Path:
         return Path(self.config.ckpt.path, *run_of(self.name), self.role).absolute()
@@ -98,9 +93,8 @@ class Actor(Reference):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, content in state["files"].items():
-            path = self.folder() / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            (self.folder() / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.folder() / name).write_bytes(content)
         dist.barrier()
         self.worker.strategy.load_ckpt(self.engine, str(self.folder()), "commit")
         self.worker.trainer.replay_buffer.clear()
@@ -125,8 +119,8 @@ class Rollout(RolloutWorkload):
 class Reward(BaseWorkload):
     """The ``reward_func`` of the file in ``reward.remote_url``."""
 
-    def init_model(self) -> None:
-        self.function = SingleTurnAgentExecutor(self.config.reward.remote_url).reward_func
+    def init_model(self, *given: Any) -> None:
+        self.function = agent.SingleTurnAgentExecutor(self.config.reward.remote_url).reward_func
 
     @trainer_invocation(pre_func=Shard, post_func=join)
     def score(self, samples: list[tuple[str, str, str]]) -> list[float]:
@@ -134,7 +128,7 @@ class Reward(BaseWorkload):
 
 
 class Group:
-    """A role group as OpenRLHF's experience maker calls it, ``RayActorGroup``."""
+    """A role group with the method of OpenRLHF's ``RayActorGroup`` that its experience maker calls."""
 
     def __init__(self, role_group: Any) -> None:
         self.role_group = role_group
@@ -146,63 +140,51 @@ class Group:
 class PPO(BaseTrainer):
     @classmethod
     def complete_config(cls, config: Any, devices: str) -> Any:
-        try:
-            return parse(to_plain(config))[0]
-        except ValueError as error:
-            raise InvalidJob([ConfigError("config", str(error))]) from error
-
-    @classmethod
-    def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterator[ConfigError]:
-        try:
-            args = parse(to_plain(config))[1]
-        except ValueError as error:
-            yield ConfigError("config", str(error))
-            return
-        for name, section in (("actor", args.actor), ("critic", args.critic), ("reference", args.ref)):
-            if roles.get(RLRoleType(name), section.num_gpus_per_node) != section.num_nodes * section.num_gpus_per_node:
-                yield ConfigError(f"workload.{name}.num", "differs from num_nodes x num_gpus_per_node of OpenRLHF")
+        return parse(config)[0]
 
     def init(self) -> None:
-        self.args = args = parse(to_plain(self.config))[1]
-        strategy, path = get_strategy(args), args.actor.model_name_or_path
-        self.tokenizer = get_tokenizer(path, None, "left", strategy, use_fast=not args.data.disable_fast_tokenizer)
-        data, limit = args.data, {"max_count": args.data.max_samples, "dataset_split": args.data.prompt_split}
-        rows = blending_datasets(data.prompt_dataset, data.prompt_probs, strategy, args.train.seed, **limit)
+        self.args = args = parse(self.config)[1]
+        args.actor.num_nodes, args.actor.num_gpus_per_node = 1, len(self.actors)
+        logging.getLogger("openrlhf.trainer.ppo_utils.experience_maker").setLevel(logging.WARNING)
+        data, rollout, kl, path = args.data, args.rollout, args.algo.kl, args.actor.model_name_or_path
+        strategy = get_strategy(args)
+        self.tokenizer = get_tokenizer(path, None, "left", strategy, use_fast=not data.disable_fast_tokenizer)
+        limits = {"max_count": data.max_samples, "dataset_split": data.prompt_split}
+        rows = utils.blending_datasets(data.prompt_dataset, data.prompt_probs, strategy, args.train.seed, **limits)
         self.prompts = PromptDataset(rows, self.tokenizer, strategy, data.input_template)
-        self.order = DistributedSampler(self.prompts, num_replicas=1, rank=0, seed=args.train.seed)
-        self.steps_per_episode = -(-len(self.prompts) // args.rollout.batch_size)
-        samples = len(self.prompts) * args.rollout.n_samples_per_prompt
-        updates = samples // args.train.batch_size * args.train.num_episodes * args.train.max_epochs
-        self.RG_ACTOR.init_model(path, updates)
-        self.RG_ROLLOUT.init_model(path, EngineConfig())
-        if self.references:
-            self.RG_REFERENCE.init_model(path)
-        if self.critics:
-            self.RG_CRITIC.init_model(args.critic.model_name_or_path, updates)
-        self.RG_REWARD.init_model(*([] if args.reward.remote_url else [args.reward.model_name_or_path]))
-        limit = args.rollout.max_new_tokens or data.max_len
-        sampling = (limit, args.rollout.temperature, args.rollout.n_samples_per_prompt, None, args.rollout.top_p)
-        self.sampling = SamplingParams(*sampling)
-        kl = args.algo.kl
-        self.kl = AdaptiveKLController(kl.init_coef, kl.target, kl.horizon) if kl.target else FixedKLController(kl.init_coef)
+        self.order = distributed_sampler.DistributedSampler(self.prompts, num_replicas=1, rank=0, seed=args.train.seed)
+        self.steps_per_episode = -(-len(self.prompts) // rollout.batch_size)
+        self.samples_per_step = rollout.batch_size * rollout.n_samples_per_prompt
+        updates = len(self.prompts) * rollout.n_samples_per_prompt // args.train.batch_size
+        updates *= args.train.num_episodes * args.train.max_epochs
+        critic, function = args.critic.model_name_or_path, args.reward.remote_url
+        given = {"ACTOR": (path, updates), "CRITIC": (critic, updates), "ROLLOUT": (path, EngineConfig())}
+        given |= {"REFERENCE": (path,), "REWARD": (args.reward.model_name_or_path,)}
+        groups = {role: getattr(self, f"RG_{role}") for role in given if role in self.actor_handles}
+        for role, group in groups.items():
+            group.init_model(*given[role])
+        length = rollout.max_new_tokens or data.max_len
+        self.sampling = SamplingParams(length, rollout.temperature, rollout.n_samples_per_prompt, None, rollout.top_p)
+        adaptive = kl.target and AdaptiveKLController(kl.init_coef, kl.target, kl.horizon)
+        self.kl = adaptive or FixedKLController(kl.init_coef)
         self.state["kl_coef"] = self.kl.value
-        groups = [
-            Group(getattr(self, f"RG_{role}")) if role in self.actor_handles else None
-            for role in ("ACTOR", "CRITIC", "REWARD", "REFERENCE")
-        ]
-        self.maker = RemoteExperienceMaker(*groups, self.kl, strategy, self.tokenizer)
+        models = ("ACTOR", "CRITIC", "NONE" if function else "REWARD", "REFERENCE")
+        called = [Group(groups[role]) if role in groups else None for role in models]
+        self.maker = RemoteExperienceMaker(*called, self.kl, strategy, self.tokenizer)
 
     def fit(self) -> None:
-        rollout = self.args.rollout
         for step in self.steps(self.args.train.num_episodes * self.steps_per_episode):
             self.kl.value = self.state["kl_coef"]
             self.RG_ROLLOUT.receive(Replicate(self.RG_ACTOR.weights(step)))
-            experiences = self.maker.make_experience_batch(self.sample(step))
-            status = self.update(experiences, step)
+            status = self.update(self.maker.make_experience_batch(self.sample(step)), step)
             if "kl" in status:
-                self.kl.update(status["kl"], rollout.batch_size * rollout.n_samples_per_prompt)
+                self.kl.update(status["kl"], self.samples_per_step)
             self.state["kl_coef"] = self.kl.value
-            self.report(step, {name: float(value) for name, value in status.items()})
+            metrics = {name: float(value) for name, value in sorted(status.items())}
+            self.log(step, metrics)
+            path = self.job_dir / "metrics.jsonl"
+            lines = path.read_text().splitlines(keepends=True)[: step - 1] if step > 1 else []
+            path.write_text("".join([*lines, json.dumps({"step": step, **metrics}) + "\n"]))
         for group in [self.RG_ACTOR, *([self.RG_CRITIC] if self.critics else [])]:
             group.execute("save_model", {}).result()
 
@@ -210,56 +192,37 @@ class PPO(BaseTrainer):
         """Prompts with their responses, and rewards unless a model gives them."""
         episode, place = divmod(step - 1, self.steps_per_episode)
         self.order.set_epoch(episode, place * self.args.rollout.batch_size)
-        drawn = [self.prompts[row] for row in islice(self.order, self.args.rollout.batch_size)]
-        _, prompts, labels, _ = self.prompts.collate_fn(drawn)
-        wanted = {"prompt_id": np.arange(len(prompts)), "prompt": prompts, "answer": labels}
-        seed = Replicate((self.args.train.seed, step))
-        batch = Shard(Batch({**wanted, "extra_info": [None] * len(prompts)}))
-        done = Batch.concat(self.RG_ROLLOUT.generate(batch, self.sampling, seed).result())
-        texts = list(map(self.tokenizer.decode, done.ragged("tokens")))
-        rewards: Sequence[float | None] = [None] * len(texts)
-        if self.args.reward.remote_url:
-            rewards = self.RG_REWARD.score(list(zip(texts, done.objects("prompt"), done.objects("answer"), strict=True)))
-        columns = [done.ragged(name) for name in ("tokens", "action_mask", "logprobs")]
-        ends = done.dense("finished")
-        return [self.experience(*row) for row in zip(*columns, ends, rewards, strict=True)]
+        rows = [self.prompts[row] for row in islice(self.order, self.args.rollout.batch_size)]
+        _, prompts, labels, _ = self.prompts.collate_fn(rows)
+        columns = {"prompt_id": np.arange(len(rows)), "prompt": prompts, "answer": labels}
+        wanted, seed = Batch({**columns, "extra_info": [None] * len(rows)}), (self.args.train.seed, step)
+        done = Batch.concat(self.RG_ROLLOUT.generate(Shard(wanted), self.sampling, Replicate(seed)).result())
+        queries = map(self.tokenizer.decode, done.ragged("tokens"))
+        samples = list(zip(queries, done.objects("prompt"), done.objects("answer"), strict=True))
+        rewards = self.RG_REWARD.score(samples) if self.args.reward.remote_url else [None] * len(samples)
+        ragged = [done.ragged(name) for name in ("tokens", "action_mask", "logprobs")]
+        return [self.experience(*row) for row in zip(*ragged, done.dense("finished"), rewards, strict=True)]
 
     def experience(self, tokens: Any, actions: Any, log_probs: Any, finished: Any, reward: float | None) -> Experience:
         """One row, as OpenRLHF makes it of a response of vLLM."""
         longest = self.args.data.max_len
         sequences, mask = torch.tensor(tokens[None, :longest]), torch.tensor(actions[None, 1:longest]).long()
-        scored = None if reward is None else torch.tensor([reward])
-        info = {"response_clip_ratio": torch.tensor([sequences.shape[1] >= longest])}
         corrects = self.args.algo.advantage.is_correction_level != "off"
-        return Experience(
-            sequences=sequences,
-            attention_mask=torch.ones_like(sequences),
-            action_mask=mask,
-            rollout_log_probs=torch.tensor(log_probs[None, 1:longest]) if corrects else None,
-            rewards=scored,
-            response_length=mask.sum(1),
-            truncated=torch.tensor([not finished]),
-            total_length=torch.tensor([float(sequences.shape[1])]),
-            info=info if scored is None else info | {"reward": scored},
-        )
+        steps = {"sequences": sequences, "attention_mask": torch.ones_like(sequences), "action_mask": mask}
+        steps["rollout_log_probs"] = torch.tensor(log_probs[None, 1:longest]) if corrects else None
+        outcome = {"response_length": mask.sum(1), "total_length": torch.tensor([float(sequences.shape[1])])}
+        outcome |= {"truncated": torch.tensor([not finished])}
+        if reward is not None:
+            outcome |= {"rewards": torch.tensor([reward]), "info": {"reward": torch.tensor([reward])}}
+        return Experience(**steps, **outcome)
 
     def update(self, experiences: list[Experience], step: int) -> dict[str, Any]:
         if self.args.train.dynamic_batch_enable:
             experiences = balance_experiences(experiences, self.args)
-        trained = {self.RG_CRITIC: {}} if self.critics else {}
+        trained = [(self.RG_CRITIC, {})] if self.critics else []
         if step > self.args.critic.freezing_steps + 1:
-            trained[self.RG_ACTOR] = {"kl_ctl": self.kl.value}
-        status: dict[str, Any] = {}
-        for pending in [group.execute_batch("append", Shard({"experience": experiences})) for group in trained]:
+            trained.append((self.RG_ACTOR, {"kl_ctl": self.kl.value}))
+        for pending in [group.execute_batch("append", Shard({"experience": experiences})) for group, _ in trained]:
             pending.result()
-        for pending in [group.execute("fit", options) for group, options in trained.items()]:
-            status |= pending.result()[0]
-        return status
-
-    def report(self, step: int, metrics: dict[str, float]) -> None:
-        self.log(step, metrics)
-        path = self.job_dir / "metrics.jsonl"
-        lines = path.read_text().splitlines()[: step - 1] if step > 1 else []
-        path.write_text("\n".join([*lines, json.dumps({"step": step, **metrics})]) + "\n")
-
-
+        fits = [group.execute("fit", options) for group, options in trained]
+        return {name: value for pending in fits for name, value in pending.result()[0].items()}

@@ -8,7 +8,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MOST_LINES = 300
-ADAPTERS = {"trl": "trl", "verl": "verl"}
+ADAPTERS = {"trl": "trl", "verl": "verl", "openrlhf": "openrlhf"}
 """Folder to the library's package."""
 
 
