@@ -25,8 +25,7 @@ class Host(str):
 class HostStrategy(strategies.DeepspeedStrategy):
     def setup_distributed(self, timeout: timedelta = timedelta(minutes=60)) -> None:
         transformers.set_seed(self.seed)
-        # Its shared-memory collectives are compiled on first use, and an interrupted build blocks all others.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled, on first use
         deepspeed.init_distributed("gloo", timeout=timeout)
         self.world_size, self.param_dtype = dist.get_world_size(), "fp32"
         self.ds_device_mesh = init_device_mesh("cpu", (self.world_size, 1, 1), mesh_dim_names=("dp", "sp", "tp"))

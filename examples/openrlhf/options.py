@@ -22,8 +22,7 @@ NOT_HERE = (
 def parse(config: Any) -> tuple[Any, Any]:
     """All options with their defaults, nested, and the arguments that OpenRLHF makes of them. None and False leave an
     option out, as on the command line. Raises ValueError and what OpenRLHF raises."""
-    source = Path(cli.__path__[0], "train_ppo_ray.py").read_text(encoding="utf-8")
-    main: Any = ast.parse(source).body[-1]
+    main: Any = ast.parse(Path(cli.__path__[0], "train_ppo_ray.py").read_text(encoding="utf-8")).body[-1]
     reads = [ast.unparse(statement) for statement in main.body].index("args = parser.parse_args()")
     names: dict[str, Any] = {"argparse": argparse, "datetime": datetime}
     run(main.body[:reads], names)

@@ -1,75 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
 """What OpenRLHF's models, experience maker and losses give for the rows of a recorded step, in one process.
 
-python openrlhf_reference.py write-critic: a critic with a value head, in the folder ``critic``;
-python openrlhf_reference.py compare: the largest differences from ``out/experiences.pt``, in ``differences.json``.
+python openrlhf_reference.py: the largest differences from ``out/recorded.pt``, and metrics, in ``differences.json``.
 """
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import import_openrlhf  # noqa: F401 - before all else of OpenRLHF
 import torch
 from omegaconf import OmegaConf
+from openrlhf.models import Actor, PolicyLoss, ValueLoss, get_llm_for_sequence_regression
+from openrlhf.models.utils import compute_approx_kl, masked_mean
+from openrlhf.trainer.ppo_utils import make_experience_batch, split_experience_batch
 from options import parse
 from ppo import PPO, Experience, FixedKLController, RemoteExperienceMaker
-from openrlhf.models import Actor, PolicyLoss, ValueLoss, get_llm_for_sequence_regression  # isort: skip - after ppo
-from openrlhf.models.utils import compute_approx_kl
-from openrlhf.trainer.ppo_utils import make_experience_batch, split_experience_batch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 MODEL = "runs/openrlhf-model"
-COLUMNS = ("action_log_probs", "values", "kl", "advantages", "returns")
+ROWS = ("sequences", "attention_mask", "action_mask", "rewards", "index")
+COLUMNS = ("action_log_probs", "values", "advantages", "returns")
 
 
 class RecordingPPO(PPO):
+    """Keeps the rows of its third step, and the weights before it."""
+
     def update(self, experiences, step):
-        torch.save(experiences, self.job_dir / "experiences.pt")
+        if step == 3:
+            snapshots = [group.weights(step).result()[0] for group in (self.RG_ACTOR, self.RG_CRITIC)]
+            weights = [{name: weights.tensor(name).clone() for name in weights.shapes} for weights in snapshots]
+            torch.save((experiences, weights), self.job_dir / "recorded.pt")
         return super().update(experiences, step)
 
 
-def make_critic(path, **options):
-    return get_llm_for_sequence_regression(path, "critic", attn_implementation="sdpa", **options)
+def make_actor():
+    actor = Actor(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32))
+    actor.packing_samples = False
+    return actor.eval()
 
 
-def write_critic():
-    torch.manual_seed(0)
-    make_critic(MODEL, init_value_head=True).save_pretrained("critic")
-    AutoTokenizer.from_pretrained(MODEL).save_pretrained("critic")
-
-
-def evaluate(models, batch):
-    actor, critic = models
-    given = (batch.sequences, batch.action_mask, batch.attention_mask)
-    return actor(*given), critic(*given)
+def evaluate(model, batch):
+    return model(batch.sequences, batch.action_mask, batch.attention_mask)
 
 
 def make_experiences(args, models, recorded):
-    """Of the rows alone: log-probs of the reference are those of the actor, which has not been trained yet."""
-    own = []
+    own, reference = [], make_actor()
     for batch in recorded:
-        names = ("sequences", "attention_mask", "action_mask", "rewards", "index")
-        batch = Experience(**{name: getattr(batch, name) for name in names}, info={})
-        batch.action_log_probs, batch.values = evaluate(models, batch)
-        batch.kl = compute_approx_kl(
-            batch.action_log_probs, batch.action_log_probs, kl_estimator=args.algo.kl.estimator
-        )
+        batch = Experience(**{name: getattr(batch, name) for name in ROWS}, info={})
+        batch.action_log_probs, batch.values = (evaluate(model, batch) for model in models)
+        base = evaluate(reference, batch)
+        batch.kl = compute_approx_kl(batch.action_log_probs, base, kl_estimator=args.algo.kl.estimator)
+        batch.info["kl"] = masked_mean(batch.kl, batch.action_mask, dim=-1)
         own.append(batch)
     controller = FixedKLController(args.algo.kl.init_coef)
     maker = RemoteExperienceMaker(None, None, None, None, controller, SimpleNamespace(args=args), None)
     return maker.compute_advantages_and_returns(own)
 
 
-def compute_losses(args, models, experiences):
+def compute_metrics(args, models, experiences):
     batch = make_experience_batch([row for part in experiences for row in split_experience_batch(part)])
-    log_probs, values = evaluate(models, batch)
-    policy_loss, *_ = PolicyLoss(*args.actor.eps_clip_low_high)(
-        log_probs, batch.action_log_probs, batch.advantages, batch.action_mask
-    )
-    value_loss = ValueLoss(args.critic.value_clip)(values, batch.values, batch.returns, batch.action_mask)
+    log_probs, values = (evaluate(model, batch) for model in models)
+    old, mask = (batch.action_log_probs, batch.advantages), batch.action_mask
+    policy_loss, *_ = PolicyLoss(*args.actor.eps_clip_low_high)(log_probs, *old, mask)
+    value_loss = ValueLoss(args.critic.value_clip)(values, batch.values, batch.returns, mask)
     metrics = {"policy_loss": policy_loss.item(), "critic_loss": value_loss.item()}
-    metrics["values"] = ((values * batch.action_mask).sum() / batch.action_mask.sum()).item()
+    metrics |= {"values": masked_mean(values, mask).item(), "kl": torch.stack(list(batch.info["kl"])).mean().item()}
     for name, loss, model in (("actor", policy_loss, models[0]), ("critic", value_loss, models[1])):
         loss.backward()
         norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
@@ -77,21 +73,26 @@ def compute_losses(args, models, experiences):
     return metrics
 
 
-def compare():
+def main():
     args = parse(OmegaConf.load("out/job.yaml").config)[1]
-    actor = Actor(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32))
-    actor.packing_samples = False
-    models = actor.eval(), make_critic("critic").float().eval()
-    recorded = torch.load("out/experiences.pt", weights_only=False)
+    recorded, weights = torch.load("out/recorded.pt", weights_only=False)
+    critic = get_llm_for_sequence_regression(MODEL, "critic", attn_implementation="sdpa").float().eval()
+    models = make_actor(), critic
+    for model, state in zip((models[0].model, critic), weights, strict=True):
+        assert not model.load_state_dict(state, strict=False).unexpected_keys
+        assert all(torch.equal(parameter, state[name]) for name, parameter in model.named_parameters())
     with torch.no_grad():
         own = make_experiences(args, models, recorded)
-    differences = {"rows": float(sum(len(batch.sequences) for batch in own) != 32)}
+    differences = {"rows": float(sum(len(batch.sequences) for batch in own) != args.rollout.batch_size)}
     for name in COLUMNS:
-        pairs = [(getattr(mine, name), getattr(yours, name), mine.action_mask) for mine, yours in zip(own, recorded)]
-        differences[name] = max(((mine - yours) * mask).abs().max().item() for mine, yours, mask in pairs)
-    differences["metrics"] = compute_losses(args, models, own)
+        pairs = [
+            (getattr(mine, name) - getattr(given, name)) * given.action_mask
+            for mine, given in zip(own, recorded, strict=True)
+        ]
+        differences[name] = max(pair.abs().max().item() for pair in pairs)
+    differences["metrics"] = compute_metrics(args, models, own)
     Path("differences.json").write_text(json.dumps(differences), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    {"write-critic": write_critic, "compare": compare}[sys.argv[1]]()
+    main()
