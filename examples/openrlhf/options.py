@@ -33,6 +33,8 @@ def parse(config: Any) -> tuple[Any, Any]:
     for name in NOT_HERE:
         if given[name] != defaults[name]:
             refuse(f"{name} has no counterpart here")
+    if given["ds.zero_stage"] == 3:
+        refuse("ds.zero_stage=3: OpenRLHF's way to load such a model is for transformers 5.15")
     if not (given["reward.remote_url"] or ".py").endswith(".py"):
         refuse("reward.remote_url is a file with a reward_func here, not the address of a server")
     names["args"] = argparse.Namespace(**deepcopy(given))

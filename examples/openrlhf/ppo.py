@@ -3,12 +3,10 @@
 
 import json
 import logging
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 from openrlhf.utils import agent, distributed_sampler, get_strategy, get_tokenizer
 from options import parse
 
+from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.names import run_of
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import SamplingParams
@@ -74,12 +73,7 @@ class Actor(Reference):
 
     @trainer_invocation(blocking=False)
     def weights(self, step: int) -> Any:
-        def gather() -> Iterator[tuple[str, Any]]:
-            for name, parameter in self.engine.module.named_parameters():
-                with deepspeed.zero.GatheredParameters([parameter], enabled=self.config.ds.zero_stage == 3):
-                    yield name, parameter
-
-        return take_snapshot(gather(), step)
+        return take_snapshot(self.engine.module.named_parameters(), step)
 
     def folder(self) -> Path:
         return Path(self.config.ckpt.path, *run_of(self.name), self.role).absolute()
@@ -142,6 +136,11 @@ class PPO(BaseTrainer):
     def complete_config(cls, config: Any, devices: str) -> Any:
         return parse(config)[0]
 
+    @classmethod
+    def check_config(cls, config: Any, roles: Any) -> list[ConfigError]:
+        fault = ("CRITIC" in roles) != bool(parse(config)[1].critic.model_name_or_path)
+        return [ConfigError("workload.critic", "goes with algo.advantage.estimator=gae, and with no other")] * fault
+
     def init(self) -> None:
         self.args = args = parse(self.config)[1]
         args.actor.num_nodes, args.actor.num_gpus_per_node = 1, len(self.actors)
@@ -154,15 +153,14 @@ class PPO(BaseTrainer):
         self.prompts = PromptDataset(rows, self.tokenizer, strategy, data.input_template)
         self.order = distributed_sampler.DistributedSampler(self.prompts, num_replicas=1, rank=0, seed=args.train.seed)
         self.steps_per_episode = -(-len(self.prompts) // rollout.batch_size)
-        self.samples_per_step = rollout.batch_size * rollout.n_samples_per_prompt
         updates = len(self.prompts) * rollout.n_samples_per_prompt // args.train.batch_size
         updates *= args.train.num_episodes * args.train.max_epochs
-        critic, function = args.critic.model_name_or_path, args.reward.remote_url
+        critic, function = args.critic.model_name_or_path, self.config.reward.remote_url
         given = {"ACTOR": (path, updates), "CRITIC": (critic, updates), "ROLLOUT": (path, EngineConfig())}
-        given |= {"REFERENCE": (path,), "REWARD": (args.reward.model_name_or_path,)}
+        given |= {"REFERENCE": (path,), "REWARD": (function or args.reward.model_name_or_path,)}
         groups = {role: getattr(self, f"RG_{role}") for role in given if role in self.actor_handles}
-        for role, group in groups.items():
-            group.init_model(*given[role])
+        for loading in [group.init_model.options(blocking=False)(*given[role]) for role, group in groups.items()]:
+            loading.result()
         length = rollout.max_new_tokens or data.max_len
         self.sampling = SamplingParams(length, rollout.temperature, rollout.n_samples_per_prompt, None, rollout.top_p)
         adaptive = kl.target and AdaptiveKLController(kl.init_coef, kl.target, kl.horizon)
@@ -178,7 +176,7 @@ class PPO(BaseTrainer):
             self.RG_ROLLOUT.receive(Replicate(self.RG_ACTOR.weights(step)))
             status = self.update(self.maker.make_experience_batch(self.sample(step)), step)
             if "kl" in status:
-                self.kl.update(status["kl"], self.samples_per_step)
+                self.kl.update(status["kl"], self.args.rollout.batch_size * self.sampling.samples_per_prompt)
             self.state["kl_coef"] = self.kl.value
             metrics = {name: float(value) for name, value in sorted(status.items())}
             self.log(step, metrics)

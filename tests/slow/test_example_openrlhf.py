@@ -117,6 +117,8 @@ def test_columns_losses_and_gradients_are_those_of_openrlhf_in_one_process(tmp_p
         ("actor.adam.lrr=1", "unrecognized arguments: --actor.adam.lrr"),
         ("algo.advantage.estimator=gea", "invalid choice: 'gea'"),
         ("train.async_enable=true", "train.async_enable has no counterpart here"),
+        ("algo.advantage.estimator=reinforce", "workload.critic: goes with algo.advantage.estimator=gae"),
+        ("ds.zero_stage=3", "is for transformers 5.15"),
         ("reward.remote_url=http://127.0.0.1:1", "a file with a reward_func here"),
     ],
 )
