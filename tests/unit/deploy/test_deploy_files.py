@@ -49,7 +49,7 @@ def test_an_image_gets_every_constraints_file_and_nothing_that_is_not_there():
     install = (DOCKER / "install.sh").read_text()
     for file in ROOT.glob("constraints-*.txt"):
         backend = file.stem.removeprefix("constraints-")
-        assert backend in install or backend in ("peers", "verl"), file
+        assert backend in install or backend in ("peers", "verl", "openrlhf"), file
 
 
 def test_compose_is_of_its_schema_and_needs_a_token(tmp_path):
