@@ -4,10 +4,11 @@
 ::
 
     network namespaces h0 h1 h2 (h3)  --veth-->  bridge in a namespace of its own
-    a raylet in each, with an address of its own; dlrover-rl run in h0, beside the head
+    head.sh in h0, worker.sh in the others, started again when they end; dlrover-rl run in h0
 
-Each host has a loopback interface and one to the others, and nothing leads out. They share files, as hosts with a
-network disk. This process knows the command line, the process table and the cables.
+Each host has a loopback interface and one to the others, shared memory and a folder for Ray of its own, and nothing
+leads out. They share the other files, as hosts with a network disk. This process knows the command line, the process
+table and the cables.
 """
 
 import argparse
@@ -22,16 +23,25 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import dlrover.python.rl.master
 from tests.chaos.outside import CLI, REPOSITORY, digests, prepare, say
 
 _PREFIX = f"dlrl{os.getpid()}"
 _SWITCH = f"{_PREFIX}sw"
 _PORT = 6379
-_CPUS = 4
+_CPUS = 3  # those of one of the plan's nodes: no host gets two of them
+_CPUS_OF_HEAD = 5  # the master and the trainer are there
 _LIMIT_S = 900.0
-_LAYOUT = ("trainer.node_number=3", "trainer.device_per_node=2", "workload.actor.num=2", "workload.reference.num=2")
-HEALTH = {"RAY_health_check_period_ms": "500", "RAY_health_check_timeout_ms": "700"}
-HEALTH["RAY_health_check_failure_threshold"] = "3"
+_START_S = 10.0
+_LAYOUT = (
+    "trainer.node_number=3",
+    f"trainer.device_per_node={_CPUS}",
+    "workload.actor.num=2",
+    "workload.reference.num=2",
+    "workload.rollout.num=4",
+)
+_SCRIPTS = Path(dlrover.python.rl.master.__path__[0], "skeleton", "ray")
+_AGAIN = 'while :; do "$0" "$@"; sleep 2; done'  # as a supervisor such as systemd does
 
 
 def ip(*arguments: str) -> None:
@@ -52,10 +62,11 @@ def has_namespaces() -> bool:
 
 @dataclass
 class Host:
-    """A network namespace with one cable to the switch, and what runs in it."""
+    """A network namespace with one cable to the switch, mounts of its own, and what runs in it."""
 
     number: int
-    raylets: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+    pid: int = 0  # of a process that keeps the mounts
+    processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
 
     @property
     def namespace(self) -> str:
@@ -78,26 +89,33 @@ class Host:
         ip("-n", self.namespace, "link", "set", "eth0", "up")
         ip("-n", _SWITCH, "link", "set", self.cable, "master", "br0", "up")
 
+        mounts = f"mount -t tmpfs none /dev/shm && mount -t tmpfs none {_temporary()} && echo && exec sleep infinity"
+        holder = subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "sh", "-c", mounts], stdout=subprocess.PIPE
+        )
+        assert holder.stdout is not None and holder.stdout.readline() == b"\n", "no mounts"
+        self.pid = holder.pid
+        self.processes.append(holder)
+
     def start(self, *command: str, log: Path, **env: str) -> "subprocess.Popen[bytes]":
         with log.open("ab") as output:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self.namespace, *command],
-                cwd=log.parent,
+                ["nsenter", f"--target={self.pid}", "--net", "--mount", "env", f"--chdir={log.parent}", *command],
                 env={**os.environ, **env, "OMP_NUM_THREADS": "1"},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
-    def join(self, head: "Host", folder: Path, cpus: int = _CPUS) -> None:
-        """Start Ray's node of this host; the head's is that of ``head`` itself."""
-        where = [f"--node-ip-address={self.address}", f"--num-cpus={cpus}", "--disable-usage-stats", "--block"]
+    def join(self, head: "Host", folder: Path) -> None:
+        """Start Ray's node of this host with the scripts that ``dlrover-rl init`` writes."""
         if self is head:
-            where += ["--head", f"--port={_PORT}", "--include-dashboard=false", f"--temp-dir={_temporary()}"]
+            command = ["head.sh", self.address, f"--num-cpus={_CPUS_OF_HEAD}", f"--temp-dir={_temporary()}"]
         else:
-            where += [f"--address={head.address}:{_PORT}"]
-        ray = [sys.executable, "-m", "ray.scripts.scripts", "start"]
-        self.raylets.append(self.start(*ray, *where, log=folder / f"host-{self.number}.log", **HEALTH))
+            command = ["worker.sh", head.address, self.address, f"--num-cpus={_CPUS}"]
+        shell = ["bash", "-c", _AGAIN, str(_SCRIPTS / command[0]), *command[1:]]
+        env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "STATE_DIR": f"{_temporary()}/tables"}
+        self.processes.append(self.start(*shell, log=folder / f"host-{self.number}.log", **env))
 
     def pids(self) -> list[int]:
         done = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, timeout=30)
@@ -107,7 +125,10 @@ class Host:
         return any("Workload" in command_of(pid) for pid in self.pids())
 
     def end(self) -> None:
-        """Kill all of its processes."""
+        """Kill all of its processes; first those that start others again."""
+        for process in self.processes:
+            process.kill()
+            process.wait(timeout=10)
         for pid in self.pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -122,8 +143,6 @@ class Host:
         """As if its power had gone: no process says anything any more."""
         self.cut_off()
         self.end()
-        for raylet in self.raylets:
-            raylet.wait(timeout=10)
 
 
 def command_of(pid: int) -> str:
@@ -140,6 +159,7 @@ def _temporary() -> str:
 def hosts(count: int) -> Iterator[list[Host]]:
     made = [Host(number) for number in range(count)]
     ip("netns", "add", _SWITCH)
+    os.mkdir(_temporary())
     try:
         ip("-n", _SWITCH, "link", "add", "br0", "type", "bridge")
         ip("-n", _SWITCH, "link", "set", "br0", "up")
@@ -151,7 +171,7 @@ def hosts(count: int) -> Iterator[list[Host]]:
             host.end()
             subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True, timeout=30, check=False)
         subprocess.run(["ip", "netns", "delete", _SWITCH], capture_output=True, timeout=30, check=False)
-        shutil.rmtree(_temporary(), ignore_errors=True)
+        os.rmdir(_temporary())
 
 
 def wait_until(condition: Callable[[], object], what: str, driver: "subprocess.Popen[bytes]", log: Path) -> None:
@@ -159,7 +179,7 @@ def wait_until(condition: Callable[[], object], what: str, driver: "subprocess.P
     while not condition():
         if driver.poll() is not None or time.monotonic() > deadline_s:
             raise AssertionError(f"{what} did not come:\n{log.read_text(errors='replace')[-6000:]}")
-        time.sleep(0.1)
+        time.sleep(0.3)
 
 
 def run(folder: Path, steps: int, disturbed: bool) -> int:
@@ -168,31 +188,33 @@ def run(folder: Path, steps: int, disturbed: bool) -> int:
     out, log = folder / ("disturbed" if disturbed else "undisturbed"), folder / f"run-{disturbed}.log"
     with hosts(4) as (head, second, third, fourth):
         head.join(head, folder)
-        time.sleep(5)
         for host in (second, third):
             host.join(head, folder)
         job = str(REPOSITORY / "examples/arithmetic/grpo.yaml")
         command = [*CLI, "run", job, "--address", f"{head.address}:{_PORT}", f"steps={steps}", f"job_dir={out}"]
+        time.sleep(_START_S)
         driver = head.start(*command, *_LAYOUT, log=log)
 
         def reach(step: int) -> None:
             wait_until(lambda: steps_of(out) >= step, f"step {step}", driver, log)
 
-        def recover(times: int) -> None:
-            wait_until(lambda: log.read_text().count("is back as incarnation") >= times, "a recovery", driver, log)
+        def move_to(*wanted: Host) -> None:
+            wait_until(lambda: all(host.has_members() for host in wanted), f"members on {wanted}", driver, log)
 
         reach(1)
-        say(f"processes on {sorted({host.number for host in (head, second, third) if host.has_members()})}")
+        move_to(head, second, third)
         if disturbed:
             reach(steps // 8)
-            say("cutting off a host")
+            say("cutting off host 2; host 3 joins")
             third.cut_off()
-            recover(1)
-            reach(steps // 3)
-            say("killing a host; the first one heals, and another one joins")
-            second.kill()
-            third.heal()
             fourth.join(head, folder)
+            move_to(head, second, fourth)
+            reach(steps // 3)
+            say("host 2 heals; killing host 1")
+            third.heal()
+            second.kill()
+            say("host 1 is gone")
+            move_to(head, third, fourth)
         return driver.wait(timeout=_LIMIT_S)
 
 
