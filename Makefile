@@ -126,7 +126,7 @@ example-trl: $(VENV)-trl/ready ## Run TRL's GRPOTrainer script with its import l
 
 $(VENV)-verl/ready: setup.py constraints-verl.txt
 	$(PYTHON) -m venv $(VENV)-verl
-	$(VENV)-verl/bin/python -m pip install --quiet --requirement constraints-verl.txt
+	$(VENV)-verl/bin/python -m pip install --quiet --no-deps --requirement constraints-verl.txt
 	$(VENV)-verl/bin/python -m pip install --quiet --no-deps --editable . verl==0.9.1
 	@touch $@
 
@@ -134,10 +134,10 @@ example-verl: $(VENV)-verl/ready ## Run verl's PPO on megatron-core over role gr
 	$(VENV)-verl/bin/python -m dlrover.python.rl.recipe.tiny --out runs/verl-model --seed $(SEED)
 	$(VENV)-verl/bin/dlrover-rl run examples/verl/job.yaml data.seed=$(SEED) actor_rollout_ref.rollout.seed=$(SEED) $(ARGS)
 
-$(VENV)-openrlhf/ready: setup.py constraints.txt constraints-deepspeed.txt constraints-openrlhf.txt
+$(VENV)-openrlhf/ready: setup.py constraints-openrlhf.txt
 	$(PYTHON) -m venv $(VENV)-openrlhf
-	$(VENV)-openrlhf/bin/python -m pip install --quiet --editable '.[deepspeed]' --requirement constraints-openrlhf.txt
-	$(VENV)-openrlhf/bin/python -m pip install --quiet --no-deps openrlhf==0.11.2
+	$(VENV)-openrlhf/bin/python -m pip install --quiet --no-deps --requirement constraints-openrlhf.txt
+	$(VENV)-openrlhf/bin/python -m pip install --quiet --no-deps --editable . openrlhf==0.11.2
 	@touch $@
 
 example-openrlhf: $(VENV)-openrlhf/ready ## Run OpenRLHF's PPO on DeepSpeed over role groups (SEED=0 ARGS='key=value ...')

@@ -29,12 +29,12 @@ from tests.chaos.outside import CLI, REPOSITORY, digests, prepare, say
 _PREFIX = f"dlrl{os.getpid()}"
 _SWITCH = f"{_PREFIX}sw"
 _PORT = 6379
-_CPUS = 3  # those of one of the plan's nodes: no host gets two of them
-_CPUS_OF_HEAD = 5  # the master and the trainer are there
+_CPUS = 5  # those of one of the plan's nodes: no host gets two of them
+_CPUS_OF_HEAD = 2  # for the master and the trainer
 _LIMIT_S = 900.0
 _START_S = 10.0
 _LAYOUT = (
-    "trainer.node_number=3",
+    "trainer.node_number=2",
     f"trainer.device_per_node={_CPUS}",
     "workload.actor.num=2",
     "workload.reference.num=2",
@@ -121,8 +121,8 @@ class Host:
         done = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, timeout=30)
         return [int(pid) for pid in done.stdout.split()]
 
-    def has_members(self) -> bool:
-        return any("Workload" in command_of(pid) for pid in self.pids())
+    def has(self, what: str) -> bool:
+        return any(what in command_of(pid) for pid in self.pids())
 
     def end(self) -> None:
         """Kill all of its processes; first those that start others again."""
@@ -198,23 +198,23 @@ def run(folder: Path, steps: int, disturbed: bool) -> int:
         def reach(step: int) -> None:
             wait_until(lambda: steps_of(out) >= step, f"step {step}", driver, log)
 
-        def move_to(*wanted: Host) -> None:
-            wait_until(lambda: all(host.has_members() for host in wanted), f"members on {wanted}", driver, log)
+        def wait_for_members(*wanted: Host) -> None:
+            wait_until(lambda: all(host.has("Workload") for host in wanted), f"members on {wanted}", driver, log)
 
         reach(1)
-        move_to(head, second, third)
+        wait_for_members(second, third)
         if disturbed:
             reach(steps // 8)
-            say("cutting off host 2; host 3 joins")
+            say(f"cutting off host {third.number}; host {fourth.number} joins")
             third.cut_off()
             fourth.join(head, folder)
-            move_to(head, second, fourth)
+            wait_for_members(second, fourth)
             reach(steps // 3)
-            say("host 2 heals; killing host 1")
+            victim, other = (second, fourth) if second.has("ActorWorkload") else (fourth, second)
+            say(f"host {third.number} heals; killing host {victim.number}, which has the actor")
             third.heal()
-            second.kill()
-            say("host 1 is gone")
-            move_to(head, third, fourth)
+            victim.kill()
+            wait_for_members(other, third)
         return driver.wait(timeout=_LIMIT_S)
 
 
