@@ -93,7 +93,9 @@ class Host:
         holder = subprocess.Popen(
             ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "sh", "-c", mounts], stdout=subprocess.PIPE
         )
-        assert holder.stdout is not None and holder.stdout.readline() == b"\n", "no mounts"
+        assert holder.stdout is not None
+        with holder.stdout as said:
+            assert said.readline() == b"\n", "no mounts"
         self.pid = holder.pid
         self.processes.append(holder)
 
