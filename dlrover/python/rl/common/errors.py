@@ -33,6 +33,11 @@
     │   └── VerifierCrashed          ... because its process ended during the call
     ├── EnvironmentFailed            an environment gave no usable answer; its sample has failed
     ├── PlacementTimeout             the cluster did not free the resources in time
+    ├── ServiceError                 the job service did not do what was asked
+    │   ├── UnknownJob               it has no job of this name; nearest name given
+    │   ├── AccessDenied             no token, a wrong one, or one without the right
+    │   ├── ServiceBusy              its queue, or the caller's share of it, is full
+    │   └── ServiceUnavailable       it does not answer, or cannot save what it decides
     └── JobError
         ├── JobFailed                the job ended in failure; carries the first cause
         ├── JobConflict              a job of this name exists already
@@ -293,6 +298,30 @@ class PlacementTimeout(DLRoverRLError):
 
     retryable = True
     restarts = Scope.JOB
+
+
+class ServiceError(DLRoverRLError):
+    """The job service did not do what was asked."""
+
+
+class UnknownJob(ServiceError):
+    """The service has no job of this name."""
+
+
+class AccessDenied(ServiceError):
+    """The request had no valid token, or its owner may not do this."""
+
+
+class ServiceBusy(ServiceError):
+    """A limit of the service on queued jobs, requests or their rate was reached; the message names it."""
+
+    retryable = True
+
+
+class ServiceUnavailable(ServiceError):
+    """The service did not answer, or could not save its decision; nothing was done, or the request can be repeated."""
+
+    retryable = True
 
 
 class JobError(DLRoverRLError):
