@@ -156,7 +156,7 @@ def test_what_helps_after_an_error():
     retried = {kind for kind in tree_of_classes() if kind.retryable}
     lost = {WorkloadDied, ResultLost, CallSkipped, ReplayDiverged}
     of_engines = {NonFiniteUpdate, WeightSyncError, WeightsLost}
-    later = {InvocationTimeout, PlacementTimeout, ClusterUnavailable}
+    later = {InvocationTimeout, PlacementTimeout, ClusterUnavailable, ServiceBusy, ServiceUnavailable}
     assert retried == {*lost, *of_engines, *later, RowsDiffer, ScriptFailed}
     assert {kind: kind.restarts for kind in tree_of_classes() if kind.restarts is not Scope.NOTHING} == {
         InvocationTimeout: Scope.MEMBER,

@@ -44,6 +44,7 @@ class JobRecord:
     resources: Mapping[str, float] = field(default_factory=dict)  # that all of the job needs at once
     priority: int = 0
     phase: JobPhase = JobPhase.QUEUED
+    sequence: int = 0  # number of its first event: the order of submission
     revision: int = 0  # number of its last event
     reason: str = ""
     cause: str = ""

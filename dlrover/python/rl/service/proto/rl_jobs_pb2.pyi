@@ -17,7 +17,6 @@ class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PHASE_FINISHED: _ClassVar[Phase]
     PHASE_FAILED: _ClassVar[Phase]
     PHASE_STOPPED: _ClassVar[Phase]
-
 PHASE_UNSPECIFIED: Phase
 PHASE_QUEUED: Phase
 PHASE_STARTING: Phase
@@ -28,27 +27,7 @@ PHASE_FAILED: Phase
 PHASE_STOPPED: Phase
 
 class Job(_message.Message):
-    __slots__ = (
-        "name",
-        "run",
-        "owner",
-        "phase",
-        "priority",
-        "revision",
-        "reason",
-        "cause",
-        "detail",
-        "submitted_s",
-        "started_s",
-        "ended_s",
-        "step",
-        "total_steps",
-        "reward",
-        "restarts",
-        "folder",
-        "activity",
-        "roles",
-    )
+    __slots__ = ("name", "run", "owner", "phase", "priority", "revision", "reason", "cause", "detail", "submitted_s", "started_s", "ended_s", "step", "total_steps", "reward", "restarts", "folder", "activity", "roles")
     class RolesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -56,7 +35,6 @@ class Job(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-
     NAME_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
@@ -95,28 +73,7 @@ class Job(_message.Message):
     folder: str
     activity: str
     roles: _containers.ScalarMap[str, int]
-    def __init__(
-        self,
-        name: _Optional[str] = ...,
-        run: _Optional[str] = ...,
-        owner: _Optional[str] = ...,
-        phase: _Optional[_Union[Phase, str]] = ...,
-        priority: _Optional[int] = ...,
-        revision: _Optional[int] = ...,
-        reason: _Optional[str] = ...,
-        cause: _Optional[str] = ...,
-        detail: _Optional[str] = ...,
-        submitted_s: _Optional[float] = ...,
-        started_s: _Optional[float] = ...,
-        ended_s: _Optional[float] = ...,
-        step: _Optional[int] = ...,
-        total_steps: _Optional[int] = ...,
-        reward: _Optional[float] = ...,
-        restarts: _Optional[int] = ...,
-        folder: _Optional[str] = ...,
-        activity: _Optional[str] = ...,
-        roles: _Optional[_Mapping[str, int]] = ...,
-    ) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., run: _Optional[str] = ..., owner: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., priority: _Optional[int] = ..., revision: _Optional[int] = ..., reason: _Optional[str] = ..., cause: _Optional[str] = ..., detail: _Optional[str] = ..., submitted_s: _Optional[float] = ..., started_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., reward: _Optional[float] = ..., restarts: _Optional[int] = ..., folder: _Optional[str] = ..., activity: _Optional[str] = ..., roles: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
     __slots__ = ("client_token", "job_file", "name", "overrides", "priority", "folder")
@@ -132,15 +89,7 @@ class SubmitRequest(_message.Message):
     overrides: _containers.RepeatedScalarFieldContainer[str]
     priority: int
     folder: str
-    def __init__(
-        self,
-        client_token: _Optional[str] = ...,
-        job_file: _Optional[str] = ...,
-        name: _Optional[str] = ...,
-        overrides: _Optional[_Iterable[str]] = ...,
-        priority: _Optional[int] = ...,
-        folder: _Optional[str] = ...,
-    ) -> None: ...
+    def __init__(self, client_token: _Optional[str] = ..., job_file: _Optional[str] = ..., name: _Optional[str] = ..., overrides: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., folder: _Optional[str] = ...) -> None: ...
 
 class GetRequest(_message.Message):
     __slots__ = ("name",)
@@ -189,7 +138,6 @@ class Event(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     AT_S_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -208,18 +156,7 @@ class Event(_message.Message):
     phase: Phase
     step: int
     metrics: _containers.ScalarMap[str, float]
-    def __init__(
-        self,
-        number: _Optional[int] = ...,
-        at_s: _Optional[float] = ...,
-        name: _Optional[str] = ...,
-        run: _Optional[str] = ...,
-        kind: _Optional[str] = ...,
-        message: _Optional[str] = ...,
-        phase: _Optional[_Union[Phase, str]] = ...,
-        step: _Optional[int] = ...,
-        metrics: _Optional[_Mapping[str, float]] = ...,
-    ) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., at_s: _Optional[float] = ..., name: _Optional[str] = ..., run: _Optional[str] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class StopRequest(_message.Message):
     __slots__ = ("name", "hard", "reason")
@@ -241,9 +178,7 @@ class LogsRequest(_message.Message):
     process: str
     follow: bool
     tail: int
-    def __init__(
-        self, name: _Optional[str] = ..., process: _Optional[str] = ..., follow: bool = ..., tail: _Optional[int] = ...
-    ) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., process: _Optional[str] = ..., follow: bool = ..., tail: _Optional[int] = ...) -> None: ...
 
 class LogChunk(_message.Message):
     __slots__ = ("process", "text")
@@ -281,9 +216,7 @@ class FetchRequest(_message.Message):
     name: str
     path: str
     offset: int
-    def __init__(
-        self, name: _Optional[str] = ..., path: _Optional[str] = ..., offset: _Optional[int] = ...
-    ) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class FileChunk(_message.Message):
     __slots__ = ("data",)
