@@ -1,3 +1,293 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs of the service: operations are decided one after another, saved in groups, and answered once they are
-saved."""
+"""The jobs of the service: operations are decided one after another, saved in groups, answered once they are saved.
+
+::
+
+    requests, runner --Operation--> queue -> draft of the ledger -> store -> ledger -> answers, watchers, runner
+
+One task takes all operations that have arrived, decides each on top of the one before, and saves them in one
+transaction, so that a disk that syncs slowly delays requests but does not limit their rate. Nobody sees what is not
+saved: after a failed write nothing has happened. What the runner has to do follows from the saved jobs alone, and is
+done again by the next process of the service.
+"""
+
+import asyncio
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from itertools import islice
+
+from dlrover.python.rl.common.errors import CallError, ConfigError, DLRoverRLError, InvalidJob, ServiceUnavailable
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.service.jobs.ledger import Answer, Draft, Ledger, Refused
+from dlrover.python.rl.service.jobs.records import (
+    JobEvent,
+    JobPhase,
+    JobRecord,
+    Observed,
+    Operation,
+    Schedule,
+    StopJob,
+    SubmitJob,
+)
+from dlrover.python.rl.service.jobs.scheduling import QueueLimits
+from dlrover.python.rl.service.jobs.store import JobStore
+from dlrover.python.rl.service.runner import JobRunner
+
+_LOG = get_logger(__name__)
+
+_BATCH = 500
+_PAGE = 1000
+_RECENT = 10_000
+_RETRY_S = 0.5
+_MAX_ROLE = 10_000
+_MAX_WAITING = 5000
+
+
+@dataclass
+class _Request:
+    operation: Operation
+    answer: asyncio.Future[Answer] | None = None  # None: nobody waits
+
+
+class JobManager:
+    def __init__(
+        self,
+        store: JobStore,
+        runner: JobRunner,
+        limits: QueueLimits | None = None,
+        wall_s: Callable[[], float] = time.time,
+        capacity_every_s: float = 5.0,
+    ) -> None:
+        self._store, self._runner, self._wall_s = store, runner, wall_s
+        self._capacity_every_s = capacity_every_s
+        records, last_event = store.load()
+        self._ledger = Ledger(limits or QueueLimits(), records, last_event)
+        self._requests: asyncio.Queue[_Request] = asyncio.Queue()
+        self._recent: deque[JobEvent] = deque(maxlen=_RECENT)
+        self._news = asyncio.Condition()
+        self._known: dict[str, JobRecord] = {}  # what the runner was told, by run
+        self._reasons: Mapping[str, str] = {}  # why queued runs wait
+        self._reasons_at = -1  # the number of the event after which they were found
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
+
+    async def start(self) -> None:
+        """Take up the jobs that run, and begin to serve."""
+        self._runner.attach(self._note)
+        self._ledger.capacity = await self._runner.capacity()
+        for record in list(self._ledger.unfinished()):
+            if record.phase.holds_resources:
+                await self._tell_runner(record)
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._serve()), loop.create_task(self._watch_capacity())]
+        self._note(Schedule())
+
+    async def close(self) -> None:
+        """Stop serving; the jobs go on."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._runner.close()
+        while not self._requests.empty():
+            self._settle(self._requests.get_nowait(), Refused(ServiceUnavailable("the service is ending")))
+        async with self._news:
+            self._news.notify_all()
+        self._store.close()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def submit(self, operation: SubmitJob) -> JobRecord:
+        """Raises JobConflict, ServiceBusy, ServiceUnavailable, and CallError if the client token stands for another
+        request."""
+        return await self._ask(operation)
+
+    async def stop(self, operation: StopJob) -> JobRecord:
+        """Raises UnknownJob, ServiceUnavailable."""
+        return await self._ask(operation)
+
+    async def resize(self, name: str, role: str, num: int) -> JobRecord:
+        """Raises UnknownJob, InvalidJob, and CallError if the job does not run or its role cannot be resized."""
+        record = self._ledger.get(name)
+        if role not in record.roles:
+            near = get_close_matches(role, list(record.roles), n=1, cutoff=0.4)
+            hint = f": did you mean '{near[0]}'?" if near else f"; it has {', '.join(sorted(record.roles))}"
+            raise InvalidJob([ConfigError("role", f"'{name}' has no role '{role}'{hint}")])
+        if not 1 <= num <= _MAX_ROLE:
+            raise InvalidJob([ConfigError("num", f"{num} is not between 1 and {_MAX_ROLE}")])
+        if record.phase is not JobPhase.RUNNING:
+            raise CallError(f"'{name}' is {record.phase}: only a running job can be resized")
+        await self._runner.resize(record, role, num)
+        return self._ledger.get(name)
+
+    def get(self, name: str) -> JobRecord:
+        """The newest run of a job. Raises UnknownJob."""
+        return self._with_reason(self._ledger.get(name))
+
+    def list_jobs(self, ended: bool = False, limit: int = 100) -> list[JobRecord]:
+        """The newest first; runs that have ``ended`` too."""
+        return [self._with_reason(record) for record in islice(self._ledger.newest_first(ended), limit)]
+
+    def _with_reason(self, record: JobRecord) -> JobRecord:
+        """A queued job says why it waits."""
+        if record.phase is not JobPhase.QUEUED:
+            return record
+        if self._reasons_at != self._ledger.last_event:
+            self._reasons_at, self._reasons = self._ledger.last_event, self._ledger.waiting_reasons()
+        return replace(record, reason=self._reasons.get(record.run, ""))
+
+    async def wait(self, name: str, timeout_s: float) -> JobRecord:
+        """The job once it has ended, or as it is after ``timeout_s``. Raises UnknownJob."""
+        run = self._ledger.get(name).run
+
+        def current() -> JobRecord:
+            return self._ledger.by_run(run) or self._ledger.get(name)
+
+        async with self._news:
+            with suppress(TimeoutError):
+                ended = self._news.wait_for(lambda: current().phase.ended or self._closed)
+                await asyncio.wait_for(ended, timeout_s)
+        return current()
+
+    async def watch(self, name: str = "", after: int = 0, follow: bool = True) -> AsyncIterator[JobEvent]:
+        """Events above ``after``, each once. Ends with the last one there is, or, if it is to ``follow``, when the
+        named job has ended. Raises UnknownJob."""
+        run = self._ledger.get(name).run if name else ""
+        while True:
+            ended = bool(name) and ((record := self._ledger.by_run(run)) is None or record.phase.ended)
+            page, after = await self._events(after, name)
+            for event in page:
+                yield event
+            if page or after < self._ledger.last_event:
+                continue
+            if not follow or ended or self._closed:
+                return
+            await self._wait_for_event(after)
+
+    async def _wait_for_event(self, after: int) -> None:
+        async with self._news:
+            await self._news.wait_for(lambda: self._ledger.last_event > after or self._closed)  # waits: for news
+
+    async def _events(self, after: int, name: str) -> tuple[list[JobEvent], int]:
+        """A page of the saved events, and the number up to which there is none but those. From memory, if all of them
+        are there."""
+        last = self._ledger.last_event
+        if after >= last:
+            return [], after
+        if self._recent and self._recent[0].number <= after + 1:
+            fresh = islice(self._recent, after + 1 - self._recent[0].number, None)
+            return [event for event in fresh if name in ("", event.name)], last
+        page = await asyncio.to_thread(self._store.events, after, name, _PAGE)
+        return [event for event in page if event.number <= last], last if len(page) < _PAGE else page[-1].number
+
+    async def _ask(self, operation: Operation) -> JobRecord:
+        if self._closed:
+            raise ServiceUnavailable("the service is ending")
+        if self._requests.qsize() >= _MAX_WAITING:
+            raise ServiceUnavailable("the service is overloaded: try again later")
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._requests.put_nowait(_Request(operation, future))
+        answer = await future
+        if isinstance(answer, Refused):
+            raise answer.error
+        if answer is None:
+            raise AssertionError(f"no answer to {operation}")
+        return answer
+
+    def _note(self, operation: Observed | Schedule) -> None:
+        if not self._closed:
+            self._requests.put_nowait(_Request(operation))
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        while True:
+            batch = [await self._requests.get()]  # waits: for the next request
+            while len(batch) < _BATCH and not self._requests.empty():
+                batch.append(self._requests.get_nowait())
+            try:
+                await self._take(batch)
+            except Exception as error:  # noqa: BLE001 -- the service must go on serving
+                _LOG.exception("a group of requests failed")
+                for request in batch:
+                    self._settle(request, Refused(ServiceUnavailable(f"internal error: {type(error).__name__}")))
+
+    async def _take(self, batch: list[_Request]) -> None:
+        draft, at_s = Draft(self._ledger), self._wall_s()
+        answers = [draft.decide(request.operation, at_s, os.urandom(4).hex()) for request in batch]
+        draft.decide(Schedule(), at_s)
+        if draft.changed:
+            try:
+                await self._save(draft)
+            except ServiceUnavailable as error:
+                await self._put_off(batch, error)
+                return
+        forgotten = self._ledger.adopt(draft)
+        self._recent.extend(draft.events)
+        for request, answer in zip(batch, answers, strict=True):
+            self._settle(request, answer)
+        for record in draft.changed.values():
+            await self._tell_runner(record)
+        if forgotten:
+            await asyncio.to_thread(self._store.write, (), (), {}, forgotten)
+        if draft.changed:
+            async with self._news:
+                self._news.notify_all()
+
+    async def _save(self, draft: Draft) -> None:
+        await asyncio.to_thread(self._store.write, draft.changed.values(), draft.events, draft.descriptions, ())
+
+    async def _put_off(self, batch: list[_Request], error: ServiceUnavailable) -> None:
+        """Refuse what people asked; what the runner has seen is decided again later."""
+        _LOG.error("%s", error)
+        for request in batch:
+            if request.answer is not None:
+                self._settle(request, Refused(error))
+        await asyncio.sleep(_RETRY_S)
+        for request in batch:
+            if request.answer is None:
+                self._requests.put_nowait(request)
+
+    @staticmethod
+    def _settle(request: _Request, answer: Answer) -> None:
+        if request.answer is not None and not request.answer.done():
+            request.answer.set_result(answer)
+
+    async def _tell_runner(self, record: JobRecord) -> None:
+        """Let the runner do what the saved state of a job asks for."""
+        before = self._known.get(record.run)
+        if record.phase.ended:
+            self._known.pop(record.run, None)
+            return
+        if not record.phase.holds_resources:
+            return
+        self._known[record.run] = record
+        if before is None:
+            try:
+                description = await asyncio.to_thread(self._store.description, record.run)
+            except DLRoverRLError as error:
+                self._note(Observed(record.name, record.run, JobPhase.FAILED, str(error), cause="internal"))
+                return
+            self._runner.run(record, description)
+        if record.phase is JobPhase.STOPPING and (
+            before is None or before.phase is not JobPhase.STOPPING or record.hard > before.hard
+        ):
+            self._runner.stop(record)
+
+    async def _watch_capacity(self) -> None:
+        """Nodes come and go: what did not fit may fit now."""
+        while True:
+            await asyncio.sleep(self._capacity_every_s)
+            try:
+                capacity = await self._runner.capacity()
+            except Exception as error:  # noqa: BLE001 -- the cluster may be away for a while
+                _LOG.warning("the cluster does not tell its resources: %s", error)
+                continue
+            if capacity != self._ledger.capacity:
+                self._ledger.capacity, self._reasons_at = capacity, -1
+                self._note(Schedule())

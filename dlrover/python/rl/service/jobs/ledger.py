@@ -84,6 +84,10 @@ class Ledger:
         records = self._records.values() if ended else self._unfinished.values()
         return iter(sorted(records, key=lambda record: -record.sequence))
 
+    def waiting_reasons(self) -> Mapping[str, str]:
+        """Why each queued run has not started."""
+        return schedule(list(self.unfinished()), self.capacity, self.limits)[1]
+
     @property
     def names(self) -> Iterable[str]:
         return self._newest
@@ -232,13 +236,9 @@ class Draft:
     def _schedule(self, at_s: float) -> None:
         unfinished = self._unfinished()
         by_run = {record.run: record for record in unfinished}
-        starts, waits = schedule(unfinished, self._ledger.capacity, self._ledger.limits)
+        starts, _ = schedule(unfinished, self._ledger.capacity, self._ledger.limits)
         for run in starts:
-            starting = replace(by_run[run], phase=JobPhase.STARTING, started_s=at_s, reason="")
-            self._change(starting, at_s, "starting")
-        for wait in waits:
-            if by_run[wait.run].reason != wait.reason:
-                self.changed[wait.run] = replace(by_run[wait.run], reason=wait.reason)
+            self._change(replace(by_run[run], phase=JobPhase.STARTING, started_s=at_s), at_s, "starting")
 
     def _observe(self, seen: Observed, at_s: float) -> JobRecord | None:
         record = self._find(seen.name)

@@ -20,43 +20,35 @@ class QueueLimits:
     max_running_per_owner: int = 100
 
 
-@dataclass(frozen=True)
-class Wait:
-    """Why a queued job has not started."""
-
-    run: str
-    reason: str
-
-
 def in_order(queued: Iterable[JobRecord]) -> list[JobRecord]:
     return sorted(queued, key=lambda record: (-record.priority, record.sequence))
 
 
 def schedule(
     unfinished: Sequence[JobRecord], capacity: Mapping[str, float], limits: QueueLimits
-) -> tuple[list[str], list[Wait]]:
-    """The runs to start now, and why each other queued one waits. ``capacity`` is what the whole cluster has."""
+) -> tuple[list[str], dict[str, str]]:
+    """The runs to start now, and why each other queued run waits. ``capacity`` is what the whole cluster has."""
     active = [record for record in unfinished if record.phase.holds_resources]
     running = Counter(record.owner for record in active)
     free = dict(capacity)
     for record in active:
         _take(free, record.resources)
     starts: list[str] = []
-    waits: list[Wait] = []
+    waits: dict[str, str] = {}
     blocker = ""
     for record in in_order(record for record in unfinished if record.phase is JobPhase.QUEUED):
         lack = _lack(record.resources, capacity)
         if lack:
-            waits.append(Wait(record.run, f"the cluster has too little: {lack}"))
+            waits[record.run] = f"the cluster has too little: {lack}"
         elif running[record.owner] >= limits.max_running_per_owner:
-            waits.append(Wait(record.run, f"'{record.owner}' runs {running[record.owner]} jobs, as many as allowed"))
+            waits[record.run] = f"'{record.owner}' runs {running[record.owner]} jobs, as many as allowed"
         elif blocker:
-            waits.append(Wait(record.run, f"behind '{blocker}' in the queue"))
+            waits[record.run] = f"behind '{blocker}' in the queue"
         elif running.total() >= limits.max_running:
-            waits.append(Wait(record.run, f"{running.total()} jobs run, as many as allowed"))
+            waits[record.run] = f"{running.total()} jobs run, as many as allowed"
             blocker = record.name
         elif _lack(record.resources, free):
-            waits.append(Wait(record.run, f"the cluster is full: {_lack(record.resources, free)}"))
+            waits[record.run] = f"the cluster is full: {_lack(record.resources, free)}"
             blocker = record.name
         else:
             starts.append(record.run)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service's state on disk: an SQLite file in a folder that one service holds at a time.
+
+Jobs and events are rows of JSON beside the columns they are looked up by. A write is one transaction, synced to disk; an
+unreadable file is an error and never an empty service.
+"""
+
+import fcntl
+import json
+import os
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, fields
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any, Protocol
+
+from dlrover.python.rl.common.errors import JobConflict, JournalCorrupt, ServiceUnavailable
+from dlrover.python.rl.service.jobs.records import JobDescription, JobEvent, JobPhase, JobRecord
+
+FILE = "jobs.sqlite"
+_VERSION = 1
+_SCHEMA = """
+CREATE TABLE jobs (run TEXT PRIMARY KEY, body TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE descriptions (run TEXT PRIMARY KEY, body TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE events (number INTEGER PRIMARY KEY, run TEXT NOT NULL, name TEXT NOT NULL, body TEXT NOT NULL);
+CREATE INDEX events_of_run ON events (run);
+CREATE INDEX events_of_name ON events (name, number);
+"""
+
+
+class JobStore(Protocol):
+    def load(self) -> tuple[list[JobRecord], int]:
+        """All jobs, and the number of the last event."""
+        ...
+
+    def write(
+        self,
+        records: Iterable[JobRecord],
+        events: Iterable[JobEvent],
+        descriptions: Mapping[str, JobDescription],
+        forgotten: Iterable[str],
+    ) -> None:
+        """Save all of it or, with a ServiceUnavailable, nothing. A job that has ended loses its description, a forgotten
+        one everything."""
+        ...
+
+    def description(self, run: str) -> JobDescription: ...
+
+    def events(self, after: int, name: str, limit: int) -> list[JobEvent]:
+        """Up to ``limit`` events with numbers above ``after``, of one job or, with "", of all."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SqliteJobStore:
+    """Raises JobConflict if another service holds ``folder``, JournalCorrupt if its file cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = _hold(folder)
+        self._path = folder / FILE
+        try:
+            self._writer = self._connect()
+            self._prepare()
+            self._reader = self._connect()
+        except sqlite3.Error as error:
+            raise JournalCorrupt(f"{self._path} cannot be read: {error}") from error
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=5.0)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        return connection
+
+    def _prepare(self) -> None:
+        self._path.chmod(0o600)
+        (version,) = self._writer.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            self._writer.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+        elif version != _VERSION:
+            raise JournalCorrupt(f"{self._path} has version {version} of its schema; this service reads {_VERSION}")
+
+    def load(self) -> tuple[list[JobRecord], int]:
+        try:
+            rows = self._reader.execute("SELECT body FROM jobs").fetchall()
+            (last,) = self._reader.execute("SELECT coalesce(max(number), 0) FROM events").fetchone()
+            return [_record(json.loads(body)) for (body,) in rows], int(last)
+        except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
+            raise JournalCorrupt(f"{self._path} cannot be read: {error}") from error
+
+    def write(
+        self,
+        records: Iterable[JobRecord],
+        events: Iterable[JobEvent],
+        descriptions: Mapping[str, JobDescription],
+        forgotten: Iterable[str],
+    ) -> None:
+        records, forgotten = list(records), list(forgotten)
+        described = [(run, _to_json(description)) for run, description in descriptions.items()]
+        done = [record.run for record in records if record.phase.ended]
+        changes: Sequence[tuple[str, list[tuple[Any, ...]]]] = (
+            ("INSERT OR REPLACE INTO jobs VALUES (?, ?)", [(record.run, _to_json(record)) for record in records]),
+            ("INSERT INTO events VALUES (?, ?, ?, ?)", [(it.number, it.run, it.name, _to_json(it)) for it in events]),
+            ("INSERT INTO descriptions VALUES (?, ?)", described),
+            ("DELETE FROM descriptions WHERE run = ?", [(run,) for run in (*done, *forgotten)]),
+            ("DELETE FROM jobs WHERE run = ?", [(run,) for run in forgotten]),
+            ("DELETE FROM events WHERE run = ?", [(run,) for run in forgotten]),
+        )
+        try:
+            self._writer.execute("BEGIN IMMEDIATE")
+            for statement, rows in changes:
+                if rows:
+                    self._writer.executemany(statement, rows)
+            self._writer.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._writer.in_transaction:
+                self._writer.execute("ROLLBACK")
+            raise ServiceUnavailable(f"the service cannot save: {error}; nothing was changed") from error
+
+    def description(self, run: str) -> JobDescription:
+        row = self._read("SELECT body FROM descriptions WHERE run = ?", run)
+        if not row:
+            raise JournalCorrupt(f"{self._path} has no description of run {run}")
+        plain = json.loads(row[0][0])
+        return JobDescription(plain["text"], tuple(plain["overrides"]), plain["folder"])
+
+    def events(self, after: int, name: str, limit: int) -> list[JobEvent]:
+        if name:
+            rows = self._read(
+                "SELECT body FROM events WHERE name = ? AND number > ? ORDER BY number LIMIT ?", name, after, limit
+            )
+        else:
+            rows = self._read("SELECT body FROM events WHERE number > ? ORDER BY number LIMIT ?", after, limit)
+        return [_event(json.loads(body)) for (body,) in rows]
+
+    def _read(self, statement: str, *values: Any) -> list[Any]:
+        try:
+            with closing(self._connect()) as connection:  # several threads read
+                return connection.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            raise ServiceUnavailable(f"the service cannot read its state: {error}") from error
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
+        os.close(self._lock)
+
+
+def _hold(folder: Path) -> int:
+    """A lock that ends with this process, however it ends."""
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise JobConflict(f"another service holds {folder}") from error
+    return descriptor
+
+
+def _to_json(value: JobRecord | JobEvent | JobDescription) -> str:
+    plain = asdict(value)
+    for name, number in plain.items():
+        if isinstance(number, float) and not isfinite(number):
+            plain[name] = None
+        elif name == "metrics":
+            plain[name] = {key: amount if isfinite(amount) else None for key, amount in number.items()}
+    return json.dumps(plain, allow_nan=False, separators=(",", ":"))
+
+
+def _record(plain: dict[str, Any]) -> JobRecord:
+    known = {field.name for field in fields(JobRecord)}
+    values = {name: value for name, value in plain.items() if name in known}
+    values["phase"] = JobPhase(values["phase"])
+    if values["reward"] is None:
+        values["reward"] = nan
+    return JobRecord(**values)
+
+
+def _event(plain: dict[str, Any]) -> JobEvent:
+    metrics = {name: nan if value is None else value for name, value in plain["metrics"].items()}
+    return JobEvent(**{**plain, "phase": JobPhase(plain["phase"]), "metrics": metrics})
