@@ -14,7 +14,6 @@ done again by the next process of the service.
 import asyncio
 import os
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -68,7 +67,7 @@ class JobManager:
         records, last_event = store.load()
         self._ledger = Ledger(limits or QueueLimits(), records, last_event)
         self._requests: asyncio.Queue[_Request] = asyncio.Queue()
-        self._recent: deque[JobEvent] = deque(maxlen=_RECENT)
+        self._recent: list[JobEvent] = []  # the last ones, without gaps
         self._news = asyncio.Condition()
         self._known: dict[str, JobRecord] = {}  # what the runner was told, by run
         self._reasons: Mapping[str, str] = {}  # why queued runs wait
@@ -180,7 +179,7 @@ class JobManager:
         if after >= last:
             return [], after
         if self._recent and self._recent[0].number <= after + 1:
-            fresh = islice(self._recent, after + 1 - self._recent[0].number, None)
+            fresh = self._recent[after + 1 - self._recent[0].number :]
             return [event for event in fresh if name in ("", event.name)], last
         page = await asyncio.to_thread(self._store.events, after, name, _PAGE)
         return [event for event in page if event.number <= last], last if len(page) < _PAGE else page[-1].number
@@ -228,7 +227,9 @@ class JobManager:
                 await self._put_off(batch, error)
                 return
         forgotten = self._ledger.adopt(draft)
-        self._recent.extend(draft.events)
+        self._recent += draft.events
+        if len(self._recent) > 2 * _RECENT:
+            del self._recent[:-_RECENT]
         for request, answer in zip(batch, answers, strict=True):
             self._settle(request, answer)
         for record in draft.changed.values():

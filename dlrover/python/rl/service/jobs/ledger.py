@@ -41,10 +41,8 @@ KEPT_ENDED = 10_000
 class Ledger:
     """The saved jobs, by run; the newest run of each name; the run of each client token of an owner."""
 
-    def __init__(
-        self, records: Iterable[JobRecord] = (), last_event: int = 0, limits: QueueLimits | None = None
-    ) -> None:
-        self.limits = limits or QueueLimits()
+    def __init__(self, limits: QueueLimits, records: Iterable[JobRecord] = (), last_event: int = 0) -> None:
+        self.limits = limits
         self.last_event = last_event
         self.capacity: Mapping[str, float] = {}
         self._records: dict[str, JobRecord] = {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The service's state on disk: an SQLite file in a folder that one service holds at a time.
 
-Jobs and events are rows of JSON beside the columns they are looked up by. A write is one transaction, synced to disk; an
-unreadable file is an error and never an empty service.
+Jobs and events are rows of JSON beside the columns they are looked up by. A write is one transaction, synced to disk;
+an unreadable file is an error and never an empty service.
 """
 
 import fcntl
@@ -42,8 +42,8 @@ class JobStore(Protocol):
         descriptions: Mapping[str, JobDescription],
         forgotten: Iterable[str],
     ) -> None:
-        """Save all of it or, with a ServiceUnavailable, nothing. A job that has ended loses its description, a forgotten
-        one everything."""
+        """Save all of it or, with a ServiceUnavailable, nothing. A job that has ended loses its description, a
+        forgotten one everything."""
         ...
 
     def description(self, run: str) -> JobDescription: ...
