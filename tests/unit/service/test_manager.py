@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs are submitted once, watched without a gap, and found again by the next process of the service."""
+
+import asyncio
+import sqlite3
+from dataclasses import replace
+
+import pytest
+from service_stage import WITHIN_S, FullDisk, serving, stopping, submission, until
+
+from dlrover.python.rl.common.errors import (
+    CallError,
+    InvalidJob,
+    JobConflict,
+    JournalCorrupt,
+    ServiceBusy,
+    ServiceUnavailable,
+    UnknownJob,
+)
+from dlrover.python.rl.service.jobs.records import JobPhase, Observed
+from dlrover.python.rl.service.jobs.scheduling import QueueLimits
+from dlrover.python.rl.service.jobs.store import SqliteJobStore
+from dlrover.python.rl.service.runner import MemoryRunner
+
+
+class StillRunner(MemoryRunner):
+    """Jobs that begin to run, and then only do what the test reports."""
+
+    def run(self, record, description):
+        self.begun.append(record.run)
+        self._sink(Observed(record.name, record.run, JobPhase.RUNNING, roles={"ROLLOUT": 2}))
+
+    def report(self, record, phase=JobPhase.RUNNING, **values):
+        self._sink(Observed(record.name, record.run, phase, **values))
+
+
+def run(body):
+    """Run a coroutine function to its end, within a deadline."""
+    asyncio.run(asyncio.wait_for(body, WITHIN_S))
+
+
+async def events(manager, *arguments, **options):
+    return [event async for event in manager.watch(*arguments, **options)]
+
+
+def test_a_job_runs_to_its_end(tmp_path):
+    async def body():
+        async with serving(tmp_path, MemoryRunner(steps=2)) as manager:
+            submitted = await manager.submit(submission())
+            assert (submitted.phase, submitted.revision) == (JobPhase.QUEUED, 1)
+            ended = await manager.wait("job", WITHIN_S)
+            assert (ended.phase, ended.step, ended.reward, ended.reason) == (
+                JobPhase.FINISHED, 2, 1.0, "all steps done",
+            )  # fmt: skip
+            told = await events(manager, "job")
+            assert [event.kind for event in told] == ["submitted", "starting", "running", "step", "step", "finished"]
+            assert [event.number for event in told] == [1, 2, 3, 4, 5, 6]
+
+    run(body())
+
+
+def test_the_same_token_gives_the_same_job_also_after_its_end(tmp_path):
+    async def body():
+        runner = MemoryRunner()
+        async with serving(tmp_path, runner) as manager:
+            first, second = await asyncio.gather(manager.submit(submission()), manager.submit(submission()))
+            assert first.run == second.run
+            await manager.wait("job", WITHIN_S)
+            assert (await manager.submit(submission())).run == first.run
+            assert runner.begun == [first.run]
+        async with serving(tmp_path, runner) as manager:
+            assert (await manager.submit(submission())).run == first.run
+
+    run(body())
+
+
+def test_a_token_stands_for_one_request(tmp_path):
+    async def body():
+        async with serving(tmp_path) as manager:
+            await manager.submit(submission())
+            with pytest.raises(CallError, match="client_token 'token-job' was used for another submission"):
+                await manager.submit(submission(fingerprint="of another"))
+            other = await manager.submit(submission("job-2", token="token-job", owner="bob"))
+            assert other.name == "job-2"
+
+    run(body())
+
+
+def test_a_name_is_free_again_when_its_job_has_ended(tmp_path):
+    async def body():
+        async with serving(tmp_path, StillRunner()) as manager:
+            first = await manager.submit(submission())
+            with pytest.raises(JobConflict, match="'job' is queued|'job' is starting|'job' is running"):
+                await manager.submit(submission(token="another"))
+            manager._runner.report(first, JobPhase.FINISHED)
+            await manager.wait("job", WITHIN_S)
+            second = await manager.submit(submission(token="another"))
+            assert second.run != first.run
+            assert manager.get("job").run == second.run
+            assert [record.run for record in manager.list_jobs(ended=True)] == [second.run, first.run]
+
+    run(body())
+
+
+def test_a_queued_job_says_why_it_waits_and_is_stopped_at_once(tmp_path):
+    async def body():
+        async with serving(tmp_path, StillRunner(cpus=1)) as manager:
+            await manager.submit(submission("one"))
+            await manager.submit(submission("two"))
+            await manager.submit(submission("three"))
+            assert manager.get("two").reason == "the cluster is full: 1 cpu needed, 0 there"
+            assert [record.reason for record in manager.list_jobs()][0] == "behind 'two' in the queue"
+            assert (await manager.stop(stopping("two"))).phase is JobPhase.STOPPED
+            assert manager.get("three").reason == "the cluster is full: 1 cpu needed, 0 there"
+
+    run(body())
+
+
+def test_the_next_job_starts_when_one_has_ended(tmp_path):
+    async def body():
+        async with serving(tmp_path, StillRunner(cpus=1)) as manager:
+            one = await manager.submit(submission("one"))
+            await manager.submit(submission("two"))
+            manager._runner.report(one, JobPhase.FAILED, reason="ROLLOUT[0] died", cause="process_died")
+            await until(lambda: manager.get("two").phase is JobPhase.RUNNING)
+            assert (manager.get("one").reason, manager.get("one").cause) == ("ROLLOUT[0] died", "process_died")
+
+    run(body())
+
+
+def test_a_full_queue_refuses_in_one_line(tmp_path):
+    async def body():
+        async with serving(tmp_path, StillRunner(cpus=0), QueueLimits(max_queued=3, max_queued_per_owner=2)) as manager:
+            await manager.submit(submission("one"))
+            await manager.submit(submission("two"))
+            with pytest.raises(ServiceBusy, match="'ann' has 2 jobs in the queue, as many as allowed"):
+                await manager.submit(submission("three"))
+            await manager.submit(submission("three", owner="bob"))
+            with pytest.raises(ServiceBusy, match="the queue is full: 3 jobs wait"):
+                await manager.submit(submission("four", owner="eve"))
+
+    run(body())
+
+
+def test_a_stop_is_repeated_harder_and_an_ended_job_stays_as_it_is(tmp_path):
+    async def body():
+        async with serving(tmp_path, MemoryRunner(step_s=60)) as manager:
+            await manager.submit(submission())
+            await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
+            assert (await manager.stop(stopping())).phase is JobPhase.STOPPING
+            ended = await manager.wait("job", WITHIN_S)
+            assert (ended.phase, ended.reason) == (JobPhase.STOPPED, "stopped")
+            again = await manager.stop(stopping(hard=True))
+            assert again == ended
+
+    run(body())
+
+
+def test_a_hard_stop_reaches_the_runner_after_a_graceful_one(tmp_path):
+    class Deaf(StillRunner):
+        stops = ()
+
+        def stop(self, record):
+            self.stops = (*self.stops, record.hard)
+            if record.hard:
+                self.report(record, JobPhase.STOPPED)
+
+    async def body():
+        runner = Deaf()
+        async with serving(tmp_path, runner) as manager:
+            await manager.submit(submission())
+            await manager.stop(stopping())
+            await manager.stop(stopping())
+            await manager.stop(stopping(hard=True))
+            assert (await manager.wait("job", WITHIN_S)).phase is JobPhase.STOPPED
+            assert runner.stops == (False, True)
+
+    run(body())
+
+
+def test_unknown_names_are_answered_with_the_nearest(tmp_path):
+    async def body():
+        async with serving(tmp_path, StillRunner()) as manager:
+            await manager.submit(submission("train-7b"))
+            for ask in (lambda: manager.get("train-7"), lambda: manager.stop(stopping("train-7"))):
+                with pytest.raises(UnknownJob, match="no job named 'train-7': did you mean 'train-7b'"):
+                    answer = ask()
+                    await answer
+            with pytest.raises(UnknownJob):
+                await events(manager, "train-7")
+
+    run(body())
+
+
+def test_a_role_is_resized_while_the_job_runs(tmp_path):
+    async def body():
+        async with serving(tmp_path, MemoryRunner(step_s=60)) as manager:
+            await manager.submit(submission())
+            await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
+            await manager.resize("job", "ROLLOUT", 3)
+            await until(lambda: manager.get("job").roles == {"ROLLOUT": 3})
+            with pytest.raises(InvalidJob, match="has no role 'ROLOUT': did you mean 'ROLLOUT'"):
+                await manager.resize("job", "ROLOUT", 3)
+            with pytest.raises(InvalidJob, match="0 is not between 1 and"):
+                await manager.resize("job", "ROLLOUT", 0)
+            await manager.stop(stopping())
+            await manager.wait("job", WITHIN_S)
+            with pytest.raises(CallError, match="'job' is stopped: only a running job can be resized"):
+                await manager.resize("job", "ROLLOUT", 2)
+
+    run(body())
+
+
+def test_the_next_process_of_the_service_goes_on_with_what_was_saved(tmp_path):
+    async def body():
+        runner = StillRunner(cpus=2)
+        async with serving(tmp_path, runner) as manager:
+            for name in ("one", "two", "three"):
+                await manager.submit(submission(name))
+            await until(lambda: manager.get("two").phase is JobPhase.RUNNING)
+            before = await events(manager, follow=False)
+            runs = {record.name: record for record in manager.list_jobs()}
+        runner = StillRunner(cpus=2)
+        async with serving(tmp_path, runner) as manager:
+            assert sorted(runner.begun) == sorted([runs["one"].run, runs["two"].run])
+            assert await events(manager, follow=False) == before
+            runner.report(runs["one"], JobPhase.FINISHED)
+            await until(lambda: manager.get("three").phase is JobPhase.RUNNING)
+            after = await events(manager, after=before[-1].number, follow=False)
+            assert [(event.name, event.kind) for event in after] == [
+                ("one", "finished"), ("three", "starting"), ("three", "running"),
+            ]  # fmt: skip
+            assert [event.number for event in after] == [len(before) + 1, len(before) + 2, len(before) + 3]
+
+    run(body())
+
+
+def test_reports_of_an_earlier_run_change_nothing(tmp_path):
+    async def body():
+        async with serving(tmp_path, StillRunner()) as manager:
+            first = await manager.submit(submission())
+            manager._runner.report(first, JobPhase.FINISHED)
+            await manager.wait("job", WITHIN_S)
+            second = await manager.submit(submission(token="another"))
+            await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
+            manager._runner.report(first, JobPhase.FAILED, step=7)
+            manager._runner.report(second, step=1)
+            await until(lambda: manager.get("job").step == 1)
+            assert manager.get("job").phase is JobPhase.RUNNING
+
+    run(body())
+
+
+def test_what_cannot_be_saved_has_not_happened(tmp_path):
+    async def body():
+        store = FullDisk(tmp_path)
+        async with serving(tmp_path, StillRunner(), store=store) as manager:
+            record = await manager.submit(submission())
+            await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
+            store.full = True
+            with pytest.raises(ServiceUnavailable, match="cannot save: disk full"):
+                await manager.submit(submission("two"))
+            with pytest.raises(UnknownJob):
+                manager.get("two")
+            manager._runner.report(record, step=1)
+            store.full = False
+            await until(lambda: manager.get("job").step == 1)  # what the runner has seen is not lost
+            assert (await manager.submit(submission("two"))).name == "two"
+
+    run(body())
+
+
+def test_watchers_that_come_and_go_see_each_event_once(tmp_path):
+    async def watch(manager, seen):
+        """Leaves and comes back after each third event."""
+        while not seen or not (seen[-1].name == "last" and seen[-1].phase.ended):
+            after, count = (seen[-1].number if seen else 0), 0
+            async for event in manager.watch(after=after):
+                seen.append(event)
+                count += 1
+                if count == 3 or (event.name == "last" and event.phase.ended):
+                    break
+
+    async def body():
+        async with serving(tmp_path, MemoryRunner(steps=5, step_s=0.001, cpus=3)) as manager:
+            logs = [[] for _ in range(10)]
+            watchers = [asyncio.create_task(watch(manager, seen)) for seen in logs]
+            for number in range(20):
+                await manager.submit(submission(f"job-{number}"))
+            await asyncio.gather(*(manager.wait(f"job-{number}", WITHIN_S) for number in range(20)))
+            await manager.submit(submission("last"))
+            await asyncio.gather(*watchers)
+            for seen in logs:
+                assert [event.number for event in seen] == list(range(1, len(seen) + 1))
+            assert logs[0] == await events(manager, follow=False)
+
+    run(body())
+
+
+def test_old_events_are_read_from_disk(tmp_path):
+    async def body():
+        async with serving(tmp_path, MemoryRunner(steps=3)) as manager:
+            await manager.submit(submission())
+            await manager.wait("job", WITHIN_S)
+            recent = await events(manager, follow=False)
+        async with serving(tmp_path) as manager:
+            assert await events(manager, follow=False) == recent
+            assert await events(manager, "job", after=2) == recent[2:]
+
+    run(body())
+
+
+def test_a_watcher_of_one_job_is_not_woken_into_a_spin_by_others(tmp_path):
+    async def body():
+        async with serving(tmp_path, StillRunner()) as manager:
+            await manager.submit(submission("quiet"))
+            await manager.submit(submission("loud"))
+            await until(lambda: manager.get("loud").phase is JobPhase.RUNNING)
+            seen = []
+
+            async def watch():
+                async for event in manager.watch("quiet"):
+                    seen.append(event.kind)
+
+            watcher = asyncio.create_task(watch())
+            loud = manager.get("loud")
+            for step in range(1, 50):
+                manager._runner.report(loud, step=step)
+            await until(lambda: manager.get("loud").step == 49)
+            manager._runner.report(manager.get("quiet"), JobPhase.FINISHED)
+            await asyncio.wait_for(watcher, WITHIN_S)
+            assert seen == ["submitted", "starting", "running", "finished"]
+
+    run(body())
+
+
+# -- the store --------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_has_one_service_at_a_time(tmp_path):
+    store = SqliteJobStore(tmp_path)
+    with pytest.raises(JobConflict, match="another service holds"):
+        SqliteJobStore(tmp_path)
+    store.close()
+    SqliteJobStore(tmp_path).close()
+
+
+def test_a_file_that_cannot_be_read_is_no_empty_service(tmp_path):
+    (tmp_path / "jobs.sqlite").write_bytes(b"not a database" * 100)
+    with pytest.raises(JournalCorrupt, match=r"jobs.sqlite cannot be read"):
+        SqliteJobStore(tmp_path)
+
+
+def test_a_later_schema_is_refused(tmp_path):
+    SqliteJobStore(tmp_path).close()
+    with sqlite3.connect(tmp_path / "jobs.sqlite") as connection:
+        connection.execute("PRAGMA user_version = 7")
+    connection.close()
+    with pytest.raises(JournalCorrupt, match="version 7"):
+        SqliteJobStore(tmp_path)
+
+
+def test_the_files_are_for_their_owner_alone(tmp_path):
+    SqliteJobStore(tmp_path / "state").close()
+    assert (tmp_path / "state").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "state" / "jobs.sqlite").stat().st_mode & 0o077 == 0
+
+
+def test_an_ended_job_keeps_no_description(tmp_path):
+    async def body():
+        async with serving(tmp_path) as manager:
+            record = await manager.submit(submission())
+            await manager.wait("job", WITHIN_S)
+            with pytest.raises(JournalCorrupt, match="no description"):
+                manager._store.description(record.run)
+
+    run(body())
+
+
+def test_numbers_that_json_does_not_have_are_read_back(tmp_path):
+    async def body():
+        async with serving(tmp_path, StillRunner()) as manager:
+            record = await manager.submit(submission())
+            await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
+            manager._runner.report(record, step=1, metrics={"loss": float("nan"), "reward": float("inf")})
+            await until(lambda: manager.get("job").step == 1)
+        async with serving(tmp_path, StillRunner()) as manager:
+            record = manager.get("job")
+            assert replace(record, reward=0.0) == replace(manager.list_jobs()[0], reward=0.0)
+            (event,) = [event for event in await events(manager, follow=False) if event.kind == "step"]
+            assert set(event.metrics) == {"loss", "reward"}
+
+    run(body())
