@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the service's jobs on the Ray cluster that this process is connected to, each under a master of its own.
+
+::
+
+    run() --> a master of this run? --yes--> follow it
+                    | no
+                    v
+              its folder: ended --> report how;   never begun --> check, start, follow
+                    |
+                    v begun, and its master is gone (the cluster was): go on from the last commit, follow
+
+Masters and members do not depend on the service: it can end at any time, and its next process finds them by name.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+
+from dlrover.python.rl.common.errors import CallError, DLRoverRLError, JobConflict, MasterLost
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import master_name
+from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.events import CauseKind
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.brain import earlier_journal
+from dlrover.python.rl.master.job import check_job, start_master
+from dlrover.python.rl.master.status import JobStatus, Position, Update
+from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE, awaited
+from dlrover.python.rl.runtime.ray.processes.actors import end, find, sweep
+from dlrover.python.rl.runtime.run_folder import newest_owner
+from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, Observed
+from dlrover.python.rl.service.runner import Sink
+
+_LOG = get_logger(__name__)
+
+GRACE_S = 3.0
+"""A stop in good order takes this long; then everything of the job is ended. Committed steps stay."""
+
+_FOLLOW_S = 2.0
+_ANSWER_S = 60.0
+_SILENT_S = 300.0
+_RETRY_S = 1.0
+_REVIVALS = 3
+_OURS = {"CPU": "cpu", "GPU": "gpu", "memory": "memory"}
+_PHASES = {Phase.FINISHED: JobPhase.FINISHED, Phase.FAILED: JobPhase.FAILED, Phase.STOPPED: JobPhase.STOPPED}
+
+
+@dataclass
+class _Driven:
+    """A run that this process looks after."""
+
+    record: JobRecord
+    description: JobDescription
+    job: JobSpec | None = None
+    master: Any = None
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    hard: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+
+class RayJobRunner:
+    def __init__(self, grace_s: float = GRACE_S) -> None:
+        self._grace_s = grace_s
+        self._sink: Sink = lambda observed: None
+        self._driven: dict[str, _Driven] = {}
+
+    def attach(self, sink: Sink) -> None:
+        self._sink = sink
+
+    async def capacity(self) -> Mapping[str, float]:
+        amounts = await asyncio.to_thread(ray.cluster_resources)
+        names = {name: _OURS.get(name, name) for name in amounts if not name.startswith(("node:", "object_store"))}
+        return {
+            ours: amounts[name] / MEGABYTE if ours == "memory" else float(amounts[name]) for name, ours in names.items()
+        }
+
+    def run(self, record: JobRecord, description: JobDescription) -> None:
+        driven = _Driven(record, description)
+        self._driven[record.run] = driven
+        self._spawn(driven, self._drive(driven))
+
+    def _spawn(self, driven: _Driven, work: Any) -> None:
+        driven.tasks.append(asyncio.get_running_loop().create_task(work))
+
+    def stop(self, record: JobRecord) -> None:
+        driven = self._driven.get(record.run)
+        if driven is None:
+            return
+        if not driven.stopping.is_set():
+            driven.stopping.set()
+            self._spawn(driven, self._stop(driven, record.reason))
+        if record.hard:
+            driven.hard.set()
+
+    async def resize(self, record: JobRecord, role: str, num: int) -> None:
+        driven = self._driven.get(record.run)
+        if driven is None or driven.master is None:
+            raise CallError(f"'{record.name}' does not run yet")
+        try:
+            await asyncio.wait_for(awaited(driven.master.resize.remote(role, num)), _ANSWER_S)
+        except RayTaskError as error:
+            if isinstance(error.cause, DLRoverRLError):
+                raise error.cause from None
+            raise
+        except (RayActorError, TimeoutError) as error:
+            raise CallError(f"the master of '{record.name}' does not answer: try again") from error
+
+    async def close(self) -> None:
+        self._sink = lambda observed: None
+        tasks = [task for driven in self._driven.values() for task in driven.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- one run ------------------------------------------------------------------------------------------------------
+
+    async def _drive(self, driven: _Driven) -> None:
+        record = driven.record
+        try:
+            ended = await self._to_its_end(driven)
+        except DLRoverRLError as error:
+            ended = self._observed(driven, JobPhase.FAILED, reason=_first_line(error), detail=str(error))
+        except Exception as error:  # noqa: BLE001 -- the service goes on, and the job has an end
+            _LOG.exception("%s: following it failed", record.name)
+            what = f"{type(error).__name__}: {error}"
+            ended = self._observed(driven, JobPhase.FAILED, reason=what, cause=CauseKind.INTERNAL.value)
+        self._driven.pop(record.run, None)
+        self._sink(ended)
+        for task in driven.tasks[1:]:
+            task.cancel()
+
+    async def _to_its_end(self, driven: _Driven) -> Observed:
+        for revival in range(_REVIVALS + 1):
+            try:
+                if await self._find_or_start(driven, revival):
+                    return await self._follow(driven)
+                return self._outcome(driven)
+            except MasterLost as error:
+                if driven.stopping.is_set() or revival == _REVIVALS:
+                    return await self._swept(driven, error)
+                _LOG.warning("%s: %s; going on from its last commit", driven.record.name, error)
+        raise AssertionError("unreachable")
+
+    async def _find_or_start(self, driven: _Driven, revival: int) -> bool:
+        """Whether there is a master to follow; without one the run has an outcome. Raises MasterLost, InvalidJob."""
+        record = driven.record
+        driven.job = job = _described(record, driven.description)
+        master = await asyncio.to_thread(find, master_name(record.name))
+        if master is not None and await self._is_of(master, job):
+            driven.master = master
+            return True
+        owner = await asyncio.to_thread(newest_owner, job.job_dir)
+        if owner is not None and owner.run == record.run and owner.state != "running":
+            return False
+        if driven.stopping.is_set():
+            return False
+        if owner is not None or revival:
+            job = replace(job, checkpoint=replace(job.checkpoint, resume="latest"))
+            self._sink(self._observed(driven, JobPhase.STARTING, activity="going on from the last commit"))
+        driven.job = job
+        driven.master = await self._start(driven, job)
+        return driven.master is not None
+
+    async def _is_of(self, master: Any, job: JobSpec) -> bool:
+        """Whether a master that was found runs this very run, whose folder nobody else has."""
+        with suppress(RayActorError, TimeoutError):
+            status: JobStatus = await asyncio.wait_for(awaited(master.status.remote()), _ANSWER_S)
+            return status.folder == str(job.job_dir)
+        return False
+
+    async def _start(self, driven: _Driven, job: JobSpec) -> Any:
+        """The master, or None if the job is to be stopped. It is checked in a child process, which may take a while."""
+        checking = asyncio.get_running_loop().create_task(asyncio.to_thread(check_job, job))
+        stopped = asyncio.get_running_loop().create_task(driven.stopping.wait())  # waits: beside the check
+        await asyncio.wait((checking, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if driven.stopping.is_set():
+            checking.add_done_callback(lambda task: task.cancelled() or task.exception())
+            return None
+        checked = await checking
+        driven.job = job = checked.job
+        try:
+            return await asyncio.to_thread(start_master, checked)
+        except JobConflict:
+            master = await asyncio.to_thread(find, master_name(job.name))
+            if master is None or not await self._is_of(master, job):
+                raise
+            return master  # an earlier process of the service has started it meanwhile
+
+    async def _follow(self, driven: _Driven) -> Observed:
+        """Report until the run has ended. Raises MasterLost."""
+        position, silent_s = Position(), 0.0
+        while True:
+            try:
+                ref = driven.master.follow.remote(position, _FOLLOW_S)
+                update: Update = await asyncio.wait_for(awaited(ref), _ANSWER_S)
+            except ActorUnavailableError as error:
+                silent_s += _RETRY_S
+                if silent_s > _SILENT_S:
+                    raise MasterLost(f"the master did not come back within {_SILENT_S:g} s") from error
+                await asyncio.sleep(_RETRY_S)
+                continue
+            except RayActorError as error:
+                if _journalled_end(driven.job) is not None:
+                    return self._outcome(driven)
+                raise MasterLost(f"the master is gone: {_first_line(error)}") from error
+            except TimeoutError as error:
+                raise MasterLost(f"the master did not answer within {_ANSWER_S:g} s") from error
+            silent_s, position = 0.0, update.position
+            status = update.status
+            if status.phase.terminal:
+                self._report(driven, update)
+                end(driven.master)
+                return self._ended(driven, status)
+            self._report(driven, update)
+
+    def _report(self, driven: _Driven, update: Update) -> None:
+        status = update.status
+        starting = status.phase in (Phase.CREATED, Phase.PLACED) and status.incarnation <= 1
+        phase = JobPhase.STARTING if starting else JobPhase.RUNNING
+        common = {"restarts": status.restarts, "activity": status.activity}
+        for step in update.reports:
+            metrics = {name: float(value) for name, value in step.metrics.items()}
+            self._sink(
+                self._observed(
+                    driven, JobPhase.RUNNING, step=step.step, total_steps=step.total_steps, metrics=metrics, **common
+                )
+            )
+        if not status.phase.terminal:
+            self._sink(self._observed(driven, phase, **common))
+
+    def _ended(self, driven: _Driven, status: JobStatus) -> Observed:
+        cause = status.cause
+        return self._observed(
+            driven,
+            _PHASES[status.phase],
+            reason=status.reason,
+            cause=cause.kind.value if cause else "",
+            detail=cause.detail if cause else "",
+            restarts=status.restarts,
+        )
+
+    def _outcome(self, driven: _Driven) -> Observed:
+        """How a run without a master has ended: as its journal says, or it was stopped before it began."""
+        state = _journalled_end(driven.job)
+        if state is None:
+            return self._observed(driven, JobPhase.STOPPED, reason=driven.record.reason or "stopped before it began")
+        failure = state.failure
+        return self._observed(
+            driven,
+            _PHASES[state.phase],
+            reason=state.reason,
+            cause=failure.kind.value if failure else "",
+            detail=failure.detail if failure else "",
+            restarts=state.restarts,
+        )
+
+    async def _swept(self, driven: _Driven, error: MasterLost) -> Observed:
+        """The end of a run whose master is gone for good."""
+        await asyncio.to_thread(sweep, driven.record.name)
+        if driven.stopping.is_set():
+            return self._observed(driven, JobPhase.STOPPED, reason=driven.record.reason or "stopped")
+        return self._observed(driven, JobPhase.FAILED, reason=str(error), cause="master_lost")
+
+    def _observed(self, driven: _Driven, phase: JobPhase, **values: Any) -> Observed:
+        folder = str(driven.job.job_dir) if driven.job is not None else ""
+        return Observed(driven.record.name, driven.record.run, phase, results=folder, **values)
+
+    async def _stop(self, driven: _Driven, reason: str) -> None:
+        """Ask the master, and end everything when it takes too long, or at once if that is wanted."""
+        asked = asyncio.get_running_loop().create_task(self._ask_to_stop(driven, reason))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(driven.hard.wait(), self._grace_s)
+        asked.cancel()
+        if driven.record.run in self._driven and driven.master is not None:
+            with suppress(RayActorError, ValueError):
+                end(driven.master)
+            await asyncio.to_thread(sweep, driven.record.name)
+
+    async def _ask_to_stop(self, driven: _Driven, reason: str) -> None:
+        while driven.master is None:
+            await asyncio.sleep(0.05)
+        with suppress(RayActorError):
+            await asyncio.wait_for(awaited(driven.master.stop.remote(reason)), _ANSWER_S)
+
+
+def _described(record: JobRecord, description: JobDescription) -> JobSpec:
+    """The job of a run, with the run's own folder: the same each time."""
+    search = (description.folder,) if description.folder else None
+    job = load_job_text(description.text, record.name, description.overrides, search)
+    job = replace(job, run=record.run, work_dir=description.folder or str(Path.cwd()))
+    if job.run_folders is None:
+        return job
+    begun = datetime.fromtimestamp(record.submitted_s).strftime("%Y%m%d-%H%M%S")
+    return replace(job, job_dir=job.run_folders / f"{begun}-{record.run}")
+
+
+def _journalled_end(job: JobSpec | None) -> Any:
+    """The final state in the journal of a run, None if it has none."""
+    brain = None if job is None else earlier_journal(job, job.run)
+    if brain is None:
+        return None
+    brain.close()
+    return brain.state if brain.state.phase.terminal else None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+__all__ = ["RayJobRunner"]
