@@ -203,6 +203,7 @@ def test_an_override_below_a_broken_reference_is_a_problem_not_a_traceback():
 
 def test_the_layout_may_refer_to_the_environment_and_to_the_users_config(monkeypatch):
     monkeypatch.setenv("MY_NODES", "3")
+    monkeypatch.setenv("DLROVER_RL_ALLOW_RESOLVERS", "1")
     text = JOB.replace("device_per_node: 4", 'node_number: "${oc.env:MY_NODES}", device_per_node: "${config.sizes.1}"')
     job = load_job_text(text, "x")
     assert (job.trainer.node_number, job.trainer.device_per_node) == (3, 2)

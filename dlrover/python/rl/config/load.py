@@ -15,6 +15,7 @@ from yaml import YAMLError
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.config.layout import JOB_KEYS, job_from_mapping
+from dlrover.python.rl.config.limits import check_text
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import from_plain
 
@@ -102,6 +103,7 @@ def _as_name(stem: str) -> str:
 
 def _read(text: str, where: str) -> DictConfig:
     data: Any = None
+    check_text(text, where)
     try:
         data = OmegaConf.create(text)
     except AssertionError:
