@@ -30,8 +30,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType, check_job_name, hint, is_role_name, is_url, nearest
-from dlrover.python.rl.config.scripts import runs_scripts_only, with_scripts
 from dlrover.python.rl.config.limits import validate_resolvers
+from dlrover.python.rl.config.scripts import runs_scripts_only, with_scripts
 from dlrover.python.rl.config.spec import (
     RUNS,
     CheckpointSpec,
@@ -305,12 +305,12 @@ def _file_key(name: str) -> str:
     return "class" if name == "class_" else name
 
 
-def _is_secret(name: str, value: str) -> bool:
+def is_secret(name: str, value: str) -> bool:
     return bool(_SECRET.search(name) or _SECRET_VALUE.search(value))
 
 
 def _env_to_file(env: Mapping[str, str], hide_secrets: bool) -> dict[str, str]:
     return {
-        name: HIDDEN if hide_secrets and _is_secret(name, value) else escape_references(value)
+        name: HIDDEN if hide_secrets and is_secret(name, value) else escape_references(value)
         for name, value in env.items()
     }

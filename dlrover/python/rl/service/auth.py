@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may do what: tokens in a file that only its owner can read, and what each role is allowed.
+
+The file holds names, roles and SHA-256 digests; a token itself is written once, into a file of its own, and is nowhere
+else. A name may have several tokens, so that one can be replaced without a moment in which neither is valid.
+"""
+
+import hashlib
+import hmac
+import json
+import os
+import re
+import secrets
+import stat
+import threading
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import IntEnum, StrEnum
+from pathlib import Path
+from typing import Any
+
+from dlrover.python.rl.common.errors import AccessDenied, CallError
+
+TOKENS, TOKEN = "tokens.json", "token"
+_BYTES = 32
+_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
+_MAX_TOKEN = 256
+
+
+class AccessRole(StrEnum):
+    READ = "read"
+    SUBMIT = "submit"  # reads, submits, and operates its own jobs
+    ADMIN = "admin"
+
+
+class Right(IntEnum):
+    """What a request needs; a role has all rights up to its own."""
+
+    READ = 1
+    SUBMIT = 2
+    OPERATE_OWN = 3
+    OPERATE_ANY = 4
+
+
+_RIGHTS = {AccessRole.READ: Right.READ, AccessRole.SUBMIT: Right.OPERATE_OWN, AccessRole.ADMIN: Right.OPERATE_ANY}
+
+
+@dataclass(frozen=True)
+class Caller:
+    name: str
+    role: AccessRole
+
+    def may(self, right: Right) -> bool:
+        return _RIGHTS[self.role] >= right
+
+    def check(self, right: Right) -> None:
+        if not self.may(right):
+            raise AccessDenied(f"'{self.name}' has the role '{self.role}', which may not do this")
+
+    def check_owner(self, owner: str) -> None:
+        """Operating a job of somebody else needs more than operating one's own."""
+        self.check(Right.OPERATE_OWN if owner == self.name else Right.OPERATE_ANY)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    role: str
+    sha256: str
+
+
+class TokenFile:
+    """The tokens in ``folder``, read again when the file has changed. Without a readable, private file nobody has
+    access."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / TOKENS
+        self._lock = threading.Lock()
+        self._seen: tuple[int, int] = (-1, -1)
+        self._entries: list[_Entry] = []
+
+    def caller(self, token: str) -> Caller:
+        """Raises AccessDenied."""
+        if not token or len(token) > _MAX_TOKEN:
+            raise AccessDenied("this request needs a valid token")
+        digest = _digest(token)
+        match: _Entry | None = None
+        for entry in self._current():  # all of them: the time says nothing about which one it is
+            if hmac.compare_digest(entry.sha256.encode(), digest.encode()):
+                match = entry
+        if match is None:
+            raise AccessDenied("this request needs a valid token")
+        return Caller(match.name, AccessRole(match.role))
+
+    def _current(self) -> list[_Entry]:
+        with self._lock:
+            try:
+                state = check_private(self._path)
+                if (state.st_mtime_ns, state.st_ino) != self._seen:
+                    self._entries = _read(self._path)
+                    self._seen = (state.st_mtime_ns, state.st_ino)
+            except (OSError, CallError):
+                self._seen, self._entries = (-1, -1), []
+            return list(self._entries)
+
+    def entries(self) -> list[tuple[str, AccessRole]]:
+        return [(entry.name, AccessRole(entry.role)) for entry in self._current()]
+
+
+def prepare(folder: Path) -> Path:
+    """On the first start: make ``folder`` and an administrator's token, whose file is returned. Raises CallError if the
+    files are not private, or cannot be read."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_mode & 0o077:
+        raise CallError(f"{folder} can be read by others: chmod 700 {folder}")
+    if not (folder / TOKENS).exists():
+        _write(folder, [])
+        return add_token(folder, "admin", AccessRole.ADMIN, folder / TOKEN)
+    check_private(folder / TOKENS)
+    _read(folder / TOKENS)
+    return folder / TOKEN
+
+
+def add_token(folder: Path, name: str, role: AccessRole, file: Path) -> Path:
+    """Write a new token for ``name`` to ``file``, which must not exist. Raises CallError."""
+    if not _NAME.fullmatch(name):
+        raise CallError(f"'{name}' is no name: lower-case letters, digits, '.', '_' and '-', at most 63")
+    entries = _read(folder / TOKENS)
+    if any(entry.name == name and entry.role != role for entry in entries):
+        raise CallError(f"'{name}' has another role already: remove its token first")
+    token = secrets.token_urlsafe(_BYTES)
+    try:
+        _create(file, f"{token}\n")
+    except FileExistsError as error:
+        raise CallError(f"{file} exists already") from error
+    _write(folder, [*entries, _Entry(name, role.value, _digest(token))])
+    return file
+
+
+def remove_tokens(folder: Path, name: str) -> int:
+    """Remove all tokens of ``name``, and return how many it had; it loses access at once."""
+    entries = _read(folder / TOKENS)
+    kept = [entry for entry in entries if entry.name != name]
+    _write(folder, kept)
+    return len(entries) - len(kept)
+
+
+def check_private(path: Path) -> os.stat_result:
+    """Raises CallError if others can read ``path``, OSError if it is not there."""
+    state = path.lstat()
+    if not stat.S_ISREG(state.st_mode) or state.st_mode & 0o077 or state.st_uid != os.geteuid():
+        raise CallError(f"{path} must be a file that only you can read: chmod 600 {path}")
+    return state
+
+
+def read_token(path: Path) -> str:
+    """A token for a client. Raises CallError if its file is missing, empty, or open to others."""
+    try:
+        check_private(path)
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CallError(f"no token can be read from {path}: {error}") from error
+    if not token:
+        raise CallError(f"{path} is empty")
+    return token
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _read(path: Path) -> list[_Entry]:
+    try:
+        plain: Any = json.loads(path.read_text(encoding="utf-8"))
+        entries = [_Entry(**row) for row in plain["tokens"]]
+        for entry in entries:
+            AccessRole(entry.role)
+            bytes.fromhex(entry.sha256)
+        return entries
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CallError(f"{path} cannot be read: {error}") from error
+
+
+def _write(folder: Path, entries: Iterable[_Entry]) -> None:
+    temporary = folder / f"{TOKENS}.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    _create(temporary, json.dumps({"tokens": [asdict(entry) for entry in entries]}, indent=1))
+    temporary.replace(folder / TOKENS)
+
+
+def _create(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

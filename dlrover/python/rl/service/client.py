@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client of the job service, for Python and for the command line.
+
+Requests are repeated while the service is away or busy, until their deadline: a submission carries a token that makes it
+the same job each time, and a watcher goes on after the last event that it has seen.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, TypeVar
+
+import grpc
+
+from dlrover.python.rl.common.errors import CallError, DLRoverRLError, ServiceBusy, ServiceUnavailable
+from dlrover.python.rl.service.auth import TOKEN, read_token
+from dlrover.python.rl.service.jobs.records import JobPhase
+from dlrover.python.rl.service.messages import error_of, phase_of
+from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
+from dlrover.python.rl.service.state import default_state
+
+_SERVICE = wire.DESCRIPTOR.services_by_name["Jobs"]
+_CALL_S = 15.0
+_PATIENCE_S = 60.0
+_WAIT_S = 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 8 * 1024 * 1024),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ClientTls:
+    ca: Path
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        own = (self.key.read_bytes(), self.certificate.read_bytes()) if self.key and self.certificate else (None, None)
+        return grpc.ssl_channel_credentials(self.ca.read_bytes(), *own)
+
+
+class ServiceClient:
+    """Args:
+        address: ``host:port``. Beyond loopback it needs ``tls``, so that the token is not sent in the clear.
+        token: by default from the file that ``DLROVER_RL_TOKEN_FILE`` names, else that of a service on this machine.
+        patience_s: for how long a request is repeated while the service does not answer.
+
+    Raises errors of the service as the classes they have in one process, and ServiceUnavailable.
+    """
+
+    def __init__(
+        self, address: str, token: str | None = None, tls: ClientTls | None = None, patience_s: float = _PATIENCE_S
+    ) -> None:
+        if tls is None and address.rpartition(":")[0] not in _LOOPBACK:
+            raise CallError(f"{address} is beyond loopback: name the CA of its certificate, so that the token is safe")
+        self._patience_s = patience_s
+        self._metadata = (("authorization", f"Bearer {token or _own_token()}"),)
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address, tls.credentials(), options=_OPTIONS)
+        self._calls = {method.name: self._stub(method) for method in _SERVICE.methods}
+
+    def _stub(self, method: Any) -> Any:
+        make = self._channel.unary_stream if method.server_streaming else self._channel.unary_unary
+        request, answer = (getattr(wire, kind.name) for kind in (method.input_type, method.output_type))
+        return make(f"/{_SERVICE.full_name}/{method.name}", request.SerializeToString, answer.FromString)
+
+    def __enter__(self) -> "ServiceClient":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def submit(  # noqa: PLR0913 -- the fields of a submission
+        self,
+        job_file: str,
+        name: str = "",
+        overrides: Sequence[str] = (),
+        priority: int = 0,
+        folder: str = "",
+        client_token: str = "",
+    ) -> wire.Job:
+        """Queue a job, given as YAML. ``folder``, relative to the service's root, has its modules and data. The same
+        ``client_token`` never makes a second job."""
+        request = wire.SubmitRequest(
+            client_token=client_token or secrets.token_urlsafe(16),
+            job_file=job_file,
+            name=name,
+            overrides=overrides,
+            priority=priority,
+            folder=folder,
+        )
+        return self._ask("Submit", request)
+
+    def get(self, name: str) -> wire.Job:
+        return self._ask("Get", wire.GetRequest(name=name))
+
+    def list(self, ended: bool = False, limit: int = 0) -> list[wire.Job]:
+        return list(self._ask("List", wire.ListRequest(all=ended, limit=limit)).jobs)
+
+    def stop(self, name: str, hard: bool = False, reason: str = "") -> wire.Job:
+        return self._ask("Stop", wire.StopRequest(name=name, hard=hard, reason=reason))
+
+    def resize(self, name: str, role: str, num: int) -> wire.Job:
+        return self._ask("Resize", wire.ResizeRequest(name=name, role=role, num=num))
+
+    def wait(self, name: str, timeout_s: float | None = None) -> wire.Job:
+        """The job once it has ended, or as it is after ``timeout_s``."""
+        deadline_s = time.monotonic() + (timeout_s if timeout_s is not None else float("inf"))
+        while True:
+            span_s = max(min(_WAIT_S, deadline_s - time.monotonic()), 0.0)
+            job: wire.Job = self._ask("Wait", wire.WaitRequest(name=name, timeout_s=span_s), _CALL_S + span_s)
+            if phase_of(job).ended or time.monotonic() >= deadline_s:
+                return job
+
+    def watch(self, name: str = "", after: int = 0, follow: bool = True) -> Iterator[wire.Event]:
+        """Events above number ``after``, each once, also when the service goes away and comes back. Ends with the named
+        job."""
+        began_s = time.monotonic()
+        while True:
+            try:
+                stream = self._calls["Watch"](
+                    wire.WatchRequest(name=name, after=after, follow=follow),
+                    metadata=self._metadata,
+                    wait_for_ready=True,
+                )
+                for event in stream:
+                    after, began_s = event.number, time.monotonic()
+                    yield event
+                return
+            except grpc.RpcError as error:
+                self._raise_unless_passing(error, began_s)
+            time.sleep(_FIRST_PAUSE_S)
+
+    def logs(self, name: str, process: str = "", follow: bool = False, tail: int = 0) -> Iterator[wire.LogChunk]:
+        yield from self._stream("Logs", wire.LogsRequest(name=name, process=process, follow=follow, tail=tail))
+
+    def artifacts(self, name: str) -> "list[wire.Artifact]":
+        return list(self._ask("Artifacts", wire.ArtifactsRequest(name=name)).files)
+
+    def fetch(self, name: str, path: str, file: BinaryIO) -> int:
+        """Copy a file of a job to ``file``; returns its number of bytes. Goes on where it was cut off."""
+        offset, began_s = 0, time.monotonic()
+        while True:
+            try:
+                request = wire.FetchRequest(name=name, path=path, offset=offset)
+                for chunk in self._calls["Fetch"](request, metadata=self._metadata, wait_for_ready=True):
+                    offset += file.write(chunk.data)
+                    began_s = time.monotonic()
+                return offset
+            except grpc.RpcError as error:
+                self._raise_unless_passing(error, began_s)
+            time.sleep(_FIRST_PAUSE_S)
+
+    # -- repeating ----------------------------------------------------------------------------------------------------
+
+    def _ask(self, method: str, request: Any, timeout_s: float = _CALL_S) -> Any:
+        began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        while True:
+            try:
+                return self._calls[method](request, timeout=timeout_s, metadata=self._metadata)
+            except grpc.RpcError as error:
+                self._raise_unless_passing(error, began_s)
+            time.sleep(pause_s * (0.5 + secrets.randbelow(1000) / 1000))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _stream(self, method: str, request: Any) -> Iterator[Any]:
+        try:
+            yield from self._calls[method](request, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise _error_of(error) from None
+
+    def _raise_unless_passing(self, error: grpc.RpcError, began_s: float) -> None:
+        failure = _error_of(error)
+        may_pass = isinstance(failure, ServiceUnavailable | ServiceBusy)
+        if not may_pass or time.monotonic() - began_s > self._patience_s:
+            raise failure from None
+
+
+def _error_of(error: Any) -> DLRoverRLError:
+    return error_of(error.code(), error.details() or "")
+
+
+def _own_token() -> str:
+    named = os.environ.get("DLROVER_RL_TOKEN_FILE")
+    return read_token(Path(named) if named else default_state() / TOKEN)
+
+
+def has_ended(job: wire.Job) -> bool:
+    return phase_of(job).ended
+
+
+__all__ = ["ClientTls", "JobPhase", "ServiceClient", "has_ended", "phase_of"]

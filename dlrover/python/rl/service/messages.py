@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records as messages of the protocol, and errors as status codes."""
+
+import grpc
+
+from dlrover.python.rl.common.errors import (
+    AccessDenied,
+    CallError,
+    ConfigError,
+    DLRoverRLError,
+    InvalidJob,
+    JobConflict,
+    ServiceBusy,
+    ServiceError,
+    ServiceUnavailable,
+    UnknownJob,
+)
+from dlrover.python.rl.service.jobs.records import JobEvent, JobPhase, JobRecord
+from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
+
+_MAX_DETAIL, _MAX_DETAILS = 16_000, 3_000
+_PHASES = {phase: wire.Phase.Value(f"PHASE_{phase.name}") for phase in JobPhase}
+_CODES: tuple[tuple[type[DLRoverRLError], grpc.StatusCode], ...] = (
+    (InvalidJob, grpc.StatusCode.INVALID_ARGUMENT),
+    (UnknownJob, grpc.StatusCode.NOT_FOUND),
+    (JobConflict, grpc.StatusCode.ALREADY_EXISTS),
+    (CallError, grpc.StatusCode.FAILED_PRECONDITION),
+    (AccessDenied, grpc.StatusCode.PERMISSION_DENIED),
+    (ServiceBusy, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (ServiceUnavailable, grpc.StatusCode.UNAVAILABLE),
+)
+
+
+def job_message(record: JobRecord) -> wire.Job:
+    return wire.Job(
+        name=record.name,
+        run=record.run,
+        owner=record.owner,
+        phase=_PHASES[record.phase],
+        priority=record.priority,
+        revision=record.revision,
+        reason=record.reason,
+        cause=record.cause,
+        detail=record.detail[-_MAX_DETAIL:],
+        submitted_s=record.submitted_s,
+        started_s=record.started_s,
+        ended_s=record.ended_s,
+        step=record.step,
+        total_steps=record.total_steps,
+        reward=record.reward,
+        restarts=record.restarts,
+        folder=record.results,
+        activity=record.activity,
+        roles=dict(record.roles),
+    )
+
+
+def event_message(event: JobEvent) -> wire.Event:
+    return wire.Event(
+        number=event.number,
+        at_s=event.at_s,
+        name=event.name,
+        run=event.run,
+        kind=event.kind,
+        message=event.message,
+        phase=_PHASES[event.phase],
+        step=event.step,
+        metrics=dict(event.metrics),
+    )
+
+
+def phase_of(message: wire.Job | wire.Event) -> JobPhase:
+    return JobPhase(wire.Phase.Name(message.phase).removeprefix("PHASE_").lower())
+
+
+def code_of(error: DLRoverRLError) -> grpc.StatusCode:
+    return next((code for kind, code in _CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+
+
+def details_of(error: DLRoverRLError) -> str:
+    """One line, or for an invalid job one for each of its errors."""
+    text = "\n".join(map(str, error.errors)) if isinstance(error, InvalidJob) else str(error)
+    return text if len(text) <= _MAX_DETAILS else f"{text[:_MAX_DETAILS]}..."
+
+
+def error_of(code: grpc.StatusCode, details: str) -> DLRoverRLError:
+    """The error that the service answered with."""
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return AccessDenied(details)
+    if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+        return ServiceUnavailable(details or "the service did not answer in time")
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        places = [line.partition(": ") for line in details.splitlines()]
+        return InvalidJob([ConfigError(where, what) for where, _, what in places])
+    kinds = {known: kind for kind, known in _CODES}
+    return kinds.get(code, ServiceError)(details)

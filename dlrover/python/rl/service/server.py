@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gRPC server: every method of the protocol has a right that it needs, limits, and a handler.
+
+::
+
+    call --> token? --> deadline --> message checked --> manager or files --> answer
+               | no
+               v
+         UNAUTHENTICATED: only the health service answers without a token
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from dlrover.python.rl.common.errors import AccessDenied, DLRoverRLError, JobConflict
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.service.auth import AccessRole, Caller, Right, TokenFile
+from dlrover.python.rl.service.files import RunFolder
+from dlrover.python.rl.service.jobs.records import JobRecord, StopJob
+from dlrover.python.rl.service.manager import JobManager
+from dlrover.python.rl.service.messages import code_of, details_of, event_message, job_message
+from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
+from dlrover.python.rl.service.submissions import check_name, check_path, check_process, check_submission, shown
+
+_LOG = get_logger(__name__)
+
+SERVICE = wire.DESCRIPTOR.services_by_name["Jobs"]
+RIGHTS = {
+    "Submit": Right.SUBMIT,
+    "Get": Right.READ,
+    "List": Right.READ,
+    "Wait": Right.READ,
+    "Watch": Right.READ,
+    "Stop": Right.OPERATE_OWN,
+    "Logs": Right.READ,
+    "Artifacts": Right.READ,
+    "Fetch": Right.READ,
+    "Resize": Right.OPERATE_OWN,
+}
+"""What each method needs; one that is not here is refused to everybody."""
+
+MAX_MESSAGE = 4 * 1024 * 1024
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE),
+    ("grpc.max_send_message_length", MAX_MESSAGE),
+    ("grpc.max_metadata_size", 16 * 1024),
+    ("grpc.max_concurrent_streams", 500),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.max_ping_strikes", 3),
+    ("grpc.so_reuseport", 0),
+)
+_MAX_CALLS = 2_000
+_UNARY_S = 30.0
+_MAX_WAIT_S = 300.0
+_MAX_LISTED, _LISTED = 1_000, 100
+_MAX_TAIL = 100_000
+_DENIALS_EVERY_S = 10.0
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None  # clients must show a certificate that it has signed
+
+    def credentials(self) -> grpc.ServerCredentials:
+        ca = self.client_ca.read_bytes() if self.client_ca else None
+        pair = (self.key.read_bytes(), self.certificate.read_bytes())
+        return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
+
+
+class JobServer:
+    """Serves ``manager`` at ``address`` (``host:port``, port 0 for any); with ``tokens`` None everybody is ``admin``,
+    for tests of what a token guards."""
+
+    def __init__(self, manager: JobManager, tokens: TokenFile | None, root: Path, tls: TlsFiles | None = None) -> None:
+        self._manager, self._tokens, self._root, self._tls = manager, tokens, root.resolve(), tls
+        self._denials = _Denials()
+        self._server = grpc.aio.server(
+            interceptors=[_Gate(self._identify)], options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS
+        )
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE.full_name, self._handlers()),)
+        )
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (SERVICE.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self, address: str) -> int:
+        """Return the port. Raises JobConflict if it is taken."""
+        try:
+            if self._tls is not None:
+                port = self._server.add_secure_port(address, self._tls.credentials())
+            else:
+                port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise JobConflict(f"{address} cannot be listened on: is another service there?") from error
+        await self._server.start()
+        for name in ("", SERVICE.full_name):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        return int(port)
+
+    async def close(self, grace_s: float = 1.0) -> None:
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+
+    # -- who calls ----------------------------------------------------------------------------------------------------
+
+    def _identify(self, metadata: Any) -> Caller:
+        """Raises AccessDenied unless there is exactly one valid token."""
+        if self._tokens is None:
+            return Caller("admin", AccessRole.ADMIN)
+        values = [value for key, value in metadata or () if key == "authorization"]
+        try:
+            if len(values) != 1 or not isinstance(values[0], str) or not values[0].startswith("Bearer "):
+                raise AccessDenied("this request needs one header 'authorization: Bearer TOKEN'")
+            return self._tokens.caller(values[0].removeprefix("Bearer "))
+        except AccessDenied:
+            self._denials.count()
+            raise
+
+    # -- handlers -----------------------------------------------------------------------------------------------------
+
+    def _handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        handlers = {}
+        for method in SERVICE.methods:
+            request = getattr(wire, method.input_type.name)
+            answer = getattr(wire, method.output_type.name)
+            implementation = getattr(self, f"_{method.name.lower()}")
+            if method.server_streaming:
+                make, guarded = grpc.unary_stream_rpc_method_handler, self._guard_stream(method.name, implementation)
+            else:
+                make, guarded = grpc.unary_unary_rpc_method_handler, self._guard(method.name, implementation)
+            handlers[method.name] = make(guarded, request.FromString, answer.SerializeToString)
+        return handlers
+
+    def _enter(self, method: str, context: Any) -> Caller:
+        caller = self._identify(context.invocation_metadata())
+        right = RIGHTS.get(method)
+        if right is None:
+            raise AccessDenied(f"nobody may call {method}")
+        caller.check(right)
+        return caller
+
+    def _guard(self, method: str, implementation: Callable[[Any, Caller], Awaitable[Any]]) -> Callable[..., Any]:
+        limit_s = _MAX_WAIT_S + _UNARY_S if method == "Wait" else _UNARY_S
+
+        async def handle(request: Any, context: Any) -> Any:
+            try:
+                caller = self._enter(method, context)
+                async with asyncio.timeout(limit_s):
+                    return await implementation(request, caller)
+            except DLRoverRLError as error:
+                await context.abort(code_of(error), details_of(error))
+            except TimeoutError:
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"{method} took longer than {limit_s:g} s")
+            except Exception as error:  # noqa: BLE001 -- no internals go to a client
+                await _abort_unexpected(context, method, error)
+
+        return handle
+
+    def _guard_stream(
+        self, method: str, implementation: Callable[[Any, Caller], AsyncIterator[Any]]
+    ) -> Callable[..., Any]:
+        async def handle(request: Any, context: Any) -> AsyncIterator[Any]:
+            try:
+                caller = self._enter(method, context)
+                async for message in implementation(request, caller):
+                    yield message
+            except DLRoverRLError as error:
+                await context.abort(code_of(error), details_of(error))
+            except Exception as error:  # noqa: BLE001 -- no internals go to a client
+                await _abort_unexpected(context, method, error)
+
+        return handle
+
+    # -- the methods of the protocol ----------------------------------------------------------------------------------
+
+    async def _submit(self, request: wire.SubmitRequest, caller: Caller) -> wire.Job:
+        operation = await asyncio.to_thread(check_submission, request, caller.name, self._root)
+        return job_message(await self._manager.submit(operation))
+
+    async def _get(self, request: wire.GetRequest, caller: Caller) -> wire.Job:
+        return job_message(self._named(request))
+
+    async def _list(self, request: wire.ListRequest, caller: Caller) -> wire.ListResponse:
+        limit = min(max(request.limit, 0) or _LISTED, _MAX_LISTED)
+        return wire.ListResponse(jobs=map(job_message, self._manager.list_jobs(request.all, limit)))
+
+    async def _wait(self, request: wire.WaitRequest, caller: Caller) -> wire.Job:
+        record = self._named(request)
+        timeout_s = min(max(request.timeout_s, 0.0), _MAX_WAIT_S) if request.timeout_s == request.timeout_s else 0.0
+        return job_message(await self._manager.wait(record.name, timeout_s))
+
+    async def _watch(self, request: wire.WatchRequest, caller: Caller) -> AsyncIterator[wire.Event]:
+        name = check_name(request.name) if request.name else ""
+        async for event in self._manager.watch(name, max(request.after, 0), request.follow):
+            yield event_message(event)
+
+    async def _stop(self, request: wire.StopRequest, caller: Caller) -> wire.Job:
+        caller.check_owner(self._named(request).owner)
+        reason = shown(request.reason) or f"stopped by {caller.name}"
+        return job_message(await self._manager.stop(StopJob(request.name, reason, request.hard)))
+
+    async def _resize(self, request: wire.ResizeRequest, caller: Caller) -> wire.Job:
+        caller.check_owner(self._named(request).owner)
+        return job_message(await self._manager.resize(request.name, shown(request.role).upper(), request.num))
+
+    async def _logs(self, request: wire.LogsRequest, caller: Caller) -> AsyncIterator[wire.LogChunk]:
+        record, process = self._named(request), check_process(request.process)
+        tail = min(max(request.tail, 0), _MAX_TAIL)
+        while request.follow and not record.results and not record.phase.ended:
+            record = await self._manager.wait(record.name, 0.5)
+        if not record.results:
+            return
+        lines = _folder(record).logs(process, tail, request.follow, lambda: self._has_ended(record))
+        async for name, text in lines:
+            yield wire.LogChunk(process=name, text=text)
+
+    async def _artifacts(self, request: wire.ArtifactsRequest, caller: Caller) -> wire.ArtifactsResponse:
+        record = self._named(request)
+        files = await asyncio.to_thread(_folder(record).list_files) if record.results else []
+        return wire.ArtifactsResponse(files=[wire.Artifact(path=file.path, bytes=file.size) for file in files])
+
+    async def _fetch(self, request: wire.FetchRequest, caller: Caller) -> AsyncIterator[wire.FileChunk]:
+        record, parts = self._named(request), check_path(request.path)
+        chunks = _folder(record).read(parts, max(request.offset, 0))
+        try:
+            while chunk := await asyncio.to_thread(next, chunks, b""):
+                yield wire.FileChunk(data=chunk)
+        finally:
+            chunks.close()
+
+    def _named(self, request: Any) -> JobRecord:
+        return self._manager.get(check_name(request.name))
+
+    def _has_ended(self, record: JobRecord) -> bool:
+        current = self._manager.get(record.name)
+        return current.run != record.run or current.phase.ended
+
+
+class _Gate(grpc.aio.ServerInterceptor):
+    """Refuses every call without a valid token, those of services beside ours too."""
+
+    def __init__(self, identify: Callable[[Any], Caller]) -> None:
+        self._identify = identify
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        if details.method.startswith("/grpc.health.v1.Health/"):
+            return await continuation(details)
+        try:
+            self._identify(details.invocation_metadata)
+        except AccessDenied as error:
+            return _refusing(str(error))
+        return await continuation(details)
+
+
+def _refusing(text: str) -> grpc.RpcMethodHandler:
+    async def refuse(request: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+
+    return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+class _Denials:
+    """Logs refused calls at most once in a while: whoever sends them must not fill the disk."""
+
+    def __init__(self) -> None:
+        self._count, self._logged_s = 0, -_DENIALS_EVERY_S
+
+    def count(self) -> None:
+        self._count += 1
+        if time.monotonic() - self._logged_s >= _DENIALS_EVERY_S:
+            _LOG.warning("refused %d calls without a valid token", self._count)
+            self._count, self._logged_s = 0, time.monotonic()
+
+
+def _folder(record: JobRecord) -> RunFolder:
+    return RunFolder(Path(record.results or "/nonexistent"))
+
+
+async def _abort_unexpected(context: Any, method: str, error: Exception) -> None:
+    number = hashlib.sha256(repr((time.time(), error)).encode()).hexdigest()[:8]
+    _LOG.error("%s failed (%s)", method, number, exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, f"{method} failed: see the service's log, {number}")

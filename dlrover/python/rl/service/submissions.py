@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks what clients send before the manager sees it. None of a job's modules is imported here."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.names import check_job_name
+from dlrover.python.rl.config.layout import is_secret
+from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.placement import plan
+from dlrover.python.rl.service.jobs.records import JobDescription, SubmitJob
+from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
+
+MAX_TEXT = 256 * 1024
+_MAX_OVERRIDES, _MAX_OVERRIDE = 200, 10_000
+_MAX_PRIORITY = 100
+_MAX_REASON = 500
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_PROCESS = re.compile(r"[a-z0-9][a-z0-9_-]{0,99}")
+_MAX_PATH = 1000
+
+
+def check_submission(request: wire.SubmitRequest, owner: str, root: Path) -> SubmitJob:
+    """The job of a request, whose paths stay under ``root``. Raises InvalidJob with all errors that can be found
+    without importing the job's classes."""
+    errors = _faults(request)
+    folder = _folder(request.folder, root, errors)
+    if errors:
+        raise InvalidJob(errors)
+    job = load_job_text(request.job_file, request.name, request.overrides, (str(folder),))
+    errors = [*_faults_of_job(job, root)]
+    placement, faults = plan(job)
+    errors += faults
+    if errors or placement is None:
+        raise InvalidJob(errors)
+    resources = dict(placement.total)
+    resources["cpu"] = resources.get("cpu", 0.0) + job.master.cpu
+    return SubmitJob(
+        name=job.name,
+        owner=owner,
+        client_token=request.client_token,
+        description=JobDescription(request.job_file, tuple(request.overrides), str(folder)),
+        fingerprint=_fingerprint(request),
+        resources=resources,
+        roles={str(role): spec.num for role, spec in job.workloads.items()},
+        priority=request.priority,
+    )
+
+
+def _faults(request: wire.SubmitRequest) -> list[ConfigError]:
+    size = len(request.job_file.encode())
+    overrides = len(request.overrides)
+    checks = {
+        "client_token": (bool(_TOKEN.fullmatch(request.client_token)), "is 1 to 128 letters, digits, '-' or '_'"),
+        "job_file": (0 < size <= MAX_TEXT, f"has {size} bytes; it has 1 to {MAX_TEXT}"),
+        "overrides": (overrides <= _MAX_OVERRIDES, f"are {overrides}, more than {_MAX_OVERRIDES}"),
+        "priority": (abs(request.priority) <= _MAX_PRIORITY, f"is between -{_MAX_PRIORITY} and {_MAX_PRIORITY}"),
+    }
+    errors = [ConfigError(where, what) for where, (is_right, what) in checks.items() if not is_right]
+    if any(len(override) > _MAX_OVERRIDE for override in request.overrides):
+        errors.append(ConfigError("overrides", f"one has more than {_MAX_OVERRIDE} letters"))
+    if request.name:
+        errors += name_faults(request.name)
+    return errors
+
+
+def name_faults(name: str) -> list[ConfigError]:
+    try:
+        check_job_name(name)
+    except ValueError as error:
+        return [ConfigError("name", shown(str(error)))]
+    return []
+
+
+def check_name(name: str) -> str:
+    """Raises InvalidJob."""
+    if faults := name_faults(name[:1000]):
+        raise InvalidJob(faults)
+    return name
+
+
+def check_process(process: str) -> str:
+    """The name of a process's log, such as ``rollout-1``. Raises InvalidJob."""
+    if process and not _PROCESS.fullmatch(process):
+        raise InvalidJob([ConfigError("process", f"{shown(process)!r} is no process such as 'rollout-1' or 'trainer'")])
+    return process
+
+
+def check_path(path: str) -> tuple[str, ...]:
+    """The parts of a relative path in a job's folder. Raises InvalidJob."""
+    parts = tuple(path.split("/"))
+    is_plain = 0 < len(path) <= _MAX_PATH and path.isprintable() and "\\" not in path
+    if not is_plain or any(part in ("", ".", "..") for part in parts):
+        raise InvalidJob([ConfigError("path", f"{shown(path)!r} is no relative path inside the job's folder")])
+    return parts
+
+
+def shown(text: str) -> str:
+    """A line for people of something that a client has sent."""
+    line = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return line if len(line) <= _MAX_REASON else f"{line[:_MAX_REASON]}..."
+
+
+def _folder(text: str, root: Path, errors: list[ConfigError]) -> Path:
+    """The folder that a request names, links resolved, under ``root``."""
+    if "\0" in text or len(text) > _MAX_PATH:
+        errors.append(ConfigError("folder", "is no path"))
+        return root
+    try:
+        folder = (root / text).resolve()
+    except (OSError, RuntimeError) as error:
+        errors.append(ConfigError("folder", f"cannot be used: {shown(str(error))}"))
+        return root
+    if not folder.is_relative_to(root):
+        errors.append(ConfigError("folder", f"{shown(text)!r} is outside the service's root folder"))
+    elif not folder.is_dir():
+        errors.append(ConfigError("folder", f"{shown(text)!r} is no folder under the service's root"))
+    return folder
+
+
+def _faults_of_job(job: JobSpec, root: Path) -> list[ConfigError]:
+    errors = [ConfigError("name", error.what) for error in name_faults(job.name)]
+    if job.run_folders is None and not job.job_dir.resolve().is_relative_to(root):
+        errors.append(ConfigError("job_dir", f"{shown(str(job.job_dir))!r} is outside the service's root folder"))
+    if job.overwrite:
+        errors.append(ConfigError("overwrite", "is not for jobs of the service: each run has a folder of its own"))
+    if job.checkpoint.resume != "never" and job.run_folders is not None:
+        errors.append(ConfigError("checkpoint.resume", "needs a job_dir: without one each run has a new folder"))
+    environments: Mapping[str, Mapping[str, str]] = {
+        "env": job.env,
+        **{f"workload.{role.lower()}.env": spec.env for role, spec in job.workloads.items()},
+    }
+    return errors + [
+        ConfigError(f"{where}.{name}", "looks like a secret, which the service does not store: set it on its cluster")
+        for where, env in environments.items()
+        for name, value in env.items()
+        if is_secret(name, value)
+    ]
+
+
+def _fingerprint(request: wire.SubmitRequest) -> str:
+    fields = [request.job_file, request.name, list(request.overrides), request.priority, request.folder]
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
