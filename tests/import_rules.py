@@ -16,11 +16,12 @@ LAYERS = (
     ("control", "trainer"),
     ("runtime", "engine", "environment", "algorithm"),
     ("master", "recipe", "session"),
-    ("classic", "script"),
+    ("classic", "script", "service"),
+    ("cli",),
 )
 LAYER_OF = {package: index for index, layer in enumerate(LAYERS) for package in layer}
 
-CONTROL_HALF = {"trainer", "control", "runtime", "master"}
+CONTROL_HALF = {"trainer", "control", "runtime", "master", "service", "cli"}
 MODEL_HALF = {"data", "environment", "algorithm", "engine"}
 TENSOR_LIBRARIES = {"torch", "transformers", "tokenizers", "safetensors"}
 
@@ -28,7 +29,10 @@ HOMES = {
     "ray": "runtime",
     "omegaconf": "config",
     "pydantic": "config",
-    "grpc": "master",
+    "grpc": "service",
+    "grpc_health": "service",
+    "grpc_reflection": "service",
+    "google": "service",
     "prometheus_client": "master",
     "vllm": "engine/vllm",
     "sglang": "engine/sglang",

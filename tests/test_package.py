@@ -61,5 +61,6 @@ def test_the_wheel_has_every_module_and_job_file_and_the_mark_of_its_types(tmp_p
     skeletons = {
         path.relative_to(ROOT).as_posix() for path in (ROOT / "dlrover/python/rl/master/skeleton").rglob("*.*")
     }
+    protocol = {f"dlrover/python/rl/service/proto/rl_jobs{end}" for end in (".proto", "_pb2.pyi")}
     assert recipes
-    assert names == sources | recipes | skeletons | {"dlrover/rl/py.typed", "dlrover/python/rl/py.typed"}
+    assert names == sources | recipes | skeletons | protocol | {"dlrover/rl/py.typed", "dlrover/python/rl/py.typed"}

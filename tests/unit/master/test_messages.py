@@ -15,7 +15,7 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from tests.held_job import wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
-CLI = "from dlrover.python.rl.master.entry import main; main()"
+CLI = "from dlrover.python.rl.cli.entry import main; main()"
 NO_HUB = "http://127.0.0.1:9"
 DEADLINE_S = 200.0
 OWN_FRAME = re.compile(r'File ".*dlrover/python/rl/')

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client of the job service, for Python and for the command line.
 
-Requests are repeated while the service is away or busy, until their deadline: a submission carries a token that makes it
-the same job each time, and a watcher goes on after the last event that it has seen.
+Requests are repeated while the service is away or busy, until their deadline: a submission carries a token that makes
+it the same job each time, and a watcher goes on after the last event that it has seen.
 """
 
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import grpc
 
@@ -36,8 +36,6 @@ _OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -110,19 +108,19 @@ class ServiceClient:
             priority=priority,
             folder=folder,
         )
-        return self._ask("Submit", request)
+        return self._job("Submit", request)
 
     def get(self, name: str) -> wire.Job:
-        return self._ask("Get", wire.GetRequest(name=name))
+        return self._job("Get", wire.GetRequest(name=name))
 
-    def list(self, ended: bool = False, limit: int = 0) -> list[wire.Job]:
+    def list_jobs(self, ended: bool = False, limit: int = 0) -> list[wire.Job]:
         return list(self._ask("List", wire.ListRequest(all=ended, limit=limit)).jobs)
 
     def stop(self, name: str, hard: bool = False, reason: str = "") -> wire.Job:
-        return self._ask("Stop", wire.StopRequest(name=name, hard=hard, reason=reason))
+        return self._job("Stop", wire.StopRequest(name=name, hard=hard, reason=reason))
 
     def resize(self, name: str, role: str, num: int) -> wire.Job:
-        return self._ask("Resize", wire.ResizeRequest(name=name, role=role, num=num))
+        return self._job("Resize", wire.ResizeRequest(name=name, role=role, num=num))
 
     def wait(self, name: str, timeout_s: float | None = None) -> wire.Job:
         """The job once it has ended, or as it is after ``timeout_s``."""
@@ -155,7 +153,7 @@ class ServiceClient:
     def logs(self, name: str, process: str = "", follow: bool = False, tail: int = 0) -> Iterator[wire.LogChunk]:
         yield from self._stream("Logs", wire.LogsRequest(name=name, process=process, follow=follow, tail=tail))
 
-    def artifacts(self, name: str) -> "list[wire.Artifact]":
+    def artifacts(self, name: str) -> list[wire.Artifact]:
         return list(self._ask("Artifacts", wire.ArtifactsRequest(name=name)).files)
 
     def fetch(self, name: str, path: str, file: BinaryIO) -> int:
@@ -173,6 +171,10 @@ class ServiceClient:
             time.sleep(_FIRST_PAUSE_S)
 
     # -- repeating ----------------------------------------------------------------------------------------------------
+
+    def _job(self, method: str, request: Any) -> wire.Job:
+        job: wire.Job = self._ask(method, request)
+        return job
 
     def _ask(self, method: str, request: Any, timeout_s: float = _CALL_S) -> Any:
         began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S

@@ -60,7 +60,7 @@ class RunFolder:
 
     @contextmanager
     def _open(self, parts: tuple[str, ...]) -> Iterator[int]:
-        """A descriptor of a plain file. No part may be a link: it could be exchanged between a check and the opening."""
+        """A descriptor of a plain file. No part may be a link, which could be exchanged after a check."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         opened: list[int] = []
         try:

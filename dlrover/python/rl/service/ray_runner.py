@@ -21,12 +21,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
-
 from dlrover.python.rl.common.errors import CallError, DLRoverRLError, JobConflict, MasterLost
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.names import master_name
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import CauseKind
@@ -34,8 +30,8 @@ from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.brain import earlier_journal
 from dlrover.python.rl.master.job import check_job, start_master
 from dlrover.python.rl.master.status import JobStatus, Position, Update
-from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE, awaited
-from dlrover.python.rl.runtime.ray.processes.actors import end, find, sweep
+from dlrover.python.rl.runtime.ray.processes.actors import sweep
+from dlrover.python.rl.runtime.ray.processes.master_calls import MasterCalls, cluster_capacity, find_master
 from dlrover.python.rl.runtime.run_folder import newest_owner
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, Observed
 from dlrover.python.rl.service.runner import Sink
@@ -46,11 +42,9 @@ GRACE_S = 3.0
 """A stop in good order takes this long; then everything of the job is ended. Committed steps stay."""
 
 _FOLLOW_S = 2.0
-_ANSWER_S = 60.0
-_SILENT_S = 300.0
-_RETRY_S = 1.0
+_ANSWER_S = 120.0
+_POLL_S = 0.05
 _REVIVALS = 3
-_OURS = {"CPU": "cpu", "GPU": "gpu", "memory": "memory"}
 _PHASES = {Phase.FINISHED: JobPhase.FINISHED, Phase.FAILED: JobPhase.FAILED, Phase.STOPPED: JobPhase.STOPPED}
 
 
@@ -61,7 +55,7 @@ class _Driven:
     record: JobRecord
     description: JobDescription
     job: JobSpec | None = None
-    master: Any = None
+    master: MasterCalls | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     hard: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -77,11 +71,7 @@ class RayJobRunner:
         self._sink = sink
 
     async def capacity(self) -> Mapping[str, float]:
-        amounts = await asyncio.to_thread(ray.cluster_resources)
-        names = {name: _OURS.get(name, name) for name in amounts if not name.startswith(("node:", "object_store"))}
-        return {
-            ours: amounts[name] / MEGABYTE if ours == "memory" else float(amounts[name]) for name, ours in names.items()
-        }
+        return await cluster_capacity()
 
     def run(self, record: JobRecord, description: JobDescription) -> None:
         driven = _Driven(record, description)
@@ -106,12 +96,8 @@ class RayJobRunner:
         if driven is None or driven.master is None:
             raise CallError(f"'{record.name}' does not run yet")
         try:
-            await asyncio.wait_for(awaited(driven.master.resize.remote(role, num)), _ANSWER_S)
-        except RayTaskError as error:
-            if isinstance(error.cause, DLRoverRLError):
-                raise error.cause from None
-            raise
-        except (RayActorError, TimeoutError) as error:
+            await driven.master.call("resize", role, num, timeout_s=_ANSWER_S)
+        except MasterLost as error:
             raise CallError(f"the master of '{record.name}' does not answer: try again") from error
 
     async def close(self) -> None:
@@ -141,8 +127,9 @@ class RayJobRunner:
     async def _to_its_end(self, driven: _Driven) -> Observed:
         for revival in range(_REVIVALS + 1):
             try:
-                if await self._find_or_start(driven, revival):
-                    return await self._follow(driven)
+                driven.master = await self._find_or_start(driven, revival)
+                if driven.master is not None:
+                    return await self._follow(driven, driven.master)
                 return self._outcome(driven)
             except MasterLost as error:
                 if driven.stopping.is_set() or revival == _REVIVALS:
@@ -150,34 +137,32 @@ class RayJobRunner:
                 _LOG.warning("%s: %s; going on from its last commit", driven.record.name, error)
         raise AssertionError("unreachable")
 
-    async def _find_or_start(self, driven: _Driven, revival: int) -> bool:
-        """Whether there is a master to follow; without one the run has an outcome. Raises MasterLost, InvalidJob."""
+    async def _find_or_start(self, driven: _Driven, revival: int) -> MasterCalls | None:
+        """The master to follow; without one the run has an outcome. Raises MasterLost, InvalidJob."""
         record = driven.record
         driven.job = job = _described(record, driven.description)
-        master = await asyncio.to_thread(find, master_name(record.name))
+        master = await find_master(record.name)
         if master is not None and await self._is_of(master, job):
-            driven.master = master
-            return True
+            return master
         owner = await asyncio.to_thread(newest_owner, job.job_dir)
         if owner is not None and owner.run == record.run and owner.state != "running":
-            return False
+            return None
         if driven.stopping.is_set():
-            return False
+            return None
         if owner is not None or revival:
             job = replace(job, checkpoint=replace(job.checkpoint, resume="latest"))
             self._sink(self._observed(driven, JobPhase.STARTING, activity="going on from the last commit"))
         driven.job = job
-        driven.master = await self._start(driven, job)
-        return driven.master is not None
+        return await self._start(driven, job)
 
-    async def _is_of(self, master: Any, job: JobSpec) -> bool:
+    async def _is_of(self, master: MasterCalls, job: JobSpec) -> bool:
         """Whether a master that was found runs this very run, whose folder nobody else has."""
-        with suppress(RayActorError, TimeoutError):
-            status: JobStatus = await asyncio.wait_for(awaited(master.status.remote()), _ANSWER_S)
+        with suppress(MasterLost):
+            status: JobStatus = await master.call("status", timeout_s=_ANSWER_S)
             return status.folder == str(job.job_dir)
         return False
 
-    async def _start(self, driven: _Driven, job: JobSpec) -> Any:
+    async def _start(self, driven: _Driven, job: JobSpec) -> MasterCalls | None:
         """The master, or None if the job is to be stopped. It is checked in a child process, which may take a while."""
         checking = asyncio.get_running_loop().create_task(asyncio.to_thread(check_job, job))
         stopped = asyncio.get_running_loop().create_task(driven.stopping.wait())  # waits: beside the check
@@ -189,39 +174,28 @@ class RayJobRunner:
         checked = await checking
         driven.job = job = checked.job
         try:
-            return await asyncio.to_thread(start_master, checked)
+            return MasterCalls(await asyncio.to_thread(start_master, checked))
         except JobConflict:
-            master = await asyncio.to_thread(find, master_name(job.name))
+            master = await find_master(job.name)
             if master is None or not await self._is_of(master, job):
                 raise
             return master  # an earlier process of the service has started it meanwhile
 
-    async def _follow(self, driven: _Driven) -> Observed:
+    async def _follow(self, driven: _Driven, master: MasterCalls) -> Observed:
         """Report until the run has ended. Raises MasterLost."""
-        position, silent_s = Position(), 0.0
+        position = Position()
         while True:
             try:
-                ref = driven.master.follow.remote(position, _FOLLOW_S)
-                update: Update = await asyncio.wait_for(awaited(ref), _ANSWER_S)
-            except ActorUnavailableError as error:
-                silent_s += _RETRY_S
-                if silent_s > _SILENT_S:
-                    raise MasterLost(f"the master did not come back within {_SILENT_S:g} s") from error
-                await asyncio.sleep(_RETRY_S)
-                continue
-            except RayActorError as error:
-                if _journalled_end(driven.job) is not None:
-                    return self._outcome(driven)
-                raise MasterLost(f"the master is gone: {_first_line(error)}") from error
-            except TimeoutError as error:
-                raise MasterLost(f"the master did not answer within {_ANSWER_S:g} s") from error
-            silent_s, position = 0.0, update.position
-            status = update.status
-            if status.phase.terminal:
-                self._report(driven, update)
-                end(driven.master)
-                return self._ended(driven, status)
+                update: Update = await master.call("follow", position, _FOLLOW_S, timeout_s=_ANSWER_S)
+            except MasterLost:
+                if _journalled_end(driven.job) is None:
+                    raise
+                return self._outcome(driven)
+            position = update.position
             self._report(driven, update)
+            if update.status.phase.terminal:
+                master.end()
+                return self._ended(driven, update.status)
 
     def _report(self, driven: _Driven, update: Update) -> None:
         status = update.status
@@ -282,15 +256,14 @@ class RayJobRunner:
             await asyncio.wait_for(driven.hard.wait(), self._grace_s)
         asked.cancel()
         if driven.record.run in self._driven and driven.master is not None:
-            with suppress(RayActorError, ValueError):
-                end(driven.master)
+            driven.master.end()
             await asyncio.to_thread(sweep, driven.record.name)
 
     async def _ask_to_stop(self, driven: _Driven, reason: str) -> None:
         while driven.master is None:
-            await asyncio.sleep(0.05)
-        with suppress(RayActorError):
-            await asyncio.wait_for(awaited(driven.master.stop.remote(reason)), _ANSWER_S)
+            await asyncio.sleep(_POLL_S)
+        with suppress(MasterLost):
+            await driven.master.call("stop", reason, timeout_s=_ANSWER_S)
 
 
 def _described(record: JobRecord, description: JobDescription) -> JobSpec:

@@ -6,7 +6,7 @@ import sys
 
 def main() -> None:
     try:
-        from dlrover.python.rl.master.main import main as run  # takes the first half second
+        from dlrover.python.rl.cli.commands import main as run  # takes the first half second
     except KeyboardInterrupt:
         sys.stderr.write("interrupted before anything was started\n")
         sys.exit(130)

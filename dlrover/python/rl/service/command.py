@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dlrover-rl serve`` and ``dlrover-rl token``."""
+
+import asyncio
+import ipaddress
+import os
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dlrover.python.rl.common.errors import CallError, ConfigError, InvalidJob
+from dlrover.python.rl.config.limits import ALLOW_RESOLVERS
+from dlrover.python.rl.service.state import default_state, write_address
+
+PORT = 8470
+_ROLES = ("read", "submit", "admin")
+_FILE = click.Path(path_type=Path)
+_STATE = click.option("--state", type=_FILE, default=default_state, show_default="~/.dlrover-rl/service")
+
+
+@click.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Beyond loopback needs --tls-cert and --tls-key.")
+@click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True, help="0: any free one.")
+@_STATE
+@click.option("--root", type=_FILE, default=Path(), help="The folder that jobs may use; by default this one.")
+@click.option("--address", help="A running Ray cluster; by default one is started, which ends with the service.")
+@click.option("--cpus", type=click.FloatRange(min=1), help="Logical CPUs of a cluster that is started here.")
+@click.option("--dry-run", is_flag=True, help="Queue jobs and pretend to run them: for trying clients.")
+@click.option("--tls-cert", type=_FILE)
+@click.option("--tls-key", type=_FILE)
+@click.option("--tls-client-ca", type=_FILE, help="Clients need a certificate that it has signed.")
+@click.option("--max-queued", type=click.IntRange(min=1), default=1000, show_default=True)
+@click.option("--max-running", type=click.IntRange(min=1), default=100, show_default=True)
+@click.option("--max-queued-per-owner", type=click.IntRange(min=1), default=1000, show_default=True)
+@click.option("--max-running-per-owner", type=click.IntRange(min=1), default=100, show_default=True)
+def serve(host: str, port: int, state: Path, root: Path, **options: Any) -> None:
+    """Run the job service until SIGTERM or Ctrl-C. Jobs on a cluster of their own (--address) go on."""
+    tls = _tls_options(host, options)
+    if not root.is_dir():
+        raise InvalidJob([ConfigError("--root", f"no such folder: {root}")])
+    os.chdir(root)  # relative paths of jobs start here
+    os.environ.pop(ALLOW_RESOLVERS, None)  # those of the service are not for its clients
+    asyncio.run(_serve(f"{_bracketed(host)}:{port}", state.absolute(), tls, options))
+
+
+def _tls_options(host: str, options: dict[str, Any]) -> tuple[Path, Path, Path | None] | None:
+    """Raises InvalidJob unless the service may listen at ``host``."""
+    certificate, key, client_ca = (options.pop(name) for name in ("tls_cert", "tls_key", "tls_client_ca"))
+    missing = [path for path in (certificate, key, client_ca) if path is not None and not path.is_file()]
+    if missing:
+        raise InvalidJob([ConfigError("--tls-cert", f"no such file: {missing[0]}")])
+    if (certificate is None) != (key is None) or (client_ca is not None and certificate is None):
+        raise InvalidJob([ConfigError("--tls-cert", "--tls-cert and --tls-key go together")])
+    if certificate is None and not is_loopback(host):
+        what = (
+            f"{host} is beyond loopback, where tokens and jobs would travel in the clear: add --tls-cert and --tls-key"
+        )
+        raise InvalidJob([ConfigError("--host", what)])
+    return None if certificate is None else (certificate.absolute(), key.absolute(), client_ca and client_ca.absolute())
+
+
+def is_loopback(host: str) -> bool:
+    """Names other than ``localhost`` may mean anything, and are not."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+async def _serve(
+    address: str, state: Path, tls: tuple[Path, Path, Path | None] | None, options: dict[str, Any]
+) -> None:
+    from dlrover.python.rl.service.auth import TokenFile, prepare
+    from dlrover.python.rl.service.jobs.scheduling import QueueLimits
+    from dlrover.python.rl.service.jobs.store import SqliteJobStore
+    from dlrover.python.rl.service.manager import JobManager
+    from dlrover.python.rl.service.runner import MemoryRunner
+    from dlrover.python.rl.service.server import JobServer, TlsFiles
+
+    ray_address, cpus, is_dry = (options.pop(name) for name in ("address", "cpus", "dry_run"))
+    token = prepare(state)
+    store = SqliteJobStore(state)
+    stopping = _stop_signals()
+    with nullcontext() if is_dry else _cluster(ray_address, cpus):
+        manager = JobManager(store, MemoryRunner() if is_dry else _ray_runner(), QueueLimits(**options))
+        await manager.start()
+        server = JobServer(manager, TokenFile(state), Path.cwd(), TlsFiles(*tls) if tls else None)
+        try:
+            port = await server.start(address)
+            own = f"{address.rpartition(':')[0]}:{port}"
+            write_address(state, own)
+            click.echo(f"serving at {own}; the administrator's token is in {token}", err=True)
+            await stopping.wait()  # waits: for the end of the service
+            click.echo("ending; jobs on a cluster of their own go on", err=True)
+        finally:
+            await server.close()
+            await manager.close()
+
+
+def _stop_signals() -> asyncio.Event:
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    return stopping
+
+
+def _cluster(address: str | None, cpus: float | None) -> Any:
+    from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
+
+    return ray_cluster(address, {"cpu": cpus or float(os.cpu_count() or 1)}, log_to_driver=False)
+
+
+def _ray_runner() -> Any:
+    from dlrover.python.rl.service.ray_runner import RayJobRunner
+
+    return RayJobRunner()
+
+
+@click.group()
+def token() -> None:
+    """The tokens of the job service on this machine."""
+
+
+@token.command("add")
+@click.argument("name")
+@click.option("--role", type=click.Choice(_ROLES), default="submit", show_default=True)
+@click.option("--file", type=_FILE, help="Where the token is written; by default NAME.token in the state's folder.")
+@_STATE
+def add(name: str, role: str, file: Path | None, state: Path) -> None:
+    """Write a new token for NAME to a file that only you can read. An earlier one stays valid."""
+    from dlrover.python.rl.service.auth import AccessRole, add_token, prepare
+
+    prepare(state)
+    path = add_token(state, name, AccessRole(role), file or state / f"{Path(name).name}.token")
+    click.echo(str(path))
+
+
+@token.command("remove")
+@click.argument("name")
+@_STATE
+def remove(name: str, state: Path) -> None:
+    """Take away all tokens of NAME, at once."""
+    from dlrover.python.rl.service.auth import remove_tokens
+
+    if not remove_tokens(state, name):
+        raise CallError(f"'{name}' has no token")
+    click.echo(f"'{name}' has no access any more")
+
+
+@token.command("list")
+@_STATE
+def show(state: Path) -> None:
+    """Names and roles, a line for each token."""
+    from dlrover.python.rl.service.auth import TokenFile
+
+    for name, role in TokenFile(state).entries():
+        click.echo(f"{name}\t{role}")
