@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens: made once, private, compared as digests; roles and what they may do."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from dlrover.python.rl.common.errors import AccessDenied, CallError
+from dlrover.python.rl.service import auth
+from dlrover.python.rl.service.auth import AccessRole, Right, TokenFile, add_token, prepare, read_token, remove_tokens
+
+
+@pytest.fixture
+def folder(tmp_path):
+    prepare(tmp_path / "state")
+    return tmp_path / "state"
+
+
+def test_the_first_start_makes_a_private_token_of_256_bits(folder):
+    token = read_token(folder / "token")
+    assert len(token) * 6 >= 256
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        "token": 0o600,
+        "tokens.json": 0o600,
+    }
+    assert TokenFile(folder).caller(token) == auth.Caller("admin", AccessRole.ADMIN)
+
+
+def test_the_second_start_keeps_it(folder):
+    before = (folder / "tokens.json").read_bytes()
+    prepare(folder)
+    assert (folder / "tokens.json").read_bytes() == before
+
+
+def test_the_token_itself_is_not_in_the_table_of_tokens(folder):
+    assert read_token(folder / "token") not in (folder / "tokens.json").read_text()
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
+def test_files_that_others_can_read_are_refused(folder, mode):
+    token = read_token(folder / "token")
+    (folder / "token").chmod(mode)
+    with pytest.raises(CallError, match="must be a file that only you can read: chmod 600"):
+        read_token(folder / "token")
+    (folder / "tokens.json").chmod(mode)
+    with pytest.raises(CallError, match="chmod 600"):
+        prepare(folder)
+    with pytest.raises(AccessDenied):  # also while the service runs
+        TokenFile(folder).caller(token)
+
+
+def test_a_folder_that_others_can_read_is_refused(folder):
+    folder.chmod(0o755)
+    with pytest.raises(CallError, match="chmod 700"):
+        prepare(folder)
+
+
+def test_a_link_is_no_token_file(folder, tmp_path):
+    (tmp_path / "link").symlink_to(folder / "token")
+    with pytest.raises(CallError):
+        read_token(tmp_path / "link")
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"tokens": 3}', '{"tokens": [{"name": "a"}]}', "\0"])
+def test_without_a_readable_table_nobody_has_access(folder, content):
+    token = read_token(folder / "token")
+    (folder / "tokens.json").write_text(content)
+    with pytest.raises(AccessDenied):
+        TokenFile(folder).caller(token)
+    with pytest.raises(CallError, match="cannot be read"):
+        prepare(folder)
+
+
+def test_without_the_file_nobody_has_access_and_with_it_again_everybody(folder):
+    tokens, token = TokenFile(folder), read_token(folder / "token")
+    text = (folder / "tokens.json").read_text()
+    (folder / "tokens.json").unlink()
+    with pytest.raises(AccessDenied):
+        tokens.caller(token)
+    (folder / "tokens.json").touch(0o600)
+    (folder / "tokens.json").write_text(text)
+    assert tokens.caller(token).name == "admin"
+
+
+def test_two_tokens_of_a_name_are_valid_until_both_are_removed(folder):
+    old = read_token(add_token(folder, "ann", AccessRole.SUBMIT, folder / "old"))
+    tokens = TokenFile(folder)
+    assert tokens.caller(old).name == "ann"
+    new = read_token(add_token(folder, "ann", AccessRole.SUBMIT, folder / "new"))
+    assert tokens.caller(old) == tokens.caller(new)
+    assert remove_tokens(folder, "ann") == 2
+    for token in (old, new):
+        with pytest.raises(AccessDenied):
+            tokens.caller(token)
+
+
+def test_a_name_has_one_role_and_a_file_is_not_overwritten(folder):
+    add_token(folder, "ann", AccessRole.READ, folder / "ann")
+    with pytest.raises(CallError, match="'ann' has another role"):
+        add_token(folder, "ann", AccessRole.ADMIN, folder / "ann2")
+    with pytest.raises(CallError, match="exists already"):
+        add_token(folder, "ann", AccessRole.READ, folder / "ann")
+    with pytest.raises(CallError, match="is no name"):
+        add_token(folder, "../ann", AccessRole.READ, folder / "ann3")
+    assert len(json.loads((folder / "tokens.json").read_text())["tokens"]) == 2
+
+
+def test_what_each_role_may_do():
+    table = {role: [right.name for right in Right if auth.Caller("x", role).may(right)] for role in AccessRole}
+    assert table == {
+        AccessRole.READ: ["READ"],
+        AccessRole.SUBMIT: ["READ", "SUBMIT", "OPERATE_OWN"],
+        AccessRole.ADMIN: ["READ", "SUBMIT", "OPERATE_OWN", "OPERATE_ANY"],
+    }
+
+
+def test_no_comparison_of_secrets_takes_a_time_that_depends_on_them():
+    """``==`` and ``in`` end at the first difference."""
+    tree = ast.parse(Path(auth.__file__).read_text())
+    secret = {"token", "digest", "sha256"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            names = {part.id if isinstance(part, ast.Name) else part.attr for part in ast.walk(node)
+                     if isinstance(part, ast.Name | ast.Attribute)}  # fmt: skip
+            assert not names & secret or names <= {"len", "token", "_MAX_TOKEN"}, ast.unparse(node)

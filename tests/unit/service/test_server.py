@@ -1,0 +1,483 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service over gRPC on loopback, with jobs in memory."""
+
+import asyncio
+import io
+import shutil
+import subprocess
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from service_stage import WITHIN_S
+
+from dlrover.python.rl.common.errors import (
+    AccessDenied,
+    CallError,
+    InvalidJob,
+    JobConflict,
+    ServiceBusy,
+    ServiceUnavailable,
+    UnknownJob,
+)
+from dlrover.python.rl.service.auth import AccessRole, TokenFile, add_token, prepare, read_token
+from dlrover.python.rl.service.client import ClientTls, ServiceClient, has_ended, phase_of
+from dlrover.python.rl.service.jobs.records import JobPhase
+from dlrover.python.rl.service.jobs.scheduling import QueueLimits
+from dlrover.python.rl.service.jobs.store import SqliteJobStore
+from dlrover.python.rl.service.manager import JobManager
+from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
+from dlrover.python.rl.service.runner import MemoryRunner
+from dlrover.python.rl.service.server import MAX_MESSAGE, RIGHTS, SERVICE, JobServer, TlsFiles
+
+JOB = """
+trainer: {module: some_module, class: Trainer, device_type: CPU, device_per_node: 3}
+workload:
+  actor: {module: some_module, class: Actor}
+  rollout: {module: some_module, class: Rollout, num: 2}
+"""
+
+
+class Service:
+    """A server in a thread of its own, which can be ended and started again on its port."""
+
+    def __init__(self, folder, runner=None, limits=None, is_open=False, tls=None):
+        self.folder, self.limits, self.is_open, self.tls = folder, limits, is_open, tls
+        self.make_runner = runner or MemoryRunner
+        self.port = 0
+        prepare(folder / "state")
+
+    def start(self):
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread.start()
+        assert self._ready.wait(WITHIN_S)
+
+    async def _run(self):
+        state = self.folder / "state"
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        manager = JobManager(SqliteJobStore(state), self.make_runner(), self.limits)
+        await manager.start()
+        server = JobServer(manager, None if self.is_open else TokenFile(state), self.folder, self.tls)
+        self.port = await server.start(f"127.0.0.1:{self.port}")
+        self._ready.set()
+        await self._end.wait()
+        await server.close(0.1)
+        await manager.close()
+
+    def stop(self):
+        self._loop.call_soon_threadsafe(self._end.set)
+        self._thread.join(WITHIN_S)
+        assert not self._thread.is_alive()
+
+    @property
+    def address(self):
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def token(self):
+        return read_token(self.folder / "state" / "token")
+
+    def client(self, token=None, patience_s=0.0, **options):
+        return ServiceClient(self.address, token or self.token, patience_s=patience_s, **options)
+
+    def token_of(self, name, role):
+        return read_token(add_token(self.folder / "state", name, role, self.folder / f"{name}.token"))
+
+
+@contextmanager
+def serving(folder, **options):
+    service = Service(folder, **options)
+    service.start()
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+@pytest.fixture
+def service(tmp_path):
+    with serving(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def client(service):
+    with service.client() as connected:
+        yield connected
+
+
+def endless():
+    return MemoryRunner(steps=10**6, step_s=0.005)
+
+
+# -- what a client sees -----------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_submitted_watched_and_fetched(client):
+    job = client.submit(JOB, name="first")
+    assert (job.name, job.owner, job.phase) == ("first", "admin", wire.PHASE_QUEUED)
+    ended = client.wait("first", WITHIN_S)
+    assert phase_of(ended) is JobPhase.FINISHED and ended.step == ended.total_steps == 3
+    assert dict(ended.roles) == {"ACTOR": 1, "ROLLOUT": 2}
+    events = list(client.watch("first"))
+    assert [event.number for event in events] == list(range(1, len(events) + 1))
+    assert events[-1].kind == "finished"
+    assert [listed.name for listed in client.list_jobs()] == []
+    assert [listed.name for listed in client.list_jobs(ended=True)] == ["first"]
+    assert client.artifacts("first") == []
+
+
+def test_the_same_client_token_is_the_same_job(client):
+    first, again = (client.submit(JOB, name="once", client_token="mine") for _ in range(2))
+    assert first.run == again.run
+    with pytest.raises(CallError, match="'mine' was used for another submission"):
+        client.submit(JOB, name="other", client_token="mine")
+
+
+def test_errors_come_back_as_their_classes(tmp_path):
+    with serving(tmp_path, runner=endless, limits=QueueLimits(max_queued=1, max_running=1)) as service:
+        client = service.client()
+        client.submit(JOB, name="one")
+        for raised, ask in (
+            (UnknownJob, lambda: client.get("on")),
+            (JobConflict, lambda: client.submit(JOB, name="one")),
+            (InvalidJob, lambda: client.submit("trainer: 3", name="two")),
+            (InvalidJob, lambda: client.get("../one")),
+            (InvalidJob, lambda: client.resize("one", "ROLLUOT", 3)),
+        ):
+            with pytest.raises(raised):
+                ask()
+        client.submit(JOB, name="two")
+        with pytest.raises(ServiceBusy, match="the queue is full: 1 jobs wait"):
+            client.submit(JOB, name="three")
+        client.stop("one", hard=True)
+        client.close()
+
+
+def test_a_role_is_resized(tmp_path):
+    with serving(tmp_path, runner=endless) as service, service.client() as client:
+        client.submit(JOB, name="job")
+        events = client.watch("job")
+        while next(events).kind != "step":
+            pass
+        client.resize("job", "rollout", 3)
+        event = next(event for event in events if event.kind == "resized")
+        assert event.message == "ACTOR x1, ROLLOUT x3"
+        client.stop("job")
+        assert phase_of(client.wait("job", WITHIN_S)) is JobPhase.STOPPED
+
+
+def test_requests_wait_for_a_service_that_comes_back_and_no_event_is_lost(tmp_path):
+    service = Service(tmp_path, runner=endless)
+    service.start()
+    with service.client(patience_s=WITHIN_S) as client:
+        job = client.submit(JOB, name="job", client_token="mine")
+        seen = []
+
+        def watch():
+            for event in client.watch("job"):
+                seen.append(event)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        for _ in range(2):
+            service.stop()
+            service.start()
+            assert client.submit(JOB, name="job", client_token="mine").run == job.run
+        client.stop("job")
+        client.wait("job", WITHIN_S)
+        watcher.join(WITHIN_S)
+        assert [event.number for event in seen] == list(range(1, len(seen) + 1))
+        assert seen[-1].kind == "stopped"
+        assert has_ended(client.get("job"))
+    service.stop()
+    with service.client() as client, pytest.raises(ServiceUnavailable):
+        client.get("job")
+
+
+# -- who may ask ------------------------------------------------------------------------------------------------------
+
+METHODS = [method.name for method in SERVICE.methods]
+BAD_TOKENS = {
+    "none": [],
+    "wrong": [("authorization", "Bearer " + "x" * 43)],
+    "empty": [("authorization", "Bearer ")],
+    "no scheme": [("authorization", "{token}")],
+    "a prefix": [("authorization", "Bearer {prefix}")],
+    "longer": [("authorization", "Bearer {token}x")],
+    "twice": [("authorization", "Bearer {token}"), ("authorization", "Bearer {token}")],
+    "another header": [("x-token", "Bearer {token}")],
+    "long": [("authorization", "Bearer " + "x" * 10_000)],
+}
+
+
+def call(channel, method, metadata, request=None):
+    """The status code of a call, OK for the first answer of a stream."""
+    row = SERVICE.methods_by_name[method]
+    make = channel.unary_stream if row.server_streaming else channel.unary_unary
+    ask = make(f"/{SERVICE.full_name}/{method}", lambda message: message, lambda data: data)
+    message = request or getattr(wire, row.input_type.name)()
+    try:
+        answer = ask(message.SerializeToString(), metadata=metadata, timeout=WITHIN_S)
+        if row.server_streaming:
+            next(answer, None)
+            answer.cancel()
+        return grpc.StatusCode.OK
+    except grpc.RpcError as error:
+        return error.code()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("shared"), runner=endless) as running:
+        yield running
+
+
+@pytest.mark.parametrize("metadata", BAD_TOKENS.values(), ids=BAD_TOKENS)
+@pytest.mark.parametrize("method", METHODS)
+def test_without_a_valid_token_every_method_is_refused(shared, method, metadata):
+    token = shared.token
+    sent = [(key, value.format(token=token, prefix=token[:-1])) for key, value in metadata]
+    with grpc.insecure_channel(shared.address) as channel:
+        assert call(channel, method, sent) is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_with_the_guard_off_they_are_answered(tmp_path):
+    with serving(tmp_path, is_open=True) as service, grpc.insecure_channel(service.address) as channel:
+        codes = {method: call(channel, method, []) for method in METHODS}
+        assert grpc.StatusCode.UNAUTHENTICATED not in codes.values(), codes
+        assert codes["List"] is grpc.StatusCode.OK
+
+
+def test_a_method_without_a_right_is_refused_to_everybody(shared, monkeypatch):
+    assert set(RIGHTS) == set(METHODS)
+    monkeypatch.delitem(RIGHTS, "List")
+    with shared.client() as client, pytest.raises(AccessDenied, match="nobody may call List"):
+        client.list_jobs()
+
+
+def test_what_each_role_may_do_with_its_own_jobs_and_those_of_others(tmp_path):
+    with serving(tmp_path, runner=endless) as service, grpc.insecure_channel(service.address) as channel:
+        tokens = {role.value: service.token_of(role.value, role) for role in AccessRole}
+        tokens["other"] = service.token_of("other", AccessRole.SUBMIT)
+        with service.client(tokens["submit"]) as client:
+            client.submit(JOB, name="job")
+            next(event for event in client.watch("job") if event.kind == "step")
+        requests = {
+            "Submit": wire.SubmitRequest(client_token="t", job_file="x"),
+            "Get": wire.GetRequest(name="job"),
+            "Stop": wire.StopRequest(name="job"),
+            "Resize": wire.ResizeRequest(name="job", role="ROLLOUT", num=2),
+            "Logs": wire.LogsRequest(name="job"),
+            "Artifacts": wire.ArtifactsRequest(name="job"),
+            "Wait": wire.WaitRequest(name="job"),
+            "Watch": wire.WatchRequest(name="job"),
+            "List": wire.ListRequest(),
+        }
+        refused = {
+            role: {
+                method
+                for method, request in requests.items()
+                if call(channel, method, [("authorization", f"Bearer {token}")], request)
+                is grpc.StatusCode.PERMISSION_DENIED
+            }
+            for role, token in tokens.items()
+            if role != "submit"
+        }
+        assert refused == {"read": {"Submit", "Stop", "Resize"}, "other": {"Stop", "Resize"}, "admin": set()}
+        own = {
+            method: call(channel, method, [("authorization", f"Bearer {tokens['submit']}")], request)
+            for method, request in requests.items()
+        }
+        assert grpc.StatusCode.PERMISSION_DENIED not in own.values()
+
+
+def test_health_needs_no_token_and_reflection_does(shared):
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+    with grpc.insecure_channel(shared.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        asked = health_pb2.HealthCheckRequest(service=SERVICE.full_name)
+        assert health.Check(asked, timeout=WITHIN_S).status == health_pb2.HealthCheckResponse.SERVING
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        with pytest.raises(grpc.RpcError) as refused:
+            next(stub.ServerReflectionInfo(iter([request]), timeout=WITHIN_S))
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        metadata = [("authorization", f"Bearer {shared.token}")]
+        answer = next(stub.ServerReflectionInfo(iter([request]), metadata=metadata, timeout=WITHIN_S))
+        assert SERVICE.full_name in [row.name for row in answer.list_services_response.service]
+
+
+def test_a_token_that_is_removed_loses_access_at_once(tmp_path):
+    from dlrover.python.rl.service.auth import remove_tokens
+
+    with serving(tmp_path) as service, service.client(service.token_of("ann", AccessRole.READ)) as client:
+        client.list_jobs()
+        remove_tokens(tmp_path / "state", "ann")
+        with pytest.raises(AccessDenied):
+            client.list_jobs()
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_that_is_too_large_is_refused(shared):
+    request = wire.SubmitRequest(client_token="t", job_file="x" * (MAX_MESSAGE + 1))
+    with grpc.insecure_channel(shared.address) as channel:
+        metadata = [("authorization", f"Bearer {shared.token}")]
+        assert call(channel, "Submit", metadata, request) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_headers_that_are_too_large_are_refused(shared):
+    with grpc.insecure_channel(shared.address) as channel:
+        code = call(channel, "List", [("authorization", "Bearer " + "x" * 1_000_000)])
+        assert code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL)
+    with shared.client() as client:
+        client.list_jobs()
+
+
+def test_a_client_does_not_send_its_token_in_the_clear_beyond_loopback():
+    with pytest.raises(CallError, match="beyond loopback"):
+        ServiceClient("10.0.0.1:8470", "token")
+
+
+# -- TLS --------------------------------------------------------------------------------------------------------------
+
+
+def openssl(folder, *arguments):
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=30)
+
+
+def certificate(folder, name, days="30"):
+    """A certificate for loopback that is its own CA."""
+    folder.mkdir(exist_ok=True)
+    key = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
+    openssl(folder, *key, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", days, *subject)
+    return folder / f"{name}.pem", folder / f"{name}.key"
+
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
+
+
+@needs_openssl
+def test_with_tls_only_clients_that_know_its_ca_are_answered(tmp_path):
+    own, key = certificate(tmp_path / "certs", "own")
+    other, _ = certificate(tmp_path / "certs", "other")
+    with serving(tmp_path, tls=TlsFiles(own, key)) as service:
+        with service.client(tls=ClientTls(own)) as client:
+            assert client.list_jobs() == []
+        for tls in (ClientTls(other), None):
+            with service.client(tls=tls) as client, pytest.raises(ServiceUnavailable):
+                client.list_jobs()
+
+
+@needs_openssl
+def test_a_service_that_wants_certificates_of_its_clients_refuses_those_without(tmp_path):
+    own, key = certificate(tmp_path / "certs", "own")
+    theirs, their_key = certificate(tmp_path / "certs", "client")
+    with serving(tmp_path, tls=TlsFiles(own, key, theirs)) as service:
+        with service.client(tls=ClientTls(own, theirs, their_key)) as client:
+            assert client.list_jobs() == []
+        with service.client(tls=ClientTls(own)) as client, pytest.raises(ServiceUnavailable):
+            client.list_jobs()
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+class WithFiles(MemoryRunner):
+    folder = Path()
+
+    def run(self, record, description):
+        from dlrover.python.rl.service.jobs.records import Observed
+
+        self._sink(Observed(record.name, record.run, JobPhase.RUNNING, results=str(self.folder)))
+
+
+@pytest.fixture
+def files(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "model").mkdir(parents=True)
+    (folder / "logs").mkdir()
+    (folder / "commits").mkdir()
+    (folder / "commits" / "state").write_text("internal")
+    (folder / "journal.jsonl").write_text("internal")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    (folder / "model" / "weights").write_bytes(bytes(range(256)) * 3000)
+    (folder / "logs" / "trainer.log").write_text("one\ntwo\nthree\n")
+    (folder / "logs" / "rollout-0.log").write_text("zero\n")
+    (tmp_path / "outside").write_text("secret")
+    (folder / "link").symlink_to(tmp_path / "outside")
+    (folder / "linked").symlink_to(tmp_path)
+
+    def make():
+        runner = WithFiles()
+        runner.folder = folder
+        return runner
+
+    with serving(tmp_path, runner=make) as service, service.client() as client:
+        client.submit(JOB, name="job")
+        next(event for event in client.watch("job") if event.kind == "running")
+        yield client
+
+
+def test_results_are_listed_and_fetched_and_what_is_internal_is_not(files):
+    assert {file.path: file.bytes for file in files.artifacts("job")} == {
+        "logs/rollout-0.log": 5,
+        "logs/trainer.log": 14,
+        "metrics.jsonl": 12,
+        "model/weights": 768_000,
+    }
+    copy = io.BytesIO()
+    assert files.fetch("job", "model/weights", copy) == 768_000
+    assert copy.getvalue() == bytes(range(256)) * 3000
+    with pytest.raises(InvalidJob, match="model/weight: no such file; did you mean 'model/weights'"):
+        files.fetch("job", "model/weight", copy)
+
+
+OUTSIDE = [
+    "../outside", "/etc/passwd", "model/../../outside", "link", "linked/outside", "linked", "model", "", ".",
+    "./metrics.jsonl", "commits/state", "journal.jsonl", "model//weights", "a\0b", "..\\outside", "%2e%2e/outside",
+    "\u2025/outside", "x" * 5000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", OUTSIDE, ids=range(len(OUTSIDE)))
+def test_no_path_leads_out_of_the_folder_of_the_run(files, path):
+    copy = io.BytesIO()
+    with pytest.raises(InvalidJob) as refused:
+        files.fetch("job", path, copy)
+    assert copy.getvalue() == b"" and "secret" not in str(refused.value)
+
+
+def test_logs_of_one_process_of_all_and_only_the_last_lines(files):
+    assert [(chunk.process, chunk.text) for chunk in files.logs("job")] == [
+        ("rollout-0", "zero\n"),
+        ("trainer", "one\ntwo\nthree\n"),
+    ]
+    assert [chunk.text for chunk in files.logs("job", "trainer", tail=2)] == ["two\nthree\n"]
+    with pytest.raises(InvalidJob, match="trainr: has no log; did you mean 'trainer'"):
+        list(files.logs("job", "trainr"))
+    with pytest.raises(InvalidJob, match="is no process such as"):
+        list(files.logs("job", "../outside"))
+
+
+def test_a_log_is_followed_over_its_rotation_to_the_end_of_the_job(files, tmp_path):
+    log, lines = tmp_path / "run" / "logs" / "trainer.log", []
+    chunks = files.logs("job", "trainer", follow=True)
+    lines.append(next(chunks).text)
+    with log.open("a") as file:
+        file.write("four\n")
+    lines.append(next(chunks).text)
+    log.rename(log.with_suffix(".1"))
+    log.write_text("five\n")
+    lines.append(next(chunks).text)
+    assert lines == ["one\ntwo\nthree\n", "four\n", "five\n"]
+    files.stop("job")
+    assert list(chunks) == []
