@@ -64,7 +64,7 @@ class Desk:
         (folder / "held_job_classes.py").write_text(CLASSES)
 
     def start(self, *arguments, **env):
-        command = [sys.executable, "-m", "dlrover.python.rl.master.main", *arguments]
+        command = [sys.executable, "-m", "dlrover.python.rl.cli", *arguments]
         output = self.folder / f"output-{len(self._outputs)}.txt"
         with output.open("w") as file:
             process = subprocess.Popen(

@@ -29,7 +29,7 @@ def test_the_linter_finds_nothing(asked):
 
 def test_the_version_is_that_of_the_installed_package(capsys):
     import dlrover.rl
-    from dlrover.python.rl.master.main import cli
+    from dlrover.python.rl.cli.commands import cli
 
     assert dlrover.rl.__version__ == package_version()
     cli(["--version"], standalone_mode=False)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-CLI = [sys.executable, "-m", "dlrover.python.rl.master.main"]
+CLI = [sys.executable, "-m", "dlrover.python.rl.cli"]
 SPARED = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")  # Ray's own; all others are actors of the job
 _POLL_S = 0.05
 _LIMIT_S = 900.0

@@ -96,7 +96,7 @@ def desk(tmp_path):
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     for folder in ("from_dlrover", "own_algorithm", "own_data"):
         shutil.copytree(DOCS / "guides" / folder, tmp_path / "docs" / "guides" / folder)
-    for name, module in (("dlrover-rl", "-m dlrover.python.rl.master.main"), ("python", "")):
+    for name, module in (("dlrover-rl", "-m dlrover.python.rl.cli"), ("python", "")):
         script = tmp_path / "bin" / name
         script.parent.mkdir(exist_ok=True)
         path = f'PYTHONPATH="$PYTHONPATH:{ROOT}"'

@@ -16,7 +16,7 @@ from durable_jobs import wait_for
 
 pytestmark = pytest.mark.ray
 
-CLI = [sys.executable, "-m", "dlrover.python.rl.master.main"]
+CLI = [sys.executable, "-m", "dlrover.python.rl.cli"]
 
 
 def job_file(tmp_path, act):

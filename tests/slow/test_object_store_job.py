@@ -18,7 +18,7 @@ boto3 = pytest.importorskip("boto3")
 pytest.importorskip("moto")
 
 ROOT = Path(__file__).parents[2]
-CLI = [sys.executable, "-m", "dlrover.python.rl.master.main"]
+CLI = [sys.executable, "-m", "dlrover.python.rl.cli"]
 JOB = """
 name: stored
 trainer: {module: dlrover.python.rl.recipe.sft, class: SFTTrainer, device_type: CPU, device_per_node: 1}

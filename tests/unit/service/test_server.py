@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service over gRPC on loopback, with jobs in memory."""
+"""The service over gRPC on loopback, in a process of its own, with jobs in memory."""
 
-import asyncio
 import io
 import shutil
 import subprocess
 import threading
-from contextlib import contextmanager
-from pathlib import Path
 
 import grpc
 import pytest
-from service_stage import WITHIN_S
 
 from dlrover.python.rl.common.errors import (
     AccessDenied,
@@ -22,79 +18,12 @@ from dlrover.python.rl.common.errors import (
     ServiceUnavailable,
     UnknownJob,
 )
-from dlrover.python.rl.service.auth import AccessRole, TokenFile, add_token, prepare, read_token
+from dlrover.python.rl.service.auth import AccessRole
 from dlrover.python.rl.service.client import ClientTls, ServiceClient, has_ended, phase_of
 from dlrover.python.rl.service.jobs.records import JobPhase
-from dlrover.python.rl.service.jobs.scheduling import QueueLimits
-from dlrover.python.rl.service.jobs.store import SqliteJobStore
-from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
-from dlrover.python.rl.service.runner import MemoryRunner
-from dlrover.python.rl.service.server import MAX_MESSAGE, RIGHTS, SERVICE, JobServer, TlsFiles
-
-JOB = """
-trainer: {module: some_module, class: Trainer, device_type: CPU, device_per_node: 3}
-workload:
-  actor: {module: some_module, class: Actor}
-  rollout: {module: some_module, class: Rollout, num: 2}
-"""
-
-
-class Service:
-    """A server in a thread of its own, which can be ended and started again on its port."""
-
-    def __init__(self, folder, runner=None, limits=None, is_open=False, tls=None):
-        self.folder, self.limits, self.is_open, self.tls = folder, limits, is_open, tls
-        self.make_runner = runner or MemoryRunner
-        self.port = 0
-        prepare(folder / "state")
-
-    def start(self):
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
-        self._thread.start()
-        assert self._ready.wait(WITHIN_S)
-
-    async def _run(self):
-        state = self.folder / "state"
-        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
-        manager = JobManager(SqliteJobStore(state), self.make_runner(), self.limits)
-        await manager.start()
-        server = JobServer(manager, None if self.is_open else TokenFile(state), self.folder, self.tls)
-        self.port = await server.start(f"127.0.0.1:{self.port}")
-        self._ready.set()
-        await self._end.wait()
-        await server.close(0.1)
-        await manager.close()
-
-    def stop(self):
-        self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join(WITHIN_S)
-        assert not self._thread.is_alive()
-
-    @property
-    def address(self):
-        return f"127.0.0.1:{self.port}"
-
-    @property
-    def token(self):
-        return read_token(self.folder / "state" / "token")
-
-    def client(self, token=None, patience_s=0.0, **options):
-        return ServiceClient(self.address, token or self.token, patience_s=patience_s, **options)
-
-    def token_of(self, name, role):
-        return read_token(add_token(self.folder / "state", name, role, self.folder / f"{name}.token"))
-
-
-@contextmanager
-def serving(folder, **options):
-    service = Service(folder, **options)
-    service.start()
-    try:
-        yield service
-    finally:
-        service.stop()
+from dlrover.python.rl.service.server import MAX_MESSAGE, RIGHTS, SERVICE, JobServer
+from tests.served import JOB, WITHIN_S, Service, serving
 
 
 @pytest.fixture
@@ -109,8 +38,7 @@ def client(service):
         yield connected
 
 
-def endless():
-    return MemoryRunner(steps=10**6, step_s=0.005)
+ENDLESS = {"steps": 10**6, "step_s": 0.005}
 
 
 # -- what a client sees -----------------------------------------------------------------------------------------------
@@ -138,7 +66,7 @@ def test_the_same_client_token_is_the_same_job(client):
 
 
 def test_errors_come_back_as_their_classes(tmp_path):
-    with serving(tmp_path, runner=endless, limits=QueueLimits(max_queued=1, max_running=1)) as service:
+    with serving(tmp_path, **ENDLESS, limits={"max_queued": 1, "max_running": 1}) as service:
         client = service.client()
         client.submit(JOB, name="one")
         for raised, ask in (
@@ -158,7 +86,7 @@ def test_errors_come_back_as_their_classes(tmp_path):
 
 
 def test_a_role_is_resized(tmp_path):
-    with serving(tmp_path, runner=endless) as service, service.client() as client:
+    with serving(tmp_path, **ENDLESS) as service, service.client() as client:
         client.submit(JOB, name="job")
         events = client.watch("job")
         while next(events).kind != "step":
@@ -171,7 +99,7 @@ def test_a_role_is_resized(tmp_path):
 
 
 def test_requests_wait_for_a_service_that_comes_back_and_no_event_is_lost(tmp_path):
-    service = Service(tmp_path, runner=endless)
+    service = Service(tmp_path, **ENDLESS)
     service.start()
     with service.client(patience_s=WITHIN_S) as client:
         job = client.submit(JOB, name="job", client_token="mine")
@@ -183,8 +111,8 @@ def test_requests_wait_for_a_service_that_comes_back_and_no_event_is_lost(tmp_pa
 
         watcher = threading.Thread(target=watch)
         watcher.start()
-        for _ in range(2):
-            service.stop()
+        for end in (service.stop, service.kill):
+            end()
             service.start()
             assert client.submit(JOB, name="job", client_token="mine").run == job.run
         client.stop("job")
@@ -232,7 +160,7 @@ def call(channel, method, metadata, request=None):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("shared"), runner=endless) as running:
+    with serving(tmp_path_factory.mktemp("shared"), **ENDLESS) as running:
         yield running
 
 
@@ -252,15 +180,22 @@ def test_with_the_guard_off_they_are_answered(tmp_path):
         assert codes["List"] is grpc.StatusCode.OK
 
 
-def test_a_method_without_a_right_is_refused_to_everybody(shared, monkeypatch):
+def test_every_method_has_a_right_and_one_without_is_refused_to_everybody(tmp_path):
     assert set(RIGHTS) == set(METHODS)
-    monkeypatch.delitem(RIGHTS, "List")
-    with shared.client() as client, pytest.raises(AccessDenied, match="nobody may call List"):
-        client.list_jobs()
+    server = JobServer.__new__(JobServer)
+    server._tokens = None
+
+    class Context:
+        def invocation_metadata(self):
+            return ()
+
+    server._enter("List", Context())
+    with pytest.raises(AccessDenied, match="nobody may call Delete"):
+        server._enter("Delete", Context())
 
 
 def test_what_each_role_may_do_with_its_own_jobs_and_those_of_others(tmp_path):
-    with serving(tmp_path, runner=endless) as service, grpc.insecure_channel(service.address) as channel:
+    with serving(tmp_path, **ENDLESS) as service, grpc.insecure_channel(service.address) as channel:
         tokens = {role.value: service.token_of(role.value, role) for role in AccessRole}
         tokens["other"] = service.token_of("other", AccessRole.SUBMIT)
         with service.client(tokens["submit"]) as client:
@@ -369,7 +304,7 @@ needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="make
 def test_with_tls_only_clients_that_know_its_ca_are_answered(tmp_path):
     own, key = certificate(tmp_path / "certs", "own")
     other, _ = certificate(tmp_path / "certs", "other")
-    with serving(tmp_path, tls=TlsFiles(own, key)) as service:
+    with serving(tmp_path, tls=[str(own), str(key)]) as service:
         with service.client(tls=ClientTls(own)) as client:
             assert client.list_jobs() == []
         for tls in (ClientTls(other), None):
@@ -381,7 +316,7 @@ def test_with_tls_only_clients_that_know_its_ca_are_answered(tmp_path):
 def test_a_service_that_wants_certificates_of_its_clients_refuses_those_without(tmp_path):
     own, key = certificate(tmp_path / "certs", "own")
     theirs, their_key = certificate(tmp_path / "certs", "client")
-    with serving(tmp_path, tls=TlsFiles(own, key, theirs)) as service:
+    with serving(tmp_path, tls=[str(own), str(key), str(theirs)]) as service:
         with service.client(tls=ClientTls(own, theirs, their_key)) as client:
             assert client.list_jobs() == []
         with service.client(tls=ClientTls(own)) as client, pytest.raises(ServiceUnavailable):
@@ -389,15 +324,6 @@ def test_a_service_that_wants_certificates_of_its_clients_refuses_those_without(
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
-
-
-class WithFiles(MemoryRunner):
-    folder = Path()
-
-    def run(self, record, description):
-        from dlrover.python.rl.service.jobs.records import Observed
-
-        self._sink(Observed(record.name, record.run, JobPhase.RUNNING, results=str(self.folder)))
 
 
 @pytest.fixture
@@ -416,12 +342,7 @@ def files(tmp_path):
     (folder / "link").symlink_to(tmp_path / "outside")
     (folder / "linked").symlink_to(tmp_path)
 
-    def make():
-        runner = WithFiles()
-        runner.folder = folder
-        return runner
-
-    with serving(tmp_path, runner=make) as service, service.client() as client:
+    with serving(tmp_path, results=str(folder)) as service, service.client() as client:
         client.submit(JOB, name="job")
         next(event for event in client.watch("job") if event.kind == "running")
         yield client

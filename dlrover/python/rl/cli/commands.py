@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All verbs of the command line: those of jobs, and those of the service that is built on them."""
+"""All verbs of the command line: to begin jobs, to operate them, and those of the service."""
 
+from dlrover.python.rl.cli.operate import VERBS
 from dlrover.python.rl.master.main import cli, main
 from dlrover.python.rl.service.command import serve, token
+from dlrover.python.rl.service.verbs import enqueue, fetch
 
-for command in (serve, token):
+for command in (*VERBS, serve, token, enqueue, fetch):
     cli.add_command(command)
 
-__all__ = ["main"]
+__all__ = ["cli", "main"]

@@ -85,6 +85,11 @@ class ProcessId:
         """Its spelling in the names of files: ``ROLLOUT-1``."""
         return f"{self.role}-{self.rank}"
 
+    @property
+    def log_name(self) -> str:
+        """Its spelling in the names of logs: ``rollout-1``, ``trainer``."""
+        return self.role if self.kind is ProcessKind.TRAINER else self.file_name.lower()
+
     def __str__(self) -> str:
         return self.pool if self.kind is ProcessKind.TRAINER else f"{self.pool}[{self.rank}]"
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``dlrover-rl init|run|resume|check|submit|status|stop``.
+"""The command line: ``dlrover-rl init|run|resume|check|submit``, to which the package ``cli`` adds others.
 
 Exit codes: 0 the job finished; 1 it failed; 2 the request was wrong and nothing was started; 3 it was stopped from
-elsewhere; 4 Ray could not be reached; 5 the job's master was lost; 130 it was interrupted here (Ctrl-C).
+elsewhere; 4 Ray or the service could not be reached; 5 the job's master was lost; 124 'wait' ended before the job; 130
+it was interrupted here (Ctrl-C).
 """
 
 import ast
 import json
 import os
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -21,16 +21,21 @@ from rich.table import Table
 
 from dlrover.python.rl.common.command_line import OverridesCommand
 from dlrover.python.rl.common.errors import (
+    AccessDenied,
+    CallError,
     ClusterUnavailable,
     ConfigError,
     DLRoverRLError,
     InvalidJob,
     JobConflict,
     MasterLost,
+    ServiceBusy,
+    ServiceUnavailable,
+    UnknownJob,
 )
 from dlrover.python.rl.common.hub import Lookup, looking_up
 from dlrover.python.rl.common.log import configure_logging
-from dlrover.python.rl.common.names import check_job_name, hint, is_url, master_name, package_version
+from dlrover.python.rl.common.names import hint, is_url, package_version
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job, load_job_text
 from dlrover.python.rl.config.spec import JobSpec
@@ -40,23 +45,18 @@ from dlrover.python.rl.master.job import (
     INTERRUPTED,
     CheckedJob,
     check_described,
-    follow,
     run_here,
     run_on_ray,
-    stop_master,
+    start_master,
 )
 from dlrover.python.rl.master.saved_run import archived_job, find_saved_run, last_commit, saved_job, wait_for_lost_owner
 from dlrover.python.rl.master.status import JobStatus
 from dlrover.python.rl.runtime.process.progress import ProgressView
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
-from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, sweep, wait_gone
 from dlrover.python.rl.runtime.run_folder import FINISHED, IN_PROCESS, LAUNCHED, begin, superseded
 
 EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_MASTER_LOST, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
-
-_ANSWER_S = 30.0
-_STOP_S = 60.0
-_FOLLOWER_S = 3.0
+EXIT_TIMED_OUT = 124
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -75,16 +75,21 @@ def init(name: str, cluster: Cluster) -> None:
     click.echo(f"wrote {folder}; next: {folder / 'README.md'}")
 
 
+_DETACH = click.option("--detach", is_flag=True, help="Return once the job has begun; needs --address.")
+
+
 @cli.command(cls=OverridesCommand)
 @click.argument("job_file")
 @click.argument("overrides", nargs=-1)
 @click.option("--address", help="A running Ray cluster ('auto', 'host:port'); by default one is started for the job.")
 @click.option("--local", is_flag=True, help="Run everything in this process, without Ray.")
-def run(job_file: str, overrides: tuple[str, ...], address: str | None, local: bool) -> None:
+@_DETACH
+def run(job_file: str, overrides: tuple[str, ...], address: str | None, local: bool, detach: bool) -> None:
     """Run JOB_FILE to its end. OVERRIDES are key=value (+key=value adds a key)."""
+    _check_detach(detach, address)
     with _shown(f"checking {job_file}", not local):
         checked = check_described(lambda: wait_for_lost_owner(load_job(job_file, overrides)), local)
-    _run(checked, address, local)
+    _run(checked, address, local, detach)
 
 
 def _shown(activity: str, live: bool) -> AbstractContextManager[Any]:
@@ -97,10 +102,13 @@ def _shown(activity: str, live: bool) -> AbstractContextManager[Any]:
 @click.argument("overrides", nargs=-1)
 @click.option("--address", help="A running Ray cluster; by default one is started for the job.")
 @click.option("--local/--ray", default=None, help="By default as the run was started.")
-def resume(name_or_dir: str, overrides: tuple[str, ...], address: str | None, local: bool | None) -> None:
+@_DETACH
+def resume(name_or_dir: str, overrides: tuple[str, ...], address: str | None, local: bool | None, detach: bool) -> None:
     """Go on with a run from its last commit. NAME_OR_DIR is a run's folder or URL, or a job's name: its last run."""
+    _check_detach(detach, address)
     if is_url(name_or_dir):
-        _run(check_described(lambda: archived_job(name_or_dir, overrides), bool(local)), address, bool(local))
+        checked = check_described(lambda: archived_job(name_or_dir, overrides), bool(local))
+        _run(checked, address, bool(local), detach)
         return
     saved = find_saved_run(name_or_dir)
     folder, owner = saved.folder, saved.owner
@@ -121,7 +129,7 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], address: str | None, lo
         raise InvalidJob([ConfigError(name_or_dir, what)])
     where = f"after step {step}" if step else "from the beginning: no step was committed"
     click.echo(f"{owner.job}: going on in {folder}, {where}", err=True)
-    _run(checked, address, local)
+    _run(checked, address, local, detach)
 
 
 @cli.command(cls=OverridesCommand)
@@ -179,13 +187,16 @@ def _without_effect(_: click.Context, option: click.Parameter, value: Any) -> No
 )
 @click.option("--address", help="A running Ray cluster; by default one is started for the job.")
 @click.option("--local", is_flag=True, help="Run everything in this process, without Ray.")
-def submit(job_name: str, rl_config: str, address: str | None, local: bool, **options: Any) -> None:
+@_DETACH
+def submit(job_name: str, rl_config: str, address: str | None, local: bool, detach: bool, **options: Any) -> None:
     """Run a job given by upstream DLRover's options and wait for its end. An option overrides the job's field."""
+    _check_detach(detach, address)
     text = Path(rl_config).read_text(encoding="utf-8") if _is_file(rl_config) else rl_config
     if text == rl_config and _looks_like_file(text):
         siblings = [path.name for path in Path(text).parent.glob("*") if path.is_file()]
         raise InvalidJob([ConfigError("--rl_config", f"no such file: {text}{hint(Path(text).name, siblings)}")])
-    _run(check_described(lambda: _with_options(load_job_text(text, job_name), options), local), address, local)
+    checked = check_described(lambda: _with_options(load_job_text(text, job_name), options), local)
+    _run(checked, address, local, detach)
 
 
 def _is_file(text: str) -> bool:
@@ -224,67 +235,6 @@ def _set_only(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-@cli.command()
-@click.argument("job_name")
-@click.option("--address", default="auto", show_default=True)
-def status(job_name: str, address: str) -> None:
-    """Show the status of a job."""
-    _with_master(job_name, address, lambda master: _print_status(ask(master.status.remote, _ANSWER_S)))
-
-
-@cli.command()
-@click.argument("job_name")
-@click.option("--address", default="auto", show_default=True)
-def stop(job_name: str, address: str) -> None:
-    """Stop a running job in good order."""
-
-    def act(master: Any) -> None:
-        stop_master(master, "stopped from the command line")
-        try:
-            ended = follow(master, deadline_s=_STOP_S)
-            if ended.phase.terminal:
-                # The process that runs the job follows it too, and removes the master when it has read the end.
-                wait_gone(master_name(job_name), _FOLLOWER_S)
-        except MasterLost:
-            click.echo(f"{job_name}: ended")
-        except TimeoutError:
-            end(master)
-            _print_status(ended)
-        else:
-            _print_status(ended)
-
-    _with_master(job_name, address, act)
-
-
-def _with_master(job_name: str, address: str, act: Callable[[Any], None]) -> None:
-    try:
-        check_job_name(job_name)
-    except ValueError as error:
-        raise InvalidJob([ConfigError("job_name", str(error))]) from error
-    with ray_cluster(address, {}):
-        master = find(master_name(job_name))
-        if master is None:
-            leftovers = sweep(job_name)
-            text = f"no job named '{job_name}' on this cluster"
-            raise InvalidJob(
-                [ConfigError("job_name", f"{text}; ended its leftovers: {leftovers}" if leftovers else text)]
-            )
-        act(master)
-
-
-def _print_status(answer: JobStatus) -> None:
-    of = f"/{answer.total_steps}" if answer.total_steps else ""
-    click.echo(f"{answer.name}: {answer.phase.value}, step {answer.step}{of}, restarts {answer.restarts}")
-    if answer.activity:
-        click.echo(f"  {answer.activity}")
-    for subject, times in answer.recoveries.items():
-        click.echo(f"  {subject} recovered {times} time{'s' if times != 1 else ''}")
-    for process, node, pid in answer.members:
-        click.echo(f"  {process:<16} {node} pid {pid}")
-    if answer.reason:
-        click.echo(f"  {answer.reason}")
-
-
 def describe(checked: CheckedJob) -> str:
     """The plan, one line for each role."""
     lines = [f"plan: {len(checked.placement.bundles)} bundles, {checked.placement.total} in all"]
@@ -313,11 +263,23 @@ def _removals(job: JobSpec) -> list[str]:
     return [f"  the run will remove {folder} (checkpoint.keep_runs)" for folder in superseded(job)]
 
 
-def _run(checked: CheckedJob, address: str | None, local: bool) -> None:
+def _check_detach(detach: bool, address: str | None) -> None:
+    if detach and address is None:
+        what = "needs --address: a cluster that is started here would end with this command"
+        raise InvalidJob([ConfigError("--detach", what)])
+
+
+def _run(checked: CheckedJob, address: str | None, local: bool, detach: bool) -> None:
     for line in [*checked.inspection.about, *_removals(checked.job)]:
         click.echo(line, err=True)
     job = begin(checked.job)
     checked = replace(checked, job=job)
+    if detach:
+        with ray_cluster(address, {}):
+            start_master(checked)
+        click.echo(f"{job.name} has begun; files in {job.job_dir}")
+        click.echo(f"dlrover-rl attach|status|logs|stop {job.name} --address {address}", err=True)
+        return
     try:
         # Drawing a live bar would erase the prompt of a debugger in this very process.
         with ProgressView(job.name, live=not local) as view:
@@ -356,7 +318,7 @@ def _print_summary(ended: JobStatus) -> None:
 
 
 def main() -> None:
-    """Entry point of ``dlrover-rl``."""
+    """Run the command of this process."""
     try:
         cli(prog_name="dlrover-rl", standalone_mode=False)
     except (click.Abort, KeyboardInterrupt):
@@ -375,6 +337,11 @@ _EXIT_CODES: dict[type[DLRoverRLError], int] = {
     JobConflict: EXIT_INVALID,
     ClusterUnavailable: EXIT_NO_CLUSTER,
     MasterLost: EXIT_MASTER_LOST,
+    UnknownJob: EXIT_INVALID,
+    AccessDenied: EXIT_INVALID,
+    CallError: EXIT_INVALID,
+    ServiceBusy: EXIT_NO_CLUSTER,
+    ServiceUnavailable: EXIT_NO_CLUSTER,
 }
 
 

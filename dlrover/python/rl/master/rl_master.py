@@ -15,6 +15,7 @@ replays its journal, finds the processes by name, and continues all outstanding 
 
 import asyncio
 import os
+import time
 import traceback
 from collections.abc import Coroutine
 from contextlib import suppress
@@ -42,10 +43,12 @@ from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState, MemberPhase, Phase
 from dlrover.python.rl.master.brain import Brain, earlier_journal, fresh_journal, submission
 from dlrover.python.rl.master.hang_detector import HangDetector
-from dlrover.python.rl.master.status import JobStatus, Position, Update, recoveries, status_of
+from dlrover.python.rl.master.history import started_s
+from dlrover.python.rl.master.status import JobStatus, Position, StepPace, Update, recoveries, status_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore
 from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, leave
 from dlrover.python.rl.runtime.process.inspection import Inspection
+from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_all_rests, copy_output
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.processes.actors import current_actor, was_restarted
@@ -71,6 +74,7 @@ class RLMaster:
         self._job, self._run_id, self._inspection = job, job.run, inspection
         self._claims = claims
         self._claim: Claim | None = None
+        self._log: LogCopier | None = None
         self._brain = Brain(MemoryStateStore())
         self._fallen: JobState | None = None
         plan = RunPlan(job, job.run, placement, inspection.methods)
@@ -83,6 +87,7 @@ class RLMaster:
         self._condemned: dict[Event, Process | None] = {}
         self._reports: list[StepReport] = []
         self._dropped = 0
+        self._pace, self._started_s = StepPace(), 0.0
         self._activity = ""  # of the trainer
         self._boot = os.urandom(4).hex()
         self._tasks: list[asyncio.Task[None]] = []
@@ -99,6 +104,7 @@ class RLMaster:
             return
         self._claim_folder()
         self._brain = Brain(FileStateStore(fresh_journal(self._job)))
+        self._started_s = time.time()
         self._events.put_nowait(MasterStarted(pid=os.getpid()))
         self._events.put_nowait(submission(self._job, self._run_id, self._inspection, self._brain))
         self._live()
@@ -118,6 +124,7 @@ class RLMaster:
         if brain is None:
             return False
         self._brain = brain
+        self._started_s = started_s(self._job.job_dir)
         self._spawn(self._come_back())
         return True
 
@@ -146,6 +153,8 @@ class RLMaster:
         """Not in a thread: until it is done, no other request may resume too."""
         if self._claims:
             self._claim = claim(self._job, ON_RAY, bound=False)
+        if self._log is None:
+            self._log = copy_output(self._job.job_dir, "master", "master")
 
     async def _hold_folder(self, claimed: Claim) -> None:
         while not self._state.phase.terminal:
@@ -159,6 +168,9 @@ class RLMaster:
                 raise
 
     def _leave_folder(self) -> None:
+        if self._log is not None:
+            self._log.copy()
+        copy_all_rests(self._job.job_dir)
         if self._claim is not None:
             self._claim.end(self._state.phase.value)
 
@@ -311,6 +323,7 @@ class RLMaster:
 
     async def report(self, report: StepReport) -> None:
         self._reports.append(report)
+        self._pace.note(report.step, time.monotonic())
         self._activity = ""
         if len(self._reports) > _KEPT_REPORTS:
             del self._reports[0]
@@ -329,7 +342,8 @@ class RLMaster:
 
     async def status(self) -> JobStatus:
         last = self._reports[-1] if self._reports else None
-        return status_of(self._job, self._state, last, self._activity)
+        status = status_of(self._job, self._state, last, self._activity)
+        return replace(status, step_s=self._pace.step_s, started_s=self._started_s)
 
     async def follow(self, position: Position, timeout_s: float) -> Update:
         """Wait up to ``timeout_s`` seconds for news after ``position``."""

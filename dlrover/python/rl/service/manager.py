@@ -87,9 +87,10 @@ class JobManager:
         self._note(Schedule())
 
     async def close(self) -> None:
-        """Stop serving; the jobs go on."""
+        """Stop serving, after what is being saved; the jobs go on."""
         self._closed = True
-        for task in self._tasks:
+        self._requests.put_nowait(_Request(Schedule()))  # wakes the loop
+        for task in self._tasks[1:]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._runner.close()
@@ -205,7 +206,7 @@ class JobManager:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        while True:
+        while not self._closed:
             batch = [await self._requests.get()]  # waits: for the next request
             while len(batch) < _BATCH and not self._requests.empty():
                 batch.append(self._requests.get_nowait())

@@ -23,8 +23,8 @@ from grpc_reflection.v1alpha import reflection
 
 from dlrover.python.rl.common.errors import AccessDenied, DLRoverRLError, JobConflict
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
 from dlrover.python.rl.service.auth import AccessRole, Caller, Right, TokenFile
-from dlrover.python.rl.service.files import RunFolder
 from dlrover.python.rl.service.jobs.records import JobRecord, StopJob
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.messages import code_of, details_of, event_message, job_message
@@ -65,6 +65,7 @@ _UNARY_S = 30.0
 _MAX_WAIT_S = 300.0
 _MAX_LISTED, _LISTED = 1_000, 100
 _MAX_TAIL = 100_000
+_LOG_POLL_S = 0.3
 _DENIALS_EVERY_S = 10.0
 
 
@@ -225,9 +226,17 @@ class JobServer:
             record = await self._manager.wait(record.name, 0.5)
         if not record.results:
             return
-        lines = _folder(record).logs(process, tail, request.follow, lambda: self._has_ended(record))
-        async for name, text in lines:
-            yield wire.LogChunk(process=name, text=text)
+        reader = LogReader(_folder(record), process, tail)
+        if not request.follow:
+            await asyncio.to_thread(reader.check)
+        while True:
+            ended = self._has_ended(record)
+            lines = reader.read()
+            while chunk := await asyncio.to_thread(next, lines, None):
+                yield wire.LogChunk(process=chunk[0], text=chunk[1])
+            if ended or not request.follow:
+                return
+            await asyncio.sleep(_LOG_POLL_S)
 
     async def _artifacts(self, request: wire.ArtifactsRequest, caller: Caller) -> wire.ArtifactsResponse:
         record = self._named(request)

@@ -9,8 +9,9 @@ import fcntl
 import json
 import os
 import sqlite3
+import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, fields
 from math import isfinite, nan
 from pathlib import Path
@@ -62,6 +63,7 @@ class SqliteJobStore:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = _hold(folder)
         self._path = folder / FILE
+        self._writing = threading.Lock()
         try:
             self._writer = self._connect()
             self._prepare()
@@ -109,16 +111,17 @@ class SqliteJobStore:
             ("DELETE FROM jobs WHERE run = ?", [(run,) for run in forgotten]),
             ("DELETE FROM events WHERE run = ?", [(run,) for run in forgotten]),
         )
-        try:
-            self._writer.execute("BEGIN IMMEDIATE")
-            for statement, rows in changes:
-                if rows:
-                    self._writer.executemany(statement, rows)
-            self._writer.execute("COMMIT")
-        except sqlite3.Error as error:
-            if self._writer.in_transaction:
-                self._writer.execute("ROLLBACK")
-            raise ServiceUnavailable(f"the service cannot save: {error}; nothing was changed") from error
+        with self._writing:
+            try:
+                self._writer.execute("BEGIN IMMEDIATE")
+                for statement, rows in changes:
+                    if rows:
+                        self._writer.executemany(statement, rows)
+                self._writer.execute("COMMIT")
+            except sqlite3.Error as error:
+                with suppress(sqlite3.Error):
+                    self._writer.execute("ROLLBACK")
+                raise ServiceUnavailable(f"the service cannot save: {error}; nothing was changed") from error
 
     def description(self, run: str) -> JobDescription:
         row = self._read("SELECT body FROM descriptions WHERE run = ?", run)
@@ -144,8 +147,9 @@ class SqliteJobStore:
             raise ServiceUnavailable(f"the service cannot read its state: {error}") from error
 
     def close(self) -> None:
-        self._reader.close()
-        self._writer.close()
+        with self._writing:  # SQLite does not stand a connection that is closed while another thread uses it
+            self._reader.close()
+            self._writer.close()
         os.close(self._lock)
 
 

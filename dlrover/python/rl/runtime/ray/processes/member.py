@@ -28,6 +28,7 @@ from dlrover.python.rl.control.events import Process
 from dlrover.python.rl.runtime.process.executor import enter_folder, load_class, starting
 from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSender, HeartbeatSettings
 from dlrover.python.rl.runtime.process.host import CallHeader, MemberHost, decode
+from dlrover.python.rl.runtime.process.log_copy import copy_output
 from dlrover.python.rl.trainer.shard import row_count
 from dlrover.python.rl.trainer.workload import MemberContext
 
@@ -101,6 +102,7 @@ class MemberActor:
         process_id = ProcessId(self._role, context.rank)
         self._identity = process_id, start.incarnation
         configure_logging(str(process_id))
+        copy_output(start.job.job_dir, process_id.log_name, f"{process_id} incarnation {start.incarnation}")
         self._host = host = MemberHost(start.incarnation, ray.get_runtime_context().get_node_id())
         with starting(str(process_id)):
             host.start(self._load(start.job), context, self._master, start.job.config)

@@ -24,6 +24,7 @@ from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of, results_of
 from dlrover.python.rl.runtime.process.executor import cause_of, enter_folder, load_class, starting
 from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSender, HeartbeatSettings
+from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_output
 from dlrover.python.rl.runtime.ray.processes.actors import ask, find
 from dlrover.python.rl.runtime.ray.processes.member import locate, send_to
 from dlrover.python.rl.runtime.ray.processes.port import Activity, WatchedPort, is_loss
@@ -169,6 +170,7 @@ class TrainerActor:
         self._epoch, self._master = epoch, master
         self._start: TrainerStart | None = None
         self._recovery: RayRecovery | None = None
+        self._log: LogCopier | None = None
         self._activity = Activity()
         self._outcome: Cause | None = None
         self._running = self._ended = False
@@ -178,6 +180,7 @@ class TrainerActor:
         """Import the job's classes; returns where this process runs. Raises WorkloadStartError."""
         job = start.job
         enter_folder(job.work_dir)
+        self._log = copy_output(job.job_dir, TRAINER_ID.log_name, f"trainer epoch {self._epoch}")
         with starting(str(TRAINER_ID)):
             self._trainer_class = load_class(job.trainer.module, job.trainer.class_, job.search_path)
             self._classes = {
@@ -203,6 +206,8 @@ class TrainerActor:
             self._activity.touch()
             self._running = True
             self._outcome, self._ended, self._running = self._run(), True, False
+            if self._log is not None:
+                self._log.copy()
         return self._outcome
 
     def _run(self) -> Cause | None:

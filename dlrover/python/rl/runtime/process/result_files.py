@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of a run's folder that clients may read: opened part by part, following no link."""
 
-import asyncio
 import os
 import stat
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,9 +14,8 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import hint
 
 LOGS = "logs"
-_SUFFIX = ".log"
+SUFFIX = ".log"
 _CHUNK = 256 * 1024
-_POLL_S = 0.3
 _MAX_FILES = 10_000
 _MAX_LINE = 64 * 1024
 # The system's own files: commits are large and internal, the journal and the owner's record are no results.
@@ -53,13 +51,13 @@ class RunFolder:
     def read(self, parts: tuple[str, ...], offset: int) -> Generator[bytes, None, None]:
         if _is_private(parts):
             raise _missing("/".join(parts), "is not a file that is served")
-        with self._open(parts) as descriptor:
+        with self.open(parts) as descriptor:
             while chunk := os.pread(descriptor, _CHUNK, offset):
                 yield chunk
                 offset += len(chunk)
 
     @contextmanager
-    def _open(self, parts: tuple[str, ...]) -> Iterator[int]:
+    def open(self, parts: tuple[str, ...]) -> Iterator[int]:
         """A descriptor of a plain file. No part may be a link, which could be exchanged after a check."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         opened: list[int] = []
@@ -78,44 +76,41 @@ class RunFolder:
             for descriptor in opened:
                 os.close(descriptor)
 
-    # -- logs ---------------------------------------------------------------------------------------------------------
-
     def processes(self) -> list[str]:
         """The processes that have a log."""
         return sorted(
-            file.path.removeprefix(f"{LOGS}/").removesuffix(_SUFFIX)
+            file.path.removeprefix(f"{LOGS}/").removesuffix(SUFFIX)
             for file in self._walk((LOGS,), self._folder / LOGS)
-            if file.path.endswith(_SUFFIX) and file.path.count("/") == 1
+            if file.path.endswith(SUFFIX) and file.path.count("/") == 1
         )
 
-    async def logs(
-        self, process: str, tail: int, follow: bool, has_ended: Callable[[], bool]
-    ) -> AsyncIterator[tuple[str, str]]:
-        """Lines of one process, or of all, as (process, text). Follows until the run ``has_ended``."""
-        positions: dict[str, _LogPosition] = {}
-        while True:
-            ended = has_ended()
-            known = await asyncio.to_thread(self.processes)
-            if process and process not in known and (ended or not follow):
-                raise _missing(process, f"has no log{hint(process, known)}" if known else "has no log yet")
-            for name in [process] if process else known:
-                position = positions.get(name)
-                if position is None:
-                    position = positions[name] = _LogPosition()
-                    text = await asyncio.to_thread(self._first, name, tail, position)
-                else:
-                    text = await asyncio.to_thread(self._more, name, position)
-                while text:
-                    yield name, text
-                    text = await asyncio.to_thread(self._more, name, position)
-            if ended or not follow:
-                return
-            await asyncio.sleep(_POLL_S)
 
-    def _first(self, process: str, tail: int, position: "_LogPosition") -> str:
-        if not tail:
-            return self._more(process, position)
-        lines: deque[str] = deque(maxlen=tail)
+class LogReader:
+    """Reads what one process has written, or all of them, on from where it was; ``tail`` limits the first reading to
+    the last lines of each. Raises InvalidJob if ``process`` has no log."""
+
+    def __init__(self, folder: RunFolder, process: str = "", tail: int = 0) -> None:
+        self._folder, self._process, self._tail = folder, process, tail
+        self._positions: dict[str, _LogPosition] = {}
+
+    def check(self) -> None:
+        known = self._folder.processes()
+        if self._process and self._process not in known:
+            raise _missing(self._process, f"has no log{hint(self._process, known)}" if known else "has no log yet")
+
+    def read(self) -> Iterator[tuple[str, str]]:
+        """Whole lines that were written since, with the process that wrote them."""
+        for name in [self._process] if self._process else self._folder.processes():
+            position = self._positions.get(name)
+            if position is None:
+                position = self._positions[name] = _LogPosition()
+                if self._tail and (text := self._last_lines(name, position)):
+                    yield name, text
+            while text := self._more(name, position):
+                yield name, text
+
+    def _last_lines(self, process: str, position: "_LogPosition") -> str:
+        lines: deque[str] = deque(maxlen=self._tail)
         while text := self._more(process, position):
             lines.extend(text.splitlines(keepends=True))
         return "".join(lines)
@@ -123,7 +118,7 @@ class RunFolder:
     def _more(self, process: str, position: "_LogPosition") -> str:
         """The next whole lines after ``position``, which goes on; after a rotation from the new file's beginning."""
         try:
-            with self._open((LOGS, f"{process}{_SUFFIX}")) as descriptor:
+            with self._folder.open((LOGS, f"{process}{SUFFIX}")) as descriptor:
                 state = os.fstat(descriptor)
                 if state.st_ino != position.inode or state.st_size < position.offset:
                     position.inode, position.offset = state.st_ino, 0

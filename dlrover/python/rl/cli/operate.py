@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs for jobs that run: ``list|status|attach|wait|stop|resize|logs|explain``, on a Ray cluster or a service."""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import datetime, timedelta
+from math import isfinite
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from dlrover.python.rl.cli.explain import explain_lines
+from dlrover.python.rl.master.jobs import JobOperations, JobView, check_name
+from dlrover.python.rl.master.main import EXIT_FAILED, EXIT_MASTER_LOST, EXIT_STOPPED, EXIT_TIMED_OUT
+from dlrover.python.rl.runtime.process.progress import ProgressView
+
+_ADDRESS = click.option("--address", default="auto", show_default=True, help="A running Ray cluster.")
+_SERVER = click.option(
+    "--server", envvar="DLROVER_RL_SERVER", show_envvar=True, help="A job service, host:port, instead of a cluster."
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
+
+
+def connect(address: str, server: str | None) -> AbstractContextManager[JobOperations]:
+    """Raises ClusterUnavailable or ServiceUnavailable when entered."""
+    if server:
+        from dlrover.python.rl.service.remote_jobs import service_jobs  # gRPC takes a moment
+
+        return service_jobs(server)
+    from dlrover.python.rl.master.ray_jobs import ray_jobs
+
+    return ray_jobs(address)
+
+
+def _operation(function: Callable[..., None]) -> click.Command:
+    """A verb that is given the jobs of a cluster or of a service."""
+
+    def run(address: str, server: str | None, **arguments: Any) -> None:
+        name = arguments.get("name")
+        if name is not None:
+            check_name(name)
+        with connect(address, server) as jobs:
+            function(jobs, **arguments)
+
+    run.__doc__, run.__name__ = function.__doc__, function.__name__.removeprefix("_")
+    run.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
+    return click.command()(_ADDRESS(_SERVER(run)))
+
+
+@_operation
+@_JSON
+def _list(jobs: JobOperations, as_json: bool) -> None:
+    """List the jobs of a cluster or a service."""
+    views = jobs.list_jobs()
+    if as_json:
+        click.echo(json.dumps([view.to_plain() for view in views]))
+        return
+    if not views:
+        click.echo("no jobs")
+        return
+    table = Table("job", "phase", "step", "reward", "elapsed", "restarts", "folder", box=None)
+    for view in views:
+        table.add_row(
+            view.name, view.phase, _steps(view), _number(view.reward), _span(view.elapsed_s), str(view.restarts),
+            view.folder,
+        )  # fmt: skip
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@_operation
+@click.argument("name")
+@_JSON
+def _status(jobs: JobOperations, name: str, as_json: bool) -> None:
+    """Show the status of a job; without a cluster's answer, that of its last run in ./runs."""
+    view = jobs.get(name)
+    click.echo(json.dumps(view.to_plain()) if as_json else "\n".join(status_lines(view)))
+
+
+@_operation
+@click.argument("name")
+def _attach(jobs: JobOperations, name: str) -> None:
+    """Follow a job as 'run' does. Ctrl-C leaves it running."""
+    jobs.get(name)
+    try:
+        with ProgressView(name) as view:
+            ended = jobs.attach(name, view, view.announce)
+    except KeyboardInterrupt:
+        click.echo(f"{name} goes on; to follow it again: dlrover-rl attach {name}", err=True)
+        return
+    click.echo("\n".join(status_lines(ended)))
+    _exit_as(ended)
+
+
+@_operation
+@click.argument("name")
+@click.option("--timeout", type=click.FloatRange(min=0), help="In seconds; exit code 124 if the job has not ended.")
+def _wait(jobs: JobOperations, name: str, timeout: float | None) -> None:
+    """Wait for the end of a job; the exit code is that of 'run'."""
+    view = jobs.wait(name, timeout)
+    click.echo("\n".join(status_lines(view)))
+    if not view.ended:
+        sys.exit(EXIT_TIMED_OUT)
+    _exit_as(view)
+
+
+@_operation
+@click.argument("name")
+@click.option("--hard", is_flag=True, help="End its processes at once.")
+def _stop(jobs: JobOperations, name: str, hard: bool) -> None:
+    """Stop a job in good order, and wait for its end."""
+    click.echo("\n".join(status_lines(jobs.stop(name, hard))))
+
+
+@_operation
+@click.argument("name")
+@click.argument("role")
+@click.argument("num", type=click.IntRange(min=1))
+def _resize(jobs: JobOperations, name: str, role: str, num: int) -> None:
+    """Change the number of members of a stateless ROLE while the job runs."""
+    view = jobs.resize(name, role.upper(), num)
+    click.echo(f"{name}: {role.upper()} gets {num} members" + (f", after step {view.step}" if view.step else ""))
+
+
+@_operation
+@click.argument("name")
+@click.argument("process", default="")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
+@click.option("--tail", type=click.IntRange(min=0), default=0, help="Only the last lines of each process.")
+def _logs(jobs: JobOperations, name: str, process: str, follow: bool, tail: int) -> None:
+    """Print what the processes of a job have written: of PROCESS, such as rollout-1 or trainer, or of all."""
+    process = process.lower().replace("[", "-").rstrip("]")
+    for writer, text in jobs.logs(name, process, follow, tail):
+        prefix = "" if process else f"[{writer}] "
+        click.echo("".join(f"{prefix}{line}\n" for line in text.splitlines()), nl=False)
+
+
+@_operation
+@click.argument("name")
+def _explain(jobs: JobOperations, name: str) -> None:
+    """Tell in words how a job is: its state, since when, why, and what to try."""
+    click.echo("\n".join(explain_lines(jobs.get(name))))
+
+
+VERBS = (_list, _status, _attach, _wait, _stop, _resize, _logs, _explain)
+
+
+def status_lines(view: JobView) -> list[str]:
+    facts = [view.phase, f"step {_steps(view)}"]
+    facts += [f"reward {_number(view.reward)}"] if isfinite(view.reward) else []
+    facts += [f"{view.step_s:.3g} s a step"] if view.step_s else []
+    facts += [f"{_span(view.elapsed_s)} elapsed"] if view.elapsed_s else []
+    facts += [f"about {_span(view.eta_s)} left"] if view.eta_s else []
+    facts += [f"restarts {view.restarts}"]
+    lines = [f"{view.name}: {', '.join(facts)}"]
+    lines += [f"  {view.activity}"] if view.activity else []
+    lines += [f"  {subject} recovered {times} time{'s' * (times != 1)}" for subject, times in view.recoveries.items()]
+    nodes = len({node for _, node, _ in view.members})
+    if nodes:
+        lines.append(f"  {len(view.members)} processes on {nodes} node{'s' * (nodes != 1)}")
+    elif view.roles and not view.ended:
+        lines.append(f"  {', '.join(f'{role} x{num}' for role, num in view.roles.items())}")
+    lines += [f"  {process:<16} {node} pid {pid}" for process, node, pid in view.members]
+    lines += [f"  {view.reason}"] if view.reason else []
+    lines += [f"  files in {view.folder}"] if view.folder else []
+    return lines
+
+
+def _exit_as(view: JobView) -> None:
+    codes = {"failed": EXIT_FAILED, "stopped": EXIT_STOPPED, "lost": EXIT_MASTER_LOST}
+    if view.phase in codes:
+        sys.exit(codes[view.phase])
+
+
+def _steps(view: JobView) -> str:
+    return f"{view.step}/{view.total_steps}" if view.total_steps else str(view.step)
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}" if isfinite(value) else ""
+
+
+def _span(seconds: float) -> str:
+    return str(timedelta(seconds=int(seconds))) if seconds else ""
+
+
+def when(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs from outside: what the verbs of the command line need of the place where jobs run, and what they show.
+
+Two places implement :class:`JobOperations`: a Ray cluster (:mod:`ray_jobs`), and the job service, in a higher layer.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import isfinite, nan
+from pathlib import Path
+from typing import Any, Protocol
+
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.names import check_job_name, hint
+from dlrover.python.rl.master.history import RunHistory
+from dlrover.python.rl.master.status import JobStatus
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter
+
+_TAIL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class JobView:
+    """A job as it is shown. ``phase`` is that of the place where it runs; times in seconds, 0: unknown."""
+
+    name: str
+    phase: str
+    ended: bool = False
+    step: int = 0
+    total_steps: int = 0
+    reward: float = nan
+    step_s: float = 0.0
+    started_s: float = 0.0
+    elapsed_s: float = 0.0
+    restarts: int = 0
+    reason: str = ""
+    cause: str = ""  # kind of the first cause of a failure
+    detail: str = ""  # the evidence
+    activity: str = ""
+    folder: str = ""
+    owner: str = ""
+    roles: Mapping[str, int] = field(default_factory=dict)
+    recoveries: Mapping[str, int] = field(default_factory=dict)
+    members: tuple[tuple[str, str, int], ...] = ()
+
+    @property
+    def eta_s(self) -> float:
+        left = self.total_steps - self.step
+        return 0.0 if self.ended or left <= 0 else left * self.step_s
+
+    def to_plain(self) -> dict[str, Any]:
+        plain = {**vars(self), "eta_s": self.eta_s, "nodes": len({node for _, node, _ in self.members})}
+        return {
+            name: None if isinstance(value, float) and not isfinite(value) else value for name, value in plain.items()
+        }
+
+
+class JobOperations(Protocol):
+    """Names that are not there are an InvalidJob or UnknownJob with the nearest one."""
+
+    def list_jobs(self) -> list[JobView]: ...
+
+    def get(self, name: str) -> JobView: ...
+
+    def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
+        """Pass on steps and activities until the job has ended; return its end."""
+        ...
+
+    def wait(self, name: str, timeout_s: float | None) -> JobView:
+        """The job once it has ended, or as it is after ``timeout_s``."""
+        ...
+
+    def stop(self, name: str, hard: bool) -> JobView:
+        """Stop a job and wait for its end."""
+        ...
+
+    def resize(self, name: str, role: str, num: int) -> JobView: ...
+
+    def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
+        """Whole lines with the process that wrote them; all processes for ""."""
+        ...
+
+
+def view_of_status(status: JobStatus) -> JobView:
+    cause = status.cause
+    return JobView(
+        name=status.name,
+        phase=status.phase.value,
+        ended=status.phase.terminal,
+        step=status.step,
+        total_steps=status.total_steps,
+        reward=status.reward,
+        step_s=status.step_s,
+        started_s=status.started_s,
+        elapsed_s=time.time() - status.started_s if status.started_s else 0.0,
+        restarts=status.restarts,
+        reason=status.reason,
+        cause=cause.kind.value if cause else "",
+        detail=cause.detail if cause else "",
+        activity=status.activity,
+        folder=status.folder,
+        roles=status.roles,
+        recoveries=status.recoveries,
+        members=status.members,
+    )
+
+
+def view_of_folder(name: str, folder: Path, history: RunHistory) -> JobView:
+    """A run that is on no cluster any more, from its files."""
+    state, last = history.state, _last_metrics(folder)
+    over = state.phase.terminal
+    return JobView(
+        name=name,
+        phase=state.phase.value if over else "lost",
+        ended=True,
+        step=int(last.get("step", 0)),
+        reward=float(last.get("reward", nan)),
+        started_s=history.began_s,
+        elapsed_s=history.last_s - history.began_s,
+        restarts=state.restarts,
+        reason=state.reason if over else "its master is gone; the run goes on with: dlrover-rl resume",
+        cause=state.failure.kind.value if state.failure else "",
+        detail=state.failure.detail if state.failure else "",
+        folder=str(folder),
+        roles=history.roles,
+        recoveries=dict(state.recoveries),
+    )
+
+
+def _last_metrics(folder: Path) -> dict[str, Any]:
+    """The last whole line of ``metrics.jsonl``; empty if there is none."""
+    with suppress(OSError, ValueError), (folder / "metrics.jsonl").open("rb") as file:
+        file.seek(max(file.seek(0, 2) - _TAIL_BYTES, 0))
+        lines = file.read().rpartition(b"\n")[0].splitlines()
+        last = json.loads(lines[-1]) if lines else {}
+        return last if isinstance(last, dict) else {}
+    return {}
+
+
+def check_name(name: str) -> str:
+    """Raises InvalidJob."""
+    try:
+        return check_job_name(name)
+    except ValueError as error:
+        raise InvalidJob([ConfigError("name", str(error))]) from error
+
+
+def no_such_job(name: str, known: Iterable[str], where: str) -> InvalidJob:
+    return InvalidJob([ConfigError("name", f"no job named '{name}' {where}{hint(name, known)}")])
+
+
+class MemoryJobs:
+    """Jobs that only change when ``on_change`` says so: for trying the verbs."""
+
+    def __init__(self, *views: JobView, on_change: Callable[["MemoryJobs", str, str], None] | None = None) -> None:
+        self.views = {view.name: view for view in views}
+        self._on_change = on_change or (lambda jobs, verb, name: None)
+
+    def list_jobs(self) -> list[JobView]:
+        return list(self.views.values())
+
+    def get(self, name: str) -> JobView:
+        if check_name(name) not in self.views:
+            raise no_such_job(name, self.views, "here")
+        return self.views[name]
+
+    def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
+        return self._changed("attach", name)
+
+    def wait(self, name: str, timeout_s: float | None) -> JobView:
+        return self._changed("wait", name)
+
+    def stop(self, name: str, hard: bool) -> JobView:
+        return self._changed("stop", name)
+
+    def resize(self, name: str, role: str, num: int) -> JobView:
+        return self._changed("resize", name)
+
+    def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
+        self.get(name)
+        return iter(())
+
+    def _changed(self, verb: str, name: str) -> JobView:
+        self.get(name)
+        self._on_change(self, verb, name)
+        return self.views[name]

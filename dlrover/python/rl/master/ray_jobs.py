@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The jobs of a Ray cluster, and those that have left it but whose folder is here."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dlrover.python.rl.common.errors import InvalidJob, JournalCorrupt, MasterLost
+from dlrover.python.rl.common.names import master_name
+from dlrover.python.rl.config.spec import RUNS
+from dlrover.python.rl.master.history import read_history
+from dlrover.python.rl.master.job import follow, stop_master
+from dlrover.python.rl.master.jobs import (
+    JobOperations,
+    JobView,
+    check_name,
+    no_such_job,
+    view_of_folder,
+    view_of_status,
+)
+from dlrover.python.rl.master.saved_run import find_saved_run
+from dlrover.python.rl.master.status import JobStatus
+from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
+from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
+from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
+from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, sweep, wait_gone
+from dlrover.python.rl.runtime.run_folder import LATEST
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport, announce_nothing
+
+_ANSWER_S = 30.0
+_STOP_S = 60.0
+_FOLLOWER_S = 3.0
+_POLL_S = 0.5
+_MASTER = "/master"
+
+
+@contextmanager
+def ray_jobs(address: str) -> Iterator[JobOperations]:
+    """Raises ClusterUnavailable."""
+    with ray_cluster(address, {}):
+        yield RayJobs()
+
+
+class RayJobs:
+    """Uses the cluster that this process is connected to."""
+
+    def list_jobs(self) -> list[JobView]:
+        views = []
+        for name in self._names():
+            with suppress(MasterLost):  # it has ended meanwhile
+                views.append(view_of_status(ask(self._master(name).status.remote, _ANSWER_S)))
+        return views
+
+    def _names(self) -> list[str]:
+        actors = RayClusterApi().list_actors("")
+        return sorted(actor.removesuffix(_MASTER) for actor in actors if actor.endswith(_MASTER))
+
+    def get(self, name: str) -> JobView:
+        master = find(master_name(check_name(name)))
+        if master is None:
+            return self._saved(name)
+        try:
+            return view_of_status(ask(master.status.remote, _ANSWER_S))
+        except MasterLost:
+            return self._saved(name)
+
+    def _master(self, name: str) -> Any:
+        """The master of a job that runs. Raises InvalidJob, and MasterLost if it has ended."""
+        master = find(master_name(check_name(name)))
+        if master is None:
+            self._saved(name)
+            raise MasterLost(f"'{name}' has ended")
+        return master
+
+    def _saved(self, name: str) -> JobView:
+        """The last run of a name in ``runs/``. Raises InvalidJob if there is none."""
+        with suppress(InvalidJob):
+            run = find_saved_run(name)
+            history = _history(run.folder)
+            if history is not None and run.owner.job == name:
+                return view_of_folder(name, run.folder, history)
+        saved = [path.name for path in RUNS.glob("*") if (path / LATEST).is_dir()]
+        raise no_such_job(name, [*self._names(), *saved], "on this cluster, and no run of it in ./runs")
+
+    def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
+        return self._followed(name, report, announce, None)
+
+    def wait(self, name: str, timeout_s: float | None) -> JobView:
+        return self._followed(name, _quiet, announce_nothing, timeout_s)
+
+    def _followed(self, name: str, report: Reporter, announce: Announcer, deadline_s: float | None) -> JobView:
+        try:
+            status = follow(self._master(name), report, deadline_s=deadline_s, announce=announce)
+        except MasterLost:
+            return self._saved(name)
+        return view_of_status(status)
+
+    def stop(self, name: str, hard: bool) -> JobView:
+        """Without a master, what it has left is ended."""
+        master = find(master_name(check_name(name)))
+        if master is None:
+            sweep(name)
+            return self._saved(name)
+        try:
+            view = view_of_status(ask(master.status.remote, _ANSWER_S) if hard else _stopped(master))
+        except MasterLost:
+            return self._saved(name)
+        if view.ended:
+            # The process that runs the job follows it too, and removes the master when it has read the end.
+            with suppress(TimeoutError):
+                wait_gone(master_name(name), _FOLLOWER_S)
+                return view
+        end(master)
+        sweep(name)
+        return view if view.ended else replace(view, phase="stopped", ended=True, reason="its processes were ended")
+
+    def resize(self, name: str, role: str, num: int) -> JobView:
+        master = self._master(name)
+        ask(partial(master.resize.remote, role.upper(), num), _ANSWER_S)
+        return view_of_status(ask(master.status.remote, _ANSWER_S))
+
+    def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
+        view = self.get(name)
+        reader = LogReader(RunFolder(Path(view.folder)), process, tail)
+        if not follow:
+            reader.check()
+        while True:
+            yield from reader.read()
+            if view.ended or not follow:
+                return
+            time.sleep(_POLL_S)
+            view = self.get(name)
+
+
+def _stopped(master: Any) -> JobStatus:
+    stop_master(master, "stopped from the command line")
+    return follow(master, deadline_s=_STOP_S)
+
+
+def _history(folder: Path) -> Any:
+    with suppress(JournalCorrupt):
+        return read_history(folder)
+    return None
+
+
+def _quiet(report: StepReport) -> None:
+    """Drop the report."""

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The jobs of a service, for the verbs of the command line."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import nan
+from pathlib import Path
+
+from dlrover.python.rl.master.jobs import JobOperations, JobView
+from dlrover.python.rl.service.client import ClientTls, ServiceClient
+from dlrover.python.rl.service.messages import phase_of
+from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport
+
+_STOP_S = 60.0
+_PATIENCE_S = 10.0
+
+
+def tls_of_environment() -> ClientTls | None:
+    """``DLROVER_RL_TLS_CA``, and a client's own ``DLROVER_RL_TLS_CERT`` and ``DLROVER_RL_TLS_KEY``."""
+    named = [os.environ.get(f"DLROVER_RL_TLS_{name}") for name in ("CA", "CERT", "KEY")]
+    ca, certificate, key = [Path(path) if path else None for path in named]
+    return ClientTls(ca, certificate, key) if ca else None
+
+
+def connected(address: str) -> ServiceClient:
+    """For commands, which give up soon."""
+    return ServiceClient(address, tls=tls_of_environment(), patience_s=_PATIENCE_S)
+
+
+@contextmanager
+def service_jobs(address: str) -> Iterator[JobOperations]:
+    with connected(address) as client:
+        yield RemoteJobs(client)
+
+
+class RemoteJobs:
+    def __init__(self, client: ServiceClient) -> None:
+        self._client = client
+
+    def list_jobs(self) -> list[JobView]:
+        return [view_of_message(job) for job in self._client.list_jobs(ended=True)]
+
+    def get(self, name: str) -> JobView:
+        return view_of_message(self._client.get(name))
+
+    def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
+        total = self._client.get(name).total_steps
+        for event in self._client.watch(name):
+            if event.kind == "step":
+                total = total or self._client.get(name).total_steps
+                report(StepReport(event.step, total, dict(event.metrics)))
+            else:
+                announce(f"{event.kind} {event.message}".strip())
+        return self.get(name)
+
+    def wait(self, name: str, timeout_s: float | None) -> JobView:
+        return view_of_message(self._client.wait(name, timeout_s))
+
+    def stop(self, name: str, hard: bool) -> JobView:
+        self._client.stop(name, hard)
+        return view_of_message(self._client.wait(name, _STOP_S))
+
+    def resize(self, name: str, role: str, num: int) -> JobView:
+        return view_of_message(self._client.resize(name, role, num))
+
+    def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
+        for chunk in self._client.logs(name, process, follow, tail):
+            yield chunk.process, chunk.text
+
+
+def view_of_message(job: wire.Job) -> JobView:
+    phase = phase_of(job)
+    until_s = job.ended_s or time.time()
+    took_s = until_s - job.started_s if job.started_s else 0.0
+    return JobView(
+        name=job.name,
+        phase=phase.value,
+        ended=phase.ended,
+        step=job.step,
+        total_steps=job.total_steps,
+        reward=job.reward if job.step else nan,
+        step_s=took_s / job.step if job.step else 0.0,
+        started_s=job.started_s,
+        elapsed_s=took_s,
+        restarts=job.restarts,
+        reason=job.reason,
+        cause=job.cause,
+        detail=job.detail,
+        activity=job.activity,
+        folder=job.folder,
+        owner=job.owner,
+        roles=dict(job.roles),
+    )

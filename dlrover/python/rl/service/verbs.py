@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs that only a service has: ``enqueue`` and ``fetch``."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dlrover.python.rl.common.command_line import OverridesCommand
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+
+_SERVER = click.option(
+    "--server", envvar="DLROVER_RL_SERVER", show_envvar=True, required=True, help="The job service, host:port."
+)
+
+
+@click.command(cls=OverridesCommand)
+@click.argument("job_file", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option("--name", default="", help="By default the file's own, or the name of the file.")
+@click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True)
+@click.option("--folder", default="", help="Where the job's modules and data are, relative to the service's root.")
+@click.option("--token", "client_token", default="", help="The same one never makes a second job.")
+@_SERVER
+def enqueue(job_file: Path, overrides: tuple[str, ...], server: str, **options: Any) -> None:
+    """Submit JOB_FILE to a job service and return; it runs when the cluster has room."""
+    from dlrover.python.rl.service.remote_jobs import connected
+
+    if not job_file.is_file():
+        raise InvalidJob([ConfigError(str(job_file), "no such job file")])
+    text = job_file.read_text(encoding="utf-8")
+    options["name"] = options["name"] or _own_name(text) or job_file.stem
+    with connected(server) as client:
+        job = client.submit(text, overrides=overrides, **options)
+    click.echo(f"{job.name}: {job.reason or 'submitted'}; dlrover-rl attach {job.name} --server {server}")
+
+
+def _own_name(text: str) -> str:
+    import yaml
+
+    try:
+        top = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError):
+        return ""
+    return str(top.get("name", "")) if isinstance(top, dict) else ""
+
+
+@click.command()
+@click.argument("name")
+@click.argument("path", default="")
+@click.option("-o", "--out", type=click.Path(path_type=Path), default=Path(), help="A folder; by default this one.")
+@_SERVER
+def fetch(name: str, path: str, out: Path, server: str) -> None:
+    """Copy a file of a job, or all files below PATH such as model, from the service; without PATH list them."""
+    from dlrover.python.rl.service.remote_jobs import connected
+
+    with connected(server) as client:
+        files = client.artifacts(name)
+        if not path:
+            for file in files:
+                click.echo(f"{file.bytes:>12} {file.path}")
+            return
+        wanted = [file.path for file in files if file.path == path or file.path.startswith(f"{path.rstrip('/')}/")]
+        for relative in wanted or [path]:
+            _copy(lambda to, relative=relative: client.fetch(name, relative, to), _target(out, relative))
+            click.echo(str(out / relative))
+
+
+def _target(out: Path, relative: str) -> Path:
+    """The file to write; a service must not choose one outside of ``out``."""
+    target = (out / relative).resolve()
+    if not target.is_relative_to(out.resolve()):
+        raise InvalidJob([ConfigError("path", f"{relative!r} leads out of {out}")])
+    return target
+
+
+def _copy(read: Callable[..., int], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name}.part")
+    try:
+        with part.open("wb") as file:
+            read(file)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
