@@ -112,6 +112,85 @@ class SqliteJobStore:
             ("DELETE FROM events WHERE run = ?", [(run,) for run in forgotten]),
         )
         with self._writing:
+            self._transact(changes)
+
+    def _transact(self, changes: Sequence[tuple[str, list[tuple[Any, ...]]]]) -> None:
+        try:
+            self._writer.execute("BEGIN IMMEDIATE")
+            for statement, rows in changes:
+                if rows:
+                    self._writer.executemany(statement, rows)
+            self._writer.execute("COMMIT")
+        except sqlite3.Error as error:
+            with suppress(sqlite3.Error):
+                self._writer.execute("ROLLBACK")
+            raise ServiceUnavailable(f"the service cannot save: {error}; nothing was changed") from error
+
+    def description(self, run: str) -> JobDescription: ...
+
+    def events(self, after: int, name: str, limit: int) -> list[JobEvent]:
+        """Up to ``limit`` events with numbers above ``after``, of one job or, with "", of all."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SqliteJobStore:
+    """Raises JobConflict if another service holds ``folder``, JournalCorrupt if its file cannot be read."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = _hold(folder)
+        self._path = folder / FILE
+        self._writing = threading.Lock()
+        try:
+            self._writer = self._connect()
+            self._prepare()
+            self._reader = self._connect()
+        except sqlite3.Error as error:
+            raise JournalCorrupt(f"{self._path} cannot be read: {error}") from error
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=5.0)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        return connection
+
+    def _prepare(self) -> None:
+        self._path.chmod(0o600)
+        (version,) = self._writer.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            self._writer.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+        elif version != _VERSION:
+            raise JournalCorrupt(f"{self._path} has version {version} of its schema; this service reads {_VERSION}")
+
+    def load(self) -> tuple[list[JobRecord], int]:
+        try:
+            rows = self._reader.execute("SELECT body FROM jobs").fetchall()
+            (last,) = self._reader.execute("SELECT coalesce(max(number), 0) FROM events").fetchone()
+            return [_record(json.loads(body)) for (body,) in rows], int(last)
+        except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
+            raise JournalCorrupt(f"{self._path} cannot be read: {error}") from error
+
+    def write(
+        self,
+        records: Iterable[JobRecord],
+        events: Iterable[JobEvent],
+        descriptions: Mapping[str, JobDescription],
+        forgotten: Iterable[str],
+    ) -> None:
+        records, forgotten = list(records), list(forgotten)
+        described = [(run, _to_json(description)) for run, description in descriptions.items()]
+        done = [record.run for record in records if record.phase.ended]
+        changes: Sequence[tuple[str, list[tuple[Any, ...]]]] = (
+            ("INSERT OR REPLACE INTO jobs VALUES (?, ?)", [(record.run, _to_json(record)) for record in records]),
+            ("INSERT INTO events VALUES (?, ?, ?, ?)", [(it.number, it.run, it.name, _to_json(it)) for it in events]),
+            ("INSERT INTO descriptions VALUES (?, ?)", described),
+            ("DELETE FROM descriptions WHERE run = ?", [(run,) for run in (*done, *forgotten)]),
+            ("DELETE FROM jobs WHERE run = ?", [(run,) for run in forgotten]),
+            ("DELETE FROM events WHERE run = ?", [(run,) for run in forgotten]),
+        )
+        with self._writing:
             try:
                 self._writer.execute("BEGIN IMMEDIATE")
                 for statement, rows in changes:
