@@ -90,6 +90,8 @@ setup(
             "py.typed",
             "recipe/*.yaml",
             "master/skeleton/**/*",
+            "metrics/*.json",
+            "metrics/*.yaml",
             "service/proto/*.proto",
             "service/proto/*.pyi",
         ],

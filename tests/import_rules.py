@@ -14,14 +14,14 @@ LAYERS = (
     ("config",),
     ("data",),
     ("control", "trainer"),
-    ("runtime", "engine", "environment", "algorithm"),
+    ("runtime", "engine", "environment", "algorithm", "metrics"),
     ("master", "recipe", "session"),
     ("classic", "script", "service"),
     ("cli",),
 )
 LAYER_OF = {package: index for index, layer in enumerate(LAYERS) for package in layer}
 
-CONTROL_HALF = {"trainer", "control", "runtime", "master", "service", "cli"}
+CONTROL_HALF = {"trainer", "control", "runtime", "master", "metrics", "service", "cli"}
 MODEL_HALF = {"data", "environment", "algorithm", "engine"}
 TENSOR_LIBRARIES = {"torch", "transformers", "tokenizers", "safetensors"}
 
@@ -33,7 +33,7 @@ HOMES = {
     "grpc_health": "service",
     "grpc_reflection": "service",
     "google": "service",
-    "prometheus_client": "master",
+    "prometheus_client": "metrics",
     "vllm": "engine/vllm",
     "sglang": "engine/sglang",
     "deepspeed": "engine/deepspeed",

@@ -86,7 +86,7 @@ class Service:
 
     @property
     def token(self):
-        from dlrover.python.rl.service.auth import read_token
+        from dlrover.python.rl.common.private_files import read_token
 
         return read_token(self.folder / "state" / "token")
 
@@ -96,7 +96,8 @@ class Service:
         return ServiceClient(self.address, token or self.token, patience_s=patience_s, **options)
 
     def token_of(self, name, role):
-        from dlrover.python.rl.service.auth import add_token, read_token
+        from dlrover.python.rl.common.private_files import read_token
+        from dlrover.python.rl.service.auth import add_token
 
         return read_token(add_token(self.folder / "state", name, role, self.folder / f"{name}.token"))
 

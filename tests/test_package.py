@@ -58,9 +58,13 @@ def test_the_wheel_has_every_module_and_job_file_and_the_mark_of_its_types(tmp_p
     assert ran.returncode == 0, ran.stderr
     (wheel,) = (tmp_path / "out").glob("*.whl")
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    skeletons = {
-        path.relative_to(ROOT).as_posix() for path in (ROOT / "dlrover/python/rl/master/skeleton").rglob("*.*")
+    rl = ROOT / "dlrover/python/rl"
+    shipped = {
+        *(rl / "master/skeleton").rglob("*.*"),
+        *(rl / "metrics").glob("*.json"),
+        *(rl / "metrics").glob("*.yaml"),
     }
+    others = {path.relative_to(ROOT).as_posix() for path in shipped}
     protocol = {f"dlrover/python/rl/service/proto/rl_jobs{end}" for end in (".proto", "_pb2.pyi")}
     assert recipes
-    assert names == sources | recipes | skeletons | protocol | {"dlrover/rl/py.typed", "dlrover/python/rl/py.typed"}
+    assert names == sources | recipes | others | protocol | {"dlrover/rl/py.typed", "dlrover/python/rl/py.typed"}

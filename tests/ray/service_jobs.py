@@ -25,7 +25,8 @@ class Adder(BaseWorkload):
 
 
 class PacedTrainer(BaseTrainer):
-    """Notes its start, then takes ``config.steps`` steps of ``config.step_s`` seconds."""
+    """Notes its start, then takes ``config.steps`` steps of ``config.step_s`` seconds. It hangs for as long as there is a
+    file of the notes' name with ``.hang``."""
 
     def init(self):
         with open(Path(self.config.notes), "a") as notes:
@@ -34,6 +35,8 @@ class PacedTrainer(BaseTrainer):
     def fit(self):
         for step in self.steps(self.config.steps):
             time.sleep(self.config.step_s)
+            while Path(f"{self.config.notes}.hang").exists():
+                time.sleep(0.05)
             self.log(step, reward=float(self.RG_ACTOR.add(step)[0]))
 
 

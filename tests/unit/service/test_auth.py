@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from dlrover.python.rl.common.errors import AccessDenied, CallError
+from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.service import auth
-from dlrover.python.rl.service.auth import AccessRole, Right, TokenFile, add_token, prepare, read_token, remove_tokens
+from dlrover.python.rl.service.auth import AccessRole, Right, TokenFile, add_token, prepare, remove_tokens
 
 
 @pytest.fixture

@@ -3,12 +3,20 @@
 
 import encodings.idna  # noqa: F401 - the resolver's codec, which it would import at its first use
 import fcntl
+import ipaddress
 import socket
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
 
 _SIOCGIFADDR = 0x8915
+
+
+def is_loopback(host: str) -> bool:
+    """A name other than ``localhost`` may mean anything, and is not."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return host == "localhost"
 
 
 def listening_socket(address: str, backlog: int) -> socket.socket:

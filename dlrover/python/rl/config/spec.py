@@ -157,6 +157,16 @@ class MasterSpec:
     max_restart: Annotated[int, Ge(-1)] = -1
     """Maximum restarts of the master, -1: unlimited; members continue meanwhile."""
 
+    metrics_port: Annotated[int, Ge(-1), Lt(65536)] = -1
+    """Port on which the master serves Prometheus metrics, 0: any free one, -1: none. The address is in the run's
+    ``metrics.json``."""
+
+    metrics_host: str = "127.0.0.1"
+    """Address that they are served at. Beyond loopback it needs ``metrics_token_file``."""
+
+    metrics_token_file: str = ""
+    """File with a token, readable by its owner only, that scrapers send as ``Authorization: Bearer``."""
+
 
 @dataclass(frozen=True)
 class JobSpec:

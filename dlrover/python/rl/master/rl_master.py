@@ -44,6 +44,7 @@ from dlrover.python.rl.control.state import JobState, MemberPhase, Phase
 from dlrover.python.rl.master.brain import Brain, earlier_journal, fresh_journal, submission
 from dlrover.python.rl.master.hang_detector import HangDetector
 from dlrover.python.rl.master.history import started_s
+from dlrover.python.rl.master.observer import JobObserver
 from dlrover.python.rl.master.status import JobStatus, Position, StepPace, Update, recoveries, status_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore
 from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, leave
@@ -88,6 +89,7 @@ class RLMaster:
         self._reports: list[StepReport] = []
         self._dropped = 0
         self._pace, self._started_s = StepPace(), 0.0
+        self._observer = JobObserver(job, job.run)
         self._activity = ""  # of the trainer
         self._boot = os.urandom(4).hex()
         self._tasks: list[asyncio.Task[None]] = []
@@ -105,6 +107,7 @@ class RLMaster:
         self._claim_folder()
         self._brain = Brain(FileStateStore(fresh_journal(self._job)))
         self._started_s = time.time()
+        self._observer.open()
         self._events.put_nowait(MasterStarted(pid=os.getpid()))
         self._events.put_nowait(submission(self._job, self._run_id, self._inspection, self._brain))
         self._live()
@@ -125,6 +128,7 @@ class RLMaster:
             return False
         self._brain = brain
         self._started_s = started_s(self._job.job_dir)
+        self._observer.open(resumed=True)
         self._spawn(self._come_back())
         return True
 
@@ -211,6 +215,7 @@ class RLMaster:
         for command in await self._journalled(event):
             self._executor.execute(command, self._events.put_nowait)
         after = self._state
+        self._observer.take(before, after, event)
         if after.phase is not before.phase:
             _LOG.info("%s is %s %s", self._job.name, after.phase.value, after.reason)
         for line in recoveries(before, after, event):
@@ -323,6 +328,7 @@ class RLMaster:
 
     async def report(self, report: StepReport) -> None:
         self._reports.append(report)
+        self._observer.report(report)
         self._pace.note(report.step, time.monotonic())
         self._activity = ""
         if len(self._reports) > _KEPT_REPORTS:

@@ -82,6 +82,11 @@ class Update:
     position: Position
 
 
+def reward_of(metrics: Mapping[str, float]) -> float:
+    """The mean reward of a step, as the recipes or a trainer of one's own report it; NaN if there is none."""
+    return metrics.get("reward/mean", metrics.get("reward", nan))
+
+
 _ACTIVITIES = {
     Phase.CREATED: "reserving resources",
     Phase.RUNNING: "starting the trainer",
@@ -124,7 +129,7 @@ def status_of(job: JobSpec, state: JobState, last: StepReport | None, announced:
         step=last.step if last else 0,
         total_steps=last.total_steps if last else 0,
         folder=str(job.job_dir),
-        reward=last.metrics.get("reward", nan) if last else nan,
+        reward=reward_of(last.metrics) if last else nan,
         roles={str(role): spec.num for role, spec in job.workloads.items()},
         activity=_activity_of(job, state, announced),
     )

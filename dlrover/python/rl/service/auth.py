@@ -11,7 +11,6 @@ import json
 import os
 import re
 import secrets
-import stat
 import threading
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import AccessDenied, CallError
+from dlrover.python.rl.common.private_files import check_private, create_private
 
 TOKENS, TOKEN = "tokens.json", "token"
 _BYTES = 32
@@ -130,7 +130,7 @@ def add_token(folder: Path, name: str, role: AccessRole, file: Path) -> Path:
         raise CallError(f"'{name}' has another role already: remove its token first")
     token = secrets.token_urlsafe(_BYTES)
     try:
-        _create(file, f"{token}\n")
+        create_private(file, f"{token}\n")
     except FileExistsError as error:
         raise CallError(f"{file} exists already") from error
     _write(folder, [*entries, _Entry(name, role.value, _digest(token))])
@@ -143,26 +143,6 @@ def remove_tokens(folder: Path, name: str) -> int:
     kept = [entry for entry in entries if entry.name != name]
     _write(folder, kept)
     return len(entries) - len(kept)
-
-
-def check_private(path: Path) -> os.stat_result:
-    """Raises CallError if others can read ``path``, OSError if it is not there."""
-    state = path.lstat()
-    if not stat.S_ISREG(state.st_mode) or state.st_mode & 0o077 or state.st_uid != os.geteuid():
-        raise CallError(f"{path} must be a file that only you can read: chmod 600 {path}")
-    return state
-
-
-def read_token(path: Path) -> str:
-    """A token for a client. Raises CallError if its file is missing, empty, or open to others."""
-    try:
-        check_private(path)
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CallError(f"no token can be read from {path}: {error}") from error
-    if not token:
-        raise CallError(f"{path} is empty")
-    return token
 
 
 def _digest(token: str) -> str:
@@ -184,13 +164,5 @@ def _read(path: Path) -> list[_Entry]:
 def _write(folder: Path, entries: Iterable[_Entry]) -> None:
     temporary = folder / f"{TOKENS}.{os.getpid()}"
     temporary.unlink(missing_ok=True)
-    _create(temporary, json.dumps({"tokens": [asdict(entry) for entry in entries]}, indent=1))
+    create_private(temporary, json.dumps({"tokens": [asdict(entry) for entry in entries]}, indent=1))
     temporary.replace(folder / TOKENS)
-
-
-def _create(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -17,7 +17,9 @@ from typing import Any, BinaryIO
 import grpc
 
 from dlrover.python.rl.common.errors import CallError, DLRoverRLError, ServiceBusy, ServiceUnavailable
-from dlrover.python.rl.service.auth import TOKEN, read_token
+from dlrover.python.rl.common.private_files import read_token
+from dlrover.python.rl.common.sockets import is_loopback
+from dlrover.python.rl.service.auth import TOKEN
 from dlrover.python.rl.service.jobs.records import JobPhase
 from dlrover.python.rl.service.messages import error_of, phase_of
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
@@ -28,7 +30,6 @@ _CALL_S = 15.0
 _PATIENCE_S = 60.0
 _WAIT_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
-_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _OPTIONS = (
     ("grpc.max_receive_message_length", 8 * 1024 * 1024),
     ("grpc.enable_http_proxy", 0),
@@ -61,7 +62,7 @@ class ServiceClient:
     def __init__(
         self, address: str, token: str | None = None, tls: ClientTls | None = None, patience_s: float = _PATIENCE_S
     ) -> None:
-        if tls is None and address.rpartition(":")[0] not in _LOOPBACK:
+        if tls is None and not is_loopback(address.rpartition(":")[0]):
             raise CallError(f"{address} is beyond loopback: name the CA of its certificate, so that the token is safe")
         self._patience_s = patience_s
         self._metadata = (("authorization", f"Bearer {token or _own_token()}"),)

@@ -2,7 +2,6 @@
 """``dlrover-rl serve`` and ``dlrover-rl token``."""
 
 import asyncio
-import ipaddress
 import os
 import signal
 from contextlib import nullcontext
@@ -12,6 +11,8 @@ from typing import Any
 import click
 
 from dlrover.python.rl.common.errors import CallError, ConfigError, InvalidJob
+from dlrover.python.rl.common.private_files import read_token
+from dlrover.python.rl.common.sockets import is_loopback
 from dlrover.python.rl.config.limits import ALLOW_RESOLVERS
 from dlrover.python.rl.service.state import default_state, write_address
 
@@ -29,6 +30,8 @@ _STATE = click.option("--state", type=_FILE, default=default_state, show_default
 @click.option("--address", help="A running Ray cluster; by default one is started, which ends with the service.")
 @click.option("--cpus", type=click.FloatRange(min=1), help="Logical CPUs of a cluster that is started here.")
 @click.option("--dry-run", is_flag=True, help="Queue jobs and pretend to run them: for trying clients.")
+@click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics at this port of --host.")
+@click.option("--metrics-token-file", type=_FILE, help="A token that scrapers send; beyond loopback it is needed.")
 @click.option("--tls-cert", type=_FILE)
 @click.option("--tls-key", type=_FILE)
 @click.option("--tls-client-ca", type=_FILE, help="Clients need a certificate that it has signed.")
@@ -62,14 +65,6 @@ def _tls_options(host: str, options: dict[str, Any]) -> tuple[Path, Path, Path |
     return None if certificate is None else (certificate.absolute(), key.absolute(), client_ca and client_ca.absolute())
 
 
-def is_loopback(host: str) -> bool:
-    """Names other than ``localhost`` may mean anything, and are not."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
@@ -77,6 +72,7 @@ def _bracketed(host: str) -> str:
 async def _serve(
     address: str, state: Path, tls: tuple[Path, Path, Path | None] | None, options: dict[str, Any]
 ) -> None:
+    from dlrover.python.rl.metrics.endpoint import MetricsEndpoint
     from dlrover.python.rl.service.auth import TokenFile, prepare
     from dlrover.python.rl.service.jobs.scheduling import QueueLimits
     from dlrover.python.rl.service.jobs.store import SqliteJobStore
@@ -85,6 +81,8 @@ async def _serve(
     from dlrover.python.rl.service.server import JobServer, TlsFiles
 
     ray_address, cpus, is_dry = (options.pop(name) for name in ("address", "cpus", "dry_run"))
+    metrics_port, metrics_file = options.pop("metrics_port"), options.pop("metrics_token_file")
+    metrics_token = read_token(metrics_file) if metrics_file else ""
     token = prepare(state)
     store = SqliteJobStore(state)
     stopping = _stop_signals()
@@ -92,8 +90,12 @@ async def _serve(
         manager = JobManager(store, MemoryRunner() if is_dry else _ray_runner(), QueueLimits(**options))
         await manager.start()
         server = JobServer(manager, TokenFile(state), Path.cwd(), TlsFiles(*tls) if tls else None)
+        host = address.rpartition(":")[0].strip("[]")
         try:
             port = await server.start(address)
+            if metrics_port is not None:
+                metrics = MetricsEndpoint(server.metrics.registry, host, metrics_port, metrics_token)
+                click.echo(f"metrics at http://{metrics.address}/metrics", err=True)
             own = f"{address.rpartition(':')[0]}:{port}"
             write_address(state, own)
             click.echo(f"serving at {own}; the administrator's token is in {token}", err=True)

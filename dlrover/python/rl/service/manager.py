@@ -14,6 +14,7 @@ done again by the next process of the service.
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from itertools import islice
 
 from dlrover.python.rl.common.errors import CallError, ConfigError, DLRoverRLError, InvalidJob, ServiceUnavailable
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.metrics.service import ServiceCounts
 from dlrover.python.rl.service.jobs.ledger import Answer, Draft, Ledger, Refused
 from dlrover.python.rl.service.jobs.records import (
     JobEvent,
@@ -73,6 +75,7 @@ class JobManager:
         self._reasons: Mapping[str, str] = {}  # why queued runs wait
         self._reasons_at = -1  # the number of the event after which they were found
         self._tasks: list[asyncio.Task[None]] = []
+        self._submissions = 0
         self._closed = False
 
     async def start(self) -> None:
@@ -132,6 +135,11 @@ class JobManager:
     def list_jobs(self, ended: bool = False, limit: int = 100) -> list[JobRecord]:
         """The newest first; runs that have ``ended`` too."""
         return [self._with_reason(record) for record in islice(self._ledger.newest_first(ended), limit)]
+
+    def counts(self) -> ServiceCounts:
+        jobs = Counter(record.phase for record in self._ledger.unfinished())
+        by_phase = {phase.value: jobs[phase] for phase in JobPhase if not phase.ended}
+        return ServiceCounts(by_phase, self._ledger.last_event, self._submissions)
 
     def _with_reason(self, record: JobRecord) -> JobRecord:
         """A queued job says why it waits."""
@@ -229,6 +237,7 @@ class JobManager:
                 return
         forgotten = self._ledger.adopt(draft)
         self._recent += draft.events
+        self._submissions += sum(event.kind == "submitted" for event in draft.events)
         if len(self._recent) > 2 * _RECENT:
             del self._recent[:-_RECENT]
         for request, answer in zip(batch, answers, strict=True):

@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 
 from dlrover.python.rl.common.errors import AccessDenied, DLRoverRLError, JobConflict
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.metrics.service import ServiceMetrics
 from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
 from dlrover.python.rl.service.auth import AccessRole, Caller, Right, TokenFile
 from dlrover.python.rl.service.jobs.records import JobRecord, StopJob
@@ -86,6 +88,7 @@ class JobServer:
     for tests of what a token guards."""
 
     def __init__(self, manager: JobManager, tokens: TokenFile | None, root: Path, tls: TlsFiles | None = None) -> None:
+        self.metrics = ServiceMetrics(manager.counts)
         self._manager, self._tokens, self._root, self._tls = manager, tokens, root.resolve(), tls
         self._denials = _Denials()
         self._server = grpc.aio.server(
@@ -130,6 +133,7 @@ class JobServer:
             return self._tokens.caller(values[0].removeprefix("Bearer "))
         except AccessDenied:
             self._denials.count()
+            self.metrics.count("any", grpc.StatusCode.UNAUTHENTICATED.name)
             raise
 
     # -- handlers -----------------------------------------------------------------------------------------------------
@@ -159,16 +163,11 @@ class JobServer:
         limit_s = _MAX_WAIT_S + _UNARY_S if method == "Wait" else _UNARY_S
 
         async def handle(request: Any, context: Any) -> Any:
-            try:
-                caller = self._enter(method, context)
-                async with asyncio.timeout(limit_s):
-                    return await implementation(request, caller)
-            except DLRoverRLError as error:
-                await context.abort(code_of(error), details_of(error))
-            except TimeoutError:
-                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"{method} took longer than {limit_s:g} s")
-            except Exception as error:  # noqa: BLE001 -- no internals go to a client
-                await _abort_unexpected(context, method, error)
+            began_s = time.monotonic()
+            async with self._answering(method, context) as caller, asyncio.timeout(limit_s):
+                answer = await implementation(request, caller)
+            self.metrics.time(method, time.monotonic() - began_s)
+            return answer
 
         return handle
 
@@ -176,16 +175,29 @@ class JobServer:
         self, method: str, implementation: Callable[[Any, Caller], AsyncIterator[Any]]
     ) -> Callable[..., Any]:
         async def handle(request: Any, context: Any) -> AsyncIterator[Any]:
-            try:
-                caller = self._enter(method, context)
+            async with self._answering(method, context) as caller:
                 async for message in implementation(request, caller):
                     yield message
-            except DLRoverRLError as error:
-                await context.abort(code_of(error), details_of(error))
-            except Exception as error:  # noqa: BLE001 -- no internals go to a client
-                await _abort_unexpected(context, method, error)
 
         return handle
+
+    @asynccontextmanager
+    async def _answering(self, method: str, context: Any) -> AsyncIterator[Caller]:
+        """Makes a status of every error; what is not one of ours goes to the log, and not to the client."""
+        code, text = grpc.StatusCode.CANCELLED, ""
+        try:
+            yield self._enter(method, context)
+            code = grpc.StatusCode.OK
+        except DLRoverRLError as error:
+            code, text = code_of(error), details_of(error)
+        except TimeoutError:
+            code, text = grpc.StatusCode.DEADLINE_EXCEEDED, f"{method} took too long"
+        except Exception as error:  # noqa: BLE001 -- no internals go to a client
+            code, text = grpc.StatusCode.INTERNAL, _log_unexpected(method, error)
+        finally:
+            self.metrics.count(method, code.name)
+        if code is not grpc.StatusCode.OK:
+            await context.abort(code, text)
 
     # -- the methods of the protocol ----------------------------------------------------------------------------------
 
@@ -300,7 +312,7 @@ def _folder(record: JobRecord) -> RunFolder:
     return RunFolder(Path(record.results or "/nonexistent"))
 
 
-async def _abort_unexpected(context: Any, method: str, error: Exception) -> None:
+def _log_unexpected(method: str, error: Exception) -> str:
     number = hashlib.sha256(repr((time.time(), error)).encode()).hexdigest()[:8]
     _LOG.error("%s failed (%s)", method, number, exc_info=error)
-    await context.abort(grpc.StatusCode.INTERNAL, f"{method} failed: see the service's log, {number}")
+    return f"{method} failed: see the service's log, {number}"

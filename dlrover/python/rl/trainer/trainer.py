@@ -17,6 +17,7 @@ from dlrover.python.rl.common.errors import (
 )
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType, hint
+from dlrover.python.rl.trainer.call_counts import CallCounts
 from dlrover.python.rl.trainer.port import Checkpoints, Port, Recovery, Renewed, RestartInfo, RoleTraits
 from dlrover.python.rl.trainer.role_group import RoleGroup, replicas_of
 from dlrover.python.rl.trainer.steps import Attempt, Steps
@@ -35,6 +36,8 @@ class StepReport:
     step: int
     total_steps: int
     metrics: Mapping[str, float]
+    calls: CallCounts = field(default_factory=dict)
+    """How long calls took since the last report, where the runtime measures it."""
 
 
 Reporter: TypeAlias = Callable[[StepReport], None]

@@ -242,7 +242,7 @@ class Draft:
         record = self._find(seen.name)
         if record is None or record.run != seen.run or not record.phase.holds_resources:
             return None
-        reward = seen.metrics.get("reward", nan)
+        reward = seen.metrics.get("reward/mean", seen.metrics.get("reward", nan))
         after = replace(
             record,
             phase=_next_phase(record.phase, seen.phase),

@@ -22,6 +22,7 @@ from ray.exceptions import (
 from dlrover.python.rl.common.errors import DLRoverRLError, InvocationError, ResultLost, Scope, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.runtime.process.host import CallHeader, encode
+from dlrover.python.rl.runtime.ray.processes.call_times import CallTimes
 from dlrover.python.rl.trainer.port import Call, Outcome, Ref
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -170,6 +171,11 @@ def _actor_id(handle: Any) -> str:
     return str(handle._actor_id.hex())
 
 
+def _task_of(ref: Ref) -> str:
+    """The same for a call's result and for its row count."""
+    return str(ref.token.task_id().hex())
+
+
 class Activity:
     """Records when the trainer calls its members, and when it waits for them. Thread safe."""
 
@@ -208,11 +214,19 @@ class WatchedPort(RayPort):
     def __init__(self, activity: Activity) -> None:
         super().__init__({})
         self.activity = activity
+        self.call_times = CallTimes()
 
     def submit(self, role: str, rank: int, call: Call) -> Ref:
         self.activity.touch()
-        return super().submit(role, rank, call)
+        ref = super().submit(role, rank, call)
+        self.call_times.begin(_task_of(ref), role, call.method, time.monotonic())
+        return ref
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
         with self.activity.waiting():
-            return super().wait(refs, timeout_s)
+            outcomes = super().wait(refs, timeout_s)
+        now_s = time.monotonic()
+        for ref, outcome in zip(refs, outcomes, strict=True):
+            if not outcome.late:
+                self.call_times.end(_task_of(ref), now_s)
+        return outcomes

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -231,7 +231,7 @@ class TrainerActor:
         checkpoints = checkpoints_of(job, start.run, start.command.epoch, node)
 
         def report(step: StepReport) -> None:
-            master.report.remote(step)
+            master.report.remote(replace(step, calls=port.call_times.drain()))
 
         def announce(activity: str) -> None:
             master.announce.remote(activity)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of one job, from its journal's events and its trainer's step reports."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+
+from dlrover.python.rl.common.names import ProcessId, package_version
+from dlrover.python.rl.control.events import (
+    Event,
+    Failed,
+    MemberLost,
+    MemberStarted,
+    NodeLost,
+    StandbyLost,
+    TrainerLost,
+    TrainerStarted,
+)
+from dlrover.python.rl.control.machine import step
+from dlrover.python.rl.control.state import JobState, MemberPhase, Phase
+from dlrover.python.rl.metrics.goodput import TimeAccount, TimeUse
+from dlrover.python.rl.trainer.call_counts import BUCKETS_S
+from dlrover.python.rl.trainer.trainer import StepReport
+
+MAX_CALL_SERIES = 200
+"""Pairs of role and method; further ones count as the method ``other``."""
+
+STEP_METRICS = {
+    "reward": ("reward/mean", "reward"),
+    "loss": ("loss",),
+    "grad_norm": ("grad_norm",),
+    "kl": ("policy/kl", "policy/approx_kl"),
+    "entropy": ("policy/entropy",),
+    "mismatch_kl": ("policy/mismatch_kl",),
+    "staleness_steps": ("samples/staleness_max",),
+    "failed_samples": ("samples/failed",),
+    "tokens_per_second": ("speed/tokens_per_s",),
+    "rollout_tokens_per_second": ("speed/rollout_tokens_per_s",),
+    "commit_seconds": ("time/commit",),
+    "weight_sync_seconds": ("time/sync",),
+    "generation_seconds": ("time/generation",),
+    "update_seconds": ("time/update",),
+}
+"""Gauges of the last step: the end of the name, and the metrics of a step that it is taken from."""
+
+_LOSSES = (MemberLost, StandbyLost, TrainerLost, NodeLost, Failed)
+_RECOVERY_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class _Buckets:
+    """Counts of a histogram."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds, self._counts, self._sum = bounds, [0.0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        at = sum(value > bound for bound in self._bounds)
+        self._counts[at] += 1
+        self._sum += value
+
+    def merge(self, counts: tuple[float, ...]) -> None:
+        """Counts of each bucket, and the sum as the last value."""
+        for at, count in enumerate(counts[:-1]):
+            self._counts[at] += count
+        self._sum += counts[-1]
+
+    def add_to(self, family: HistogramMetricFamily, labels: list[str]) -> None:
+        total, rows = 0.0, []
+        for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
+            total += count
+            rows.append((bound, total))
+        family.add_metric(labels, rows, self._sum)
+
+
+class JobMetrics:
+    """Collected by ``registry``. Labels are the job's name, roles, public methods and causes: a bounded number."""
+
+    def __init__(self, job: str, run: str, wall_s: Any) -> None:
+        self._job, self._run, self._wall_s = job, run, wall_s
+        self._state = JobState()
+        self.account = TimeAccount()
+        self.failures: dict[tuple[str, str], int] = {}  # (role, cause)
+        self._recovering: dict[ProcessId, float] = {}
+        self._recovery = dict[str, _Buckets]()
+        self._calls: dict[tuple[str, str], _Buckets] = {}
+        self._steps = _Buckets(BUCKETS_S)
+        self._report: StepReport | None = None
+        self._reported_s = 0.0
+        self._values: dict[str, float] = {}
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def replay(self, events: Iterable[tuple[float, Event]]) -> None:
+        """What the journal says of the time before this process."""
+        for at_s, event in events:
+            before, (after, _) = self._state, step(self._state, event, at_s)
+            self.take(at_s, before, after, event)
+
+    def take(self, at_s: float, before: JobState, after: JobState, event: Event) -> None:
+        """An event that was journalled."""
+        self._state = after
+        self.account.take(at_s, before, after, event)
+        if after is before:
+            return
+        if isinstance(event, _LOSSES):
+            key = (event.cause.role if not isinstance(event, Failed) else "job", event.cause.kind.value)
+            self.failures[key] = self.failures.get(key, 0) + 1
+        for process_id in _lost(before, after):
+            self._recovering.setdefault(process_id, at_s)
+        started = _started(event)
+        if started in self._recovering:
+            took_s = at_s - self._recovering.pop(started)
+            self._recovery.setdefault(started.role, _Buckets(_RECOVERY_BUCKETS_S)).add(took_s)
+
+    def report(self, report: StepReport) -> None:
+        now_s = self._wall_s()
+        if self._report is not None and report.step > self._report.step:
+            self._steps.add(report.metrics.get("time/step", now_s - self._reported_s))
+        self._report, self._reported_s = report, now_s
+        for name, sources in STEP_METRICS.items():
+            value = next((report.metrics[source] for source in sources if source in report.metrics), None)
+            if value is not None and isfinite(value):
+                self._values[name] = value
+        for key, counts in report.calls.items():
+            known = key in self._calls or len(self._calls) < MAX_CALL_SERIES
+            self._calls.setdefault(key if known else (key[0], "other"), _Buckets(BUCKETS_S)).merge(counts)
+
+    # -- what is exported ---------------------------------------------------------------------------------------------
+
+    def collect(self) -> Iterator[Metric]:
+        state, job = self._state, [self._job]
+        info = InfoMetricFamily("rl_job", "The job and its run.", labels=["job_name"])
+        info.add_metric(job, {"run": self._run, "version": package_version()})
+        yield info
+        yield self._gauge(
+            "phase", "1 for the phase that the job is in.", {p.value: float(p is state.phase) for p in Phase}, "phase"
+        )
+        step_now, total = (self._report.step, self._report.total_steps) if self._report else (0, 0)
+        yield self._gauge("step", "The last reported step.", float(step_now))
+        yield self._gauge("total_steps", "Steps that the job is to take, 0: unknown.", float(total))
+        yield self._gauge(
+            "committed_step", "The last step that the journal knows to be committed.", float(state.committed)
+        )
+        yield self._gauge("last_report_timestamp_seconds", "When the last step was reported.", self._reported_s)
+        yield self._gauge("members", "Members that are up.", _members(state, up=True), "role")
+        yield self._gauge("members_wanted", "Members that the job has.", _members(state, up=False), "role")
+        yield self._counter("restarts", "Restarts of the whole job.", float(state.restarts))
+        yield self._counter("master_starts", "Processes that the master has had.", float(state.master_starts))
+        failures = CounterMetricFamily("rl_job_failures", "Lost processes.", labels=["job_name", "role", "cause"])
+        for (role, cause), count in self.failures.items():
+            failures.add_metric([self._job, role, cause], count)
+        yield failures
+        yield from self._times()
+        yield from self._histograms()
+        for name, value in self._values.items():
+            yield self._gauge(name, f"Of the last step: {' or '.join(STEP_METRICS[name])}.", value)
+
+    def _times(self) -> Iterator[Metric]:
+        account = replace(self.account, seconds=dict(self.account.seconds))
+        account.book(self._wall_s())
+        seconds = {use.value: account.seconds[use] for use in TimeUse}
+        yield self._counter("time_seconds", "Time of the job by its use.", seconds, "use")
+        yield self._gauge("goodput_ratio", "Useful time / wall time.", account.goodput)
+
+    def _histograms(self) -> Iterator[Metric]:
+        steps = HistogramMetricFamily("rl_job_step_seconds", "Duration of steps.", labels=["job_name"])
+        self._steps.add_to(steps, [self._job])
+        yield steps
+        recovery = HistogramMetricFamily(
+            "rl_job_recovery_seconds", "From a loss to the replacement.", labels=["job_name", "role"]
+        )
+        for role, buckets in self._recovery.items():
+            buckets.add_to(recovery, [self._job, role])
+        yield recovery
+        calls = HistogramMetricFamily("rl_job_call_seconds", "Calls to members.", labels=["job_name", "role", "method"])
+        for (role, method), buckets in list(self._calls.items()):
+            buckets.add_to(calls, [self._job, role, method])
+        yield calls
+
+    def _gauge(self, name: str, text: str, value: float | Mapping[str, float], label: str = "") -> Metric:
+        return self._family(GaugeMetricFamily, name, text, value, label)
+
+    def _counter(self, name: str, text: str, value: float | Mapping[str, float], label: str = "") -> Metric:
+        return self._family(CounterMetricFamily, name, text, value, label)
+
+    def _family(self, kind: Any, name: str, text: str, value: float | Mapping[str, float], label: str) -> Metric:
+        labelled = value if isinstance(value, Mapping) else {"": value}
+        family: Metric = kind(f"rl_job_{name}", text, labels=["job_name", label] if label else ["job_name"])
+        for which, amount in labelled.items():
+            family.add_metric([self._job, which] if label else [self._job], amount)  # type: ignore[attr-defined]
+        return family
+
+
+def _lost(before: JobState, after: JobState) -> Iterator[ProcessId]:
+    """The processes that were up before and are not any more."""
+    for process_id, member in before.members.items():
+        now = after.members.get(process_id)
+        if member.phase is MemberPhase.UP and (now is None or now.phase is not MemberPhase.UP):
+            yield process_id
+
+
+def _started(event: Event) -> ProcessId:
+    match event:
+        case MemberStarted(role=role, rank=rank):
+            return ProcessId(role, rank)
+        case TrainerStarted():
+            return ProcessId("trainer", 0)
+    return ProcessId("", 0)
+
+
+def _members(state: JobState, up: bool) -> dict[str, float]:
+    counts = {role: 0.0 for role in (state.settings.roles if state.settings else ())}
+    for process_id, member in state.members.items():
+        counts[process_id.role] = counts.get(process_id.role, 0.0) + float(not up or member.phase is MemberPhase.UP)
+    return counts

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job watched by Debian's Prometheus: the numbers are the journal's, and the shipped alerts fire."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+from durable_jobs import wait_for
+from service_jobs import job_text
+from test_cli_on_ray import CLI, environment
+
+from dlrover.python.rl import metrics
+from dlrover.python.rl.control.events import MemberLost, MemberStarted
+from dlrover.python.rl.control.journal import decode
+from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+ALERTS = Path(metrics.__path__[0]) / "alerts.yaml"
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    """The folder of ``prometheus`` and ``promtool``: of this machine, or unpacked from Debian's package."""
+    if shutil.which("prometheus") and shutil.which("promtool"):
+        return Path(shutil.which("prometheus")).parent
+    folder = tmp_path_factory.mktemp("prometheus")
+    if not shutil.which("apt-get"):
+        pytest.skip("neither prometheus nor apt-get is here")
+    subprocess.run(["apt-get", "download", "prometheus"], cwd=folder, check=True, capture_output=True, timeout=120)
+    (package,) = folder.glob("*.deb")
+    subprocess.run(["dpkg", "-x", package, folder / "root"], check=True, timeout=60)
+    return folder / "root/usr/bin"
+
+
+class Watched:
+    """An endless job and a Prometheus server, each a process."""
+
+    def __init__(self, tmp_path, tools):
+        file = tmp_path / "watched.yaml"
+        file.write_text(f"name: watched\nmaster: {{metrics_port: 0}}\n{job_text(tmp_path / 'notes', 10**6, 0.1)}")
+        self.folder, self.log = tmp_path / "runs" / "watched", (tmp_path / "job.log").open("w")
+        self.job = subprocess.Popen(
+            [*CLI, "run", str(file), f"job_dir={self.folder}"],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )
+        wait_for(lambda: list(self.folder.rglob("metrics.json")), 120)
+        (found,) = self.folder.rglob("metrics.json")
+        self.address, self.folder = json.loads(found.read_text())["address"], found.parent
+        config = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": [str(ALERTS)],
+            "scrape_configs": [{"job_name": "rl", "static_configs": [{"targets": [self.address]}]}],
+        }
+        (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+        self.web = "127.0.0.1:9391"
+        self.server = subprocess.Popen(
+            [
+                tools / "prometheus",
+                f"--config.file={tmp_path / 'prometheus.yml'}",
+                f"--storage.tsdb.path={tmp_path / 'data'}",
+                f"--web.listen-address={self.web}",
+            ],
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )
+
+        wait_for(self.is_ready, 60)
+
+    def is_ready(self):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{self.web}/-/ready", timeout=10) as answer:
+            return answer.status == 200
+        return False
+
+    def close(self):
+        for process in (self.server, self.job):
+            process.terminate()
+            process.wait(60)
+        self.log.close()
+
+    def read(self, path):
+        with urllib.request.urlopen(f"http://{self.web}/api/v1/{path}", timeout=10) as answer:
+            return json.load(answer)["data"]
+
+    def value(self, query):
+        found = self.read(f"query?query={urllib.parse.quote(query)}")["result"]
+        return float(found[0]["value"][1]) if found else None
+
+    def firing(self):
+        return {alert["labels"]["alertname"] for alert in self.read("alerts")["alerts"] if alert["state"] == "firing"}
+
+    def events(self, kind):
+        (journal,) = self.folder.rglob("journal*")
+        return [event for _, event in decode(read_lines(journal)) if isinstance(event, kind)]
+
+    def member(self):
+        return self.events(MemberStarted)[-1].process.pid
+
+
+@pytest.fixture
+def watched(tmp_path, tools):
+    running = Watched(tmp_path, tools)
+    yield running
+    running.close()
+
+
+def test_promtool_accepts_the_rules(tools):
+    done = subprocess.run([tools / "promtool", "check", "rules", ALERTS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_accepts_the_metrics(watched, tools):
+    """Names, types and help texts; and the numbers are those of the journal, as Prometheus has them."""
+    with urllib.request.urlopen(f"http://{watched.address}/metrics", timeout=10) as answer:
+        text = answer.read()
+    done = subprocess.run([tools / "promtool", "check", "metrics"], input=text, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wait_for(lambda: (watched.value("rl_job_step") or 0) > 5, 60)
+    os.kill(watched.member(), signal.SIGKILL)
+    wait_for(lambda: (watched.value("rl_job_recovery_seconds_count") or 0) == 1, 60)
+    assert watched.value('rl_job_failures_total{role="ACTOR",cause="process_died"}') == len(watched.events(MemberLost))
+    assert watched.value("rl_job_restarts_total") == 0
+    wait_for(lambda: watched.value('rl_job_call_seconds_count{method="add"}') > 10, 60)
+    assert 0 < watched.value("rl_job_goodput_ratio") < 1
+
+
+def test_alerts_fire_on_a_hang_and_on_a_crash_loop(watched, tmp_path):
+    wait_for(lambda: (watched.value("rl_job_step") or 0) > 20, 90)
+    assert watched.firing() == set()
+    (tmp_path / "notes.hang").touch()
+    wait_for(lambda: "JobHangs" in watched.firing(), 240)
+    assert "JobCrashLoop" not in watched.firing()
+    (tmp_path / "notes.hang").unlink()
+    wait_for(lambda: "JobHangs" not in watched.firing(), 30)
+    for number in range(6):
+        os.kill(watched.member(), signal.SIGKILL)
+        wait_for(lambda number=number: len(watched.events(MemberStarted)) == number + 2, 60)
+        time.sleep(2)  # a scrape sees each
+    wait_for(lambda: "JobCrashLoop" in watched.firing(), 60)

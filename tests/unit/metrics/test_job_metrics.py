@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is exported of a job, against its journal; what dashboard and alerts read, against what is exported."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from dlrover.python.rl import metrics as package
+from dlrover.python.rl.control.events import CauseKind, Progressed, Released, TrainerFinished
+from dlrover.python.rl.control.machine import step
+from dlrover.python.rl.control.state import JobState
+from dlrover.python.rl.metrics.goodput import TimeUse, account_of
+from dlrover.python.rl.metrics.job import MAX_CALL_SERIES, STEP_METRICS, JobMetrics
+from dlrover.python.rl.metrics.service import ServiceCounts, ServiceMetrics
+from dlrover.python.rl.trainer.trainer import StepReport
+from tests.unit.control import runs
+
+FILES = Path(package.__path__[0])
+
+STORY = [runs.TERMS, *runs.OPEN, runs.lost("ROLLOUT", 0), runs.started("ROLLOUT", 0, 2), Progressed(1, 2)]
+"""Twelve events, a second apart, with one lost member."""
+
+
+def timed(events, every_s=1.0, from_s=1000.0):
+    return [(from_s + every_s * at, event) for at, event in enumerate(events)]
+
+
+def told(events, now_s=2000.0):
+    metrics = JobMetrics("job", "0a1b", lambda: now_s)
+    metrics.replay(timed(events))
+    return metrics
+
+
+def exported(registry):
+    """(name, labels without the job's) to value."""
+    samples = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name != "job_name"}
+            samples[sample.name, *sorted(labels.items())] = sample.value
+    return samples
+
+
+def test_numbers_are_those_of_the_journal():
+    samples = exported(told(STORY).registry)
+    assert samples["rl_job_failures_total", ("cause", "process_died"), ("role", "ROLLOUT")] == 1
+    assert samples["rl_job_phase", ("phase", "running")] == 1
+    assert samples["rl_job_committed_step",] == 2
+    assert samples["rl_job_members", ("role", "ACTOR")] == samples["rl_job_members_wanted", ("role", "ACTOR")] == 2
+    assert samples["rl_job_recovery_seconds_count", ("role", "ROLLOUT")] == 1
+    assert samples["rl_job_recovery_seconds_sum", ("role", "ROLLOUT")] == 1.0
+
+
+def test_told_one_by_one_is_told_from_the_journal():
+    metrics, state = JobMetrics("job", "0a1b", lambda: 2000.0), JobState()
+    for at_s, event in timed(STORY):
+        before, (state, _) = state, step(state, event, at_s)
+        metrics.take(at_s, before, state, event)
+    assert exported(metrics.registry) == exported(told(STORY).registry)
+
+
+def test_a_failure_told_twice_counts_once():
+    events = [*STORY[:-1], runs.lost("ROLLOUT", 0)]  # of the former process
+    assert exported(told(events).registry)["rl_job_failures_total", ("cause", "process_died"), ("role", "ROLLOUT")] == 1
+
+
+def test_the_shares_of_time_add_up():
+    account = account_of(timed(STORY))
+    opened = len(runs.OPEN) - 1  # of the events, StepsOpened
+    assert account.seconds[TimeUse.START] == opened
+    assert account.seconds[TimeUse.RECOVERY] == 2  # lost, started, progressed
+    assert account.seconds[TimeUse.USEFUL] == 2
+    assert sum(account.seconds.values()) == len(STORY) - 1
+    assert account.goodput == pytest.approx(2 / (len(STORY) - 1))
+
+
+def test_time_goes_on_between_events_and_ends_with_the_job():
+    samples = exported(told(STORY, now_s=1000.0 + len(STORY) - 1 + 50).registry)
+    assert samples["rl_job_time_seconds_total", ("use", "useful")] == 52
+    ended = [*STORY, TrainerFinished(1), Released(1)]
+    account = account_of(timed(ended))
+    assert account.over and account.seconds[TimeUse.ENDING] == 1
+    account.book(9999.0)
+    assert account.seconds[TimeUse.ENDING] == 1
+
+
+def test_a_restart_of_the_whole_job_is_a_loss_of_its_own():
+    events = [*STORY[:-2], runs.trainer_lost(kind=CauseKind.RETRYABLE_ERROR)]
+    account = account_of([*timed(events), (1100.0, Progressed(1, 1))])
+    assert account.seconds[TimeUse.RESTART] + account.seconds[TimeUse.RECOVERY] > 80
+
+
+def test_steps_and_calls_are_counted():
+    metrics = told(STORY)
+    for number in range(1, 4):
+        calls = {("ROLLOUT", "generate"): (0.0, 0.0, 0.0, 0.0, 2.0, *(0.0,) * 9, 0.14)}
+        metrics.report(
+            StepReport(number, 10, {"reward/mean": 0.5 + number, "time/step": 0.2, "loss": float("nan")}, calls)
+        )
+    samples = exported(metrics.registry)
+    assert samples["rl_job_step",] == 3 and samples["rl_job_total_steps",] == 10
+    assert samples["rl_job_reward",] == 3.5 and ("rl_job_loss",) not in samples
+    assert samples["rl_job_step_seconds_count",] == 2
+    generate = ("method", "generate"), ("role", "ROLLOUT")
+    assert samples["rl_job_call_seconds_count", *generate] == 6
+    assert samples["rl_job_call_seconds_sum", *generate] == pytest.approx(0.42)
+    assert samples["rl_job_call_seconds_bucket", ("le", "0.03"), *generate] == 0
+    assert samples["rl_job_call_seconds_bucket", ("le", "0.1"), *generate] == 6
+
+
+def test_methods_with_ever_new_names_make_a_bounded_number_of_series():
+    metrics = told(STORY)
+    for number in range(2 * MAX_CALL_SERIES):
+        metrics.report(StepReport(number, 0, {}, {("ACTOR", f"method_{number}"): (1.0, *(0.0,) * 13, 0.1)}))
+    samples = exported(metrics.registry)
+    counts = [value for (name, *_), value in samples.items() if name == "rl_job_call_seconds_count"]
+    assert len(counts) == MAX_CALL_SERIES + 1 and sum(counts) == 2 * MAX_CALL_SERIES
+
+
+# -- dashboard and alerts ---------------------------------------------------------------------------------------------
+
+
+def everything():
+    """Names of all metrics, and the labels of each, as a busy job and service export them."""
+    job = told(STORY)
+    values = {source: 1.0 for sources in STEP_METRICS.values() for source in sources[:1]}
+    for number in (1, 2):
+        job.report(StepReport(number, 9, values, {("ACTOR", "train"): (1.0, *(0.0,) * 13, 0.1)}))
+    service = ServiceMetrics(lambda: ServiceCounts({"queued": 1}, 2, 3))
+    service.count("Get", "OK")
+    service.time("Get", 0.1)
+    labels = {}
+    for registry in (job.registry, service.registry):
+        for family in text_string_to_metric_families(generate_latest(registry).decode()):
+            for sample in family.samples:
+                labels.setdefault(sample.name, set()).update(sample.labels)
+    return labels
+
+
+def expressions():
+    for group in yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"]:
+        for rule in group["rules"]:
+            yield rule["alert"], rule["expr"]
+    for panel in json.loads((FILES / "dashboard.json").read_text())["panels"]:
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"]
+
+
+@pytest.mark.parametrize(("where", "expression"), list(expressions()), ids=lambda it: it if " " not in it else None)
+def test_dashboard_and_alerts_read_what_is_exported(where, expression):
+    labels = everything()
+    names = re.findall(r"\brl_[a-z_]+", expression)
+    assert names, where
+    assert set(names) <= labels.keys(), where
+    for name, selectors in re.findall(r"\b(rl_[a-z_]+)\{([^}]*)\}", expression):
+        assert set(re.findall(r"(\w+)\s*=~?", selectors)) <= labels[name], where
+    for _, grouped in re.findall(r"\b(by|on) \(([^)]*)\)", expression):
+        assert set(re.split(r",\s*", grouped)) <= set.union(*(labels[name] for name in names)), where
