@@ -25,8 +25,8 @@ class Adder(BaseWorkload):
 
 
 class PacedTrainer(BaseTrainer):
-    """Notes its start, then takes ``config.steps`` steps of ``config.step_s`` seconds. It hangs for as long as there is a
-    file of the notes' name with ``.hang``."""
+    """Notes its start, then takes ``config.steps`` steps of ``config.step_s`` seconds; hangs while there is a file that
+    has the notes' name and ``.hang``."""
 
     def init(self):
         with open(Path(self.config.notes), "a") as notes:
