@@ -25,6 +25,7 @@ from dlrover.python.rl.control.events import (
     Progressed,
     RecoveryScope,
     Released,
+    Resized,
     RoleSettings,
     StandbyLost,
     StandbyReady,
@@ -58,6 +59,7 @@ EVENTS = [
     *(Failed(2, Cause(kind, "job", "words")) for kind in CauseKind),
     Released(2),
     WaitOver("ROLLOUT[1]#3"),
+    Resized("ROLLOUT", 3),
     StopRequested("enough\n"),
 ]
 

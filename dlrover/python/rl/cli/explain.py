@@ -7,8 +7,8 @@ from pathlib import Path
 
 from dlrover.python.rl.common.errors import JournalCorrupt
 from dlrover.python.rl.control.events import CauseKind
-from dlrover.python.rl.master.history import RunHistory, read_history
-from dlrover.python.rl.master.jobs import JobView
+from dlrover.python.rl.master.operations.history import RunHistory, read_history
+from dlrover.python.rl.master.operations.jobs import JobView
 from dlrover.python.rl.runtime.process.result_files import LOGS, SUFFIX
 
 _DETAIL_LINES = 30

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dlrover.python.rl.cli.explain import explain_lines
-from dlrover.python.rl.master.jobs import JobOperations, JobView, check_name
 from dlrover.python.rl.master.main import EXIT_FAILED, EXIT_MASTER_LOST, EXIT_STOPPED, EXIT_TIMED_OUT
+from dlrover.python.rl.master.operations.jobs import JobOperations, JobView, check_name
 from dlrover.python.rl.runtime.process.progress import ProgressView
 
 _ADDRESS = click.option("--address", default="auto", show_default=True, help="A running Ray cluster.")
@@ -31,7 +31,7 @@ def connect(address: str, server: str | None) -> AbstractContextManager[JobOpera
         from dlrover.python.rl.service.remote_jobs import service_jobs  # gRPC takes a moment
 
         return service_jobs(server)
-    from dlrover.python.rl.master.ray_jobs import ray_jobs
+    from dlrover.python.rl.master.operations.ray_jobs import ray_jobs
 
     return ray_jobs(address)
 

@@ -2,7 +2,7 @@
 """``JobSpec``: a whole job, as it is described before it starts."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -238,6 +238,11 @@ class JobSpec:
     def members(self) -> Iterator[tuple[RLRoleType, int]]:
         """Every member as role and rank, in the order of the file."""
         return ((role, rank) for role, spec in self.workloads.items() for rank in range(spec.num))
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> "JobSpec":
+        """The job with other numbers of members for some roles."""
+        workloads = {role: replace(spec, num=sizes.get(role, spec.num)) for role, spec in self.workloads.items()}
+        return replace(self, workloads=workloads)
 
     def preferred_ports(self, role: RLRoleType) -> tuple[int, ...]:
         """The rendezvous port to try first for ``role``, if ``torch_master_port`` has one for it."""

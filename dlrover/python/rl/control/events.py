@@ -241,6 +241,14 @@ class WaitOver:
 
 
 @dataclass(frozen=True)
+class Resized:
+    """A stateless role is to have ``num`` members; the places of those that it has not had yet are reserved."""
+
+    role: str
+    num: int
+
+
+@dataclass(frozen=True)
 class StopRequested:
     reason: str
 
@@ -262,6 +270,7 @@ Event: TypeAlias = (
     | Failed
     | Released
     | WaitOver
+    | Resized
     | StopRequested
 )
 

@@ -26,6 +26,7 @@ from dlrover.python.rl.control.events import (
     Progressed,
     RecoveryScope,
     Released,
+    Resized,
     StandbyLost,
     StandbyReady,
     StepsOpened,
@@ -46,6 +47,7 @@ from dlrover.python.rl.control.recovery import (
     standby_lost,
     trainer_lost,
 )
+from dlrover.python.rl.control.resizing import resized
 from dlrover.python.rl.control.state import (
     EndReason,
     JobState,
@@ -304,5 +306,6 @@ _HANDLERS: dict[type, Handler] = {
     Failed: failed,
     Released: _released,
     WaitOver: _wait_over,
+    Resized: resized,
     StopRequested: _stop_requested,
 }

@@ -60,7 +60,7 @@ class Placement:
 
     bundles: tuple[Bundle, ...]  # sorted by node; nodes are numbered from 0 without gaps
     slots: Mapping[RLRoleType, tuple[Slot, ...]]  # of the members, in rank order
-    standbys: Mapping[RLRoleType, tuple[Slot, ...]] = field(default_factory=dict)
+    standbys: Mapping[RLRoleType, tuple[Slot, ...]] = field(default_factory=dict)  # and of members beyond the plan's
 
     @property
     def total(self) -> dict[str, float]:
@@ -74,6 +74,17 @@ class Placement:
         """A bundle's node, and its index on the node."""
         node = self.bundles[bundle].node
         return node, bundle - bisect_left(self.bundles, node, key=lambda candidate: candidate.node)
+
+    def with_places(self, most: Mapping[str, int]) -> "Placement":
+        """The plan with places for as many members of each role, at the end: all others keep their numbers. Each has a
+        node of the plan to itself, so that it may go to any node of the cluster."""
+        bundles, spare = list(self.bundles), dict(self.standbys)
+        for role, num in sorted(most.items()):
+            for _ in range(num - len(self.slots[RLRoleType(role)])):
+                resources = self.slots[RLRoleType(role)][0].resources
+                bundles.append(Bundle(bundles[-1].node + 1, resources))
+                spare[RLRoleType(role)] = (*spare.get(RLRoleType(role), ()), Slot(len(bundles) - 1, resources))
+        return Placement(tuple(bundles), self.slots, spare)
 
 
 def sum_resources(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:

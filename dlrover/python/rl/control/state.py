@@ -119,6 +119,8 @@ class JobState:
     recoveries: Mapping[str, int] = field(default_factory=dict)  # subject to recoveries while the job went on
     restarts_by: Mapping[str, int] = field(default_factory=dict)  # subject to restarts of the job that it caused
     committed: int = 0  # the last reported step
+    most: Mapping[str, int] = field(default_factory=dict)  # members that a resized role has had at once, at most
+    retired: Mapping[ProcessId, int] = field(default_factory=dict)  # next incarnations of ranks that a role has not now
     master_starts: int = 0
     outcome: Phase | None = None  # the terminal phase that ENDING leads to
     ended_by: EndReason | None = None

@@ -31,7 +31,9 @@ class Brain:
 
     def __init__(self, store: StateStore, wall_s: Callable[[], float] = time.time) -> None:
         self._store, self._wall_s = store, wall_s
-        self.state: JobState = replay(decode(store.read()))
+        events = decode(store.read())
+        self.began_s = events[0][0] if events else 0.0
+        self.state: JobState = replay(events)
 
     def handle(self, event: Event) -> tuple[Command, ...]:
         """Save ``event``, unless it changes nothing, and return its commands; after an OSError nothing has changed."""

@@ -22,9 +22,17 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from dlrover.python.rl.common.errors import JobConflict, JobFailed, JournalCorrupt, StaleEpoch
+from dlrover.python.rl.common.errors import (
+    CallError,
+    InvalidJob,
+    JobConflict,
+    JobFailed,
+    JournalCorrupt,
+    PlacementTimeout,
+    StaleEpoch,
+)
 from dlrover.python.rl.common.log import configure_logging, get_logger
-from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, RLRoleType
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.commands import Command, Release
 from dlrover.python.rl.control.events import (
@@ -36,19 +44,20 @@ from dlrover.python.rl.control.events import (
     Process,
     Progressed,
     RecoveryScope,
+    Resized,
     StepsOpened,
     StopRequested,
 )
 from dlrover.python.rl.control.placement import Placement
-from dlrover.python.rl.control.state import JobState, MemberPhase, Phase
+from dlrover.python.rl.control.state import JobState, MemberPhase, Phase, ranks_of
 from dlrover.python.rl.master.brain import Brain, earlier_journal, fresh_journal, submission
 from dlrover.python.rl.master.hang_detector import HangDetector
-from dlrover.python.rl.master.history import started_s
 from dlrover.python.rl.master.observer import JobObserver
-from dlrover.python.rl.master.status import JobStatus, Position, StepPace, Update, recoveries, status_of
+from dlrover.python.rl.master.resizing import resizable
+from dlrover.python.rl.master.status import JobStatus, Position, Update, recoveries
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore
 from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, leave
-from dlrover.python.rl.runtime.process.inspection import Inspection
+from dlrover.python.rl.runtime.process.inspection import Inspection, inspect_in_child
 from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_all_rests, copy_output
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
@@ -60,11 +69,13 @@ from dlrover.python.rl.trainer.trainer import StepReport
 
 _LOG = get_logger(__name__)
 
-_KEPT_REPORTS = 10_000
 _RELEASE_S = 30.0
 _TAKEN_S = 60.0
 _JOURNAL_TRIES = 120
 _JOURNAL_PAUSE_S = 0.5
+_PLACES_S = 20.0
+_NEXT_STEP_S = 10.0
+_POLL_S = 0.05
 
 
 class RLMaster:
@@ -77,6 +88,7 @@ class RLMaster:
         self._claim: Claim | None = None
         self._log: LogCopier | None = None
         self._brain = Brain(MemoryStateStore())
+        self._resizing = asyncio.Lock()
         self._fallen: JobState | None = None
         plan = RunPlan(job, job.run, placement, inspection.methods)
         self._executor = RayExecutor(plan, current_actor(), RayClusterApi())
@@ -86,12 +98,7 @@ class RLMaster:
             job, self._executor.beats, self._executor.process_of, self._executor.read_stacks
         )
         self._condemned: dict[Event, Process | None] = {}
-        self._reports: list[StepReport] = []
-        self._dropped = 0
-        self._pace, self._started_s = StepPace(), 0.0
         self._observer = JobObserver(job, job.run)
-        self._activity = ""  # of the trainer
-        self._boot = os.urandom(4).hex()
         self._tasks: list[asyncio.Task[None]] = []
         self._restarted = was_restarted()
         if self._restarted:
@@ -106,8 +113,7 @@ class RLMaster:
             return
         self._claim_folder()
         self._brain = Brain(FileStateStore(fresh_journal(self._job)))
-        self._started_s = time.time()
-        self._observer.open()
+        self._observer.open(time.time())
         self._events.put_nowait(MasterStarted(pid=os.getpid()))
         self._events.put_nowait(submission(self._job, self._run_id, self._inspection, self._brain))
         self._live()
@@ -127,8 +133,7 @@ class RLMaster:
         if brain is None:
             return False
         self._brain = brain
-        self._started_s = started_s(self._job.job_dir)
-        self._observer.open(resumed=True)
+        self._observer.open(brain.began_s, resumed=True)
         self._spawn(self._come_back())
         return True
 
@@ -212,7 +217,10 @@ class RLMaster:
 
     async def _take(self, event: Event) -> None:
         before = self._state
-        for command in await self._journalled(event):
+        commands = await self._journalled(event)
+        if isinstance(event, Resized):
+            self._executor.resize(self._state)
+        for command in commands:
             self._executor.execute(command, self._events.put_nowait)
         after = self._state
         self._observer.take(before, after, event)
@@ -310,8 +318,7 @@ class RLMaster:
         if state.phase is not Phase.RUNNING:
             lost = ProcessId(role, rank)
             raise JobFailed(f"{lost} is not replaced: the job is {state.phase.value}. {state.reason}".strip())
-        num = self._job.workloads[RLRoleType(role)].num
-        group = {at: state.members.get(ProcessId(role, at)) for at in range(num)}
+        group = {rank: state.members.get(ProcessId(role, rank)) for rank in ranks_of(state, role)}
         member = group.get(rank)
         if member is None or member.incarnation <= incarnation or member.phase is not MemberPhase.UP:
             return None
@@ -327,17 +334,11 @@ class RLMaster:
         )
 
     async def report(self, report: StepReport) -> None:
-        self._reports.append(report)
         self._observer.report(report)
-        self._pace.note(report.step, time.monotonic())
-        self._activity = ""
-        if len(self._reports) > _KEPT_REPORTS:
-            del self._reports[0]
-            self._dropped += 1
         await self._tell()
 
     async def announce(self, activity: str) -> None:
-        self._activity = activity
+        self._observer.activity = activity
         await self._tell()
 
     # -- requests of users ---------------------------------------------------------------------------------------------
@@ -346,28 +347,53 @@ class RLMaster:
         """Ask the job to end; returns at once."""
         self._events.put_nowait(StopRequested(reason))
 
+    async def resize(self, role: str, num: int) -> None:
+        """Give a stateless ``role`` another number of members, at the beginning of the next step if that is near.
+        Raises CallError or InvalidJob if it cannot be, and then nothing has changed."""
+        await self._awake()
+        async with self._resizing:
+            job = resizable(self._job, self._state, self._inspection, role, num)
+            errors = (await asyncio.to_thread(inspect_in_child, job)).errors
+            if errors:
+                raise InvalidJob(list(errors))
+            try:
+                await self._executor.reserve_places(self._state, role, num, min(_PLACES_S, job.placement_timeout_s))
+            except PlacementTimeout as error:
+                raise CallError(f"{role} of '{self._job.name}' stays as it is: {error}") from error
+            await self._next_step()
+            self._events.put_nowait(Resized(role, num))
+            async with self._news:
+                decided = self._news.wait_for(lambda: self._size_of(role) == num or not self._state.opened)
+                await asyncio.wait_for(decided, _TAKEN_S)
+        if self._size_of(role) != num:
+            raise CallError(f"'{self._job.name}' was restarted meanwhile: try again")
+
+    def _size_of(self, role: str) -> int:
+        return len(ranks_of(self._state, role))
+
+    async def _next_step(self) -> None:
+        """What the trainer has done of a step would be lost with it."""
+        step, until_s = self._executor.open_step, time.monotonic() + _NEXT_STEP_S
+        while self._executor.open_step == step and time.monotonic() < until_s:
+            await asyncio.sleep(_POLL_S)
+
     async def status(self) -> JobStatus:
-        last = self._reports[-1] if self._reports else None
-        status = status_of(self._job, self._state, last, self._activity)
-        return replace(status, step_s=self._pace.step_s, started_s=self._started_s)
+        return self._observer.status(self._state)
 
     async def follow(self, position: Position, timeout_s: float) -> Update:
         """Wait up to ``timeout_s`` seconds for news after ``position``."""
         await self._awake()
-        state, since, activity = self._state, position.since(self._boot), self._activity
+        observer = self._observer
+        state, since, activity = self._state, observer.since(position), observer.activity
 
         def news() -> bool:
-            is_new = self._state is not state or self._activity is not activity
-            return is_new or self._end() > since or self._state.phase.terminal
+            is_new = self._state is not state or observer.activity is not activity
+            return is_new or observer.end() > since or self._state.phase.terminal
 
         async with self._news:
             with suppress(TimeoutError):  # no news is an answer too
                 await asyncio.wait_for(self._news.wait_for(news), timeout_s)
-        fresh = self._reports[max(since - self._dropped, 0) :]
-        return Update(await self.status(), tuple(fresh), Position(self._boot, self._end()))
-
-    def _end(self) -> int:
-        return self._dropped + len(self._reports)
+        return observer.update(self._state, since)
 
     async def _tell(self) -> None:
         async with self._news:

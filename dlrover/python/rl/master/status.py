@@ -97,11 +97,17 @@ _ACTIVITIES = {
 
 def _activity_of(job: JobSpec, state: JobState, announced: str) -> str:
     if state.phase is Phase.PLACED:
-        count = sum(spec.num for spec in job.workloads.values())
+        count = sum(_sizes(job, state).values())
         ready = len(processes(state))
         return f"starting {count} processes" + (f", {ready} are up" if ready else "")
     default = _ACTIVITIES.get(state.phase, "")
     return announced or default if state.phase is Phase.RUNNING else default
+
+
+def _sizes(job: JobSpec, state: JobState) -> dict[str, int]:
+    if state.settings is None:
+        return {str(role): spec.num for role, spec in job.workloads.items()}
+    return {role: settings.num for role, settings in state.settings.roles.items()}
 
 
 def status_of(job: JobSpec, state: JobState, last: StepReport | None, announced: str = "") -> JobStatus:
@@ -130,7 +136,7 @@ def status_of(job: JobSpec, state: JobState, last: StepReport | None, announced:
         total_steps=last.total_steps if last else 0,
         folder=str(job.job_dir),
         reward=reward_of(last.metrics) if last else nan,
-        roles={str(role): spec.num for role, spec in job.workloads.items()},
+        roles=_sizes(job, state),
         activity=_activity_of(job, state, announced),
     )
 

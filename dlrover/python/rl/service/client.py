@@ -21,7 +21,7 @@ from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
 from dlrover.python.rl.service.auth import TOKEN
 from dlrover.python.rl.service.jobs.records import JobPhase
-from dlrover.python.rl.service.messages import error_of, phase_of
+from dlrover.python.rl.service.messages import RESIZE_S, error_of, phase_of
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.service.state import default_state
 
@@ -121,7 +121,8 @@ class ServiceClient:
         return self._job("Stop", wire.StopRequest(name=name, hard=hard, reason=reason))
 
     def resize(self, name: str, role: str, num: int) -> wire.Job:
-        return self._job("Resize", wire.ResizeRequest(name=name, role=role, num=num))
+        job: wire.Job = self._ask("Resize", wire.ResizeRequest(name=name, role=role, num=num), RESIZE_S)
+        return job
 
     def wait(self, name: str, timeout_s: float | None = None) -> wire.Job:
         """The job once it has ended, or as it is after ``timeout_s``."""

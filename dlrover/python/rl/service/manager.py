@@ -18,11 +18,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from itertools import islice
 
-from dlrover.python.rl.common.errors import CallError, ConfigError, DLRoverRLError, InvalidJob, ServiceUnavailable
+from dlrover.python.rl.common.errors import CallError, DLRoverRLError, ServiceUnavailable
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.master.resizing import check_size
 from dlrover.python.rl.metrics.service import ServiceCounts
 from dlrover.python.rl.service.jobs.ledger import Answer, Draft, Ledger, Refused
 from dlrover.python.rl.service.jobs.records import (
@@ -45,7 +45,6 @@ _BATCH = 500
 _PAGE = 1000
 _RECENT = 10_000
 _RETRY_S = 0.5
-_MAX_ROLE = 10_000
 _MAX_WAITING = 5000
 
 
@@ -117,12 +116,7 @@ class JobManager:
     async def resize(self, name: str, role: str, num: int) -> JobRecord:
         """Raises UnknownJob, InvalidJob, and CallError if the job does not run or its role cannot be resized."""
         record = self._ledger.get(name)
-        if role not in record.roles:
-            near = get_close_matches(role, list(record.roles), n=1, cutoff=0.4)
-            hint = f": did you mean '{near[0]}'?" if near else f"; it has {', '.join(sorted(record.roles))}"
-            raise InvalidJob([ConfigError("role", f"'{name}' has no role '{role}'{hint}")])
-        if not 1 <= num <= _MAX_ROLE:
-            raise InvalidJob([ConfigError("num", f"{num} is not between 1 and {_MAX_ROLE}")])
+        check_size(name, role, num, record.roles)
         if record.phase is not JobPhase.RUNNING:
             raise CallError(f"'{name}' is {record.phase}: only a running job can be resized")
         await self._runner.resize(record, role, num)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from math import nan
 from pathlib import Path
 
-from dlrover.python.rl.master.jobs import JobOperations, JobView
+from dlrover.python.rl.master.operations.jobs import JobOperations, JobView
 from dlrover.python.rl.service.client import ClientTls, ServiceClient
 from dlrover.python.rl.service.messages import phase_of
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire

@@ -29,7 +29,7 @@ from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
 from dlrover.python.rl.service.auth import AccessRole, Caller, Right, TokenFile
 from dlrover.python.rl.service.jobs.records import JobRecord, StopJob
 from dlrover.python.rl.service.manager import JobManager
-from dlrover.python.rl.service.messages import code_of, details_of, event_message, job_message
+from dlrover.python.rl.service.messages import RESIZE_S, code_of, details_of, event_message, job_message
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.service.submissions import check_name, check_path, check_process, check_submission, shown
 
@@ -65,6 +65,7 @@ _OPTIONS = (
 _MAX_CALLS = 2_000
 _UNARY_S = 30.0
 _MAX_WAIT_S = 300.0
+_LIMITS_S = {"Wait": _MAX_WAIT_S + _UNARY_S, "Resize": RESIZE_S}
 _MAX_LISTED, _LISTED = 1_000, 100
 _MAX_TAIL = 100_000
 _LOG_POLL_S = 0.3
@@ -160,7 +161,7 @@ class JobServer:
         return caller
 
     def _guard(self, method: str, implementation: Callable[[Any, Caller], Awaitable[Any]]) -> Callable[..., Any]:
-        limit_s = _MAX_WAIT_S + _UNARY_S if method == "Wait" else _UNARY_S
+        limit_s = _LIMITS_S.get(method, _UNARY_S)
 
         async def handle(request: Any, context: Any) -> Any:
             began_s = time.monotonic()

@@ -37,13 +37,14 @@ _DEVICE = "config.engine.device"
 
 @dataclass(frozen=True)
 class Inspection:
-    """The result of an inspection: errors, methods by role, errors that only arise in one process, and the roles whose
-    ranks meet in collectives, which recover together."""
+    """The result of an inspection: errors, methods by role, errors that only arise in one process, the roles whose
+    ranks meet in collectives, which recover together, and the roles whose members have a state that is committed."""
 
     errors: tuple[ConfigError, ...] = ()
     methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     single_process_refusals: tuple[ConfigError, ...] = ()
     collectives: tuple[str, ...] = ()
+    stateful: tuple[str, ...] = ()
     config: Mapping[str, Any] | None = None
     """The job's config with all defaults, None if its trainer has no schema."""
 
@@ -98,7 +99,9 @@ def inspect_job(job: JobSpec, here: bool = False) -> Inspection:
             reason = f"{spec.num} members of {spec.class_} meet in collectives, which one process cannot hold"
             refusals.append(ConfigError(f"{where}.num", f"{reason}; use num=1"))
     errors += _validate_resume(job, stateful) if len(methods) == len(roles) else []
-    return Inspection(tuple(errors), methods, tuple(refusals), tuple(collectives), config, tuple(about), given)
+    return Inspection(
+        tuple(errors), methods, tuple(refusals), tuple(collectives), tuple(stateful), config, tuple(about), given
+    )
 
 
 def _with_own_names(trainer: type[BaseTrainer], job: JobSpec) -> tuple[JobSpec, list[str]]:
@@ -205,6 +208,7 @@ def _from_json(data: Mapping[str, Any]) -> Inspection:
         {RLRoleType(role): tuple(names) for role, names in data["methods"].items()},
         tuple(ConfigError(**item) for item in data["single_process_refusals"]),
         tuple(data["collectives"]),
+        tuple(data["stateful"]),
         data["config"],
         tuple(data["about"]),
         data["given"],

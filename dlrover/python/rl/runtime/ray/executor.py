@@ -68,6 +68,7 @@ class RayExecutor:
 
     def __init__(self, plan: RunPlan, master: Any, cluster: ClusterApi) -> None:
         self._job, self._plan, self._cluster = plan.job, plan, cluster
+        self._reserved = plan.placement
         self._reservations = Reservations(plan, cluster)
         self._table = ProcessTable(self._job)
         processes = sum(spec.num + spec.standby for spec in self._job.workloads.values()) + 1
@@ -172,6 +173,27 @@ class RayExecutor:
     async def read_stacks(self, process: Process) -> str:
         return await read_stacks(self._cluster, process)
 
+    # -- other sizes of roles -----------------------------------------------------------------------------------------
+
+    async def reserve_places(self, state: JobState, role: str, num: int, timeout_s: float) -> None:
+        """Places for ``num`` members of ``role``. After a PlacementTimeout nothing has changed."""
+        most = {**state.most, role: max(num, state.most.get(role, 0))}
+        enlarged = self._plan.placement.with_places(most)
+        if len(enlarged.bundles) > len(self._reserved.bundles):
+            await self._reservations.extend(enlarged, state.incarnation, state.excluded, timeout_s)
+            self._reserved = enlarged
+
+    def resize(self, state: JobState) -> None:
+        """Take over the sizes of the roles, before commands that follow from them."""
+        if state.settings is None or not state.most:
+            return
+        self._job = self._plan.job.with_sizes({role: spec.num for role, spec in state.settings.roles.items()})
+        self._table.job = self._job
+        for process_id in state.retired:
+            self._discard(process_id)
+        self._reserved = self._plan.placement.with_places(state.most)
+        self._reservations.replan(self._reserved)
+
     # -- placing ------------------------------------------------------------------------------------------------------
 
     async def _place(self, command: Place, emit: Emit) -> None:
@@ -209,7 +231,7 @@ class RayExecutor:
 
     async def _start_actor(self, entry: ProcessEntry, excluded: tuple[str, ...]) -> None:
         preferred = self._job.workloads[entry.role].num if entry.is_standby else entry.process_id.rank
-        entry.slot = self._table.free_slot(entry.role, preferred)
+        entry.slot = self._table.free_slot(entry.role, preferred, len(self._reservations.slots(entry.role)))
         placement = await self._reservations.place(entry.role, entry.slot, excluded)
         try:
             entry.handle = await self._pool.start_member(entry, placement)
@@ -344,6 +366,7 @@ class RayExecutor:
         """Watch the processes that are up in ``state``, emit the loss of those that are gone, and end all others of
         the run. Returns the number of processes that were found."""
         self._incarnation = state.incarnation
+        self.resize(state)
         await self._reservations.find(state.incarnation, state.excluded)
         entries = {self._pool.name_of(entry): entry for entry in entries_of(state)}
         names = await asyncio.to_thread(self._pool.list_names)

@@ -92,6 +92,31 @@ def reserve_node(
     return group
 
 
+def reserve_beyond(
+    cluster: ClusterApi, placement: Placement, prefix: str, node: int, excluded: tuple[str, ...] = ()
+) -> list[str]:
+    """Request the plan's nodes from number ``node`` on, which no earlier call has reserved."""
+    nodes = enumerate(placement.nodes[node:], start=node)
+    return [_create(cluster, bundles, f"{prefix}/node-{number}", excluded) for number, bundles in nodes]
+
+
+def release_beyond(cluster: ClusterApi, prefix: str, node: int) -> None:
+    """Remove the groups of the plan's nodes from number ``node`` on."""
+    for group in _list_groups(cluster):
+        if group.prefix == prefix and group.node >= node and group.state != REMOVED:
+            cluster.remove_group(group.id)
+
+
+def check_free(cluster: ClusterApi, placement: Placement, node: int) -> None:
+    """Raise PlacementTimeout unless the cluster has free what the plan needs from its node number ``node`` on."""
+    needed = sum_resources(bundle.resources for bundles in placement.nodes[node:] for bundle in bundles)
+    available = cluster.free_resources()
+    units = {name: MEGABYTE if name == "memory" else 1 for name in needed}
+    if any(available.get(RAY_NAMES.get(name, name), 0.0) < needed[name] * units[name] for name in needed):
+        nodes = range(node, len(placement.nodes))
+        raise PlacementTimeout(f"the cluster lacks the resources: {_describe_lack(cluster, placement, nodes)}")
+
+
 def is_usable(cluster: ClusterApi, group: str, excluded: Iterable[str] = ()) -> bool:
     """Return True if a group has its resources on nodes other than ``excluded``."""
     rows = (row for row in cluster.list_groups() if row.id == group)

@@ -10,16 +10,19 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Process
-from dlrover.python.rl.control.placement import Placement
+from dlrover.python.rl.control.placement import Placement, Slot
 from dlrover.python.rl.runtime.checkpoint.commits import forget_commits
 from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
 from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ClusterApi, kill_and_wait
 from dlrover.python.rl.runtime.ray.placement_groups import (
+    check_free,
     is_usable,
     placement_of,
     placement_timeout,
+    release_beyond,
     release_groups,
     reserve,
+    reserve_beyond,
     reserve_node,
     wait_until_reserved,
 )
@@ -86,14 +89,38 @@ class Reservations:
         await wait_until_reserved(self._cluster, groups, self._placement, self._job.placement_timeout_s)
 
     async def find(self, incarnation: int, excluded: tuple[str, ...]) -> None:
-        """Find what an earlier master has reserved, and request what it has not."""
+        """Find what an earlier master has reserved, request what it has not, and remove what is not in the plan."""
         if self.uses_groups:
             prefix = f"{self._prefix}/{incarnation}"
             self._groups = await asyncio.to_thread(reserve, self._cluster, self._placement, prefix, excluded)
+            await asyncio.to_thread(release_beyond, self._cluster, prefix, len(self._groups))
+
+    async def extend(self, placement: Placement, incarnation: int, excluded: tuple[str, ...], timeout_s: float) -> None:
+        """Reserve what ``placement`` has beyond the plan, which it replaces. After a PlacementTimeout nothing has
+        changed."""
+        former, prefix = self._groups, f"{self._prefix}/{incarnation}"
+        if not self.uses_groups:
+            await asyncio.to_thread(check_free, self._cluster, placement, len(self._placement.nodes))
+        else:
+            excluded = self._still_excluded(excluded)
+            groups = await self._threads.run(reserve_beyond, self._cluster, placement, prefix, len(former), excluded)
+            try:
+                await wait_until_reserved(self._cluster, groups, placement, timeout_s)
+            except BaseException:
+                await asyncio.to_thread(release_beyond, self._cluster, prefix, len(former))
+                raise
+            if self._groups is not former:
+                raise PlacementTimeout("the job was restarted meanwhile")
+            self._groups.extend(groups)
+        self._placement = placement
+
+    def slots(self, role: RLRoleType) -> tuple[Slot, ...]:
+        """Of members and standbys of ``role``."""
+        return (*self._placement.slots[role], *self._placement.standbys.get(role, ()))
 
     async def place(self, role: RLRoleType, slot: int, excluded: tuple[str, ...]) -> ActorPlacement:
         """Where a process of ``role`` goes. A node that was lost is replaced first, or PlacementTimeout raised."""
-        slots = (*self._placement.slots[role], *self._placement.standbys.get(role, ()))
+        slots = self.slots(role)
         if not self.uses_groups:
             return ActorPlacement(slots[slot].resources, excluded=excluded)
         await self._ensure_node(self._placement.bundles[slots[slot].bundle].node, excluded)
@@ -136,6 +163,10 @@ class Reservations:
             raise error
         self._readmitted.update(excluded)
         _LOG.warning("%s: nodes that were excluded are used again: %s", self._job.name, error)
+
+    def replan(self, placement: Placement) -> None:
+        """Another plan for what is reserved next."""
+        self._placement = placement
 
     async def timeout_error(self) -> PlacementTimeout:
         """The error of a cluster that lacks the plan's resources."""

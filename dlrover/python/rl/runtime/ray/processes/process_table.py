@@ -69,7 +69,7 @@ class ProcessTable:
     """The current process of each id of a run. Removing an entry cancels its tasks."""
 
     def __init__(self, job: JobSpec) -> None:
-        self._job = job
+        self.job = job
         self._entries: dict[ProcessId, ProcessEntry] = {}
 
     def put(self, entry: ProcessEntry) -> None:
@@ -92,10 +92,10 @@ class ProcessTable:
             self.pop(entry.process_id)
         return [entry.process for entry in entries if entry.process is not None]
 
-    def free_slot(self, role: str, preferred: int) -> int:
+    def free_slot(self, role: str, preferred: int, slots: int) -> int:
+        """One of the role's ``slots`` that none of its processes has."""
         used = {entry.slot for entry in self._entries.values() if entry.process_id.role == role}
-        spec = self._job.workloads[RLRoleType(role)]
-        free = [slot for slot in range(spec.num + spec.standby) if slot not in used]
+        free = [slot for slot in range(slots) if slot not in used]
         return preferred if preferred in free or not free else free[0]
 
     def context(self, entry: ProcessEntry, name: str, restart: RestartInfo) -> MemberContext:
@@ -108,12 +108,12 @@ class ProcessTable:
             name=name,
             role=role,
             rank=rank,
-            world_size=self._job.workloads[role].num,
+            world_size=self.job.workloads[role].num,
             local_rank=ranks_on_node.index(rank),
             local_world_size=len(ranks_on_node),
             master_addr=first.address,
             master_port=first.port,
-            collocation=",".join(self._job.collocation_of(role)),
+            collocation=",".join(self.job.collocation_of(role)),
             restart=restart,
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from dlrover.python.rl.control.events import Cause, Failed, MemberLost, NodeLost, StandbyLost, TrainerLost
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.machine import step
-from dlrover.python.rl.control.state import JobState, Phase
+from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.master.brain import JOURNAL
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 
@@ -44,13 +44,3 @@ def read_history(folder: Path) -> RunHistory | None:
     settings = state.settings
     roles = {role: settings.num for role, settings in settings.roles.items()} if settings else {}
     return RunHistory(state, events[0][0], since_s, events[-1][0], tuple(failures), roles)
-
-
-def started_s(folder: Path) -> float:
-    """When the run in ``folder`` began; 0 if that is unknown."""
-    history = read_history(folder)
-    return history.began_s if history else 0.0
-
-
-def is_over(history: RunHistory) -> bool:
-    return history.state.phase in (Phase.FINISHED, Phase.FAILED, Phase.STOPPED)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import check_job_name, hint
-from dlrover.python.rl.master.history import RunHistory
+from dlrover.python.rl.master.operations.history import RunHistory
 from dlrover.python.rl.master.status import JobStatus
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter
 

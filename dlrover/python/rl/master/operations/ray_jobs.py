@@ -12,9 +12,9 @@ from typing import Any
 from dlrover.python.rl.common.errors import InvalidJob, JournalCorrupt, MasterLost
 from dlrover.python.rl.common.names import master_name
 from dlrover.python.rl.config.spec import RUNS
-from dlrover.python.rl.master.history import read_history
 from dlrover.python.rl.master.job import follow, stop_master
-from dlrover.python.rl.master.jobs import (
+from dlrover.python.rl.master.operations.history import read_history
+from dlrover.python.rl.master.operations.jobs import (
     JobOperations,
     JobView,
     check_name,
@@ -32,6 +32,7 @@ from dlrover.python.rl.runtime.run_folder import LATEST
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport, announce_nothing
 
 _ANSWER_S = 30.0
+_RESIZE_S = 240.0
 _STOP_S = 60.0
 _FOLLOWER_S = 3.0
 _POLL_S = 0.5
@@ -120,7 +121,7 @@ class RayJobs:
 
     def resize(self, name: str, role: str, num: int) -> JobView:
         master = self._master(name)
-        ask(partial(master.resize.remote, role.upper(), num), _ANSWER_S)
+        ask(partial(master.resize.remote, role.upper(), num), _RESIZE_S)
         return view_of_status(ask(master.status.remote, _ANSWER_S))
 
     def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:

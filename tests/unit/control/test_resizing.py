@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Another number of members for a role, while the job runs."""
+
+import pytest
+from runs import OPEN, TERMS, Run, lost, started, trainer_lost, up
+
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.control.commands import KillMember, KillTrainer, StartMembers, StartTrainer
+from dlrover.python.rl.control.events import MasterStarted, Resized, StopRequested, TrainerStarted
+from dlrover.python.rl.control.machine import outstanding, replay, step
+from dlrover.python.rl.control.placement import plan
+from dlrover.python.rl.control.resizing import can_resize
+from dlrover.python.rl.control.state import MemberPhase
+
+
+def of(kind, commands):
+    return [command for command in commands if isinstance(command, kind)]
+
+
+def test_a_role_that_grows_begins_anew_with_its_trainer_and_nothing_else_does():
+    run = Run(*OPEN)(Resized("ROLLOUT", 3))
+    assert of(KillMember, run.commands) == [KillMember("ROLLOUT", 0, 1), KillMember("ROLLOUT", 1, 1)]
+    (start,) = of(StartMembers, run.commands)
+    assert start.members == ((0, 2), (1, 2), (2, 1)) and start.standbys == {0: 0}
+    assert of(KillTrainer, run.commands) == [KillTrainer(1)]
+    (trainer,) = of(StartTrainer, run.commands)
+    assert (trainer.epoch, trainer.fresh) == (2, False) and "ROLLOUT was resized to 3" in trainer.reason
+    assert run.number("ACTOR[0]") == 1 and run.phase("ACTOR[0]") == "up"
+    assert run.state.restarts == 0 and not run.state.history and not run.state.recoveries
+
+
+def test_a_role_that_shrinks_loses_its_last_ranks():
+    run = Run(*OPEN)(Resized("ROLLOUT", 1))
+    assert ProcessId("ROLLOUT", 1) not in run.state.members
+    assert of(KillMember, run.commands) == [KillMember("ROLLOUT", 0, 1), KillMember("ROLLOUT", 1, 1)]
+    assert of(StartMembers, run.commands)[0].members == ((0, 2),)
+    assert run.ignores(lost("ROLLOUT", 1, 1)) and run.ignores(started("ROLLOUT", 1, 1))
+
+
+def test_no_process_has_the_number_of_an_earlier_one():
+    """2, 3, 2, 3: the third member comes back under the next number."""
+    run = Run(*OPEN)
+    seen = {("ROLLOUT", rank, 1) for rank in range(2)} | {("ACTOR", rank, 1) for rank in range(2)}
+    for num in (3, 2, 3, 1, 4):
+        run(Resized("ROLLOUT", num))
+        (start,) = of(StartMembers, run.commands)
+        new = {("ROLLOUT", rank, number) for rank, number in start.members}
+        assert len(new) == num and not new & seen
+        seen |= new
+        assert len([it for it in run.state.members if it.role == "ROLLOUT"]) == num
+    assert run.state.most == {"ROLLOUT": 4}
+
+
+@pytest.mark.parametrize(
+    ("events", "event"),
+    [
+        (OPEN, Resized("ROLLOUT", 2)),
+        (OPEN, Resized("ROLLOUT", 0)),
+        (OPEN, Resized("JUDGE", 2)),
+        (OPEN, Resized("ACTOR", 3)),  # its members meet in collectives
+        (up(), Resized("ROLLOUT", 3)),  # before steps()
+        ([*OPEN, StopRequested("enough")], Resized("ROLLOUT", 3)),
+    ],
+)
+def test_what_cannot_be_changes_nothing(events, event):
+    assert Run(*events).ignores(event)
+
+
+def test_a_member_in_its_back_off_starts_at_once_and_its_timer_is_forgotten():
+    run = Run(*OPEN, lost("ROLLOUT", 1), started("ROLLOUT", 1, 2, standby=0), lost("ROLLOUT", 1, 2))
+    assert any(timer.startswith("ROLLOUT[1]") for timer in run.state.waits)
+    run(Resized("ROLLOUT", 3))
+    assert not any(timer.startswith("ROLLOUT[") for timer in run.state.waits)
+    assert run.phase("ROLLOUT[1]") == MemberPhase.STARTING
+
+
+def test_a_trainer_in_its_back_off_starts_after_that():
+    run = Run(*OPEN, trainer_lost(1), TrainerStarted(2), trainer_lost(2))
+    epoch, waits = run.state.epoch, dict(run.state.waits)
+    assert waits
+    run(Resized("ROLLOUT", 3))
+    assert run.state.epoch == epoch and run.state.waits == waits and not of(StartTrainer, run.commands)
+
+
+def test_a_master_that_comes_back_starts_what_was_starting():
+    run = Run(*OPEN)(Resized("ROLLOUT", 3))
+    state, commands = step(run.state, MasterStarted(), 99.0)
+    (start,) = of(StartMembers, commands)
+    assert [rank for rank, _ in start.members] == [0, 1, 2]
+    assert any(isinstance(command, StartMembers) for command in outstanding(state))
+
+
+def test_a_restart_of_the_job_keeps_the_size():
+    events = [TERMS, *OPEN, Resized("ROLLOUT", 3)]
+    state = replay([(float(at), event) for at, event in enumerate(events)])
+    assert state.settings.roles["ROLLOUT"].num == 3 and can_resize(state, "ROLLOUT")
+    assert not can_resize(state, "ACTOR")
+
+
+JOB = """
+trainer: {module: m, class: T, device_type: CPU, device_per_node: 3, node_number: 2}
+workload:
+  actor: {module: m, class: A, resource: {cpu: 2}}
+  rollout: {module: m, class: R, num: 2, standby: 1}
+"""
+
+
+def test_places_beyond_the_plan_leave_its_numbers_as_they_are():
+    placement, errors = plan(load_job_text(JOB, "job"))
+    assert not errors
+    larger = placement.with_places({"ROLLOUT": 4})
+    assert larger.bundles[: len(placement.bundles)] == placement.bundles
+    assert larger.slots == placement.slots
+    assert larger.standbys["ROLLOUT"][:1] == placement.standbys["ROLLOUT"]
+    added = [larger.bundles[slot.bundle] for slot in larger.standbys["ROLLOUT"][1:]]
+    last = placement.bundles[-1].node
+    assert [bundle.node for bundle in added] == [last + 1, last + 2]
+    assert {tuple(bundle.resources.items()) for bundle in added} == {(("cpu", 1.0),)}
+    assert larger.position(len(placement.bundles)) == (last + 1, 0)
+    assert placement.with_places({}) == placement.with_places({"ROLLOUT": 1}) == placement
