@@ -197,8 +197,7 @@ def test_a_role_is_resized_while_the_job_runs(tmp_path):
         async with serving(tmp_path, MemoryRunner(step_s=60)) as manager:
             await manager.submit(submission())
             await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
-            await manager.resize("job", "ROLLOUT", 3)
-            await until(lambda: manager.get("job").roles == {"ROLLOUT": 3})
+            assert (await manager.resize("job", "ROLLOUT", 3)).roles == {"ROLLOUT": 3}
             with pytest.raises(InvalidJob, match="has no role 'ROLOUT': did you mean 'ROLLOUT'"):
                 await manager.resize("job", "ROLOUT", 3)
             with pytest.raises(InvalidJob, match="0 is not between 1 and"):
@@ -207,6 +206,27 @@ def test_a_role_is_resized_while_the_job_runs(tmp_path):
             await manager.wait("job", WITHIN_S)
             with pytest.raises(CallError, match="'job' is stopped: only a running job can be resized"):
                 await manager.resize("job", "ROLLOUT", 2)
+
+    run(body())
+
+
+def test_a_role_that_grew_takes_its_share_of_the_cluster_for_as_long_as_the_job_runs(tmp_path):
+    """Four CPUs: two jobs of two members, one of which grows, leave no room for a third."""
+
+    async def body():
+        async with serving(tmp_path, MemoryRunner(step_s=60, cpus=5.0)) as manager:
+            values = {"resources": {"cpu": 2.0}, "per_member": {"ROLLOUT": {"cpu": 1.0}}}
+            for name in ("first", "second"):
+                await manager.submit(submission(name, **values))
+            await until(lambda: manager.get("second").phase is JobPhase.RUNNING)
+            grown = await manager.resize("first", "ROLLOUT", 3)
+            assert grown.resources == {"cpu": 3.0}
+            await manager.submit(submission("third", resources={"cpu": 1.0}))
+            assert "the cluster is full" in manager.get("third").reason
+            assert (await manager.resize("first", "ROLLOUT", 2)).resources == {"cpu": 3.0}  # its place is kept
+            assert (await manager.resize("first", "ROLLOUT", 3)).resources == {"cpu": 3.0}
+            await manager.stop(stopping("first"))
+            await until(lambda: manager.get("third").phase is JobPhase.RUNNING)
 
     run(body())
 

@@ -107,11 +107,11 @@ class JobManager:
     async def submit(self, operation: SubmitJob) -> JobRecord:
         """Raises JobConflict, ServiceBusy, ServiceUnavailable, and CallError if the client token stands for another
         request."""
-        return await self._ask(operation)
+        return _record(await self._ask(operation))
 
     async def stop(self, operation: StopJob) -> JobRecord:
         """Raises UnknownJob, ServiceUnavailable."""
-        return await self._ask(operation)
+        return _record(await self._ask(operation))
 
     async def resize(self, name: str, role: str, num: int) -> JobRecord:
         """Raises UnknownJob, InvalidJob, and CallError if the job does not run or its role cannot be resized."""
@@ -120,6 +120,7 @@ class JobManager:
         if record.phase is not JobPhase.RUNNING:
             raise CallError(f"'{name}' is {record.phase}: only a running job can be resized")
         await self._runner.resize(record, role, num)
+        await self._ask(Schedule())  # after what the runner has reported
         return self._ledger.get(name)
 
     def get(self, name: str) -> JobRecord:
@@ -187,7 +188,7 @@ class JobManager:
         page = await asyncio.to_thread(self._store.events, after, name, _PAGE)
         return [event for event in page if event.number <= last], last if len(page) < _PAGE else page[-1].number
 
-    async def _ask(self, operation: Operation) -> JobRecord:
+    async def _ask(self, operation: Operation) -> JobRecord | None:
         if self._closed:
             raise ServiceUnavailable("the service is ending")
         if self._requests.qsize() >= _MAX_WAITING:
@@ -197,8 +198,6 @@ class JobManager:
         answer = await future
         if isinstance(answer, Refused):
             raise answer.error
-        if answer is None:
-            raise AssertionError(f"no answer to {operation}")
         return answer
 
     def _note(self, operation: Observed | Schedule) -> None:
@@ -296,3 +295,8 @@ class JobManager:
             if capacity != self._ledger.capacity:
                 self._ledger.capacity, self._reasons_at = capacity, -1
                 self._note(Schedule())
+
+
+def _record(answer: JobRecord | None) -> JobRecord:
+    assert answer is not None, "what people ask about a job is answered with it"
+    return answer

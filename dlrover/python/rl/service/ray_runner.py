@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dlrover.python.rl.common.errors import CallError, DLRoverRLError, JobConflict, MasterLost
+from dlrover.python.rl.common.errors import CallError, DLRoverRLError, InvalidJob, JobConflict, MasterLost
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import JobSpec
@@ -97,8 +97,10 @@ class RayJobRunner:
             raise CallError(f"'{record.name}' does not run yet")
         try:
             await driven.master.call("resize", role, num, timeout_s=_ANSWER_S)
+            status: JobStatus = await driven.master.call("status", timeout_s=_ANSWER_S)
         except MasterLost as error:
             raise CallError(f"the master of '{record.name}' does not answer: try again") from error
+        self._sink(self._observed(driven, JobPhase.RUNNING, restarts=status.restarts, roles=dict(status.roles)))
 
     async def close(self) -> None:
         self._sink = lambda observed: None
@@ -201,7 +203,7 @@ class RayJobRunner:
         status = update.status
         starting = status.phase in (Phase.CREATED, Phase.PLACED) and status.incarnation <= 1
         phase = JobPhase.STARTING if starting else JobPhase.RUNNING
-        common = {"restarts": status.restarts, "activity": status.activity}
+        common = {"restarts": status.restarts, "activity": status.activity, "roles": dict(status.roles)}
         for step in update.reports:
             metrics = {name: float(value) for name, value in step.metrics.items()}
             self._sink(
@@ -287,6 +289,8 @@ def _journalled_end(job: JobSpec | None) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, InvalidJob):
+        return "; ".join(map(str, error.errors))
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 

@@ -48,6 +48,7 @@ def check_submission(request: wire.SubmitRequest, owner: str, root: Path) -> Sub
         fingerprint=_fingerprint(request),
         resources=resources,
         roles={str(role): spec.num for role, spec in job.workloads.items()},
+        per_member={str(role): dict(slots[0].resources) for role, slots in placement.slots.items()},
         priority=request.priority,
     )
 

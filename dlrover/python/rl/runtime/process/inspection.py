@@ -187,6 +187,7 @@ def inspect_in_child(job: JobSpec, deadline_s: float = DEADLINE_S) -> Inspection
         try:
             child = subprocess.run(
                 command,
+                cwd=job.work_dir if os.path.isdir(job.work_dir) else None,
                 timeout=deadline_s,
                 capture_output=True,
                 text=True,

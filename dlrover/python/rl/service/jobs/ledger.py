@@ -197,6 +197,7 @@ class Draft:
             fingerprint=wanted.fingerprint,
             resources=wanted.resources,
             roles=wanted.roles,
+            per_member=wanted.per_member,
             priority=wanted.priority,
             sequence=self.last_event + 1,
             submitted_s=at_s,
@@ -263,7 +264,8 @@ class Draft:
             told = self._change(replace(told, restarts=after.restarts), at_s, "restarted", seen.reason)
         if after.roles != told.roles:
             message = ", ".join(f"{role} x{num}" for role, num in sorted(after.roles.items()))
-            told = self._change(replace(told, roles=after.roles), at_s, "resized", message)
+            told = self._change(_resized(told, after.roles), at_s, "resized", message)
+            after = replace(after, resources=told.resources, places=told.places)
         if after.step > told.step:
             stepped = replace(told, step=after.step, total_steps=after.total_steps, reward=after.reward)
             told = self._change(stepped, at_s, "step", metrics=seen.metrics)
@@ -291,3 +293,14 @@ class Draft:
 def _next_phase(now: JobPhase, seen: JobPhase) -> JobPhase:
     """A job that is being stopped stays so until it has ended."""
     return now if now is JobPhase.STOPPING and not seen.ended else seen
+
+
+def _resized(record: JobRecord, roles: Mapping[str, int]) -> JobRecord:
+    """A role that grows takes more of the cluster; one that shrinks keeps its places."""
+    resources, places = dict(record.resources), dict(record.places)
+    for role, num in roles.items():
+        held = places.get(role, record.roles.get(role, 0))
+        places[role] = max(held, num)
+        for name, amount in record.per_member.get(role, {}).items():
+            resources[name] = resources.get(name, 0.0) + amount * (places[role] - held)
+    return replace(record, roles=roles, resources=resources, places=places)

@@ -59,6 +59,8 @@ class JobRecord:
     results: str = ""  # folder of its files
     activity: str = ""
     roles: Mapping[str, int] = field(default_factory=dict)
+    places: Mapping[str, int] = field(default_factory=dict)  # that resized roles hold: the most they have had
+    per_member: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # role to one member's resources
     hard: bool = False  # while STOPPING
 
 
@@ -89,6 +91,7 @@ class SubmitJob:
     fingerprint: str  # of the request as it was sent: a token stands for one request
     resources: Mapping[str, float] = field(default_factory=dict)
     roles: Mapping[str, int] = field(default_factory=dict)
+    per_member: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # role to one member's resources
     priority: int = 0
 
 
