@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dlrover.python.rl.environment.sandbox.confinement import Confinement
 from dlrover.python.rl.environment.verifiers import code
 from dlrover.python.rl.environment.verifiers.code import (
     ProgramLimits,
@@ -44,7 +45,8 @@ def test_a_program_sees_nothing_of_this_process(monkeypatch):
 
 
 @pytest.mark.feature(98)
-def test_a_program_that_does_not_end_is_ended_with_all_it_started(tmp_path):
+def test_a_program_that_does_not_end_is_ended_with_all_it_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(code, "confinement", lambda: Confinement.LIMITS)  # so that it can tell its number
     program = f"""
 import os, signal
 if os.fork() == 0:

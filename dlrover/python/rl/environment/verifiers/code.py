@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that a model wrote, run in a separate process with limits, and scored by tests.
 
-The limits protect the machine, and no process is left behind. They are not a sandbox: the program runs as this user,
-with its files and network. Run hostile code in a container.
+It is confined as :mod:`~dlrover.python.rl.environment.sandbox.confinement` describes, and no process is left behind.
 
 A program cannot easily score itself. Expected outputs and literals are never in its process, file, arguments or
 environment: ``assert double(2) == 4`` becomes ``__compare__(0, double(2))``, and this process compares. The other tests
@@ -15,7 +14,6 @@ Prefer ``assert f(2) == 4``, or cases of input and output.
 import ast
 import os
 import re
-import resource
 import secrets
 import signal
 import socket
@@ -32,6 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.environment.sandbox.child_process import stand_guard
+from dlrover.python.rl.environment.sandbox.confinement import (
+    Confinement,
+    ResourceLimits,
+    become_confined,
+    confinement,
+)
 from dlrover.python.rl.environment.verifiers.code_tests import SIZE_BYTES
 
 _BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
@@ -230,7 +234,7 @@ def _start(
         stdin_file = files.enter_context((folder / "stdin").open("rb"))
         out, err = (files.enter_context((folder / name).open("wb")) for name in ("stdout", "stderr"))
         return subprocess.Popen(
-            [sys.executable, "-c", start, str(folder), *sizes, *map(str, channels)],
+            [sys.executable, "-c", start, str(folder), confinement().value, *sizes, *map(str, channels)],
             stdin=stdin_file,
             stdout=out,
             stderr=err,
@@ -282,21 +286,13 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
     return process.wait(_EXIT_S)
 
 
-def become(folder: str, memory_mb: str, file_bytes: str, cpu_s: str, *channel: str) -> None:
+def become(folder: str, level: str, memory_mb: str, file_bytes: str, cpu_s: str, *channel: str) -> None:
     """Become the warden of the program in ``folder``, its child; a ``channel`` sends tests."""
     stand_guard(*map(int, channel))
-    memory = int(memory_mb) << 20
-    for what, limit in (
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_FSIZE, int(file_bytes)),
-        (resource.RLIMIT_CPU, int(cpu_s)),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(what, (limit, limit))
-    os.chdir(folder)
-    clean = {"PATH": os.environ.get("PATH", ""), "HOME": folder, "TMPDIR": folder, "PYTHONHASHSEED": "0"}
-    command = [str(_TESTED), *channel] if channel else ["program.py"]
-    os.execve(sys.executable, [sys.executable, "-I", *command], clean)
+    limits = ResourceLimits(int(memory_mb), int(file_bytes), int(cpu_s))
+    command = [sys.executable, "-I", *([str(_TESTED), *channel] if channel else ["program.py"])]
+    shown = [Path(folder, "program.py"), *([_TESTED] if channel else [])]
+    become_confined(command, Path(folder), shown, limits, Confinement(level))
 
 
 def code_block(text: str) -> str | None:
