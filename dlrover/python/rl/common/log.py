@@ -4,6 +4,8 @@
 import logging
 import sys
 
+from dlrover.python.rl.common.redaction import redacted
+
 _ROOT = "dlrover"
 _FORMAT = "%(asctime)s %(levelname).1s %(message)s"
 
@@ -18,11 +20,16 @@ def cut_middle(text: str, limit: int, cut: str = " [...] ") -> str:
     return text if len(text) <= limit else f"{text[:half]}{cut}{text[-half:]}"
 
 
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
+
+
 def configure_logging(process: str = "", level: int = logging.INFO) -> None:
     """Send this package's log lines to stderr, each behind ``[process]``. A second call replaces the first."""
     logger = logging.getLogger(_ROOT)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"[{process}] {_FORMAT}" if process else _FORMAT, datefmt="%H:%M:%S"))
+    handler.setFormatter(_Formatter(f"[{process}] {_FORMAT}" if process else _FORMAT, datefmt="%H:%M:%S"))
     logger.handlers[:] = [handler]
     logger.setLevel(level)
     logger.propagate = False

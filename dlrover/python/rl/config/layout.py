@@ -32,6 +32,7 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType, check_job_name, hint, is_role_name, is_url, nearest
 from dlrover.python.rl.config.limits import validate_resolvers
 from dlrover.python.rl.config.scripts import runs_scripts_only, with_scripts
+from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import (
     RUNS,
     CheckpointSpec,
@@ -94,9 +95,6 @@ class JobLayout:
 
 
 JOB_KEYS = tuple(JobLayout.__dataclass_fields__)
-HIDDEN = "***"
-_SECRET = re.compile("TOKEN|KEY|SECRET|PASS|PWD|AUTH|CREDENTIAL|DSN", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str, ...] = ()) -> JobSpec:
@@ -265,9 +263,9 @@ def _validate_times(layout: JobLayout) -> list[ConfigError]:
 def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
     """Write the resolved job as a job file; reading it back gives the same job.
 
-    ``hide_secrets`` writes ``HIDDEN`` for environment variables whose names or values look like secrets (``_SECRET``),
-    for a file that others may read.
+    ``hide_secrets`` is for a file that others may read.
     """
+    job = seal(job)[0] if hide_secrets else job
     trainer = {_file_key(name): value for name, value in vars(job.trainer).items()}
     trainer["torch_master_port"] = list(job.trainer.torch_master_port)
     layout = {
@@ -279,11 +277,11 @@ def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
                 _file_key(name): dict(value) if isinstance(value, Mapping) else value
                 for name, value in vars(spec).items()
             }
-            | {"env": _env_to_file(spec.env, hide_secrets)}
+            | {"env": _env_to_file(spec.env)}
             for role, spec in job.workloads.items()
         },
         "workload_group": [{role.lower(): count for role, count in group.items()} for group in job.groups],
-        "env": _env_to_file(job.env, hide_secrets),
+        "env": _env_to_file(job.env),
         "restart": {**vars(job.restart), "workload_max_restart": dict(job.restart.workload_max_restart)},
         "checkpoint": dict(vars(job.checkpoint)),
         "liveness": dict(vars(job.liveness)),
@@ -305,12 +303,5 @@ def _file_key(name: str) -> str:
     return "class" if name == "class_" else name
 
 
-def is_secret(name: str, value: str) -> bool:
-    return bool(_SECRET.search(name) or _SECRET_VALUE.search(value))
-
-
-def _env_to_file(env: Mapping[str, str], hide_secrets: bool) -> dict[str, str]:
-    return {
-        name: HIDDEN if hide_secrets and is_secret(name, value) else escape_references(value)
-        for name, value in env.items()
-    }
+def _env_to_file(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: escape_references(value) for name, value in env.items()}

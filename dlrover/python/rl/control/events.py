@@ -13,6 +13,7 @@ from typing import TypeAlias, get_args
 
 from dlrover.python.rl.common.log import cut_middle
 from dlrover.python.rl.common.names import ProcessId, ProcessKind
+from dlrover.python.rl.common.redaction import redacted
 
 
 class CauseKind(StrEnum):
@@ -53,8 +54,9 @@ class Cause:
     detail: str = ""  # remote traceback, stacks or log lines; the middle of a long text is cut out
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "message", cut_middle(" ".join(self.message.splitlines()), _MOST_MESSAGE))
-        object.__setattr__(self, "detail", cut_middle(self.detail, MOST_DETAIL, "\n[...]\n"))
+        message, detail = redacted(" ".join(self.message.splitlines())), redacted(self.detail)
+        object.__setattr__(self, "message", cut_middle(message, _MOST_MESSAGE))
+        object.__setattr__(self, "detail", cut_middle(detail, MOST_DETAIL, "\n[...]\n"))
 
     @property
     def retryable(self) -> bool:

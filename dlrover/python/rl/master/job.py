@@ -16,6 +16,7 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import master_name
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.config.load import search_folders
+from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import from_plain
 from dlrover.python.rl.control.placement import Placement, plan
@@ -190,10 +191,12 @@ def start_master(checked: CheckedJob, claims: bool = True) -> Any:
     job = begin(checked.job)
     _clear_the_name(job.name)
     needs = {"cpu": job.master.cpu, "memory": job.master.memory}
-    arguments = (job, checked.placement, checked.inspection, claims)
+    sealed, secrets = seal(job)  # Ray stores the arguments of actors
+    plain = replace(checked.inspection, config=None, given=None, about=())
+    arguments = (sealed, checked.placement, plain, claims)
     master = launch(RLMaster, master_name(job.name), arguments, needs, job.master.max_restart)
     try:
-        ask(master.start.remote, _ANSWER_S)
+        ask(partial(master.start.remote, secrets), _ANSWER_S)
     except (JobConflict, InvalidJob):
         end(master)
         raise

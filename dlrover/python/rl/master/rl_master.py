@@ -33,6 +33,8 @@ from dlrover.python.rl.common.errors import (
 )
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
+from dlrover.python.rl.common.redaction import hide_values
+from dlrover.python.rl.config.secrets import Secrets, hidden_in, unseal
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.commands import Command, Release
 from dlrover.python.rl.control.events import (
@@ -54,17 +56,16 @@ from dlrover.python.rl.master.brain import Brain, earlier_journal, fresh_journal
 from dlrover.python.rl.master.hang_detector import HangDetector
 from dlrover.python.rl.master.observer import JobObserver
 from dlrover.python.rl.master.resizing import resizable
+from dlrover.python.rl.master.run_claim import RunClaim
 from dlrover.python.rl.master.status import JobStatus, Position, Update, recoveries
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore
-from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, leave
+from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat, leave
 from dlrover.python.rl.runtime.process.inspection import Inspection, inspect_in_child
-from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_all_rests, copy_output
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.processes.actors import current_actor, was_restarted
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
 from dlrover.python.rl.runtime.ray.reservations import RunPlan
-from dlrover.python.rl.runtime.run_folder import BEAT_S, ON_RAY, Claim, claim, newest_owner
 from dlrover.python.rl.trainer.trainer import StepReport
 
 _LOG = get_logger(__name__)
@@ -74,6 +75,7 @@ _TAKEN_S = 60.0
 _JOURNAL_TRIES = 120
 _JOURNAL_PAUSE_S = 0.5
 _PLACES_S = 20.0
+_SECRETS_S = 30.0
 _NEXT_STEP_S = 10.0
 _POLL_S = 0.05
 
@@ -84,9 +86,7 @@ class RLMaster:
     def __init__(self, job: JobSpec, placement: Placement, inspection: Inspection, claims: bool = True) -> None:
         configure_logging("master")
         self._job, self._run_id, self._inspection = job, job.run, inspection
-        self._claims = claims
-        self._claim: Claim | None = None
-        self._log: LogCopier | None = None
+        self._claim = RunClaim(job, claims)
         self._brain = Brain(MemoryStateStore())
         self._resizing = asyncio.Lock()
         self._fallen: JobState | None = None
@@ -106,12 +106,13 @@ class RLMaster:
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
+    async def start(self, secrets: Secrets) -> None:
         """Open the journal, begin the job and return at once. A second call does nothing. Raises JobConflict if another
         run holds the job's folder, OSError if it cannot be used."""
+        await self.reveal(secrets)
         if await self._awake():
             return
-        self._claim_folder()
+        self._claim.take()
         self._brain = Brain(FileStateStore(fresh_journal(self._job)))
         self._observer.open(time.time())
         self._events.put_nowait(MasterStarted(pid=os.getpid()))
@@ -125,7 +126,7 @@ class RLMaster:
         try:
             brain = earlier_journal(self._job, self._run_id)
             if brain is not None:
-                self._claim_folder()
+                self._claim.take()
         except (JournalCorrupt, JobConflict) as error:
             _LOG.error("%s: %s", self._job.name, error)
             self._spawn(self._fall(error))
@@ -149,6 +150,7 @@ class RLMaster:
             _LOG.warning("the master of %s is back: the job is %s", self._job.name, state.phase.value)
             alive = await self._executor.adopt(state, self._events.put_nowait)
             _LOG.warning("%s: %d processes found alive", self._job.name, alive)
+            await self._secrets_of_others()
             for command in self._brain.outstanding():
                 self._executor.execute(command, self._events.put_nowait)
         except StaleEpoch as error:
@@ -158,34 +160,25 @@ class RLMaster:
             await self._fall(error)
         self._live()
 
-    def _claim_folder(self) -> None:
-        """Not in a thread: until it is done, no other request may resume too."""
-        if self._claims:
-            self._claim = claim(self._job, ON_RAY, bound=False)
-        if self._log is None:
-            self._log = copy_output(self._job.job_dir, "master", "master")
+    async def reveal(self, secrets: Secrets) -> None:
+        """The job's secrets, which neither Ray nor a disk keeps."""
+        hide_values(secrets.values())
+        self._job = unseal(self._job, secrets)
+        self._executor.reveal(secrets)
 
-    async def _hold_folder(self, claimed: Claim) -> None:
-        while not self._state.phase.terminal:
-            await asyncio.sleep(BEAT_S)
-            try:
-                await asyncio.to_thread(claimed.beat)
-            except JobConflict as error:
-                owner = newest_owner(self._job.job_dir)
-                if owner is not None and owner.run == self._run_id:
-                    leave(f"another process of this master has taken over: {error}")
-                raise
-
-    def _leave_folder(self) -> None:
-        if self._log is not None:
-            self._log.copy()
-        copy_all_rests(self._job.job_dir)
-        if self._claim is not None:
-            self._claim.end(self._state.phase.value)
+    async def _secrets_of_others(self) -> None:
+        """A restarted master has the secrets from the job's processes, with their next heartbeats. Raises JobFailed if
+        none is left that has them."""
+        until_s = time.monotonic() + _SECRETS_S
+        while lacking := hidden_in(self._job):
+            if not self._state.phase.live:
+                return
+            if time.monotonic() > until_s:
+                raise JobFailed(f"{', '.join(lacking)}: secrets, which all processes that had them took along")
+            await asyncio.sleep(_POLL_S)
 
     def _live(self) -> None:
-        if self._claim is not None:
-            self._spawn(self._hold_folder(self._claim))
+        self._spawn(self._claim.hold(lambda: self._state.phase.terminal))
         self._spawn(self._run())
         self._spawn(self._watch_hangs())
         self._spawn(self._executor.watch_nodes(self._events.put_nowait))
@@ -229,7 +222,7 @@ class RLMaster:
         for line in recoveries(before, after, event):
             _LOG.warning("%s: %s", self._job.name, line)
         if after.phase.terminal:
-            self._leave_folder()  # before it is told: this process may be ended then
+            self._claim.leave(self._state.phase.value)  # before it is told: this process may be ended then
         condemned = self._condemned.pop(event, None)
         if condemned is not None and after is not before:
             # Only after the event is journalled: a master that has been replaced must not act.
@@ -262,7 +255,7 @@ class RLMaster:
             failure=cause,
             reason=f"master: {error}",
         )
-        self._leave_folder()
+        self._claim.leave(self._state.phase.value)
         await self._tell()
 
     async def _watch_hangs(self) -> None:
@@ -278,13 +271,15 @@ class RLMaster:
 
     # -- requests of the job's processes -------------------------------------------------------------------------------
 
-    async def beat(self, beat: Heartbeat) -> bool:
-        """Record a heartbeat. False: another process has replaced the sender."""
+    async def beat(self, beat: Heartbeat) -> BeatAnswer:
+        """Record a heartbeat."""
         if not await self._awake():
-            return True  # the state is unknown yet
+            return BeatAnswer.CURRENT  # the state is unknown yet
         if beat.process_id == TRAINER_ID:
             self._executor.open_step = beat.step
-        return self._hang_detector.take(beat, self._state)
+        if not self._hang_detector.take(beat, self._state):
+            return BeatAnswer.REPLACED
+        return BeatAnswer.WITHOUT_SECRETS if hidden_in(self._job) else BeatAnswer.CURRENT
 
     async def opened(self, epoch: int) -> None:
         """The trainer has entered ``steps()``. Returns once that is journalled, since the trainer relies on it."""

@@ -3,7 +3,7 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,8 +12,8 @@ import fsspec
 from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint
-from dlrover.python.rl.config.layout import HIDDEN
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.config.secrets import hidden_in, unseal
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.runtime.checkpoint.commits import newest_commit
 from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
@@ -51,16 +51,22 @@ def saved_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
 
 
 def _with_secrets(job: JobSpec) -> JobSpec:
+    hidden = {where: _variable_of(where) for where in hidden_in(job)}
     unknown = [
-        ConfigError(f"env.{name}", "a secret, which was not saved: set it in the environment")
-        for env in (job.env, *(spec.env for spec in job.workloads.values()))
-        for name, value in env.items()
-        if value == HIDDEN and name not in os.environ
+        ConfigError(where, f"a secret, which was not saved: set {name} in the environment")
+        for where, name in hidden.items()
+        if name not in os.environ
     ]
     if unknown:
         raise InvalidJob(unknown)
-    workloads = {role: replace(spec, env=_revealed(spec.env)) for role, spec in job.workloads.items()}
-    return replace(job, env=_revealed(job.env), workloads=workloads)
+    return unseal(job, {where: os.environ[name] for where, name in hidden.items()})
+
+
+def _variable_of(where: str) -> str:
+    """The environment variable that has the secret: ``JUDGE_API_KEY`` for ``config.judge.api_key``."""
+    if where.startswith("config."):
+        return where.removeprefix("config.").replace(".", "_").upper()
+    return where.rpartition(".env.")[2] if ".env." in where else where.removeprefix("env.")
 
 
 def archived_job(url: str, overrides: Sequence[str] = ()) -> JobSpec:
@@ -71,10 +77,6 @@ def archived_job(url: str, overrides: Sequence[str] = ()) -> JobSpec:
     except (OSError, ImportError, ValueError, CheckpointMissing) as error:
         raise InvalidJob([ConfigError(url, f"is no run that can be read: {error}")]) from error
     return _with_secrets(load_job_text(text, "", ["checkpoint.resume=latest", *overrides]))
-
-
-def _revealed(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: os.environ[name] if value == HIDDEN else value for name, value in env.items()}
 
 
 def last_commit(job: str, folder: Path, archive: str = "") -> int | None:

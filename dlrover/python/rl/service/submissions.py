@@ -4,13 +4,12 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import check_job_name
-from dlrover.python.rl.config.layout import is_secret
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.service.jobs.records import JobDescription, SubmitJob
@@ -132,15 +131,9 @@ def _faults_of_job(job: JobSpec, root: Path) -> list[ConfigError]:
         errors.append(ConfigError("overwrite", "is not for jobs of the service: each run has a folder of its own"))
     if job.checkpoint.resume != "never" and job.run_folders is not None:
         errors.append(ConfigError("checkpoint.resume", "needs a job_dir: without one each run has a new folder"))
-    environments: Mapping[str, Mapping[str, str]] = {
-        "env": job.env,
-        **{f"workload.{role.lower()}.env": spec.env for role, spec in job.workloads.items()},
-    }
     return errors + [
-        ConfigError(f"{where}.{name}", "looks like a secret, which the service does not store: set it on its cluster")
-        for where, env in environments.items()
-        for name, value in env.items()
-        if is_secret(name, value)
+        ConfigError(where, "looks like a secret, which the service does not store: set it on its cluster")
+        for where in seal(job)[1]
     ]
 
 

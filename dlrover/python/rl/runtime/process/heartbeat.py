@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from dlrover.python.rl.common.log import get_logger
@@ -42,6 +43,14 @@ class Heartbeat:
     method: str = ""  # the current call, "" when it is idle or waits for other processes
     age_s: float = 0.0  # since that call began
     step: int = -1  # of that call, -1 for none
+
+
+class BeatAnswer(StrEnum):
+    """What the master says to a heartbeat."""
+
+    CURRENT = "current"
+    REPLACED = "replaced"  # another process has taken the sender's place
+    WITHOUT_SECRETS = "without secrets"  # current; the master was restarted, and asks for the job's secrets
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -177,16 +176,16 @@ def _ask(where: str, question: Callable[[], Iterable[ConfigError]]) -> list[Conf
 
 
 def inspect_in_child(job: JobSpec, deadline_s: float = DEADLINE_S) -> Inspection:
-    with tempfile.TemporaryDirectory(prefix="dlrover-rl-") as folder:
-        request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
+    with _MemoryFile("request") as request, _MemoryFile("answer") as answer:  # a job may have secrets: not on a disk
         unlisted = [asdict(error) for error in job.unlisted]
         described = {"job": job_to_yaml(job), "name": job.name, "search_path": job.search_path, "unlisted": unlisted}
         described["lookup"] = current_lookup()
-        request.write_text(json.dumps(described))
-        command = [sys.executable, "-m", "dlrover.python.rl.runtime.process.inspection", str(request), str(answer)]
+        request.write(json.dumps(described))
+        command = [sys.executable, "-m", "dlrover.python.rl.runtime.process.inspection", request.path, answer.path]
         try:
             child = subprocess.run(
                 command,
+                pass_fds=(request.descriptor, answer.descriptor),
                 cwd=job.work_dir if os.path.isdir(job.work_dir) else None,
                 timeout=deadline_s,
                 capture_output=True,
@@ -196,11 +195,31 @@ def inspect_in_child(job: JobSpec, deadline_s: float = DEADLINE_S) -> Inspection
             )
         except subprocess.TimeoutExpired:
             return Inspection((ConfigError("job", f"importing its classes took longer than {deadline_s:g} s"),))
-        if child.returncode or not answer.exists():
+        if child.returncode or not answer.read():
             last = (child.stderr.strip().splitlines() or ["no output"])[-1]
             text = f"importing its classes ended with code {child.returncode}: {last}"
             return Inspection((ConfigError("job", text),))
-        return _from_json(json.loads(answer.read_text()))
+        return _from_json(json.loads(answer.read()))
+
+
+class _MemoryFile:
+    """A file without a name, for a child process that inherits its ``descriptor``."""
+
+    def __init__(self, name: str) -> None:
+        self.descriptor = os.memfd_create(name)
+        self.path = f"/proc/self/fd/{self.descriptor}"
+
+    def __enter__(self) -> "_MemoryFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+    def write(self, text: str) -> None:
+        Path(self.path).write_text(text, encoding="utf-8")
+
+    def read(self) -> str:
+        return Path(self.path).read_text(encoding="utf-8")
 
 
 def _from_json(data: Mapping[str, Any]) -> Inspection:

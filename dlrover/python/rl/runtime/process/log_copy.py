@@ -15,6 +15,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+from dlrover.python.rl.common.redaction import redacted_bytes
 from dlrover.python.rl.runtime.process.result_files import LOGS, SUFFIX
 
 MAX_BYTES = 16 * 1024 * 1024
@@ -82,7 +83,7 @@ class LogCopier:
             if _size(self._target) + len(data) > self._max_bytes:
                 _rotate(self._target)
             with self._target.open("ab") as file:
-                file.write(data)
+                file.write(redacted_bytes(data))
             self._dropped = 0
         except OSError:
             self._dropped += len(data)

@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError
 from dlrover.python.rl.common.errors import PlacementTimeout
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
+from dlrover.python.rl.config.secrets import Secrets, unseal
 from dlrover.python.rl.control.commands import (
     Command,
     KillMember,
@@ -172,6 +173,12 @@ class RayExecutor:
 
     async def read_stacks(self, process: Process) -> str:
         return await read_stacks(self._cluster, process)
+
+    def reveal(self, secrets: Secrets) -> None:
+        """The job's secrets, for the processes that are started from now on."""
+        self._plan = replace(self._plan, job=unseal(self._plan.job, secrets))
+        self._job = unseal(self._job, secrets)
+        self._table.job = self._pool.job = self._job
 
     # -- other sizes of roles -----------------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ from dlrover.python.rl.common.errors import (
 )
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import NAMESPACE, RLRoleType
+from dlrover.python.rl.common.redaction import HIDDEN
+from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Cause, CauseKind, Process
 from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
@@ -54,14 +56,20 @@ ON_CPU = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def process_env(job: JobSpec) -> dict[str, str]:
+    """Without secrets: Ray shows it in the arguments of processes, and stores it."""
+    job = seal(job)[0]
+    return {name: value for name, value in _with_defaults(job).items() if value != HIDDEN}
+
+
+def _with_defaults(job: JobSpec) -> dict[str, str]:
     if job.trainer.device_type != "CPU":
         return dict(job.env)
     return {**ON_CPU, **job.env}
 
 
 def member_env(job: JobSpec, role: RLRoleType) -> dict[str, str]:
-    spec = job.workloads[role]
-    env = {**process_env(job), **spec.env}
+    spec = seal(job)[0].workloads[role]
+    env = {**process_env(job), **{name: value for name, value in spec.env.items() if value != HIDDEN}}
     return env if spec.env.get("DLROVER_RL_RAY_VISIBLE_DEVICES") == "1" else {**VISIBLE_DEVICES_OFF, **env}
 
 

@@ -26,7 +26,8 @@ from dlrover.python.rl.common.sockets import HeldPort
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Process
 from dlrover.python.rl.runtime.process.executor import enter_folder, load_class, starting
-from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSender, HeartbeatSettings
+from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat, HeartbeatSender, HeartbeatSettings
+from dlrover.python.rl.runtime.process.held_secrets import held_secrets, take_secrets
 from dlrover.python.rl.runtime.process.host import CallHeader, MemberHost, decode
 from dlrover.python.rl.runtime.process.log_copy import copy_output
 from dlrover.python.rl.trainer.shard import row_count
@@ -64,8 +65,10 @@ def locate_with_port(port: HeldPort, preferred: Sequence[int] = ()) -> Process:
 
 def send_to(master: Any) -> Any:
     def send(beat: Heartbeat) -> bool:
-        is_current: bool = ray.get(master.beat.remote(beat), timeout=_BEAT_S)
-        return is_current
+        answer: BeatAnswer = ray.get(master.beat.remote(beat), timeout=_BEAT_S)
+        if answer is BeatAnswer.WITHOUT_SECRETS:
+            master.reveal.remote(held_secrets())
+        return answer is not BeatAnswer.REPLACED
 
     return send
 
@@ -91,6 +94,7 @@ class MemberActor:
     def dlrover_prepare(self, job: JobSpec) -> None:
         """Import the role's workload, so that starting it later is fast. Raises WorkloadStartError."""
         enter_folder(job.work_dir)
+        take_secrets(job, self._role)
         with starting(ProcessId.standby(self._role, 0).pool):
             self._load(job).warm_up()
 
@@ -99,6 +103,7 @@ class MemberActor:
         context = replace(start.context, devices=reserved_devices())
         os.environ.update(context.to_env())
         enter_folder(start.job.work_dir)
+        take_secrets(start.job, self._role)
         process_id = ProcessId(self._role, context.rank)
         self._identity = process_id, start.incarnation
         configure_logging(str(process_id))

@@ -24,6 +24,7 @@ from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of, results_of
 from dlrover.python.rl.runtime.process.executor import cause_of, enter_folder, load_class, starting
 from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSender, HeartbeatSettings
+from dlrover.python.rl.runtime.process.held_secrets import take_secrets
 from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_output
 from dlrover.python.rl.runtime.ray.processes.actors import ask, find
 from dlrover.python.rl.runtime.ray.processes.member import locate, send_to
@@ -180,6 +181,7 @@ class TrainerActor:
         """Import the job's classes; returns where this process runs. Raises WorkloadStartError."""
         job = start.job
         enter_folder(job.work_dir)
+        take_secrets(job)
         self._log = copy_output(job.job_dir, TRAINER_ID.log_name, f"trainer epoch {self._epoch}")
         with starting(str(TRAINER_ID)):
             self._trainer_class = load_class(job.trainer.module, job.trainer.class_, job.search_path)

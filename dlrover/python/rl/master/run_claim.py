@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The master's hold on its run's folder, and the copy of its own output there."""
+
+import asyncio
+from collections.abc import Callable
+
+from dlrover.python.rl.common.errors import JobConflict
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.runtime.process.heartbeat import leave
+from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_all_rests, copy_output
+from dlrover.python.rl.runtime.run_folder import BEAT_S, ON_RAY, Claim, claim, newest_owner
+
+
+class RunClaim:
+    """Without ``claims`` the process that started the job holds the folder."""
+
+    def __init__(self, job: JobSpec, claims: bool) -> None:
+        self._job, self._claims = job, claims
+        self._claim: Claim | None = None
+        self._log: LogCopier | None = None
+
+    def take(self) -> None:
+        """Not in a thread: until it is done, no other request may resume too. Raises JobConflict."""
+        if self._claims:
+            self._claim = claim(self._job, ON_RAY, bound=False)
+        if self._log is None:
+            self._log = copy_output(self._job.job_dir, "master", "master")
+
+    async def hold(self, is_over: Callable[[], bool]) -> None:
+        """Show life until the job ``is_over``. Raises JobConflict if another run has the folder."""
+        while self._claim is not None and not is_over():
+            await asyncio.sleep(BEAT_S)
+            try:
+                await asyncio.to_thread(self._claim.beat)
+            except JobConflict as error:
+                owner = newest_owner(self._job.job_dir)
+                if owner is not None and owner.run == self._job.run:
+                    leave(f"another process of this master has taken over: {error}")
+                raise
+
+    def leave(self, outcome: str) -> None:
+        if self._log is not None:
+            self._log.copy()
+        copy_all_rests(self._job.job_dir)
+        if self._claim is not None:
+            self._claim.end(outcome)
