@@ -158,7 +158,7 @@ def test_secrets_are_not_saved_and_come_from_the_environment(desk):
     kill(process)
     assert "sesame" not in "".join(path.read_text() for path in Path(desk.folder / "out").glob("*.yaml"))
     said = desk.run("resume", "out", "hold=0", code=2)
-    assert "env.API_KEY: a secret, which was not saved: set it in the environment" in said
+    assert "env.API_KEY: a secret, which was not saved: set API_KEY in the environment" in said
     desk.run("resume", "out", "hold=0", API_KEY="sesame")
 
 

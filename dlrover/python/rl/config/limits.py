@@ -27,7 +27,10 @@ ALLOW_RESOLVERS = "DLROVER_RL_ALLOW_RESOLVERS"
 def check_text(text: str, where: str) -> None:
     """Raise InvalidJob if ``text`` is larger, deeper or more entangled than a job file is, or has tags that construct
     objects. Errors of its syntax are left to the loader."""
-    size = len(text.encode())
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidJob([ConfigError(where, f"character {error.start} is no Unicode text")]) from error
     if size > MAX_BYTES:
         raise _refusal(where, f"has {size} bytes, a job file has at most {MAX_BYTES}")
     try:

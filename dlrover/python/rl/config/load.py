@@ -114,6 +114,8 @@ def _read(text: str, where: str) -> DictConfig:
         raise InvalidJob([ConfigError(place, f"not valid YAML: {getattr(error, 'problem', None) or error}")]) from error
     if not isinstance(data, DictConfig):
         raise InvalidJob([ConfigError(where, "a job file is a mapping at its top level")])
+    if OmegaConf.is_interpolation(data, "config"):
+        raise InvalidJob([ConfigError("config", "is a mapping of your settings, not a reference")])
     return data
 
 

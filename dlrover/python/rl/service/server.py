@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from dlrover.python.rl.common.errors import AccessDenied, DLRoverRLError, JobConflict
+from dlrover.python.rl.common.errors import AccessDenied, ConfigError, DLRoverRLError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.metrics.service import ServiceMetrics
 from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
@@ -146,10 +147,13 @@ class JobServer:
             answer = getattr(wire, method.output_type.name)
             implementation = getattr(self, f"_{method.name.lower()}")
             if method.server_streaming:
-                make, guarded = grpc.unary_stream_rpc_method_handler, self._guard_stream(method.name, implementation)
+                make, guarded = (
+                    grpc.unary_stream_rpc_method_handler,
+                    self._guard_stream(method.name, request, implementation),
+                )
             else:
-                make, guarded = grpc.unary_unary_rpc_method_handler, self._guard(method.name, implementation)
-            handlers[method.name] = make(guarded, request.FromString, answer.SerializeToString)
+                make, guarded = grpc.unary_unary_rpc_method_handler, self._guard(method.name, request, implementation)
+            handlers[method.name] = make(guarded, None, answer.SerializeToString)
         return handlers
 
     def _enter(self, method: str, context: Any) -> Caller:
@@ -160,24 +164,26 @@ class JobServer:
         caller.check(right)
         return caller
 
-    def _guard(self, method: str, implementation: Callable[[Any, Caller], Awaitable[Any]]) -> Callable[..., Any]:
+    def _guard(
+        self, method: str, kind: Any, implementation: Callable[[Any, Caller], Awaitable[Any]]
+    ) -> Callable[..., Any]:
         limit_s = _LIMITS_S.get(method, _UNARY_S)
 
-        async def handle(request: Any, context: Any) -> Any:
+        async def handle(body: bytes, context: Any) -> Any:
             began_s = time.monotonic()
             async with self._answering(method, context) as caller, asyncio.timeout(limit_s):
-                answer = await implementation(request, caller)
+                answer = await implementation(_decoded(kind, body), caller)
             self.metrics.time(method, time.monotonic() - began_s)
             return answer
 
         return handle
 
     def _guard_stream(
-        self, method: str, implementation: Callable[[Any, Caller], AsyncIterator[Any]]
+        self, method: str, kind: Any, implementation: Callable[[Any, Caller], AsyncIterator[Any]]
     ) -> Callable[..., Any]:
-        async def handle(request: Any, context: Any) -> AsyncIterator[Any]:
+        async def handle(body: bytes, context: Any) -> AsyncIterator[Any]:
             async with self._answering(method, context) as caller:
-                async for message in implementation(request, caller):
+                async for message in implementation(_decoded(kind, body), caller):
                     yield message
 
         return handle
@@ -311,6 +317,14 @@ class _Denials:
 
 def _folder(record: JobRecord) -> RunFolder:
     return RunFolder(Path(record.results or "/nonexistent"))
+
+
+def _decoded(kind: Any, body: bytes) -> Any:
+    """A message, parsed after its sender is known. Raises InvalidJob."""
+    try:
+        return kind.FromString(body)
+    except DecodeError as error:
+        raise InvalidJob([ConfigError("message", f"is no {kind.DESCRIPTOR.name}")]) from error
 
 
 def _log_unexpected(method: str, error: Exception) -> str:

@@ -69,7 +69,6 @@ class RayExecutor:
 
     def __init__(self, plan: RunPlan, master: Any, cluster: ClusterApi) -> None:
         self._job, self._plan, self._cluster = plan.job, plan, cluster
-        self._reserved = plan.placement
         self._reservations = Reservations(plan, cluster)
         self._table = ProcessTable(self._job)
         processes = sum(spec.num + spec.standby for spec in self._job.workloads.values()) + 1
@@ -186,20 +185,16 @@ class RayExecutor:
         """Places for ``num`` members of ``role``. After a PlacementTimeout nothing has changed."""
         most = {**state.most, role: max(num, state.most.get(role, 0))}
         enlarged = self._plan.placement.with_places(most)
-        if len(enlarged.bundles) > len(self._reserved.bundles):
-            await self._reservations.extend(enlarged, state.incarnation, state.excluded, timeout_s)
-            self._reserved = enlarged
+        await self._reservations.extend(enlarged, state.incarnation, state.excluded, timeout_s)
 
     def resize(self, state: JobState) -> None:
         """Take over the sizes of the roles, before commands that follow from them."""
-        if state.settings is None or not state.most:
-            return
-        self._job = self._plan.job.with_sizes({role: spec.num for role, spec in state.settings.roles.items()})
-        self._table.job = self._job
-        for process_id in state.retired:
-            self._discard(process_id)
-        self._reserved = self._plan.placement.with_places(state.most)
-        self._reservations.replan(self._reserved)
+        if state.settings is not None and state.most:
+            self._job = self._plan.job.with_sizes({role: spec.num for role, spec in state.settings.roles.items()})
+            self._table.job = self._job
+            self._reservations.replan(self._plan.placement.with_places(state.most))
+            for process_id in state.retired:
+                self._discard(process_id)
 
     # -- placing ------------------------------------------------------------------------------------------------------
 

@@ -99,6 +99,8 @@ class Reservations:
         """Reserve what ``placement`` has beyond the plan, which it replaces. After a PlacementTimeout nothing has
         changed."""
         former, prefix = self._groups, f"{self._prefix}/{incarnation}"
+        if len(placement.bundles) <= len(self._placement.bundles):
+            return
         if not self.uses_groups:
             await asyncio.to_thread(check_free, self._cluster, placement, len(self._placement.nodes))
         else:
