@@ -239,7 +239,7 @@ def test_a_master_whose_own_loop_breaks_releases_everything_and_says_that_it_fai
     arguments = (begin(checked.job), checked.placement, checked.inspection)
     master = launch(FragileMaster, master_name("fragile"), arguments, {})
     try:
-        ray.get(master.start.remote(), timeout=30)
+        ray.get(master.start.remote({}), timeout=30)
         status = follow(master, deadline_s=90)
         assert (status.phase, status.cause.kind, status.cause.who) == (Phase.FAILED, CauseKind.INTERNAL, "master")
         assert "the loop's own mistake" in status.cause.message

@@ -12,7 +12,7 @@ from durable_jobs import wait_for
 from resizable_jobs import JOB
 from test_cli_on_ray import CLI, environment
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 class Desk:
@@ -71,7 +71,6 @@ def test_a_role_grows_and_shrinks_while_the_job_runs(desk):
     assert check_steps(desk.folder, 150) == [2, 3, 2]
 
 
-@pytest.mark.slow
 def test_what_cannot_be_resized_is_refused_and_the_job_goes_on(desk):
     desk.start("steady", "config.steps=100000")
     for arguments, words in (
@@ -90,7 +89,6 @@ def test_what_cannot_be_resized_is_refused_and_the_job_goes_on(desk):
     desk("stop", "steady")
 
 
-@pytest.mark.slow
 def test_members_and_masters_that_die_leave_the_size_as_it_is(desk):
     desk.start("hurt", "config.steps=400")
     desk.resize("hurt", 4)

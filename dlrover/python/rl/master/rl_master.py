@@ -63,7 +63,7 @@ from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat, l
 from dlrover.python.rl.runtime.process.inspection import Inspection, inspect_in_child
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
-from dlrover.python.rl.runtime.ray.processes.actors import current_actor, was_restarted
+from dlrover.python.rl.runtime.ray.processes.actors import current_actor, end_later, was_restarted
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
 from dlrover.python.rl.runtime.ray.reservations import RunPlan
 from dlrover.python.rl.trainer.trainer import StepReport
@@ -76,6 +76,7 @@ _JOURNAL_TRIES = 120
 _JOURNAL_PAUSE_S = 0.5
 _PLACES_S = 20.0
 _SECRETS_S = 30.0
+_LINGER_S = 60.0
 _NEXT_STEP_S = 10.0
 _POLL_S = 0.05
 
@@ -222,7 +223,7 @@ class RLMaster:
         for line in recoveries(before, after, event):
             _LOG.warning("%s: %s", self._job.name, line)
         if after.phase.terminal:
-            self._claim.leave(self._state.phase.value)  # before it is told: this process may be ended then
+            self._leave()  # before it is told: this process may be ended then
         condemned = self._condemned.pop(event, None)
         if condemned is not None and after is not before:
             # Only after the event is journalled: a master that has been replaced must not act.
@@ -255,8 +256,12 @@ class RLMaster:
             failure=cause,
             reason=f"master: {error}",
         )
-        self._claim.leave(self._state.phase.value)
+        self._leave()
         await self._tell()
+
+    def _leave(self) -> None:
+        self._claim.leave(self._state.phase.value)
+        self._spawn(end_later(current_actor(), _LINGER_S))  # if nobody follows the job
 
     async def _watch_hangs(self) -> None:
         while not self._state.phase.terminal:

@@ -95,13 +95,15 @@ _ACTIVITIES = {
 }
 
 
-def _activity_of(job: JobSpec, state: JobState, announced: str) -> str:
+def _activity_of(job: JobSpec, state: JobState, announced: str, does_steps: bool) -> str:
     if state.phase is Phase.PLACED:
         count = sum(_sizes(job, state).values())
         ready = len(processes(state))
         return f"starting {count} processes" + (f", {ready} are up" if ready else "")
     default = _ACTIVITIES.get(state.phase, "")
-    return announced or default if state.phase is Phase.RUNNING else default
+    if state.phase is not Phase.RUNNING:
+        return default
+    return announced or ("" if does_steps else default)
 
 
 def _sizes(job: JobSpec, state: JobState) -> dict[str, int]:
@@ -137,7 +139,7 @@ def status_of(job: JobSpec, state: JobState, last: StepReport | None, announced:
         folder=str(job.job_dir),
         reward=reward_of(last.metrics) if last else nan,
         roles=_sizes(job, state),
-        activity=_activity_of(job, state, announced),
+        activity=_activity_of(job, state, announced, last is not None),
     )
 
 

@@ -232,8 +232,10 @@ def superseded(job: JobSpec) -> list[Path]:
 
 
 def _is_own_folder(job: JobSpec) -> bool:
-    """Whether the run has the folder that it gets without a ``job_dir``."""
-    return job.job_dir.parent == (RUNS / job.name).absolute() and bool(_OWN_FOLDER.fullmatch(job.job_dir.name))
+    """Whether the run has the folder that it gets without a ``job_dir``. A master works in another directory than who
+    began the run, so the names decide."""
+    parent = job.job_dir.parent
+    return (parent.parent.name, parent.name) == (RUNS.name, job.name) and bool(_OWN_FOLDER.fullmatch(job.job_dir.name))
 
 
 def _remove(folders: list[Path]) -> None:

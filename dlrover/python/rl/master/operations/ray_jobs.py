@@ -94,11 +94,13 @@ class RayJobs:
         return self._followed(name, _quiet, announce_nothing, timeout_s)
 
     def _followed(self, name: str, report: Reporter, announce: Announcer, deadline_s: float | None) -> JobView:
+        before = self.get(name)
+        if before.ended:
+            return before
         try:
-            status = follow(self._master(name), report, deadline_s=deadline_s, announce=announce)
+            return view_of_status(follow(self._master(name), report, deadline_s=deadline_s, announce=announce))
         except MasterLost:
-            return self._saved(name)
-        return view_of_status(status)
+            return _end_of(before)
 
     def stop(self, name: str, hard: bool) -> JobView:
         """Without a master, what it has left is ended."""
@@ -106,10 +108,11 @@ class RayJobs:
         if master is None:
             sweep(name)
             return self._saved(name)
+        before = self.get(name)
         try:
-            view = view_of_status(ask(master.status.remote, _ANSWER_S) if hard else _stopped(master))
-        except MasterLost:
-            return self._saved(name)
+            view = before if hard or before.ended else view_of_status(_stopped(master))
+        except MasterLost:  # who follows the job has removed it
+            return _end_of(before)
         if view.ended:
             # The process that runs the job follows it too, and removes the master when it has read the end.
             with suppress(TimeoutError):
@@ -135,6 +138,13 @@ class RayJobs:
                 return
             time.sleep(_POLL_S)
             view = self.get(name)
+
+
+def _end_of(seen: JobView) -> JobView:
+    """How a job has ended that was ``seen`` before: as its folder says, wherever that is."""
+    folder = Path(seen.folder)
+    history = _history(folder) if seen.folder else None
+    return view_of_folder(seen.name, folder, history) if history is not None else seen
 
 
 def _stopped(master: Any) -> JobStatus:

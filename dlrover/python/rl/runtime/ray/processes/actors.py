@@ -196,6 +196,11 @@ def end(handle: Any) -> None:
     ray.kill(handle)
 
 
+async def end_later(actor: Any, after_s: float) -> None:
+    await asyncio.sleep(after_s)
+    end(actor)
+
+
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
