@@ -4,7 +4,8 @@
 import asyncio
 import os
 import signal
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _STATE = click.option("--state", type=_FILE, default=default_state, show_default
 @_STATE
 @click.option("--root", type=_FILE, default=Path(), help="The folder that jobs may use; by default this one.")
 @click.option("--address", help="A running Ray cluster; by default one is started, which ends with the service.")
+@click.option("--allow-open-ray", is_flag=True, help="Use a cluster beyond loopback that asks for no token.")
 @click.option("--cpus", type=click.FloatRange(min=1), help="Logical CPUs of a cluster that is started here.")
 @click.option("--dry-run", is_flag=True, help="Queue jobs and pretend to run them: for trying clients.")
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics at this port of --host.")
@@ -81,12 +83,13 @@ async def _serve(
     from dlrover.python.rl.service.server import JobServer, TlsFiles
 
     ray_address, cpus, is_dry = (options.pop(name) for name in ("address", "cpus", "dry_run"))
+    may_be_open = options.pop("allow_open_ray")
     metrics_port, metrics_file = options.pop("metrics_port"), options.pop("metrics_token_file")
     metrics_token = read_token(metrics_file) if metrics_file else ""
     token = prepare(state)
     store = SqliteJobStore(state)
-    stopping = _stop_signals()
-    with nullcontext() if is_dry else _cluster(ray_address, cpus):
+    with nullcontext() if is_dry else _cluster(ray_address, cpus, may_be_open):
+        stopping = _stop_signals()  # Ray has taken SIGTERM when it connected
         manager = JobManager(store, MemoryRunner() if is_dry else _ray_runner(), QueueLimits(**options))
         await manager.start()
         server = JobServer(manager, TokenFile(state), Path.cwd(), TlsFiles(*tls) if tls else None)
@@ -113,10 +116,14 @@ def _stop_signals() -> asyncio.Event:
     return stopping
 
 
-def _cluster(address: str | None, cpus: float | None) -> Any:
-    from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
+@contextmanager
+def _cluster(address: str | None, cpus: float | None, may_be_open: bool) -> Iterator[None]:
+    from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster, risk_of_open_ray
 
-    return ray_cluster(address, {"cpu": cpus or float(os.cpu_count() or 1)}, log_to_driver=False)
+    with ray_cluster(address, {"cpu": cpus or float(os.cpu_count() or 1)}, log_to_driver=False):
+        if (risk := risk_of_open_ray()) and not may_be_open:
+            raise InvalidJob([ConfigError("--address", f"{risk}, and say --allow-open-ray")])
+        yield
 
 
 def _ray_runner() -> Any:

@@ -28,6 +28,7 @@ from ray._private.accelerators import get_accelerator_manager_for_resource
 
 from dlrover.python.rl.common.errors import ClusterUnavailable, ConfigError, InvalidJob
 from dlrover.python.rl.common.names import NAMESPACE
+from dlrover.python.rl.common.sockets import is_loopback
 from dlrover.python.rl.runtime.process.executor import restore_environment
 from dlrover.python.rl.runtime.ray.cluster.head import (
     GcsKeeper,
@@ -96,7 +97,20 @@ def _joined(address: str, common: Mapping[str, Any]) -> Iterator[None]:
             ray.init(address=address, **common)
         except _START_ERRORS as error:
             raise ClusterUnavailable(f"no Ray cluster at {address}: {error}") from error
+        if risk := risk_of_open_ray():
+            _LOG.warning("%s", risk)
         yield
+
+
+def risk_of_open_ray() -> str:
+    """Why the cluster that this process is connected to is dangerous; empty if it is on loopback, or authenticates."""
+    host = str(ray.get_runtime_context().gcs_address).rpartition(":")[0]
+    if is_loopback(host) or os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
+        return ""
+    return (
+        f"Ray at {host} asks nobody for a token: whoever reaches its ports runs code on it. Set RAY_AUTH_MODE=token on"
+        " all nodes, or keep its ports in a private network"
+    )
 
 
 @contextlib.contextmanager

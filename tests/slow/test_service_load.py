@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The service under load and abuse, in a process of its own: its answers stay quick, its memory flat."""
+
+import asyncio
+import logging
+import socket
+import statistics
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
+from dlrover.python.rl.service.server import SERVICE
+from tests.served import JOB, serving
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+_LOG = logging.getLogger(__name__)
+
+MOST_GET_S = 0.1
+LIMITS = {"max_queued": 100_000, "max_queued_per_owner": 100_000, "max_running": 50, "max_running_per_owner": 50}
+
+
+def rss_mb(pid):
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * 4096 / 2**20
+
+
+class Client:
+    """Without the package's own, whose retries would hide what the service says."""
+
+    def __init__(self, channel, token):
+        self.channel, self.metadata = channel, (("authorization", f"Bearer {token}"),)
+
+    def __call__(self, method, request, timeout=20):
+        found = SERVICE.methods_by_name[method]
+        answer = getattr(wire, found.output_type.name)
+        make = self.channel.unary_stream if found.server_streaming else self.channel.unary_unary
+        call = make(f"/{SERVICE.full_name}/{method}", type(request).SerializeToString, answer.FromString)
+        return call(request, metadata=self.metadata, timeout=timeout)
+
+
+def p99(seconds):
+    return statistics.quantiles(seconds, n=100)[98]
+
+
+async def repeated(every_s, for_s, act):
+    """Call ``act(number)`` at a steady rate, however long each takes; returns what it gave."""
+    began_s, tasks = time.monotonic(), []
+    for number in range(int(for_s / every_s)):
+        await asyncio.sleep(max(began_s + number * every_s - time.monotonic(), 0))
+        tasks.append(asyncio.create_task(act(number)))
+    return await asyncio.gather(*tasks)
+
+
+async def timed(call):
+    began_s = time.monotonic()
+    await call
+    return time.monotonic() - began_s
+
+
+WATCHERS_OF_ALL, WATCHERS = 10, 200
+
+
+class Load:
+    """Ten clients watch all jobs, the others one each; a hundred jobs are submitted each second."""
+
+    def __init__(self, client, pid):
+        self.client, self.pid = client, pid
+        self.last, self.ended, self.refusals, self.memory = [0] * WATCHERS_OF_ALL, set(), [], []
+
+    async def watch_all(self, number):
+        async for event in self.client("Watch", wire.WatchRequest(follow=True), timeout=None):
+            assert event.number == self.last[number] + 1
+            self.last[number] = event.number
+
+    async def watch_one(self, number):
+        await asyncio.sleep(1 + number * 0.1)
+        request = wire.WatchRequest(name=f"job-{number * 10}", follow=True)
+        async for event in self.client("Watch", request, timeout=None):
+            if event.kind == "finished":
+                self.ended.add(number)
+
+    async def submit(self, number):
+        name = f"job-{number}"
+        try:
+            await self.client("Submit", wire.SubmitRequest(client_token=name, name=name, job_file=JOB))
+        except grpc.aio.AioRpcError as error:
+            self.refusals.append(error.code())
+
+    async def get(self, number):
+        if number % 100 == 0:
+            self.memory.append(rss_mb(self.pid))
+        return await timed(self.client("Get", wire.GetRequest(name="first")))
+
+    async def run(self):
+        watching = [asyncio.create_task(self.watch_all(number)) for number in range(WATCHERS_OF_ALL)]
+        ones = [asyncio.create_task(self.watch_one(number)) for number in range(WATCHERS - WATCHERS_OF_ALL)]
+        _, seconds = await asyncio.gather(repeated(0.01, 30, self.submit), repeated(0.05, 30, self.get))
+        await asyncio.wait_for(asyncio.gather(*ones), 60)
+        assert not any(watcher.done() for watcher in watching) and len(self.ended) == len(ones)
+        for watcher in watching:
+            watcher.cancel()
+        return seconds
+
+
+def test_two_hundred_watchers_and_a_hundred_submissions_a_second(tmp_path):
+    async def load(service):
+        async with grpc.aio.insecure_channel(service.address) as channel:
+            client = Client(channel, service.token)
+            await client("Submit", wire.SubmitRequest(client_token="first", name="first", job_file=JOB))
+            found = Load(client, service.process.pid)
+            return found, await found.run()
+
+    with serving(tmp_path, steps=1, step_s=0.1, cpus=10_000.0, limits=LIMITS) as service:
+        found, seconds = asyncio.run(load(service))
+    memory, events = found.memory, min(found.last)
+    told = f"p99 of Get {p99(seconds) * 1000:.1f} ms, {events} events, memory {memory[0]:.0f} to {memory[-1]:.0f} MB"
+    _LOG.info(told)
+    assert set(found.refusals) <= {grpc.StatusCode.RESOURCE_EXHAUSTED}, set(found.refusals)
+    assert events > 3000
+    assert p99(seconds) < MOST_GET_S, told
+    assert memory[-1] - memory[len(memory) // 3] < 60, told
+
+
+def test_ten_thousand_bad_tokens_neither_slow_nor_fill_it(tmp_path):
+    async def abuse(service):
+        async with grpc.aio.insecure_channel(service.address) as good_channel:
+            good = Client(good_channel, service.token)
+            await good("Submit", wire.SubmitRequest(client_token="first", name="first", job_file=JOB))
+            before = rss_mb(service.process.pid)
+            async with grpc.aio.insecure_channel(
+                service.address, options=[("grpc.use_local_subchannel_pool", 1)]
+            ) as bad:
+                wrong = Client(bad, "wrong" * 8)
+
+                async def refused(number):
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await wrong("Get", wire.GetRequest(name="first"))
+                    return caught.value.code()
+
+                async def get(number):
+                    return await timed(good("Get", wire.GetRequest(name="first")))
+
+                codes, seconds = await asyncio.gather(repeated(0.001, 10, refused), repeated(0.05, 10, get))
+            return set(codes), len(codes), seconds, rss_mb(service.process.pid) - before
+
+    with serving(tmp_path) as service:
+        codes, count, seconds, grown_mb = asyncio.run(abuse(service))
+    _LOG.info("%d refused, p99 of Get %.1f ms, %.1f MB more", count, p99(seconds) * 1000, grown_mb)
+    assert codes == {grpc.StatusCode.UNAUTHENTICATED} and count == 10_000
+    assert grown_mb < 20 and p99(seconds) < MOST_GET_S
+
+
+def test_two_hundred_connections_that_say_nothing_leave_it_alive(tmp_path):
+    with serving(tmp_path) as service:
+        silent = [socket.create_connection(("127.0.0.1", service.port), timeout=5) for _ in range(200)]
+        for number, connection in enumerate(silent):
+            if number % 2:
+                connection.sendall(b"PRI * HTTP/2.0\r\n")  # and no more of it
+        with service.client() as client:
+            began_s = time.monotonic()
+            client.submit(JOB, name="first")
+            assert client.wait("first", 20).step == 3
+            assert time.monotonic() - began_s < 20
+        for connection in silent:
+            connection.close()
