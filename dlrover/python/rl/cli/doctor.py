@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dlrover-rl doctor``: what would be in the way of a run on this machine, or on a cluster."""
+
+import sys
+from collections.abc import Iterable
+
+import click
+
+from dlrover.python.rl.master.main import EXIT_FAILED
+from dlrover.python.rl.runtime.process.health import Check, MachineReport, examine
+
+_MARKS = {True: "ok  ", False: "BAD ", None: "    "}
+
+
+@click.command()
+@click.option("--address", help="A running Ray cluster, whose nodes are checked; by default this machine only.")
+@click.option("--folder", default="runs", show_default=True, help="Where runs write: shared by all nodes of a cluster.")
+def doctor(address: str | None, folder: str) -> None:
+    """Check a machine or a cluster before a run. Exit code 1 if something would be in the way."""
+    if address is None:
+        reports, checks = [examine(folder, (8470,))], list[Check]()
+    else:
+        reports, checks = _of_cluster(address, folder)
+    for report in reports:
+        _show(report.host, _versions(report), report.checks)
+    if checks:
+        _show("all nodes", "", checks)
+    faults = [check for report in reports for check in report.checks if check.ok is False]
+    faults += [check for check in checks if check.ok is False]
+    click.echo(f"{len(faults)} to mend" if faults else "nothing to mend")
+    if faults:
+        sys.exit(EXIT_FAILED)
+
+
+def _of_cluster(address: str, folder: str) -> tuple[list[MachineReport], list[Check]]:
+    from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
+    from dlrover.python.rl.runtime.ray.cluster.health import examine_cluster
+
+    with ray_cluster(address, {}):
+        return examine_cluster(folder)
+
+
+def _versions(report: MachineReport) -> str:
+    return ", ".join(f"{package} {version}" for package, version in report.versions.items())
+
+
+def _show(title: str, about: str, checks: Iterable[Check]) -> None:
+    click.echo(f"{title}: {about}" if about else title)
+    for check in checks:
+        click.echo(f"  {_MARKS[check.ok]} {check.name}: {check.found}")
+        if check.ok is False and check.advice:
+            click.echo(f"       {check.advice}")

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of one machine before a run. Each is quick, changes nothing that stays, and says what to do."""
+
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+_COMMAND_S = 20.0
+_SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SHARED_MB = 512
+_LEAST_FILES = 1024
+PACKAGES = ("ray", "torch", "transformers", "omegaconf", "grpcio", "dlrover-rl")
+
+
+@dataclass(frozen=True)
+class Check:
+    """``ok`` is None for something that is worth knowing and no fault."""
+
+    name: str
+    ok: bool | None
+    found: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class MachineReport:
+    host: str
+    wall_s: float
+    versions: Mapping[str, str]
+    checks: tuple[Check, ...]
+
+
+def examine(folder: str, ports: Iterable[int] = ()) -> MachineReport:
+    """Check this machine; ``folder`` is where runs write."""
+    checks = [check_folder(Path(folder)), check_shared_memory(_SHARED_MEMORY), check_open_files(), check_devices()]
+    checks.append(check_sandbox())
+    checks += [check_port(port) for port in ports]
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return MachineReport(socket.gethostname(), time.time(), versions, tuple(checks))
+
+
+def check_folder(folder: Path) -> Check:
+    """Files there are written, synced, and renamed over another."""
+    name = f"folder {folder}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as inside:
+            first, second = (_synced(Path(inside) / word) for word in ("first", "second"))
+            first.replace(second)
+            if second.read_text() != "first":
+                return Check(name, False, "a renamed file has the content of the former", "use another file system")
+    except OSError as error:
+        return Check(name, False, str(error), "name a folder that can be written: --folder")
+    free_gb = shutil.disk_usage(folder).free / 2**30
+    return Check(name, free_gb >= 1, f"{free_gb:.1f} GB free", "commits and models need room")
+
+
+def _synced(path: Path) -> Path:
+    """A file on the disk that holds its own name."""
+    with path.open("w") as file:
+        file.write(path.name)
+        file.flush()
+        os.fsync(file.fileno())
+    return path
+
+
+def check_shared_memory(path: Path) -> Check:
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError as error:
+        return Check("shared memory", False, str(error), "mount /dev/shm, or set checkpoint.commit_to: disk")
+    free_mb = usage.free / 2**20
+    advice = "commits go there: docker run --shm-size, an emptyDir with medium Memory, or checkpoint.commit_to: disk"
+    return Check("shared memory", free_mb >= _LEAST_SHARED_MB, f"{free_mb:.0f} MB free", advice)
+
+
+def check_open_files() -> Check:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Check("open files", soft >= _LEAST_FILES, f"limit {soft}", f"ulimit -n {64 * _LEAST_FILES}: Ray needs many")
+
+
+def check_sandbox() -> Check:
+    """For programs that a model wrote."""
+    if shutil.which("bwrap") is None:
+        return Check("bubblewrap", None, "not installed: programs that a model wrote can read your files")
+    return Check("bubblewrap", True, "installed")
+
+
+def check_port(port: int) -> Check:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return Check(f"TCP port {port}", False, f"{error.strerror}", "something listens there: ss -ltnp")
+    return Check(f"TCP port {port}", True, "free")
+
+
+def check_devices(run: Callable[..., "subprocess.CompletedProcess[str]"] = subprocess.run) -> Check:
+    """GPUs as their driver sees them, with memory that is taken and errors that were not corrected."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Check("GPUs", None, "none: nvidia-smi is not installed")
+    columns = ("name", "memory.used", "memory.total", "ecc.errors.uncorrected.volatile.total")
+    command = [program, f"--query-gpu={','.join(columns)}", "--format=csv,noheader,nounits"]
+    try:
+        done = run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check("GPUs", False, f"nvidia-smi does not answer: {error}", "reset or reboot the machine")
+    if done.returncode:
+        text = (done.stdout + done.stderr).strip().splitlines()
+        return Check("GPUs", False, text[-1] if text else f"exit code {done.returncode}", "check the driver")
+    return _devices([[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()])
+
+
+def _devices(rows: list[list[str]]) -> Check:
+    faults = []
+    for number, (_, used, total, errors, *_) in enumerate(rows):
+        if errors.isdigit() and int(errors):
+            faults.append(f"GPU {number} has {errors} memory errors that were not corrected")
+        if used.isdigit() and total.isdigit() and int(used) > int(total) / 2:
+            faults.append(f"GPU {number} has {used} of {total} MB taken")
+    names = ", ".join(sorted({row[0] for row in rows})) or "none"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    told = f"{len(rows)} ({names})" + (f", CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "")
+    return Check("GPUs", not faults, "; ".join([told, *faults]), "nvidia-smi says who uses them; reset faulty ones")

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``doctor`` finds, and says to do."""
+
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dlrover.python.rl.cli.doctor import doctor
+from dlrover.python.rl.runtime.process import health
+from dlrover.python.rl.runtime.process.health import MachineReport, check_devices, check_folder, check_port
+from dlrover.python.rl.runtime.ray.cluster.health import compare
+
+
+def test_a_sound_machine_has_nothing_to_mend(tmp_path, monkeypatch):
+    monkeypatch.setattr(health, "check_port", lambda port: health.Check(f"TCP port {port}", True, "free"))
+    done = CliRunner().invoke(doctor, ["--folder", str(tmp_path / "runs")])
+    assert done.exit_code == 0, done.output
+    assert "nothing to mend" in done.output and "bubblewrap" in done.output and "ray " in done.output
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_bad(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(doctor, ["--folder", str(tmp_path / "file")])
+    assert done.exit_code == 1 and "BAD" in done.output and "name a folder that can be written" in done.output
+    assert check_folder(Path("/proc/nowhere")).ok is False
+
+
+def test_a_port_that_is_taken_is_bad():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert check_port(port).ok is False
+    assert check_port(port).ok is True
+
+
+def test_little_shared_memory_is_bad(monkeypatch):
+    monkeypatch.setattr(health.shutil, "disk_usage", lambda path: usage(64 << 20))
+    found = health.check_shared_memory(Path("/dev/shm"))
+    assert found.ok is False and "64 MB" in found.found and "--shm-size" in found.advice
+
+
+def usage(free):
+    return health.shutil._ntuple_diskusage(free, 0, free)
+
+
+SMI = "NVIDIA H200, {used}, 143771, {errors}\nNVIDIA H200, 0, 143771, 0\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "ok", "words"),
+    [
+        (SMI.format(used=4, errors=0), 0, True, "2 (NVIDIA H200)"),
+        (SMI.format(used=100_000, errors=0), 0, False, "GPU 0 has 100000 of 143771 MB taken"),
+        (SMI.format(used=4, errors=3), 0, False, "3 memory errors"),
+        (SMI.format(used=4, errors="[N/A]"), 0, True, "2 (NVIDIA H200)"),
+        ("Unable to determine the device handle: GPU is lost", 15, False, "GPU is lost"),
+    ],
+)
+def test_gpus_as_their_driver_sees_them(monkeypatch, output, code, ok, words):
+    monkeypatch.setattr(health.shutil, "which", lambda name: f"/usr/bin/{name}")
+    found = check_devices(lambda *_, **__: subprocess.CompletedProcess([], code, output, ""))
+    assert found.ok is ok and words in found.found
+
+
+def test_a_driver_that_does_not_answer_is_bad(monkeypatch):
+    def hang(*_, **__):
+        raise subprocess.TimeoutExpired("nvidia-smi", 20)
+
+    monkeypatch.setattr(health.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert check_devices(hang).ok is False
+
+
+def report(ahead_s=0.0, ray="2.60.0"):
+    return MachineReport("host", ahead_s, {"ray": ray}, ())
+
+
+def test_clocks_and_versions_of_nodes_are_compared():
+    assert [check.ok for check in compare([report(), report(0.5)])] == [True, True]
+    clocks, versions = compare([report(), report(-30.0, "2.59.0")])
+    assert clocks.ok is False and "30.0 s apart" in clocks.found
+    assert versions.ok is False and "ray differ" in versions.found
