@@ -13,6 +13,7 @@ import yaml
 from kuberay import SCHEMAS
 
 from dlrover.python.rl.master.init import CLUSTERS, write_skeleton
+from dlrover.python.rl.service.command import serve
 
 ROOT = Path(__file__).parents[3]
 DOCKER = ROOT / "docker"
@@ -52,16 +53,34 @@ def test_an_image_gets_every_constraints_file_and_nothing_that_is_not_there():
         assert backend in install or backend in ("peers", "verl", "openrlhf"), file
 
 
-def test_compose_is_of_its_schema_and_needs_a_token(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "names"),
+    [("compose.yaml", ("head", "worker", "job")), ("service.compose.yaml", ("head", "worker", "service"))],
+)
+def test_compose_is_of_its_schema_and_needs_a_token(tmp_path, file, names):
     schema = ["--builtin-schema", "vendor.compose-spec"]
-    assert run(BIN / "check-jsonschema", *schema, DOCKER / "compose.yaml")[0] == 0
-    wrong = (DOCKER / "compose.yaml").read_text().replace("healthcheck:", "health_check:")
+    assert run(BIN / "check-jsonschema", *schema, DOCKER / file)[0] == 0
+    wrong = (DOCKER / file).read_text().replace("healthcheck:", "health_check:")
     (tmp_path / "compose.yaml").write_text(wrong)
     assert run(BIN / "check-jsonschema", *schema, tmp_path / "compose.yaml")[0] == 1
-    services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    services = yaml.safe_load((DOCKER / file).read_text())["services"]
     assert {name: service["environment"]["RAY_AUTH_TOKEN"][:19] for name, service in services.items()} == dict.fromkeys(
-        ("head", "worker", "job"), "${RAY_AUTH_TOKEN:?a"
+        names, "${RAY_AUTH_TOKEN:?a"
     )
+
+
+def test_what_is_served_in_containers_is_what_the_command_line_takes(written):
+    """The options of the service in compose file and manifest are its own; nothing is published beyond loopback."""
+    compose = yaml.safe_load((DOCKER / "service.compose.yaml").read_text())["services"]
+    deployment = next(item for item in resources_of(written["kuberay"] / "service") if item["kind"] == "Deployment")
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
+    for text in (compose["service"]["command"][0], container["args"][0]):
+        words = text.partition("dlrover-rl serve")[2].split()
+        assert words and {word for word in words if word.startswith("--")} <= {
+            name for option in serve.params for name in option.opts
+        }
+    assert not any("ports" in service for service in compose.values())
+    assert "--tls-cert" in container["args"][0] and "--host 0.0.0.0" in container["args"][0]
 
 
 def test_scripts_pass_shellcheck(written, tmp_path):
@@ -135,6 +154,28 @@ def test_manifests_are_what_their_definitions_say(written, overlay):
     }
     for resource in resources:
         assert faults_of(resource) == [], resource["kind"]
+
+
+def test_the_manifests_of_the_service_are_what_their_definitions_say(written):
+    resources = resources_of(written["kuberay"] / "service")
+    assert {resource["kind"] for resource in resources} == {
+        "Deployment",
+        "Service",
+        "PersistentVolumeClaim",
+        "NetworkPolicy",
+    }
+    for resource in resources:
+        assert faults_of(resource) == [], resource["kind"]
+    names = {resource["metadata"]["name"] for resource in resources_of(written["kuberay"] / "base")}
+    pod = next(resource for resource in resources if resource["kind"] == "Deployment")["spec"]["template"]["spec"]
+    own = {resource["metadata"]["name"] for resource in resources}
+    for volume in pod["volumes"]:
+        if "persistentVolumeClaim" in volume:
+            assert volume["persistentVolumeClaim"]["claimName"] in names | own
+    assert pod["priorityClassName"] in names
+    wrong = copy.deepcopy(next(resource for resource in resources if resource["kind"] == "Deployment"))
+    wrong["spec"]["template"]["spec"]["containers"][0]["port"] = []
+    assert faults_of(wrong)
 
 
 def test_wrong_manifests_are_found(written):
