@@ -17,7 +17,7 @@ MAX_MEMBERS = 10_000
 def resizable(job: JobSpec, state: JobState, inspection: Inspection, role: str, num: int) -> JobSpec:
     """The job as it would be. Raises InvalidJob for a role that never can, CallError for a job that cannot now."""
     name = job.name
-    check_size(name, role, num, job.workloads)
+    check_new_size(name, role, num, job.workloads)
     if why := _never(job, inspection, role):
         raise InvalidJob([ConfigError("role", f"{role} of '{name}' cannot be resized: {why}")])
     if not can_resize(state, role):
@@ -26,7 +26,7 @@ def resizable(job: JobSpec, state: JobState, inspection: Inspection, role: str, 
     return job.with_sizes({**sizes, role: num})
 
 
-def check_size(name: str, role: str, num: int, roles: Collection[str]) -> None:
+def check_new_size(name: str, role: str, num: int, roles: Collection[str]) -> None:
     """Raises InvalidJob unless the job ``name`` has the role, and it may have ``num`` members."""
     if role not in roles:
         near = get_close_matches(role, list(roles), n=1, cutoff=0.4)

@@ -22,7 +22,7 @@ from itertools import islice
 
 from dlrover.python.rl.common.errors import CallError, DLRoverRLError, ServiceUnavailable
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.master.resizing import check_size
+from dlrover.python.rl.master.resizing import check_new_size
 from dlrover.python.rl.metrics.service import ServiceCounts
 from dlrover.python.rl.service.jobs.ledger import Answer, Draft, Ledger, Refused
 from dlrover.python.rl.service.jobs.records import (
@@ -116,7 +116,7 @@ class JobManager:
     async def resize(self, name: str, role: str, num: int) -> JobRecord:
         """Raises UnknownJob, InvalidJob, and CallError if the job does not run or its role cannot be resized."""
         record = self._ledger.get(name)
-        check_size(name, role, num, record.roles)
+        check_new_size(name, role, num, record.roles)
         if record.phase is not JobPhase.RUNNING:
             raise CallError(f"'{name}' is {record.phase}: only a running job can be resized")
         await self._runner.resize(record, role, num)

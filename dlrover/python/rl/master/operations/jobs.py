@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs from outside: what the verbs of the command line need of the place where jobs run, and what they show.
 
-Two places implement :class:`JobOperations`: a Ray cluster (:mod:`ray_jobs`), and the job service, in a higher layer.
+Two places implement :class:`JobOperations`: a Ray cluster (``ray_jobs``), and the job service, in a higher layer.
 """
 
 import json
