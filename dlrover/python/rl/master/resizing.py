@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a role may have another number of members while its job runs."""
 
-from collections.abc import Collection
+import asyncio
+import time
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 
 from dlrover.python.rl.common.errors import CallError, ConfigError, InvalidJob
@@ -12,6 +14,7 @@ from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.runtime.process.inspection import Inspection
 
 MAX_MEMBERS = 10_000
+_NEXT_STEP_S, _POLL_S = 10.0, 0.05
 
 
 def resizable(job: JobSpec, state: JobState, inspection: Inspection, role: str, num: int) -> JobSpec:
@@ -34,6 +37,13 @@ def check_new_size(name: str, role: str, num: int, roles: Collection[str]) -> No
         raise InvalidJob([ConfigError("role", f"'{name}' has no role '{role}'{hint}")])
     if not 1 <= num <= MAX_MEMBERS:
         raise InvalidJob([ConfigError("num", f"{num} is not between 1 and {MAX_MEMBERS}")])
+
+
+async def until_next_step(step: Callable[[], int]) -> None:
+    """What the trainer has done of a step would be lost with it; but a long step is not waited for."""
+    began, until_s = step(), time.monotonic() + _NEXT_STEP_S
+    while step() == began and time.monotonic() < until_s:
+        await asyncio.sleep(_POLL_S)
 
 
 def _never(job: JobSpec, inspection: Inspection, role: str) -> str:

@@ -55,7 +55,7 @@ from dlrover.python.rl.control.state import JobState, MemberPhase, Phase, ranks_
 from dlrover.python.rl.master.brain import Brain, earlier_journal, fresh_journal, submission
 from dlrover.python.rl.master.hang_detector import HangDetector
 from dlrover.python.rl.master.observer import JobObserver
-from dlrover.python.rl.master.resizing import resizable
+from dlrover.python.rl.master.resizing import resizable, until_next_step
 from dlrover.python.rl.master.run_claim import RunClaim
 from dlrover.python.rl.master.status import JobStatus, Position, Update, recoveries
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore
@@ -77,7 +77,6 @@ _JOURNAL_PAUSE_S = 0.5
 _PLACES_S = 20.0
 _SECRETS_S = 30.0
 _LINGER_S = 60.0
-_NEXT_STEP_S = 10.0
 _POLL_S = 0.05
 
 
@@ -87,6 +86,7 @@ class RLMaster:
     def __init__(self, job: JobSpec, placement: Placement, inspection: Inspection, claims: bool = True) -> None:
         configure_logging("master")
         self._job, self._run_id, self._inspection = job, job.run, inspection
+        self._lacking = hidden_in(job)  # secrets
         self._claim = RunClaim(job, claims)
         self._brain = Brain(MemoryStateStore())
         self._resizing = asyncio.Lock()
@@ -165,17 +165,18 @@ class RLMaster:
         """The job's secrets, which neither Ray nor a disk keeps."""
         hide_values(secrets.values())
         self._job = unseal(self._job, secrets)
+        self._lacking = hidden_in(self._job)
         self._executor.reveal(secrets)
 
     async def _secrets_of_others(self) -> None:
         """A restarted master has the secrets from the job's processes, with their next heartbeats. Raises JobFailed if
         none is left that has them."""
         until_s = time.monotonic() + _SECRETS_S
-        while lacking := hidden_in(self._job):
+        while self._lacking:
             if not self._state.phase.live:
                 return
             if time.monotonic() > until_s:
-                raise JobFailed(f"{', '.join(lacking)}: secrets, which all processes that had them took along")
+                raise JobFailed(f"{', '.join(self._lacking)}: secrets, which all processes that had them took along")
             await asyncio.sleep(_POLL_S)
 
     def _live(self) -> None:
@@ -284,7 +285,7 @@ class RLMaster:
             self._executor.open_step = beat.step
         if not self._hang_detector.take(beat, self._state):
             return BeatAnswer.REPLACED
-        return BeatAnswer.WITHOUT_SECRETS if hidden_in(self._job) else BeatAnswer.CURRENT
+        return BeatAnswer.WITHOUT_SECRETS if self._lacking else BeatAnswer.CURRENT
 
     async def opened(self, epoch: int) -> None:
         """The trainer has entered ``steps()``. Returns once that is journalled, since the trainer relies on it."""
@@ -360,7 +361,7 @@ class RLMaster:
                 await self._executor.reserve_places(self._state, role, num, min(_PLACES_S, job.placement_timeout_s))
             except PlacementTimeout as error:
                 raise CallError(f"{role} of '{self._job.name}' stays as it is: {error}") from error
-            await self._next_step()
+            await until_next_step(lambda: self._executor.open_step)
             self._events.put_nowait(Resized(role, num))
             async with self._news:
                 decided = self._news.wait_for(lambda: self._size_of(role) == num or not self._state.opened)
@@ -370,12 +371,6 @@ class RLMaster:
 
     def _size_of(self, role: str) -> int:
         return len(ranks_of(self._state, role))
-
-    async def _next_step(self) -> None:
-        """What the trainer has done of a step would be lost with it."""
-        step, until_s = self._executor.open_step, time.monotonic() + _NEXT_STEP_S
-        while self._executor.open_step == step and time.monotonic() < until_s:
-            await asyncio.sleep(_POLL_S)
 
     async def status(self) -> JobStatus:
         return self._observer.status(self._state)
