@@ -34,6 +34,15 @@ def test_a_request_that_a_child_takes_slowly_is_given_up_at_its_deadline():
         child.end()
 
 
+def test_a_request_to_a_child_that_has_ended_is_dropped():
+    child = ChildProcess(serve_nothing, [], None, 1000)
+    child.ready.result(timeout=60)
+    child.end()
+    child._reader.join(10)  # it closes the connection
+    assert child._connection.fileno() == -1
+    child.send(b"too late")
+
+
 def serve_with_pid(channel, pid):
     """A child that claims to be another process."""
     channel.send("ready", {"pid": pid})

@@ -131,7 +131,8 @@ class ChildProcess:
         """Send a request, or as much of it as the child takes within ``send_timeout_s``: its call is then late."""
         poll, rest = select.poll(), memoryview(request)
         deadline_s = None if self._send_timeout_s is None else time.monotonic() + self._send_timeout_s
-        with suppress(OSError), self._sending:  # The reader sees the end as well.
+        # The reader sees the end as well; it closes the connection, and that is a ValueError here.
+        with suppress(OSError, ValueError), self._sending:
             poll.register(self._connection, select.POLLOUT)
             while rest:
                 wait_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
