@@ -5,6 +5,9 @@ import io
 import shutil
 import subprocess
 import threading
+from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 
 import grpc
 import pytest
@@ -310,6 +313,38 @@ def test_with_tls_only_clients_that_know_its_ca_are_answered(tmp_path):
         for tls in (ClientTls(other), None):
             with service.client(tls=tls) as client, pytest.raises(ServiceUnavailable):
                 client.list_jobs()
+
+
+def dated(folder, ends_in_days):
+    """A certificate as above that began ten days ago; openssl itself makes none that has expired."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    names = x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))])
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.serial_number(x509.random_serial_number()).add_extension(names, critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    builder = builder.not_valid_before(now - timedelta(days=10)).not_valid_after(now + timedelta(days=ends_in_days))
+    pem, plain = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    certificate_file, key_file = folder / "dated.pem", folder / "dated.key"
+    certificate_file.write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(pem))
+    key_file.write_bytes(key.private_bytes(pem, plain, serialization.NoEncryption()))
+    return certificate_file, key_file
+
+
+@pytest.mark.parametrize("ends_in_days", [1, -1])
+def test_a_certificate_that_has_expired_is_refused(tmp_path, ends_in_days):
+    own, key = dated(tmp_path, ends_in_days)
+    expectation = nullcontext() if ends_in_days > 0 else pytest.raises(ServiceUnavailable)
+    with (
+        serving(tmp_path, tls=[str(own), str(key)]) as service,
+        service.client(tls=ClientTls(own)) as client,
+        expectation,
+    ):
+        assert client.list_jobs() == []
 
 
 @needs_openssl
