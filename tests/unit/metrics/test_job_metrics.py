@@ -99,10 +99,12 @@ def test_steps_and_calls_are_counted():
     metrics = told(STORY)
     for number in range(1, 4):
         calls = {("ROLLOUT", "generate"): (0.0, 0.0, 0.0, 0.0, 2.0, *(0.0,) * 9, 0.14)}
-        metrics.report(
-            StepReport(number, 10, {"reward/mean": 0.5 + number, "time/step": 0.2, "loss": float("nan")}, calls)
-        )
+        values = {"reward/mean": 0.5 + number, "time/step": 0.2, "loss": float("nan")}
+        metrics.report(StepReport(number, 10, values, calls, {"ROLLOUT": number, "UNKNOWN": 9}))
     samples = exported(metrics.registry)
+    assert samples["rl_job_pending_calls", ("role", "ROLLOUT")] == 3
+    assert samples["rl_job_pending_calls", ("role", "ACTOR")] == 0
+    assert ("rl_job_pending_calls", ("role", "UNKNOWN")) not in samples
     assert samples["rl_job_step",] == 3 and samples["rl_job_total_steps",] == 10
     assert samples["rl_job_reward",] == 3.5 and ("rl_job_loss",) not in samples
     assert samples["rl_job_step_seconds_count",] == 2

@@ -156,6 +156,8 @@ class JobMetrics:
         yield self._gauge("last_report_timestamp_seconds", "When the last step was reported.", self._reported_s)
         yield self._gauge("members", "Members that are up.", _members(state, up=True), "role")
         yield self._gauge("members_wanted", "Members that the job has.", _members(state, up=False), "role")
+        pending = {role: float(self._report.pending.get(role, 0)) for role in self._roles()} if self._report else {}
+        yield self._gauge("pending_calls", "Calls under way at the last step.", pending, "role")
         yield self._counter("restarts", "Restarts of the whole job.", float(state.restarts))
         yield self._counter("master_starts", "Processes that the master has had.", float(state.master_starts))
         failures = CounterMetricFamily("rl_job_failures", "Lost processes.", labels=["job_name", "role", "cause"])
@@ -166,6 +168,9 @@ class JobMetrics:
         yield from self._histograms()
         for name, value in self._values.items():
             yield self._gauge(name, f"Of the last step: {' or '.join(STEP_METRICS[name])}.", value)
+
+    def _roles(self) -> list[str]:
+        return list(self._state.settings.roles) if self._state.settings is not None else []
 
     def _times(self) -> Iterator[Metric]:
         account = replace(self.account, seconds=dict(self.account.seconds))

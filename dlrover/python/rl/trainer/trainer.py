@@ -39,6 +39,9 @@ class StepReport:
     calls: CallCounts = field(default_factory=dict)
     """How long calls took since the last report, where the runtime measures it."""
 
+    pending: Mapping[str, int] = field(default_factory=dict)
+    """Role to its calls that were under way or waited for their member."""
+
 
 Reporter: TypeAlias = Callable[[StepReport], None]
 """Receives step reports; must return at once."""

@@ -3,6 +3,7 @@
 
 import threading
 from bisect import bisect_left
+from collections import Counter
 
 from dlrover.python.rl.trainer.call_counts import BUCKETS_S, CallCounts
 
@@ -31,6 +32,11 @@ class CallTimes:
             counts = self._counts.setdefault((role, method), [0.0] * (len(BUCKETS_S) + 2))
             counts[bisect_left(BUCKETS_S, now_s - began_s)] += 1
             counts[-1] += now_s - began_s
+
+    def pending(self) -> dict[str, int]:
+        """Role to its calls whose results nobody has had yet."""
+        with self._lock:
+            return dict(Counter(role for role, _, _ in self._pending.values()))
 
     def drain(self) -> CallCounts:
         """What was counted since the last time."""

@@ -233,7 +233,8 @@ class TrainerActor:
         checkpoints = checkpoints_of(job, start.run, start.command.epoch, node)
 
         def report(step: StepReport) -> None:
-            master.report.remote(replace(step, calls=port.call_times.drain()))
+            times = port.call_times
+            master.report.remote(replace(step, calls=times.drain(), pending=times.pending()))
 
         def announce(activity: str) -> None:
             master.announce.remote(activity)

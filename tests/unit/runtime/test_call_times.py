@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long calls take, and how many are under way."""
+
+import pytest
+
+from dlrover.python.rl.runtime.ray.processes import call_times
+from dlrover.python.rl.runtime.ray.processes.call_times import CallTimes
+from dlrover.python.rl.trainer.call_counts import BUCKETS_S
+
+
+def test_calls_are_counted_once_in_their_bucket_and_drained():
+    times = CallTimes()
+    times.begin("a", "ROLLOUT", "generate", 10.0)
+    times.begin("b", "ROLLOUT", "generate", 10.0)
+    times.begin("c", "ACTOR", "train", 10.0)
+    assert times.pending() == {"ROLLOUT": 2, "ACTOR": 1}
+    times.end("a", 10.05)
+    times.end("a", 99.0)  # its result is read again
+    times.end("c", 5000.0)
+    assert times.pending() == {"ROLLOUT": 1}
+    counts = times.drain()
+    generate, train = counts["ROLLOUT", "generate"], counts["ACTOR", "train"]
+    assert generate[BUCKETS_S.index(0.1)] == 1 and sum(generate[:-1]) == 1 and generate[-1] == pytest.approx(0.05)
+    assert train[len(BUCKETS_S)] == 1
+    assert times.drain() == {}
+
+
+def test_results_that_nobody_reads_are_forgotten(monkeypatch):
+    monkeypatch.setattr(call_times, "_MOST_PENDING", 3)
+    times = CallTimes()
+    for number in range(10):
+        times.begin(str(number), "ACTOR", "log", float(number))
+    assert times.pending() == {"ACTOR": 3}
