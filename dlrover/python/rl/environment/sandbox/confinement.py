@@ -78,7 +78,7 @@ def _why_not_bubblewrap() -> str:
     """Empty if it works here."""
     if shutil.which("bwrap") is None or not Path("/usr/bin/prlimit").exists():
         return "bubblewrap is not installed"
-    command = bubblewrap_command([sys.executable, "-I", "-S", "-c", ""], Path("/tmp"), (), 1 << 20)
+    command = bubblewrap_command([sys.executable, "-I", "-S", "-c", ""], Path("/sandbox"), (), 1 << 20)
     try:
         probe = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
