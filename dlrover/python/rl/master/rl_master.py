@@ -55,6 +55,7 @@ from dlrover.python.rl.control.state import JobState, MemberPhase, Phase, ranks_
 from dlrover.python.rl.master.brain import Brain, earlier_journal, fresh_journal, submission
 from dlrover.python.rl.master.hang_detector import HangDetector
 from dlrover.python.rl.master.observer import JobObserver
+from dlrover.python.rl.master.replacement import replacement
 from dlrover.python.rl.master.resizing import resizable, until_next_step
 from dlrover.python.rl.master.run_claim import RunClaim
 from dlrover.python.rl.master.status import JobStatus, Position, Update, recoveries
@@ -77,6 +78,7 @@ _JOURNAL_PAUSE_S = 0.5
 _PLACES_S = 20.0
 _SECRETS_S = 30.0
 _LINGER_S = 60.0
+_BEGIN_S = 300.0
 _POLL_S = 0.05
 
 
@@ -104,6 +106,7 @@ class RLMaster:
         self._restarted = was_restarted()
         if self._restarted:
             current_actor().resume.remote()
+        current_actor().expire.remote()
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
@@ -119,6 +122,13 @@ class RLMaster:
         self._events.put_nowait(MasterStarted(pid=os.getpid()))
         self._events.put_nowait(submission(self._job, self._run_id, self._inspection, self._brain))
         self._live()
+
+    async def expire(self) -> None:
+        """End this process if nobody tells it to begin: who launched it is gone."""
+        await asyncio.sleep(_BEGIN_S)
+        if not self._tasks:
+            _LOG.error("%s: nobody has started this job for %g s; its master ends", self._job.name, _BEGIN_S)
+            await end_later(current_actor(), 0.0)
 
     async def resume(self) -> bool:
         """Continue an earlier process of this master; False when that had not begun."""
@@ -315,24 +325,8 @@ class RLMaster:
         return self._replaced(role, rank, incarnation)
 
     def _replaced(self, role: str, rank: int, incarnation: int) -> Replaced | None:
-        state = self._state
-        if state.phase is not Phase.RUNNING:
-            lost = ProcessId(role, rank)
-            raise JobFailed(f"{lost} is not replaced: the job is {state.phase.value}. {state.reason}".strip())
-        group = {rank: state.members.get(ProcessId(role, rank)) for rank in ranks_of(state, role)}
-        member = group.get(rank)
-        if member is None or member.incarnation <= incarnation or member.phase is not MemberPhase.UP:
-            return None
         whole = self._inspection.scope_of(role) is RecoveryScope.GROUP
-        if whole and any(peer is None or peer.phase is not MemberPhase.UP for peer in group.values()):
-            return None
-        return Replaced(
-            {
-                at: (peer.incarnation, self._executor.name_of(role, at, peer.incarnation, peer.standby))
-                for at, peer in group.items()
-                if peer is not None and peer.phase is MemberPhase.UP
-            }
-        )
+        return replacement(self._state, role, rank, incarnation, whole, self._executor.name_of)
 
     async def report(self, report: StepReport) -> None:
         self._observer.report(report)

@@ -143,8 +143,8 @@ class RayJobRunner:
         """The master to follow; without one the run has an outcome. Raises MasterLost, InvalidJob."""
         record = driven.record
         driven.job = job = _described(record, driven.description)
-        master = await find_master(record.name)
-        if master is not None and await self._is_of(master, job):
+        master = await self._begun(job)
+        if master is not None:
             return master
         owner = await asyncio.to_thread(newest_owner, job.job_dir)
         if owner is not None and owner.run == record.run and owner.state != "running":
@@ -157,12 +157,18 @@ class RayJobRunner:
         driven.job = job
         return await self._start(driven, job)
 
-    async def _is_of(self, master: MasterCalls, job: JobSpec) -> bool:
-        """Whether a master that was found runs this very run, whose folder nobody else has."""
+    async def _begun(self, job: JobSpec) -> MasterCalls | None:
+        """The master of this very run, whose folder nobody else has. An earlier process of the service has started it,
+        and may have been killed before it told it to begin."""
+        master = await find_master(job.name)
+        if master is None:
+            return None
         with suppress(MasterLost):
             status: JobStatus = await master.call("status", timeout_s=_ANSWER_S)
-            return status.folder == str(job.job_dir)
-        return False
+            if status.folder == str(job.job_dir):
+                await master.call("start", {}, timeout_s=_ANSWER_S)  # does nothing if it has begun
+                return master
+        return None
 
     async def _start(self, driven: _Driven, job: JobSpec) -> MasterCalls | None:
         """The master, or None if the job is to be stopped. It is checked in a child process, which may take a while."""
@@ -178,10 +184,10 @@ class RayJobRunner:
         try:
             return MasterCalls(await asyncio.to_thread(start_master, checked))
         except JobConflict:
-            master = await find_master(job.name)
-            if master is None or not await self._is_of(master, job):
+            master = await self._begun(job)
+            if master is None:
                 raise
-            return master  # an earlier process of the service has started it meanwhile
+            return master
 
     async def _follow(self, driven: _Driven, master: MasterCalls) -> Observed:
         """Report until the run has ended. Raises MasterLost."""
