@@ -2,15 +2,20 @@
 """The service's manager over jobs on real Ray: they do not notice when it ends, and are found by its next process."""
 
 import asyncio
+import threading
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from durable_jobs import wait_for
 from service_jobs import job_text
 
+from dlrover.python.rl.common.errors import MasterLost
 from dlrover.python.rl.common.names import master_name
+from dlrover.python.rl.master import job
 from dlrover.python.rl.runtime.ray.processes.actors import end, find
+from dlrover.python.rl.service import ray_runner
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, StopJob, SubmitJob
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
@@ -69,6 +74,31 @@ def test_a_job_is_run_left_found_again_and_ends(tmp_path, monkeypatch):
     run(body())
 
 
+def test_a_master_that_was_launched_and_not_started_is_started_by_the_next_process(tmp_path, monkeypatch):
+    """As if the service was killed in between."""
+    monkeypatch.chdir(tmp_path)
+    launched = []
+
+    def unanswered(make_call, timeout_s):
+        launched.append(make_call)
+        raise MasterLost("the service is killed here")
+
+    async def body():
+        with monkeypatch.context() as patch:
+            patch.setattr(job, "ask", unanswered)
+            patch.setattr(ray_runner, "_REVIVALS", 0)
+            patch.setattr(RayJobRunner, "_swept", lambda *_: asyncio.sleep(WITHIN_S))
+            async with serving(tmp_path) as manager:
+                await manager.submit(submission("unbegun", job_text(tmp_path / "notes", steps=3)))
+                await until(lambda: launched)
+        async with serving(tmp_path) as manager:
+            ended = await manager.wait("unbegun", WITHIN_S)
+            assert (ended.phase, ended.step) == (JobPhase.FINISHED, 3)
+        assert (tmp_path / "notes").read_text() == "started\n"
+
+    run(body())
+
+
 def test_a_job_is_stopped_within_five_seconds_from_each_state(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
@@ -87,6 +117,30 @@ def test_a_job_is_stopped_within_five_seconds_from_each_state(tmp_path, monkeypa
             await stopped(manager, "s-starting", JobPhase.STARTING, False)
             await stopped(manager, "s-running", JobPhase.RUNNING, False)
             await stopped(manager, "s-hard", JobPhase.RUNNING, True)
+
+    run(body())
+
+
+def test_a_job_is_stopped_within_five_seconds_while_its_master_takes_long_to_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    launched, ask = threading.Event(), job.ask
+
+    def slow(request, timeout_s):
+        launched.set()
+        wait_for(lambda: find(master_name("slow")) is None, WITHIN_S)
+        return ask(request, timeout_s)
+
+    monkeypatch.setattr(job, "ask", slow)
+
+    async def body():
+        async with serving(tmp_path) as manager:
+            await manager.submit(submission("slow", job_text(tmp_path / "notes", steps=10_000)))
+            await until(launched.is_set)
+            began_s = time.monotonic()
+            await manager.stop(StopJob("slow", "by the test", False))
+            assert (await manager.wait("slow", WITHIN_S)).phase is JobPhase.STOPPED
+            assert time.monotonic() - began_s < 5.0
+        assert not (tmp_path / "notes").exists()
 
     run(body())
 

@@ -263,9 +263,11 @@ class RayJobRunner:
         with suppress(TimeoutError):
             await asyncio.wait_for(driven.hard.wait(), self._grace_s)
         asked.cancel()
-        if driven.record.run in self._driven and driven.master is not None:
-            driven.master.end()
+        while driven.record.run in self._driven:  # a master that is being launched can be ended once Ray knows it
+            if driven.master is not None:
+                driven.master.end()
             await asyncio.to_thread(sweep, driven.record.name)
+            await asyncio.sleep(_POLL_S)
 
     async def _ask_to_stop(self, driven: _Driven, reason: str) -> None:
         while driven.master is None:
