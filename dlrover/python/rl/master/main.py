@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: ``dlrover-rl init|run|resume|check|submit``, to which the package ``cli`` adds others.
+"""The command line: ``dlrover-rl init|run|resume|eval|check|submit``, to which the package ``cli`` adds others.
 
 Exit codes: 0 the job finished; 1 it failed; 2 the request was wrong and nothing was started; 3 it was stopped from
 elsewhere; 4 Ray or the service could not be reached; 5 the job's master was lost; 124 'wait' ended before the job; 130
@@ -49,7 +49,14 @@ from dlrover.python.rl.master.job import (
     run_on_ray,
     start_master,
 )
-from dlrover.python.rl.master.saved_run import archived_job, find_saved_run, last_commit, saved_job, wait_for_lost_owner
+from dlrover.python.rl.master.saved_run import (
+    archived_job,
+    evaluation_job,
+    find_saved_run,
+    last_commit,
+    saved_job,
+    wait_for_lost_owner,
+)
 from dlrover.python.rl.master.status import JobStatus
 from dlrover.python.rl.runtime.process.progress import ProgressView
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
@@ -130,6 +137,28 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], address: str | None, lo
     where = f"after step {step}" if step else "from the beginning: no step was committed"
     click.echo(f"{owner.job}: going on in {folder}, {where}", err=True)
     _run(checked, address, local, detach)
+
+
+@cli.command("eval", cls=OverridesCommand)
+@click.argument("name_or_dir")
+@click.argument("overrides", nargs=-1)
+@click.option("--address", help="A running Ray cluster; by default one is started for the job.")
+@click.option("--local/--ray", default=None, help="By default as the run was started.")
+def evaluate(name_or_dir: str, overrides: tuple[str, ...], address: str | None, local: bool | None) -> None:
+    """Evaluate the model that a run has saved on the run's held-out data. NAME_OR_DIR is as for 'resume'; OVERRIDES
+    such as config.model=FOLDER or config.data.eval=FILE name another model or other data."""
+    saved = find_saved_run(name_or_dir)
+    local = saved.owner.runtime == IN_PROCESS if local is None else local
+    if local and saved.owner.work_dir:
+        os.chdir(saved.owner.work_dir)
+    try:
+        checked = check_described(lambda: evaluation_job(saved, overrides), local)
+    except InvalidJob as error:
+        if any(fault.where == "config.eval_only" for fault in error.errors):
+            what = "its trainer cannot evaluate without training: those of the recipes can"
+            raise InvalidJob([ConfigError(name_or_dir, what)]) from None
+        raise
+    _run(checked, address, local, detach=False)
 
 
 @cli.command(cls=OverridesCommand)

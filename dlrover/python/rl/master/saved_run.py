@@ -2,6 +2,7 @@
 """A run to go on with: its folder has the job as it was described, its owner's record where it was started."""
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +19,13 @@ from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.runtime.checkpoint.commits import newest_commit
 from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
 from dlrover.python.rl.runtime.checkpoint.object_store import store_errors
-from dlrover.python.rl.runtime.run_folder import BEAT_S, DESCRIPTION, LATEST, Owner, in_use, newest_owner
+from dlrover.python.rl.runtime.run_folder import BEAT_S, DESCRIPTION, LATEST, MODEL, Owner, in_use, newest_owner
 
 _LOG = get_logger(__name__)
 
 _POLL_S = 0.5
+_EVALUATION = "-eval"
+_LONGEST = 63 - len(_EVALUATION)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,18 @@ def saved_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
     text = (run.folder / DESCRIPTION).read_text(encoding="utf-8")
     job = load_job_text(text, run.owner.job, ["checkpoint.resume=latest", *overrides], run.owner.search_path)
     return replace(_with_secrets(job), job_dir=run.folder, work_dir=run.owner.work_dir)
+
+
+def evaluation_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
+    """A job that evaluates the model which a run has saved, or another one by an override, in run folders of its own.
+    Raises InvalidJob."""
+    text, model = (run.folder / DESCRIPTION).read_text(encoding="utf-8"), run.folder / MODEL
+    if not model.is_dir() and not any(re.match(r"\+?(config\.)?model=", override) for override in overrides):
+        raise InvalidJob([ConfigError(str(run.folder), "has no model yet: config.model=FOLDER names another one")])
+    own = ["checkpoint.resume=never", "config.eval_only=true", f"config.model={model}"]
+    job = load_job_text(text, run.owner.job, [*own, *overrides], run.owner.search_path)
+    name = f"{job.name[:_LONGEST].rstrip('-')}{_EVALUATION}"
+    return replace(_with_secrets(job), name=name, job_dir=RUNS, archive="", work_dir=run.owner.work_dir)
 
 
 def _with_secrets(job: JobSpec) -> JobSpec:

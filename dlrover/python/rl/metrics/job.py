@@ -48,6 +48,7 @@ STEP_METRICS = {
     "rollout_tokens_per_second": ("speed/rollout_tokens_per_s",),
     "commit_seconds": ("time/commit",),
     "weight_sync_seconds": ("time/sync",),
+    "weight_sync_bytes": ("weights/sync_bytes",),
     "generation_seconds": ("time/generation",),
     "update_seconds": ("time/update",),
 }

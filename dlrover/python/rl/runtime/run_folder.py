@@ -37,12 +37,12 @@ from dlrover.python.rl.runtime.checkpoint.state_file import new_file
 
 _LOG = get_logger(__name__)
 
-LATEST, DESCRIPTION = "latest", "job.yaml"
+LATEST, DESCRIPTION, MODEL = "latest", "job.yaml", "model"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 IN_PROCESS, ON_RAY, LAUNCHED = "one process", "Ray", "torchrun"
 BEAT_S = 5.0
 _OWN_FOLDER = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
-_RESULTS = ("metrics.jsonl", "summary.json", "model", "checkpoints/*/step-*", "commits/*/step-*")
+_RESULTS = ("metrics.jsonl", "summary.json", MODEL, "checkpoints/*/step-*", "commits/*/step-*")
 
 
 def new_run() -> str:

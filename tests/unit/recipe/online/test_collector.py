@@ -126,7 +126,8 @@ def make_collector(
     rollouts, reward=lambda *key: float(key[3]), steps=50, groups=4, on_failure="drop_sample", **rollout
 ):
     def publish():
-        return ["ticket"]
+        ticket = SimpleNamespace(table=SimpleNamespace(nbytes=1000))
+        return [SimpleNamespace(result=lambda: ticket)]
 
     trainer = SimpleNamespace(
         RG_ROLLOUT=rollouts,

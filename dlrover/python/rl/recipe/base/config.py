@@ -331,6 +331,9 @@ class PolicyConfig:
     eval_every: NonNegative = 0
     """Evaluate every this many steps; 0: before and after training only."""
 
+    eval_only: bool = False
+    """Evaluate ``model`` and end: nothing is trained, and no model is saved."""
+
     eval: EvalConfig = EvalConfig()
     algorithm: Mapping[str, Any] = field(default_factory=dict)
     """``name`` of the algorithm and its options; the default name depends on the recipe."""

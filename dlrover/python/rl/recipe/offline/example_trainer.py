@@ -56,10 +56,17 @@ class ExampleConfig:
     eval_every: NonNegative = 0
     """Evaluate every this many steps, and after the last one; 0: never."""
 
+    eval_only: bool = False
+    """Evaluate ``model`` and end: nothing is trained, and no model is saved."""
+
     optimizer: OptimizerConfig = OptimizerConfig()
     engine: EngineConfig = EngineConfig()
     keep: KeepConfig = KeepConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval_only or self.eval_every > 0
 
 
 class ExampleTrainer(RecipeTrainer):
@@ -96,7 +103,7 @@ class ExampleTrainer(RecipeTrainer):
         self.announce("reading the examples")
         self.examples: Examples
         encode = self.RG_ACTOR.encode.options(target="RANK0")
-        (self.examples,) = encode(cfg.model, cfg.data, cfg.eval_every > 0, cfg.seed)
+        (self.examples,) = encode(cfg.model, cfg.data, cfg.evaluates, cfg.seed)
         self.segments_to_train = cfg.steps * cfg.batch_size if cfg.steps else math.ceil(cfg.epochs * self.segment_count)
         self.cursor = self.state["cursor"] = PromptCursor(
             self.segment_count, cfg.batch_size, cfg.seed, total=self.segments_to_train
@@ -115,6 +122,10 @@ class ExampleTrainer(RecipeTrainer):
         return loading
 
     def fit(self) -> None:
+        if self.cfg.eval_only:
+            self.announce("evaluating")
+            self.write_results(self._measure_held_out())
+            return
         for step in self.logged_steps(self.total_steps):
             batch = select_segments(self.examples.train, self.cfg.data.segment_rows, self.cursor.next())
             trained = self.update(step, self.prepare(batch, self.algorithm))
@@ -177,12 +188,14 @@ class ExampleTrainer(RecipeTrainer):
 
     def evaluate(self, step: int) -> dict[str, float]:
         """The metrics of the held-out examples; saves the model if it is the best so far."""
-        assert self.examples.held_out is not None, "there are some where a run evaluates"
-        batch = self.prepare(self.examples.held_out, self.evaluation_algorithm)
-        metrics = self.evaluation_metrics(Measured.total(self.RG_ACTOR.measure(self._shard(batch))))
-        metrics |= self.extra_metrics(step)
+        metrics = self._measure_held_out() | self.extra_metrics(step)
         self.model_saver.update(step, metrics)
         return metrics
+
+    def _measure_held_out(self) -> dict[str, float]:
+        assert self.examples.held_out is not None, "there are some where a run evaluates"
+        batch = self.prepare(self.examples.held_out, self.evaluation_algorithm)
+        return self.evaluation_metrics(Measured.total(self.RG_ACTOR.measure(self._shard(batch))))
 
     def extra_metrics(self, step: int) -> dict[str, float]:
         return {}
@@ -204,7 +217,7 @@ class ExampleTrainer(RecipeTrainer):
 
     @classmethod
     def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        errors = [*super().find_errors(cfg, roles), *validate_examples(cfg.data, cfg.eval_every > 0, cfg.seed)]
+        errors = [*super().find_errors(cfg, roles), *validate_examples(cfg.data, cfg.evaluates, cfg.seed)]
         return [*errors, *cls._validate_algorithm(cfg, roles)]
 
     @classmethod

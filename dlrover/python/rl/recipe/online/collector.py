@@ -13,6 +13,7 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.jsonl import raise_errors
 from dlrover.python.rl.engine.api.weights import WeightStamp
+from dlrover.python.rl.engine.weight_sync.base import Ticket
 from dlrover.python.rl.recipe.base.config import PolicyConfig, eval_sampling, training_sampling
 from dlrover.python.rl.recipe.online.batch import StepBatch, find_failed_groups, trainable_rewards
 from dlrover.python.rl.recipe.online.prompts import PromptSource
@@ -157,8 +158,9 @@ _FIRST_POLL_S, _POLL_SHARE = 0.25, 0.1
 waited. Groups move to other members between polls, and only where rollouts may run ahead."""
 
 
-def sync_weights(trainer: Any) -> WeightStamp:
-    """Send the actor's weights to every rollout member; return once all serve these, or raise WeightSyncError."""
+def sync_weights(trainer: Any) -> tuple[WeightStamp, int]:
+    """Send the actor's weights to every rollout member. Once all serve these: what they are, and the bytes that each
+    has received. Raises WeightSyncError."""
     ticket, *_ = trainer.RG_ACTOR.publish_weights()
     stamps = trainer.RG_ROLLOUT.receive_weights(Replicate(ticket))
     published: WeightStamp
@@ -166,7 +168,8 @@ def sync_weights(trainer: Any) -> WeightStamp:
     for rank, stamp in enumerate(stamps):
         if stamp != published:
             raise WeightSyncError(f"ROLLOUT[{rank}] received weights of {stamp}, not of {published}")
-    return published
+    sent: Ticket = ticket.result()  # waits: not any more, since the rollouts have had it
+    return published, sent.table.nbytes
 
 
 def bind_method(group: Any, method: str, rows: int, **options: Any) -> Any:
@@ -197,7 +200,7 @@ class SampleCollector:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
-        self._synced = sync_weights(self._trainer)
+        self._synced, self.synced_bytes = sync_weights(self._trainer)
         self._tracker.set_version(self._synced.version)
 
     def check_versions(self, step: int, rows: Batch, max_staleness: int = 0) -> None:
@@ -299,9 +302,9 @@ class SampleCollector:
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
-    def evaluate_initial(self) -> dict[str, Scores]:
-        """Evaluate before training, without prompts that are too long if the configuration says so; DataError names the
-        first 20 prompts that the model cannot complete, rather than the step that samples them."""
+    def check_prompts(self) -> None:
+        """Leave out the prompts that are too long if the configuration says so; DataError names the first 20 that the
+        model cannot complete, rather than the step that samples them."""
         data, places = self._cfg.data, self.prompts.places
         check = bind_method(self._trainer.RG_ROLLOUT, "check_prompts", len(places))
         faults = check(Shard(places), self.sampling, data.max_prompt_tokens)
@@ -309,7 +312,6 @@ class SampleCollector:
         refused = too_long if data.over_long == "refuse" else []
         raise_errors([*(error for part in faults for error in part.wrong), *refused])
         self.prompts.drop(too_long)
-        return self.collect_scores(self.evaluate(0))
 
     def evaluate(self, step: int) -> Batch:
         """Answers to the held-out prompts with their rewards, by the weights that were synced last."""

@@ -100,11 +100,15 @@ class PolicyTrainer(RecipeTrainer):
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
+        if self.cfg.eval_only:
+            self.evaluate_only()
+            return
         for step in self.logged_steps(self.cfg.steps):
             self.collector.sync_weights()
             if step == 1:
                 self.announce("evaluating before the training")
-                self.state["before"] = self.collector.evaluate_initial()
+                self.collector.check_prompts()
+                self.state["before"] = self.collector.collect_scores(self.collector.evaluate(0))
                 self.announce("step 1")
             batch = self.generate(step)
             batch = self.score(step, batch)
@@ -257,6 +261,7 @@ class PolicyTrainer(RecipeTrainer):
         metrics = {**sample_metrics(batch.all_rows), **batch.metrics(), **self.reward_failures.metrics()}
         metrics |= {**failure_metrics(batch.all_rows, batch.train_rows), **train_metrics}
         metrics["groups/without_signal"] = uniform_share(batch.train_rows)
+        metrics["weights/sync_bytes"] = float(self.collector.synced_bytes)
         self.warn_of_truncation(step, metrics["completions/truncated"])
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
             self.collector.sync_weights()
@@ -280,6 +285,15 @@ class PolicyTrainer(RecipeTrainer):
                 self.cfg.rollout.max_new_tokens,
             )
         self.had_room = share <= _MAX_TRUNCATED
+
+    def evaluate_only(self) -> None:
+        self.announce("evaluating")
+        self.collector.sync_weights()
+        self.collector.check_prompts()
+        answers = self.collector.evaluate(0)
+        self.run_log.write_held_out(self.prompts.name_sets(format_samples(answers, self.prompts.held_out_rows)))
+        metrics = step_metrics(self.collector.collect_scores(answers))
+        self.write_results({**self.prompts.summary(), **metrics})
 
     def finish(self, before: Mapping[str, Scores], after: Batch) -> None:
         self.run_log.write_held_out(self.prompts.name_sets(format_samples(after, self.prompts.held_out_rows)))

@@ -271,6 +271,9 @@ class RecipeTrainer(BaseTrainer):
         self.run_log.begin_step(self.last_step + 1)
 
     def write_results(self, summary: Mapping[str, Any]) -> None:
+        if self.cfg.eval_only:
+            self.run_log.write_summary({**summary, "model": self.cfg.model})
+            return
         model = self.results_dir / "model"
         self.announce("saving the model")
         self.RG_ACTOR.save(model)
