@@ -242,9 +242,11 @@ SUBSTITUTES = {
     "dlrover.python.rl.common.log": types.SimpleNamespace(get_logger=lambda name: _SILENT),
     "os": system,
     "fcntl": types.SimpleNamespace(LOCK_UN=8, flock=lambda handle, how: None),
-    "dlrover.python.rl.runtime.checkpoint.manifest": types.SimpleNamespace(take_lock=lambda handle, path: None),
+    "dlrover.python.rl.runtime.checkpoint.manifest": types.SimpleNamespace(
+        TAKE_OVER_S=5.0, take_lock=lambda handle, path, timeout_s=0.0: None
+    ),
     "dlrover.python.rl.runtime.checkpoint.state_file": types.SimpleNamespace(
-        sync_folder=lambda path: path.disk.sync_folder()
+        new_file=None, sync_folder=lambda path: path.disk.sync_folder()
     ),
 }
 """What a journal's module imports, to what it gets instead."""

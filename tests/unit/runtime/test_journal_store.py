@@ -3,12 +3,16 @@
 
 import os
 import random
+import signal
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
 from disks import largest_file, system_calls
 
 from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
+from dlrover.python.rl.runtime.checkpoint import journal_store
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore, read_lines
 
 MUTATIONS = 1000
@@ -47,6 +51,53 @@ def written(path, lines):
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "job" / "journal.jsonl"
+
+
+FROZEN = """
+import os, sys
+from pathlib import Path
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
+store = FileStateStore(Path(sys.argv[1]))
+store.append(b"1")
+fsync = os.fsync
+def slow(handle):
+    print("in the middle", flush=True)
+    sys.stdin.readline()
+    fsync(handle)
+os.fsync = slow
+store.append(b"2")
+os.fsync = fsync
+try:
+    store.append(b"3")
+except Exception as error:
+    print(type(error).__name__, flush=True)
+"""
+
+
+def test_a_frozen_process_in_the_middle_of_an_append_holds_nobody_up_and_harms_nothing_later(path, monkeypatch):
+    monkeypatch.setattr(journal_store, "TAKE_OVER_S", 0.2)
+    frozen = subprocess.Popen(
+        [sys.executable, "-c", FROZEN, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        assert frozen.stdout.readline() == "in the middle\n"
+        frozen.send_signal(signal.SIGSTOP)
+        with opened(path) as store:
+            assert store.read() == [b"1", b"2"]
+            store.append(b"4")
+            frozen.send_signal(signal.SIGCONT)
+            frozen.stdin.write("\n")
+            frozen.stdin.flush()
+            assert frozen.stdout.readline() == "StaleEpoch\n"
+            store.append(b"5")
+        assert read_lines(path) == [b"1", b"2", b"4", b"5"]
+    finally:
+        frozen.kill()
+        frozen.communicate()
 
 
 # -- what a store is --------------------------------------------------------------------------------------------------

@@ -5,11 +5,14 @@ import logging
 import os
 import random
 import shutil
+import signal
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import disks
 import numpy as np
@@ -17,6 +20,7 @@ import pytest
 from disks import system_calls
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
+from dlrover.python.rl.runtime.checkpoint import manifest as manifest_module
 from dlrover.python.rl.runtime.checkpoint.manifest import MANIFEST, Manifest, decode, encode, read_manifest
 from dlrover.python.rl.runtime.checkpoint.state_file import (
     StateFile,
@@ -451,6 +455,60 @@ def _commit_until_refused(store, epoch, first, between):
         started.set()
         if last_try:
             return
+
+
+FROZEN = """
+import sys
+from pathlib import Path
+from dlrover.python.rl.runtime.checkpoint import store as module
+from test_store import commit
+write = module.write_manifest
+def slow(*arguments):
+    print("in the middle", flush=True)
+    sys.stdin.readline()
+    return write(*arguments)
+store = module.CheckpointStore(Path(sys.argv[1]), "run", durable=False)
+store.claim(1)
+commit(store, 1)
+module.write_manifest = slow
+for step in (2, 3):
+    try:
+        commit(store, step)
+    except Exception as error:
+        print(type(error).__name__, flush=True)
+"""
+
+
+def test_a_frozen_process_that_has_the_lock_holds_nobody_up_and_harms_nothing_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest_module, "TAKE_OVER_S", 0.2)
+    frozen = subprocess.Popen(
+        [sys.executable, "-c", FROZEN, str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+    )
+    try:
+        assert frozen.stdout.readline() == "in the middle\n"
+        frozen.send_signal(signal.SIGSTOP)
+        store = CheckpointStore(tmp_path / "run", "run", durable=False)
+        began_s = time.monotonic()
+        store.claim(2)
+        assert newest_valid(store).step == 1
+        commit(store, 2, epoch=2)
+        assert time.monotonic() - began_s < 5.0
+        frozen.send_signal(signal.SIGCONT)
+        frozen.stdin.write("\n")
+        frozen.stdin.flush()
+        assert frozen.stdout.readline() == "FileNotFoundError\n", "its files are removed"
+        assert frozen.stdout.readline() == "StaleEpoch\n"
+        newest = newest_valid(store)
+        assert (newest.step, newest.epoch) == (2, 2) and is_whole(store, newest)
+        commit(store, 3, epoch=2)
+        assert [manifest.step for manifest in store.manifests()][0] == 3
+    finally:
+        frozen.kill()
+        frozen.communicate()
 
 
 def test_an_epoch_may_claim_again_and_write_on(store):

@@ -25,8 +25,8 @@ from uuid import uuid4
 
 from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.runtime.checkpoint.manifest import take_lock
-from dlrover.python.rl.runtime.checkpoint.state_file import sync_folder
+from dlrover.python.rl.runtime.checkpoint.manifest import TAKE_OVER_S, take_lock
+from dlrover.python.rl.runtime.checkpoint.state_file import new_file, sync_folder
 
 _LOG = get_logger(__name__)
 
@@ -64,7 +64,6 @@ class FileStateStore:
 
     Raises:
         JournalCorrupt: the file cannot be read, or is not what was written; or it is missing with ``must_exist``.
-        TimeoutError: the process that has it open is stuck in the middle of an append.
         OSError: it cannot be created or taken over (disk full, ...).
     """
 
@@ -81,6 +80,7 @@ class FileStateStore:
         except OSError as error:
             raise JournalCorrupt(f"the journal {path} cannot be read: {error}") from error
         try:
+            self._free_of_the_frozen()
             with self._locked():
                 journal = _parse(path, _content(path))
                 self._owner, self._lines = journal.owner + 1, journal.lines
@@ -128,6 +128,19 @@ class FileStateStore:
         os.close(self._file)
         self._file = -1
 
+    def _free_of_the_frozen(self) -> None:
+        """Go on with a copy of the file if its owner is stuck in the middle of an append, frozen or on a lost node: it
+        finds the file removed when it goes on."""
+        try:
+            take_lock(self._file, self._path, TAKE_OVER_S)
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        except TimeoutError as error:
+            _LOG.warning("taking %s over without its lock: %s", self._path, error)
+            with new_file(self._path, durable=True) as copy:
+                copy.write(_content(self._path))
+            os.close(self._file)
+            self._file = os.open(self._path, os.O_RDWR)
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         take_lock(self._file, self._path)
@@ -148,7 +161,9 @@ class FileStateStore:
         if self._broken:
             raise JournalCorrupt(f"the journal {self._path} may have lost a line: open it again")
         header, status = os.pread(self._file, len(self._header), 0), os.fstat(self._file)
-        match = _HEADER.fullmatch(header)
+        # Another master has this file, or a copy of it at its path.
+        current = header if status.st_nlink else _content(self._path)[: len(self._header)]
+        match = _HEADER.fullmatch(current)
         if match and int(match["owner"]) > self._owner:
             raise StaleEpoch(f"another master has taken over the journal {self._path}")
         if header != self._header or status.st_size != self._end or status.st_nlink == 0:

@@ -102,6 +102,9 @@ def write_manifest(folder: Path, manifest: Manifest, durable: bool) -> None:
 
 
 LOCK_TIMEOUT_S = 30.0
+TAKE_OVER_S = 5.0
+"""Who takes a folder or a journal over waits so long for its lock: its holder may be frozen, or on a lost node."""
+
 _LOCK_POLL_S = 0.002
 
 
@@ -126,22 +129,44 @@ class EpochFence:
 
     def __init__(self, root: Path, durable: bool, fallback: Callable[[], int]) -> None:
         self._root, self._durable, self._fallback = root, durable, fallback
-        self._path = root / "EPOCH"
+        self._path, self._lock = root / "EPOCH", root / "LOCK"
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
         """Keep every other process from changing the folder. Raises CheckpointMissing if it is missing,
         TimeoutError."""
-        path = self._root / "LOCK"
+        handle = self._open_lock()
         try:
-            handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-        except FileNotFoundError:
-            raise CheckpointMissing(f"{self._root} is not there") from None
-        try:
-            take_lock(handle, path)
+            take_lock(handle, self._lock, timeout_s)
+            while not _is_at(handle, self._lock):  # it was taken over meanwhile
+                os.close(handle)
+                handle = self._open_lock()
+                take_lock(handle, self._lock, timeout_s)
             yield
         finally:
             os.close(handle)
+
+    def _open_lock(self) -> int:
+        try:
+            return os.open(self._lock, os.O_CREAT | os.O_RDWR, 0o600)
+        except FileNotFoundError:
+            raise CheckpointMissing(f"{self._root} is not there") from None
+
+    def take_over(self, epoch: int) -> None:
+        """Refuse every lower epoch from now on. Raises StaleEpoch after a higher claim.
+
+        A process of a lower epoch may hold the lock and be frozen, or on a node that is lost: then the lock is replaced
+        by another one. When that process goes on, it can finish the change that it was at, which removes nothing that a
+        higher epoch has written, nor the newest generation before."""
+        try:
+            with self.locked(TAKE_OVER_S):
+                self.claim(epoch)
+        except TimeoutError as error:
+            _LOG.warning("taking %s over without its lock: %s", self._root, error)
+            self.claim(epoch)
+            fresh = self._lock.with_name(f".{self._lock.name}.{epoch}.tmp")
+            os.close(os.open(fresh, os.O_CREAT | os.O_RDWR, 0o600))
+            fresh.replace(self._lock)
 
     def check(self, epoch: int) -> None:
         """Raise StaleEpoch if a higher epoch than ``epoch`` has claimed the folder."""
@@ -170,6 +195,13 @@ class EpochFence:
         if content is not None:
             _LOG.warning("%s is damaged: using the highest epoch that has written", self._path)
         return self._fallback()
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _line(epoch: int) -> bytes:

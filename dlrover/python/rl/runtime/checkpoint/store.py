@@ -84,8 +84,7 @@ class CheckpointStore:
         self.root.mkdir(parents=True, exist_ok=True)
         for folder in missing if self.durable else ():
             sync_folder(folder.parent)
-        with self._fence.locked():
-            self._fence.claim(epoch)
+        self._fence.take_over(epoch)
 
     @property
     def epoch(self) -> int:
@@ -174,7 +173,7 @@ class CheckpointStore:
                 continue
             except CheckpointCorrupt as error:
                 self._set_aside(folder, str(error))
-        return sorted(manifests, key=lambda manifest: manifest.serial, reverse=True)
+        return sorted(manifests, key=lambda manifest: (manifest.serial, manifest.epoch), reverse=True)
 
     def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None] = check_file) -> bool:
         """Return True if every file is intact; otherwise the generation is set aside. :func:`check_size` is a quicker
