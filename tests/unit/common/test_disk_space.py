@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.python.rl.common.disk_space import DiskWait, disk_full_error, is_disk_full, retry_while_full
+from dlrover.python.rl.common.disk_space import DiskWait, disk_full_error, is_disk_full, retry_io
 
 FILE = Path("metrics.jsonl")
-QUICK = DiskWait(limit_s=20.0, pause_s=0.001)
-SHORT = DiskWait(limit_s=0.02, pause_s=0.001)
+QUICK = DiskWait(limit_s=20.0, pause_s=0.001, transient_s=20.0)
+SHORT = DiskWait(limit_s=0.02, pause_s=0.001, transient_s=0.02)
 
 
 class FailingWrite:
@@ -36,13 +36,14 @@ FULL = [
     OSError(errno.EDQUOT, "quota"),
     RustError("Error while serializing: I/O error: No space left on device (os error 28)"),
 ]
-OTHERS = [OSError(errno.EIO, "broken"), RustError("os error 280"), ValueError("28"), OSError("os error 28")]
+FALTERING = [OSError(number, "over soon") for number in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)]
+OTHERS = [OSError(errno.EACCES, "refused"), RustError("os error 280"), ValueError("28"), OSError("os error 28")]
 
 
 @pytest.mark.parametrize("error", FULL, ids=str)
 def test_a_full_disk_is_waited_for_and_logged_once(error, caplog):
     with caplog.at_level(logging.WARNING, "dlrover"):
-        assert retry_while_full(FailingWrite(5, error), FILE, QUICK) == 7
+        assert retry_io(FailingWrite(5, error), FILE, QUICK) == 7
     assert [record.getMessage() for record in caplog.records] == [
         f"no disk space for metrics.jsonl; waiting up to 20 s: {error}"
     ]
@@ -51,15 +52,27 @@ def test_a_full_disk_is_waited_for_and_logged_once(error, caplog):
 @pytest.mark.parametrize("error", FULL, ids=str)
 def test_a_disk_that_stays_full_raises_its_error(error):
     with pytest.raises(OSError) as raised:
-        retry_while_full(FailingWrite(1_000_000, error), FILE, SHORT)
+        retry_io(FailingWrite(1_000_000, error), FILE, SHORT)
     assert is_disk_full(raised.value)
     assert raised.value is error or not isinstance(error, OSError)
+
+
+@pytest.mark.parametrize("error", FALTERING, ids=lambda error: errno.errorcode[error.errno])
+def test_a_disk_that_falters_is_asked_again_and_one_that_goes_on_raises(error, caplog):
+    with caplog.at_level(logging.WARNING, "dlrover"):
+        assert retry_io(FailingWrite(5, error), FILE, QUICK) == 7
+    assert [record.getMessage() for record in caplog.records] == [
+        f"metrics.jsonl; trying again for up to 20 s: {error}"
+    ]
+    with pytest.raises(OSError) as raised:
+        retry_io(FailingWrite(1_000_000, error), FILE, SHORT)
+    assert raised.value is error
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=str)
 def test_any_other_error_is_raised_at_once(error, caplog):
     with pytest.raises(type(error)):
-        retry_while_full(FailingWrite(1, error), FILE, QUICK, lambda in_use: True)
+        retry_io(FailingWrite(1, error), FILE, QUICK, lambda in_use: True)
     assert not caplog.records
 
 
@@ -67,7 +80,7 @@ def test_any_other_error_is_raised_at_once(error, caplog):
 def test_files_that_are_not_needed_are_freed_before_waiting(number, caplog):
     freed = [True, False]
     write = FailingWrite(1, OSError(number, "full"))
-    assert retry_while_full(write, FILE, DiskWait(0.0), lambda in_use: freed.pop(0)) == 7
+    assert retry_io(write, FILE, DiskWait(0.0), lambda in_use: freed.pop(0)) == 7
     assert freed == [False]
     assert not caplog.records
 
@@ -79,7 +92,7 @@ def test_files_in_use_are_freed_after_the_wait_and_then_the_error_is_raised():
         return in_use and bool(in_use_files) and bool(in_use_files.pop())
 
     with pytest.raises(OSError, match="full"):
-        retry_while_full(FailingWrite(1_000, OSError(errno.ENOSPC, "full")), FILE, SHORT, free_space)
+        retry_io(FailingWrite(1_000, OSError(errno.ENOSPC, "full")), FILE, SHORT, free_space)
     assert in_use_files == []
 
 

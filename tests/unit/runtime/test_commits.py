@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commits on several nodes: what a lost node takes with it, and what it cannot."""
 
+import errno
 import logging
 import os
 from dataclasses import replace
@@ -273,3 +274,52 @@ def test_a_trainers_file_that_does_not_fit_leaves_the_last_commit(tmp_path, smal
     with pytest.raises(OSError, match="bytes do not fit, 0 bytes are free"):
         store.checkpoints.commit(2, {ProcessId("ACTOR", 0): answer}, {"step": 2})
     assert store.checkpoints.newest() == 1
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT], ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["replace", "fsync", "open", "stat"])
+def test_a_disk_that_falters_once_at_any_point_costs_nothing(tmp_path, monkeypatch, call, number):
+    """In the commits of the member and of the trainer, in their reading, and where a folder is taken over."""
+    patience = DiskWait(0.02, 0.001, 5.0)
+    expected = Store(tmp_path / "expected", disk_wait=patience)
+    expected.commit(1)
+    fault = FaultyCalls(monkeypatch, call, number, "checkpoints", "commits")
+    at = 0
+    while True:
+        at += 1
+        store = None
+        fault.at(at)
+        folder = tmp_path / f"at-{at}"
+        store = Store(folder, disk_wait=patience)
+        for step in (1, 2):
+            store.commit(step)
+        again = Store(folder, disk_wait=patience)
+        assert again.checkpoints.newest() == 2
+        assert again.checkpoints.load(2) == {"step": 2}
+        again.restore(2)
+        assert not [path for path in folder.rglob("*") if "bad" in path.name], "and nothing is taken for damaged"
+        if not fault.happened:
+            break
+    assert at > 3
+
+
+class FaultyCalls:
+    """The ``at``-th call of a function of ``os`` for a file in one of ``folders`` raises ``number``."""
+
+    def __init__(self, monkeypatch, call, number, *folders):
+        self.left, self.number, self.folders, self.happened = -1, number, folders, False
+        real = getattr(os, call)
+
+        def faulty(where, *arguments, **options):
+            name = os.readlink(f"/proc/self/fd/{where}") if isinstance(where, int) else str(where)
+            if any(f"/{folder}/" in name for folder in self.folders) and not self.happened:
+                self.left -= 1
+                if self.left == 0:
+                    self.happened = True
+                    raise OSError(self.number, os.strerror(self.number), name)
+            return real(where, *arguments, **options)
+
+        monkeypatch.setattr(os, call, faulty)
+
+    def at(self, count):
+        self.left, self.happened = count, False

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes that wait while the disk is full, instead of ending the run.
+"""Reads and writes that are repeated instead of ending the run: while the disk is full, or a network disk falters.
 
 ::
 
     write --> full --> free what is not needed --> again --> pauses, up to a limit
                    --> free what is still in use --> again --> the error, with the bytes needed and free
+          --> EIO, ESTALE, ETIMEDOUT, ... --> pauses, up to another limit --> the error
 """
 
 import errno
@@ -21,6 +22,12 @@ from dlrover.python.rl.common.log import get_logger
 _LOG = get_logger(__name__)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_TRANSIENT = frozenset(
+    {
+        *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET),
+        *(errno.ECONNABORTED, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    }
+)
 _FULL_TEXT = re.compile(rf"os error ({'|'.join(map(str, _FULL))})\b")
 
 T = TypeVar("T")
@@ -30,6 +37,7 @@ T = TypeVar("T")
 class DiskWait:
     limit_s: float = 60.0  # time for an operator to react, but shorter than the silence of a hung process
     pause_s: float = 0.5  # between two attempts
+    transient_s: float = 30.0  # for errors that a server's restart or a new path ends
 
 
 DEFAULT_DISK_WAIT = DiskWait()
@@ -40,6 +48,11 @@ def is_disk_full(error: BaseException) -> bool:
     return error.errno in _FULL if isinstance(error, OSError) else _FULL_TEXT.search(str(error)) is not None
 
 
+def is_transient(error: BaseException) -> bool:
+    """Return True for an error of a disk or its network that may be over soon."""
+    return isinstance(error, OSError) and error.errno in _TRANSIENT
+
+
 def disk_full_error(number: int, folder: Path, nbytes: int) -> OSError:
     """The error ``number``, with the folder, the bytes to write (0: unknown), and the free bytes."""
     disk = os.statvfs(folder)
@@ -48,33 +61,49 @@ def disk_full_error(number: int, folder: Path, nbytes: int) -> OSError:
     return OSError(number, f"{os.strerror(number)}: {need}{free} bytes are free", str(folder))
 
 
-def retry_while_full(
-    write: Callable[[], T],
+def retry_io(
+    act: Callable[[], T],
     path: Path,
     wait: DiskWait = DEFAULT_DISK_WAIT,
     free_space: Callable[[bool], bool] = lambda in_use: False,
 ) -> T:
-    """Call ``write``, which must leave nothing behind when it fails, until the disk has space for it.
+    """Call ``act``, which must leave nothing behind when it fails, until the disk has space for it and answers.
 
     ``free_space`` removes files and returns False if there were none. It is called with True after ``wait``: then it
-    may also remove files that are still in use. Other errors of ``write`` are raised at once.
+    may also remove files that are still in use. Other errors of ``act`` are raised at once.
     """
-    deadline_s = None
+    full = _Patience(wait.limit_s, wait.pause_s, f"no disk space for {path}; waiting")
+    faltering = _Patience(wait.transient_s, wait.pause_s, f"{path}; trying again for")
     while True:
         try:
-            return write()
+            return act()
         except Exception as error:
+            if is_transient(error) and faltering.pause(error):
+                continue
             if not is_disk_full(error):
                 raise
-            if free_space(False):
+            if free_space(False) or full.pause(error):
                 continue
-            if deadline_s is None:
-                deadline_s = time.monotonic() + wait.limit_s
-                _LOG.warning("no disk space for %s; waiting up to %g s: %s", path, wait.limit_s, error)
-            if time.monotonic() < deadline_s:
-                time.sleep(wait.pause_s)
-            elif not free_space(True):
+            if not free_space(True):
                 raise _as_os_error(error, path.parent) from None
+
+
+@dataclass
+class _Patience:
+    limit_s: float
+    pause_s: float
+    message: str
+    deadline_s: float | None = None
+
+    def pause(self, error: Exception) -> bool:
+        """Sleep, and log the first time; False once ``limit_s`` have passed since then."""
+        if self.deadline_s is None:
+            self.deadline_s = time.monotonic() + self.limit_s
+            _LOG.warning("%s up to %g s: %s", self.message, self.limit_s, error)
+        if time.monotonic() >= self.deadline_s:
+            return False
+        time.sleep(self.pause_s)
+        return True
 
 
 def _as_os_error(error: Exception, folder: Path) -> OSError:
@@ -84,7 +113,7 @@ def _as_os_error(error: Exception, folder: Path) -> OSError:
 def append(path: Path, content: bytes, wait: DiskWait = DEFAULT_DISK_WAIT) -> None:
     """Add ``content`` to a file, whole or not at all; an absent file is created."""
     size = path.stat().st_size if path.exists() else 0
-    retry_while_full(lambda: _write_at(path, size, content), path, wait)
+    retry_io(lambda: _write_at(path, size, content), path, wait)
 
 
 def _write_at(path: Path, size: int, content: bytes) -> None:
@@ -103,7 +132,7 @@ def _write_at(path: Path, size: int, content: bytes) -> None:
 
 def replace(path: Path, content: bytes, wait: DiskWait = DEFAULT_DISK_WAIT) -> None:
     """Write a file, whole or not at all; an existing one is replaced."""
-    retry_while_full(lambda: _replace(path, content), path, wait)
+    retry_io(lambda: _replace(path, content), path, wait)
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 
-from dlrover.python.rl.common.disk_space import retry_while_full
+from dlrover.python.rl.common.disk_space import retry_io
 from dlrover.python.rl.common.errors import RowsDiffer
 from dlrover.python.rl.common.names import run_of
 from dlrover.python.rl.config.typed import require
@@ -250,7 +250,7 @@ class TrainedWorkload(EngineWorkload):
 
     def save(self, path: Path) -> None:
         """Write the model in Hugging Face format (rank 0 does); waits for space on a full disk."""
-        retry_while_full(lambda: self._save(path), path)
+        retry_io(lambda: self._save(path), path)
 
     def _save(self, path: Path) -> None:
         with local_folder(path) as folder, self._bare_turn():  # not while it waits for space

@@ -20,7 +20,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import scalar, text
 
-from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, append, replace, retry_while_full
+from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, append, replace, retry_io
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint
@@ -49,7 +49,7 @@ class TensorBoardWriter:
 
     def __init__(self, folder: Path, first_step: int, disk_wait: DiskWait = DEFAULT_DISK_WAIT) -> None:
         self._disk_wait = disk_wait
-        retry_while_full(lambda: folder.mkdir(parents=True, exist_ok=True), folder, disk_wait)
+        retry_io(lambda: folder.mkdir(parents=True, exist_ok=True), folder, disk_wait)
         number = len(list(folder.iterdir()))
         self._path = folder / f"events.out.tfevents.{number:010d}.{socket.gethostname()}"
         events = [Event(wall_time=time.time(), file_version="brain.Event:2")]

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, retry_while_full
+from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, retry_io
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
@@ -127,14 +127,11 @@ class StoreCheckpoints:
         self._commits = self.roots.commit_store(self.roots.node)
         self._durable = self.roots.durable_store(self.keep)
         for store in (self._commits, self._durable):
-            retry_while_full(partial(store.claim, self.roots.epoch), self._commits.root, self.disk_wait)
+            retry_io(partial(store.claim, self.roots.epoch), self._commits.root, self.disk_wait)
 
     def newest(self) -> int | None:
         self._publish_complete()
-        for store in (self._commits, self._durable):
-            for manifest in store.manifests():
-                self._remember_writers(manifest, self._last.step if self._last is not None else 0)
-        self._newest = newest = self._newest_in(self._commits, self._durable) or self._newest_in(self.before)
+        self._newest = newest = retry_io(self._find_newest, self._commits.root, self.disk_wait)
         self._offered = [newest] if newest is not None else []
         if newest is not None:
             step = newest.manifest.step
@@ -147,6 +144,12 @@ class StoreCheckpoints:
             names = ", ".join(damaged) or "all are gone"
             raise CheckpointMissing(f"no commit of run {self.roots.run} is left: {names}")
         return None
+
+    def _find_newest(self) -> _Generation | None:
+        for store in (self._commits, self._durable):
+            for manifest in store.manifests():
+                self._remember_writers(manifest, self._last.step if self._last is not None else 0)
+        return self._newest_in(self._commits, self._durable) or self._newest_in(self.before)
 
     def last_known(self) -> LastCommit | None:
         return self._last
@@ -176,7 +179,8 @@ class StoreCheckpoints:
     def load(self, step: int) -> Mapping[str, Any]:
         if self._newest is None or self._newest.manifest.step != step:
             raise CheckpointMissing(f"step {step} is not the newest commit")
-        state: Mapping[str, Any] = self._newest.store.read(self._newest.manifest, _TRAINER)
+        read = partial(self._newest.store.read, self._newest.manifest, _TRAINER)
+        state: Mapping[str, Any] = retry_io(read, self._commits.root, self.disk_wait)
         return state
 
     def discard(self, step: int, why: str) -> None:
@@ -189,15 +193,18 @@ class StoreCheckpoints:
             self._end_copy()
 
     def restore_request(self, step: int) -> RestoreRequest:
-        self._offered = [
+        self._offered = retry_io(partial(self._find, step), self._commits.root, self.disk_wait)
+        sources = ((self._folder_of(item), item.manifest.files) for item in self._offered)
+        return RestoreRequest(step, tuple(sources), self.roots)
+
+    def _find(self, step: int) -> list[_Generation]:
+        return [
             _Generation(store, manifest)
             for store in (self._commits, self._durable, self.before)
             if store is not None
             for manifest in store.manifests()
             if manifest.step == step
         ]
-        sources = ((self._folder_of(item), item.manifest.files) for item in self._offered)
-        return RestoreRequest(step, tuple(sources), self.roots)
 
     def _folder_of(self, generation: _Generation) -> str:
         folder = generation.manifest.folder
@@ -214,7 +221,7 @@ class StoreCheckpoints:
             self._commits.pinned.add(step)
         files = {member.file_name: answer.file for member, answer in answers.items()}
         write, free_space = partial(self._write, step, files, dict(state)), partial(self._commits.free_space, step - 1)
-        self._latest = retry_while_full(write, self._commits.root, self.disk_wait, free_space)
+        self._latest = retry_io(write, self._commits.root, self.disk_wait, free_space)
         self._remember_writers(self._latest)
         self._check_copies(answers)
         if self._copy_asked:

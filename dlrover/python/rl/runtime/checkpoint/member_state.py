@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, retry_while_full
+from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, retry_io
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId, is_url
-from dlrover.python.rl.runtime.checkpoint.manifest import Manifest
+from dlrover.python.rl.runtime.checkpoint.manifest import Manifest, folder_name
 from dlrover.python.rl.runtime.checkpoint.object_store import ObjectStore, read_from
 from dlrover.python.rl.runtime.checkpoint.state_file import Header, StateFile, read_state
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
@@ -141,11 +141,11 @@ class MemberState:
         def write() -> StateFile:
             return store.write(request.step, roots.epoch, f"{self.key}.{self._incarnation}.state", header, state)
 
-        file = retry_while_full(write, store.root, self._disk_wait, partial(store.free_space, request.step - 1))
+        file = retry_io(write, store.root, self._disk_wait, partial(store.free_space, request.step - 1))
         if not roots.shared and self._node != roots.node:
             store.drop_older(request.step - 2)
         if request.persist:
-            self._begin_copy(request.step, store.folder(request.step, roots.epoch), file, roots)
+            self._begin_copy(request.step, store.root / folder_name(request.step, roots.epoch), file, roots)
         file = replace(file, node=roots.owner(self._node))
         if copy is None or copy.step != request.copying:
             return CommitAnswer(file)
@@ -160,7 +160,7 @@ class MemberState:
         sources = ((folder, files[self.key]) for folder, files in request.sources if self.key in files)
         for folder, file in sources:
             try:
-                state = _read(root, folder, file, header)
+                state = retry_io(partial(_read, root, folder, file, header), root / folder, self._disk_wait)
             except (CheckpointCorrupt, CheckpointMissing) as error:
                 failure = error
             except OSError as error:
