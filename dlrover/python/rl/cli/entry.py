@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command ``dlrover-rl``: Ctrl-C is answered in one line also while its modules are imported."""
 
-import sys
+import os
+import signal
+from types import FrameType
+
+_ANSWER = b"interrupted before anything was started\n"
+_STDERR, _INTERRUPTED = 2, 130
+
+
+def _end(_: int, __: FrameType | None) -> None:
+    """A ``KeyboardInterrupt`` would be lost in a library that is being loaded, which ignores exceptions there."""
+    os.write(_STDERR, _ANSWER)
+    os._exit(_INTERRUPTED)
 
 
 def main() -> None:
-    try:
-        from dlrover.python.rl.cli.commands import main as run  # takes the first half second
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted before anything was started\n")
-        sys.exit(130)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _end)
+    from dlrover.python.rl.cli.commands import main as run  # takes the first half second
+
+    signal.signal(signal.SIGINT, before)
     run()
