@@ -7,6 +7,7 @@ get there does it; a mark in ``config.folder`` keeps the next one from doing it 
     kill   SIGKILL, to itself            stop   SIGSTOP, to itself
     loop   never return                  error  raise an exception of the user's
     die    kill, whoever gets there      hold   wait for the file <mark>.go
+    ecc, nccl, rendezvous, odd           raise such an error; "odder" whoever gets there
 """
 
 import os
@@ -39,7 +40,7 @@ def commit_faults(config, who, where, step):
     for fault in config.get("faults", []):
         *place, act = fault.split(":")
         mark = mark_of(config.folder, fault)
-        if place != [who, where, str(step)] or (mark.exists() and act != "die"):
+        if place != [who, where, str(step)] or (mark.exists() and act not in ("die", "odder")):
             continue
         mark.touch()
         commit_fault(act, mark)
@@ -50,7 +51,22 @@ def mark_of(folder, fault):
     return Path(folder) / fault.replace(":", "_")
 
 
+ERRORS = {
+    "ecc": "CUDA error: uncorrectable ECC error encountered",
+    "nccl": "NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited or there was a network error",
+    "rendezvous": "Timed out after 61 seconds waiting for clients. 1/2 clients joined.",
+    "odd": "an internal assertion of a library failed",
+    "odder": "an internal assertion of a library failed",
+}
+
+
+class DistStoreError(RuntimeError):
+    """As torch names it."""
+
+
 def commit_fault(act, mark):
+    if act in ERRORS:
+        raise (DistStoreError if act == "rendezvous" else RuntimeError)(ERRORS[act])
     if act in ("kill", "die"):
         os.kill(os.getpid(), signal.SIGKILL)
     if act == "stop":

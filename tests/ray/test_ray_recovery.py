@@ -190,6 +190,36 @@ def test_deaths_at_the_same_time_lead_to_one_recovery_each(stage):
     assert job.epochs() == [1, 2]
 
 
+# -- errors of the machine --------------------------------------------------------------------------------------------
+
+
+def test_a_process_whose_device_or_link_fails_is_replaced(stage):
+    """ECC and other CUDA errors, an NCCL abort, and a rendezvous that times out once are exceptions to the program."""
+    faults = (
+        "ROLLOUT-1:generate:2:ecc",
+        "ACTOR-1:update:3:nccl",
+        "ACTOR-0:update:4:rendezvous",
+        "trainer:middle:5:ecc",
+    )
+    job = stage("machine", *faults, actor="Team").run()
+    assert undisturbed(job)
+    device, link = "device_failed", "link_failed"
+    assert job.losses() == [("ACTOR[0]", link), ("ACTOR[1]", link), ("ROLLOUT[1]", device), ("trainer", device)]
+    assert job.status.recoveries == {"ACTOR": 2, "ROLLOUT": 1, "trainer": 1}
+    actors = [(rank, number) for role, rank, number in job.incarnations() if role == "ACTOR"]
+    assert actors == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)]
+
+
+def test_an_unknown_error_is_tried_once_in_fresh_processes_and_then_is_the_users(stage):
+    job = stage("odd", "ACTOR-0:update:2:odd", "ROLLOUT-0:generate:4:odder").run()
+    assert (job.status.phase, job.status.cause.kind) == (Phase.FAILED, CauseKind.USER_ERROR), job.status
+    assert (job.status.cause.who, job.status.recoveries) == ("ROLLOUT[0]", {"ACTOR": 1, "ROLLOUT": 1, "trainer": 2})
+    assert "an internal assertion of a library failed (again, in fresh processes)" in job.status.reason
+    assert [report.step for report in job.reports] == [1, 2, 3], "the first has gone by"
+    assert [(rank, number) for role, rank, number in job.incarnations() if role == "ACTOR"] == [(0, 1), (0, 2), (1, 1)]
+    assert job.nothing_is_left()
+
+
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 

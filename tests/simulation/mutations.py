@@ -160,8 +160,20 @@ MUTATIONS = {
     "the back-off has no end": Mutation("control.budgets", "MAX_BACKOFF_S)\n\n", "1e9)\n\n"),
     "progress forgives nothing": Mutation(
         "control.machine",
-        "replace(state, committed=event.step, streaks=streaks, first_cause=None, node_losses={})",
+        "replace(state, committed=event.step, streaks=streaks, first_cause=None, tried=())",
         "replace(state, committed=event.step)",
+    ),
+    "progress forgives all restarts": Mutation(
+        "control.budgets", "{subject: times[1:] for subject, times in recent.items() if len(times) > 1}", "{}"
+    ),
+    "a large role has the limit of a small one": Mutation(
+        "control.budgets", " * (max(role.num, 1) if role.scope is RecoveryScope.MEMBER else 1)", ""
+    ),
+    "an unknown error is tried again for ever": Mutation(
+        "control.recovery", "any(cause.is_like(earlier) for earlier in state.tried)", "False"
+    ),
+    "an unknown error is tried again beside its process": Mutation(
+        "control.recovery", "if cause.kind in LEFT_ALIVE:", "if False:"
     ),
     "the last cause is told instead of the first": Mutation(
         "control.budgets", "first_cause=state.first_cause or cause", "first_cause=cause"

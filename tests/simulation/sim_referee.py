@@ -13,6 +13,7 @@ from dlrover.python.rl.control.events import (
     MasterStarted,
     MemberLost,
     NodeLost,
+    Progressed,
     RecoveryScope,
     StandbyLost,
     TrainerLost,
@@ -138,6 +139,10 @@ class Referee:
         settings = after.settings
         if settings is None:
             return
+        if isinstance(event, Progressed) and after is not before:
+            for subject, times in self.recovered_at.items():
+                recent = [at for at in times if at > self.at_s - settings.window_s]
+                self.recovered_at[subject] = recent[1:]  # one has helped
         for subject, count in _charged(before, event, after).items():
             self.recovered_at.setdefault(subject, []).extend([self.at_s] * count)
             recent = [at for at in self.recovered_at[subject] if at > self.at_s - settings.window_s]
@@ -163,8 +168,10 @@ def _limit(settings: Any, subject: str) -> int:
         return settings.trainer_max_restart
     if subject == "job":
         return settings.job_max_restart
-    own = settings.roles[subject].max_restart
-    return settings.job_max_restart if own is None else own
+    role = settings.roles[subject]
+    if role.max_restart is not None:
+        return role.max_restart
+    return settings.job_max_restart * (1 if role.scope is RecoveryScope.GROUP else role.num)
 
 
 def _total(state: Any) -> int:

@@ -195,7 +195,7 @@ def test_the_next_incarnation_waits_for_the_release_of_the_last_and_for_the_back
 # -- what a restart cannot help ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", sorted(set(CauseKind) - RETRYABLE))
+@pytest.mark.parametrize("kind", sorted(set(CauseKind) - RETRYABLE - {CauseKind.UNKNOWN_ERROR}))
 @pytest.mark.parametrize("events", [up(), OPEN])
 def test_what_a_restart_cannot_help_ends_the_job(kind, events):
     run = Run(*events, lost("ACTOR", 0, kind=kind))
@@ -268,7 +268,7 @@ def test_losses_of_a_job_that_ends_change_nothing(event):
 
 SMALL = st.integers(0, 4)
 ROLE = st.sampled_from(["ACTOR", "ROLLOUT"])
-KIND = st.sampled_from([*RETRYABLE, CauseKind.USER_ERROR])
+KIND = st.sampled_from([*RETRYABLE, CauseKind.USER_ERROR, CauseKind.UNKNOWN_ERROR])
 NODE = st.sampled_from(["a", "b", "c", "d", ""])
 EVENTS = st.one_of(
     st.builds(Placed, SMALL),

@@ -33,13 +33,16 @@ from dlrover.python.rl.control.commands import (
     Wait,
 )
 from dlrover.python.rl.control.events import (
+    Cause,
     CauseKind,
     Failed,
     MasterStarted,
+    MemberLost,
     Process,
     Progressed,
     Released,
     StepsOpened,
+    TrainerLost,
     TrainerStarted,
     WaitOver,
 )
@@ -309,18 +312,20 @@ def test_a_member_lost_while_its_standby_takes_over_takes_that_along():
 # -- budgets ----------------------------------------------------------------------------------------------------------
 
 
-def fill(run, count, loss):
-    """``count`` losses, each answered and followed by progress."""
+def fill(run, count, loss, progress=False):
+    """``count`` losses, each answered, and followed by ``progress``."""
     for number in range(1, count + 1):
         run(loss(number))
-        run(*(WaitOver(timer) for timer in run.state.waits), Progressed(run.state.epoch, run.state.committed + 1))
+        run(*(WaitOver(timer) for timer in run.state.waits))
+        if progress:
+            run(Progressed(run.state.epoch, run.state.committed + 1))
     return run
 
 
 @pytest.mark.parametrize(
     ("terms", "limit", "subject", "loss"),
     [
-        (replace(ALONE, job_max_restart=3), 3, "ROLLOUT", lambda number: lost("ROLLOUT", 1, number)),
+        (replace(ALONE, job_max_restart=3), 6, "ROLLOUT", lambda number: lost("ROLLOUT", 1, number)),
         (replace(ALONE, job_max_restart=3), 3, "ACTOR", lambda number: lost("ACTOR", 1, number)),
         (replace(ALONE, trainer_max_restart=2), 2, "trainer", trainer_lost),
         (replace(ALONE, trainer_max_restart=0), 0, "trainer", trainer_lost),
@@ -350,8 +355,96 @@ def test_limits_hold_within_the_window(terms, limit, subject, loss):
 
 
 def test_members_of_a_role_share_its_limit():
-    run = Run(*OPEN, lost("ROLLOUT", 0), lost("ROLLOUT", 1), terms=replace(ALONE, job_max_restart=1))
+    roles = {**ALONE.roles, "ROLLOUT": replace(ALONE.roles["ROLLOUT"], max_restart=1)}
+    run = Run(*OPEN, lost("ROLLOUT", 0), lost("ROLLOUT", 1), terms=replace(ALONE, roles=roles))
     assert run.state.outcome is Phase.FAILED
+
+
+def test_progress_gives_one_restart_back():
+    terms = replace(ALONE, trainer_max_restart=2)
+    assert fill(Run(*OPEN, terms=terms), 50, trainer_lost, progress=True).state.phase is Phase.RUNNING
+    run = fill(Run(*OPEN, terms=terms), 2, trainer_lost)
+    run(Progressed(3, 9), trainer_lost(3), trainer_lost(4), *(WaitOver(f"trainer#{epoch}") for epoch in (4, 5)))
+    run(trainer_lost(4))
+    assert run.state.outcome is Phase.FAILED, "one, and not all"
+
+
+def test_eleven_losses_of_spot_nodes_in_an_hour_are_no_reason_to_end_a_job():
+    run = Run(*OPEN, terms=replace(ALONE, job_max_restart=10, window_s=3600.0))
+    for number in range(1, 12):
+        node = f"spot-{number}"
+        run(MemberLost("ROLLOUT", 1, number, cause("ROLLOUT[1]", CauseKind.NODE_LOST), node))
+        run(*(WaitOver(timer) for timer in run.state.waits), started("ROLLOUT", 1, number + 1, node))
+        run(Progressed(run.state.epoch, run.state.committed + 1), at_s=run.now_s + 300)
+    assert run.state.phase is Phase.RUNNING
+
+
+def test_a_node_that_fails_again_and_again_between_commits_is_excluded():
+    run = Run(*OPEN, terms=replace(ALONE, node_max_failures=12, window_s=3600.0, job_max_restart=1))
+    for number in range(1, 13):
+        assert run.state.excluded == ()
+        run(MemberLost("ROLLOUT", 1, number, cause("ROLLOUT[1]"), "b"))
+        run(*(WaitOver(timer) for timer in run.state.waits), started("ROLLOUT", 1, number + 1, "b"))
+        run(Progressed(run.state.epoch, run.state.committed + 1), at_s=run.now_s + 280)
+    assert run.state.excluded == ("b",) and run.state.phase is Phase.RUNNING
+
+
+# -- errors that may be the machine's ---------------------------------------------------------------------------------
+
+
+def raised(words, who="ROLLOUT[1]", kind=CauseKind.UNKNOWN_ERROR):
+    return Cause(kind, who, words)
+
+
+def test_an_unknown_error_of_a_member_is_tried_once_more_in_fresh_processes_of_it_and_of_the_trainer():
+    run = Run(*OPEN, TrainerLost(1, raised("RuntimeError: odd at 0x12")), terms=ALONE)
+    assert run.commands == (
+        KillMember("ROLLOUT", 1, 1),
+        StartMembers("ROLLOUT", ((1, 2),)),
+        KillTrainer(1),
+        StartTrainer(2, False, 1, "ROLLOUT[1]: RuntimeError: odd at 0x12"),
+    )
+    run(started("ROLLOUT", 1, 2), TrainerStarted(2), TrainerLost(2, raised("RuntimeError: odd at 0x99")))
+    assert (run.state.outcome, run.state.failure.kind) == (Phase.FAILED, CauseKind.USER_ERROR)
+    assert run.state.reason == "ROLLOUT[1]: RuntimeError: odd at 0x99 (again, in fresh processes)"
+
+
+def test_an_unknown_error_of_a_rank_restarts_its_group_and_the_trainer():
+    run = Run(*OPEN, TrainerLost(1, raised("RuntimeError: odd", "ACTOR[1]")), terms=ALONE)
+    assert [command for command in run.commands if isinstance(command, KillMember)] == [
+        KillMember("ACTOR", 1, 1),
+        KillMember("ACTOR", 0, 1),
+    ]
+    assert StartMembers("ACTOR", ((0, 2), (1, 2))) in run.commands
+
+
+@pytest.mark.parametrize("between", [[Progressed(2, 7)], []], ids=["progress", "another error"])
+def test_another_unknown_error_or_a_later_one_is_tried_again(between):
+    words = "RuntimeError: odd" if between else "RuntimeError: other"
+    run = Run(*OPEN, TrainerLost(1, raised("RuntimeError: odd")), started("ROLLOUT", 1, 2), terms=LOOSE)
+    run(TrainerStarted(2), *between, TrainerLost(2, raised(words)))
+    assert run.state.phase is Phase.RUNNING
+
+
+def test_before_steps_an_unknown_error_restarts_the_job_once():
+    run = Run(*up(), TrainerLost(1, raised("could not start: RuntimeError: odd", "trainer")))
+    assert run.state.phase is Phase.RESTARTING
+    run(Released(1), *up(2, 2, 2), TrainerLost(2, raised("could not start: RuntimeError: odd", "trainer")))
+    assert (run.state.outcome, run.state.failure.kind) == (Phase.FAILED, CauseKind.START_FAILED)
+
+
+def test_a_failed_device_is_left_by_its_process_and_counts_against_its_node():
+    device = raised("RuntimeError: CUDA error: uncorrectable ECC error encountered", kind=CauseKind.DEVICE_FAILED)
+    run = Run(*OPEN, MemberLost("ROLLOUT", 1, 1, device), terms=replace(LOOSE, node_max_failures=1))
+    assert run.commands[0] == KillMember("ROLLOUT", 1, 1)
+    assert run.state.excluded == ("b",)
+
+
+def test_a_failed_link_is_left_by_its_processes_and_is_nobodys_fault():
+    link = raised("DistBackendError: NCCL error", "ACTOR[0]", CauseKind.LINK_FAILED)
+    run = Run(*OPEN, MemberLost("ACTOR", 0, 1, link), terms=replace(LOOSE, node_max_failures=1))
+    assert run.commands[:2] == (KillMember("ACTOR", 0, 1), KillMember("ACTOR", 1, 1))
+    assert run.state.excluded == ()
 
 
 def test_a_job_that_fails_tells_the_first_cause_since_its_last_progress():

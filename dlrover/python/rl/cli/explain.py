@@ -32,6 +32,12 @@ _PHASES = {
 _REMEDIES = {
     CauseKind.USER_ERROR: "The job's own code raised. Mend what the traceback shows; '--local' runs all of it in one "
     "process, where a debugger works.",
+    CauseKind.UNKNOWN_ERROR: "An exception that may be the machine's, more often than allowed. Its traceback is in the "
+    "evidence; restart.* sets the limits.",
+    CauseKind.DEVICE_FAILED: "A GPU or its driver failed more often than allowed. 'dlrover-rl doctor' and 'nvidia-smi "
+    "-q' on the node tell more; resume without it.",
+    CauseKind.LINK_FAILED: "The ranks of a role lost each other more often than allowed: look at the network, and at "
+    "the log of the rank that was lost first.",
     CauseKind.RETRYABLE_ERROR: "The trainer gave up waiting. Look at the processes it waited for, then resume the run.",
     CauseKind.START_FAILED: "A constructor raised or a class cannot be imported. 'dlrover-rl check' imports the "
     "classes without starting anything.",

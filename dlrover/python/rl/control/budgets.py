@@ -5,22 +5,28 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 
-from dlrover.python.rl.control.events import Cause, CauseKind, Submitted
+from dlrover.python.rl.control.events import Cause, CauseKind, RecoveryScope, Submitted
 from dlrover.python.rl.control.state import JobState, Streak
 
 MAX_BACKOFF_S = 60.0
 MAX_DOUBLINGS = 64
 KEPT_CAUSES = 100
 
-NODE_FAULTS = frozenset({CauseKind.PROCESS_DIED, CauseKind.OUT_OF_MEMORY, CauseKind.HUNG})
+NODE_FAULTS = frozenset({CauseKind.PROCESS_DIED, CauseKind.OUT_OF_MEMORY, CauseKind.HUNG, CauseKind.DEVICE_FAILED})
 """Causes that may be the node's fault."""
 
 
 def limit_of(settings: Submitted, subject: str) -> int:
+    """Restarts without progress. Members that restart alone fail alone: without a limit of its own their role may
+    restart as often as the job for each of them."""
     if subject == "trainer":
         return settings.trainer_max_restart
-    limit = settings.roles[subject].max_restart if subject in settings.roles else None
-    return settings.job_max_restart if limit is None else limit
+    role = settings.roles.get(subject)
+    if role is None:
+        return settings.job_max_restart
+    if role.max_restart is not None:
+        return role.max_restart
+    return settings.job_max_restart * (max(role.num, 1) if role.scope is RecoveryScope.MEMBER else 1)
 
 
 def charge(
@@ -36,6 +42,12 @@ def charge(
             return state, f"the limit of {limit} restarts for {subject} is reached"
         history[subject] = (*recent, at_s)
     return replace(state, history=history), ""
+
+
+def refill(state: JobState, settings: Submitted, at_s: float) -> JobState:
+    """After progress: one restart of each subject has helped."""
+    recent = {subject: within(times, settings.window_s, at_s) for subject, times in state.history.items()}
+    return replace(state, history={subject: times[1:] for subject, times in recent.items() if len(times) > 1})
 
 
 def within(times: tuple[float, ...], window_s: float, at_s: float) -> tuple[float, ...]:

@@ -6,8 +6,9 @@ Three numbers tell a process from its predecessors: the job's *incarnation* rise
 an older number are ignored.
 """
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeAlias, get_args
 
@@ -18,6 +19,9 @@ from dlrover.python.rl.common.redaction import redacted
 
 class CauseKind(StrEnum):
     USER_ERROR = "user_error"  # the user's code raised; not retried
+    UNKNOWN_ERROR = "unknown_error"  # an exception that may be the machine's: tried once more in fresh processes
+    DEVICE_FAILED = "device_failed"  # a GPU or its driver; its process is replaced
+    LINK_FAILED = "link_failed"  # a collective or rendezvous; its process is replaced
     RETRYABLE_ERROR = "retryable_error"  # the user's code raised an error that says that a retry may help
     START_FAILED = "start_failed"  # a constructor raised; not retried
     PROCESS_DIED = "process_died"
@@ -32,16 +36,23 @@ class CauseKind(StrEnum):
 
 RETRYABLE = frozenset(CauseKind) - {
     CauseKind.USER_ERROR,
+    CauseKind.UNKNOWN_ERROR,
     CauseKind.START_FAILED,
     CauseKind.NO_SPACE,
     CauseKind.NO_RESOURCES,
     CauseKind.INTERNAL,
 }
 
+LEFT_ALIVE = frozenset({CauseKind.UNKNOWN_ERROR, CauseKind.DEVICE_FAILED, CauseKind.LINK_FAILED})
+"""Causes that leave a process which must be ended."""
+
 MOST_DETAIL = 1 << 14
 """Characters that the journal keeps of one cause's detail."""
 
+COULD_NOT_START = "could not start: "
+
 _MOST_MESSAGE = 600
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,15 @@ class Cause:
     @property
     def retryable(self) -> bool:
         return self.kind in RETRYABLE
+
+    def is_like(self, other: "Cause") -> bool:
+        """The same error of the same role, whatever numbers are in its words."""
+        return self.role == other.role and _NUMBER.sub("#", self.message) == _NUMBER.sub("#", other.message)
+
+    def as_users(self) -> "Cause":
+        """What an unknown error is when fresh processes have not helped."""
+        is_start = self.message.startswith(COULD_NOT_START)
+        return replace(self, kind=CauseKind.START_FAILED if is_start else CauseKind.USER_ERROR)
 
     @property
     def role(self) -> str:

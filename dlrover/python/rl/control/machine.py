@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from dlrover.python.rl.common.names import ProcessId, ProcessKind
-from dlrover.python.rl.control.budgets import backoff_s
+from dlrover.python.rl.control.budgets import backoff_s, refill
 from dlrover.python.rl.control.commands import Command, KillTrainer, Place, Release
 from dlrover.python.rl.control.events import (
     Event,
@@ -197,16 +197,17 @@ def _steps_opened(state: JobState, settings: Submitted, event: StepsOpened, at_s
 
 
 def _progressed(state: JobState, settings: Submitted, event: Progressed, at_s: float) -> Result:
-    """A committed step resets the streaks: the recoveries before it have helped."""
+    """A committed step resets the streaks, and refills the budgets: the recoveries before it have helped. A node's
+    failures still count: a faulty one lets some steps pass."""
     if not _is_current(state, event.epoch) or event.step == state.committed:
         return state, ()
     exhausted = [standby_subject(role) for role in settings.roles if has_lost_too_many_standbys(state, role)]
     streaks = {subject: state.streaks[subject] for subject in exhausted}
-    quiet = state.first_cause is None and not state.node_losses and len(streaks) == len(state.streaks)
+    quiet = state.first_cause is None and not state.history and len(streaks) == len(state.streaks)
     if state.committed and quiet:
         return state, ()
-    # A restart on the same node has helped, so the node is not to blame.
-    return replace(state, committed=event.step, streaks=streaks, first_cause=None, node_losses={}), ()
+    state = refill(state, settings, at_s)
+    return replace(state, committed=event.step, streaks=streaks, first_cause=None, tried=()), ()
 
 
 def _trainer_finished(state: JobState, settings: Submitted, event: TrainerFinished, at_s: float) -> Result:

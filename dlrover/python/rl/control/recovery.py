@@ -12,7 +12,9 @@ from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.budgets import backoff_s, blame, charge, exclude, lengthen, note
 from dlrover.python.rl.control.commands import Command, KillMember, KillStandby, KillTrainer, Release
 from dlrover.python.rl.control.events import (
+    LEFT_ALIVE,
     Cause,
+    CauseKind,
     Failed,
     MemberLost,
     NodeLost,
@@ -57,21 +59,28 @@ class Failure:
 
 
 def recover(state: JobState, settings: Submitted, failure: Failure, at_s: float) -> Result:
-    if not failure.cause.retryable:
-        return fail(state, failure.cause, EndReason.NOT_RETRYABLE, f"{failure.cause.kind.value} is not retried")
+    cause = failure.cause
+    if cause.kind is CauseKind.UNKNOWN_ERROR:
+        if any(cause.is_like(earlier) for earlier in state.tried):
+            return fail(state, cause.as_users(), EndReason.NOT_RETRYABLE, "again, in fresh processes")
+        state = replace(state, tried=(*state.tried, cause))
+    elif not cause.retryable:
+        return fail(state, cause, EndReason.NOT_RETRYABLE, f"{cause.kind.value} is not retried")
     if not state.opened or not failure.subjects:
         return _restart_job(state, settings, failure, at_s)
-    state = note(state, failure.cause)
-    state, refusal = charge(state, settings, failure.cause, failure.subjects, at_s)
+    state = note(state, cause)
+    state, refusal = charge(state, settings, cause, failure.subjects, at_s)
     if refusal:
-        return fail(state, state.first_cause or failure.cause, EndReason.RESTART_LIMIT, refusal)
+        return fail(state, state.first_cause or cause, EndReason.RESTART_LIMIT, refusal)
     commands: tuple[Command, ...] = ()
     for role, ranks in failure.members.items():
+        if cause.kind in LEFT_ALIVE:
+            commands += kill_members(state, role, ranks)
         by_scope = _recover_group if settings.roles[role].scope is RecoveryScope.GROUP else _recover_members
         state, more = by_scope(state, settings, role, ranks, at_s)
         commands += more
     if failure.trainer:
-        state, more = _recover_trainer(state, settings, failure.cause, at_s)
+        state, more = _recover_trainer(state, settings, cause, at_s)
         commands += more
     return state, commands
 
@@ -102,6 +111,11 @@ def trainer_lost(state: JobState, settings: Submitted, event: TrainerLost, at_s:
     role = event.cause.role
     if role in settings.roles and not state.opened:
         return recover(state, settings, Failure(event.cause, {role: ()}), at_s)
+    if role in settings.roles and event.cause.kind is CauseKind.UNKNOWN_ERROR:
+        rank = ProcessId.parse(event.cause.who).rank
+        member = state.members.get(ProcessId(role, rank))
+        if member is not None and member.phase is not MemberPhase.WAITING:
+            return recover(state, settings, Failure(event.cause, {role: (rank,)}, trainer=True), at_s)
     return recover(state, settings, Failure(event.cause, trainer=True), at_s)
 
 

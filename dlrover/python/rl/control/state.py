@@ -114,6 +114,7 @@ class JobState:
     node_losses: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # node to the times of lost processes
     causes: tuple[Cause, ...] = ()  # of the recoveries, oldest first: the very first and the newest ones
     first_cause: Cause | None = None  # since the last progress
+    tried: tuple[Cause, ...] = ()  # unknown errors that fresh processes were tried for, since the last progress
     history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # subject to its restarts within the window
     streaks: Mapping[str, Streak] = field(default_factory=dict)  # by subject
     recoveries: Mapping[str, int] = field(default_factory=dict)  # subject to recoveries while the job went on

@@ -15,6 +15,7 @@ replays its journal, finds the processes by name, and continues all outstanding 
 
 import asyncio
 import os
+import threading
 import time
 import traceback
 from collections.abc import Coroutine
@@ -64,7 +65,7 @@ from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat, l
 from dlrover.python.rl.runtime.process.inspection import Inspection, inspect_in_child
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
-from dlrover.python.rl.runtime.ray.processes.actors import current_actor, end_later, was_restarted
+from dlrover.python.rl.runtime.ray.processes.actors import current_actor, end, end_later, was_restarted
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
 from dlrover.python.rl.runtime.ray.reservations import RunPlan
 from dlrover.python.rl.trainer.trainer import StepReport
@@ -106,7 +107,9 @@ class RLMaster:
         self._restarted = was_restarted()
         if self._restarted:
             current_actor().resume.remote()
-        current_actor().expire.remote()
+        timer = threading.Timer(_BEGIN_S, self._expire, (current_actor(),))
+        timer.daemon = True
+        timer.start()
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
@@ -122,13 +125,6 @@ class RLMaster:
         self._events.put_nowait(MasterStarted(pid=os.getpid()))
         self._events.put_nowait(submission(self._job, self._run_id, self._inspection, self._brain))
         self._live()
-
-    async def expire(self) -> None:
-        """End this process if nobody tells it to begin: who launched it is gone."""
-        await asyncio.sleep(_BEGIN_S)
-        if not self._tasks:
-            _LOG.error("%s: nobody has started this job for %g s; its master ends", self._job.name, _BEGIN_S)
-            await end_later(current_actor(), 0.0)
 
     async def resume(self) -> bool:
         """Continue an earlier process of this master; False when that had not begun."""
@@ -194,6 +190,12 @@ class RLMaster:
         self._spawn(self._run())
         self._spawn(self._watch_hangs())
         self._spawn(self._executor.watch_nodes(self._events.put_nowait))
+
+    def _expire(self, actor: Any) -> None:
+        """End this process if nobody has told it to begin: who launched it is gone."""
+        if not self._tasks:
+            _LOG.error("%s: nobody has started this job for %g s; its master ends", self._job.name, _BEGIN_S)
+            end(actor)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:

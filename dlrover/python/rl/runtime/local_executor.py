@@ -137,7 +137,7 @@ class LocalExecutor:
                 with process_environment(self.job.env):
                     run_trainer(lambda: make(link), link)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- a process boundary
-            cause = cause_of(error, "trainer", user_traceback(error))
+            cause = cause_of(error, "trainer", user_traceback(error), alone=True)
             emit(TrainerLost(command.epoch, cause))
             return
         emit(TrainerFinished(command.epoch))

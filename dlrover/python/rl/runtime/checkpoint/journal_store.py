@@ -162,7 +162,9 @@ class FileStateStore:
             raise JournalCorrupt(f"the journal {self._path} may have lost a line: open it again")
         header, status = os.pread(self._file, len(self._header), 0), os.fstat(self._file)
         # Another master has this file, or a copy of it at its path.
-        current = header if status.st_nlink else _content(self._path)[: len(self._header)]
+        current = header
+        with suppress(FileNotFoundError):
+            current = header if status.st_nlink else self._path.read_bytes()[: len(self._header)]
         match = _HEADER.fullmatch(current)
         if match and int(match["owner"]) > self._owner:
             raise StaleEpoch(f"another master has taken over the journal {self._path}")

@@ -23,7 +23,8 @@ from dlrover.python.rl.common.errors import (
 )
 from dlrover.python.rl.common.extensions import load_module
 from dlrover.python.rl.common.names import ProcessId, hint
-from dlrover.python.rl.control.events import Cause, CauseKind, Event, Process
+from dlrover.python.rl.control.events import COULD_NOT_START, LEFT_ALIVE, Cause, CauseKind, Event, Process
+from dlrover.python.rl.control.faults import Fault, fault_in, fault_of
 from dlrover.python.rl.trainer.port import Port
 from dlrover.python.rl.trainer.workload import undecorated
 
@@ -77,14 +78,36 @@ class Hosting(Protocol):
     def close(self) -> None: ...
 
 
-def cause_of(error: BaseException, who: str, remote_traceback: str = "") -> Cause:
+_KINDS = {
+    Fault.DEVICE: CauseKind.DEVICE_FAILED,
+    Fault.LINK: CauseKind.LINK_FAILED,
+    Fault.USER: CauseKind.USER_ERROR,
+    Fault.UNKNOWN: CauseKind.UNKNOWN_ERROR,
+}
+
+
+def cause_of(error: BaseException, who: str, remote_traceback: str = "", alone: bool = False) -> Cause:
+    """The cause of an error that ended a process's code; ``alone``, no fresh process can be tried."""
+    cause = _cause_of(error, who, remote_traceback)
+    return cause.as_users() if alone and cause.kind in LEFT_ALIVE else cause
+
+
+def death_kind(why: str) -> CauseKind:
+    """The kind of a member's death, by the words that it was found dead with."""
+    fault = fault_in(why)
+    return CauseKind.PROCESS_DIED if fault is Fault.UNKNOWN else _KINDS[fault]
+
+
+def _cause_of(error: BaseException, who: str, remote_traceback: str) -> Cause:
     if isinstance(error, WorkloadDied):
-        return Cause(CauseKind.PROCESS_DIED, str(ProcessId(error.role, error.rank)), _first_line(error))
+        return Cause(death_kind(_first_line(error)), str(ProcessId(error.role, error.rank)), _first_line(error))
     if isinstance(error, WorkloadStartError):
-        return Cause(CauseKind.START_FAILED, error.who, f"could not start: {error.summary}", error.remote_traceback)
+        kind = _KINDS[Fault(error.fault or Fault.USER)]
+        kind = CauseKind.START_FAILED if kind is CauseKind.USER_ERROR else kind
+        return Cause(kind, error.who, f"{COULD_NOT_START}{error.summary}", error.remote_traceback)
     if isinstance(error, InvocationError):
         member, detail = str(ProcessId(error.role, error.rank)), error.remote_traceback or remote_traceback
-        kind = _kind_of(error.original) if error.original is not None else CauseKind.USER_ERROR
+        kind = _kind_of(error.original) if error.original is not None else _KINDS[fault_in(_first_line(error))]
         return Cause(kind, member, _first_line(error), _detail(error.original, detail))
     message = f"{type(error).__name__}: {_first_line(error)}".rstrip(": ")
     return Cause(_kind_of(error), who, message, _detail(error, remote_traceback))
@@ -104,7 +127,9 @@ def _detail(error: BaseException | None, remote_traceback: str) -> str:
 def _kind_of(error: BaseException) -> CauseKind:
     if is_disk_full(error):
         return CauseKind.NO_SPACE
-    return CauseKind.RETRYABLE_ERROR if isinstance(error, JobFailed | MasterLost) else CauseKind.USER_ERROR
+    if isinstance(error, JobFailed | MasterLost):
+        return CauseKind.RETRYABLE_ERROR
+    return _KINDS[fault_of(error)]
 
 
 @contextmanager
@@ -113,7 +138,9 @@ def starting(who: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
-        raise WorkloadStartError(who, f"{type(error).__name__}: {error}", user_traceback(error)) from None
+        failure = WorkloadStartError(who, f"{type(error).__name__}: {error}", user_traceback(error))
+        failure.fault = fault_of(error).value
+        raise failure from None
 
 
 def _first_line(error: BaseException) -> str:

@@ -144,7 +144,7 @@ class Leader:
             run_trainer(partial(trainer_maker(self.job), link), link)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the boundary of the job
             self.error = self._first_cause(port, error)
-            cause = cause_of(self.error, "trainer", user_traceback(self.error, chain=False))
+            cause = cause_of(self.error, "trainer", user_traceback(self.error, chain=False), alone=True)
             detail = f"\n{cause.detail.rstrip()}" if cause.detail else ""
             _LOG.error("%s failed: %s: %s%s", self.job.name, cause.who, cause.message, detail)
         finally:

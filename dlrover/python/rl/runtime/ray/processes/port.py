@@ -21,6 +21,7 @@ from ray.exceptions import (
 
 from dlrover.python.rl.common.errors import DLRoverRLError, InvocationError, ResultLost, Scope, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.control.faults import Fault, fault_in, fault_of
 from dlrover.python.rl.runtime.process.host import CallHeader, encode
 from dlrover.python.rl.runtime.ray.processes.call_times import CallTimes
 from dlrover.python.rl.trainer.port import Call, Outcome, Ref
@@ -116,7 +117,7 @@ class RayPort:
             return _with_cause(failure, error)
         cause = error.cause
         if isinstance(cause, InvocationError):
-            if _replaces_member(cause) and (cause.role, cause.rank) == (ref.role, ref.rank):
+            if (_replaces_member(cause) or _breaks_process(cause)) and (cause.role, cause.rank) == (ref.role, ref.rank):
                 return _death_of(cause.original or cause, ref, (ref.role, ref.rank, ref.incarnation))
             return _with_cause(cause, cause.original)
         text, trace = f"{type(cause).__name__}: {cause}", str(error)
@@ -138,10 +139,20 @@ def _replaces_member(error: InvocationError) -> bool:
     return original.retryable and original.restarts is Scope.MEMBER
 
 
+def _breaks_process(error: InvocationError) -> bool:
+    """Whether a device, driver or link has failed under the member: its process is of no use any more."""
+    original = error.original
+    fault = fault_in(str(error).partition("\n")[0]) if original is None else fault_of(original)
+    return fault in (Fault.DEVICE, Fault.LINK)
+
+
 def _death_of(error: BaseException, ref: Ref, owner: tuple[str, int, int]) -> WorkloadDied:
     """The death of ``owner``, the member called or one whose result was an argument of the call of ``ref``."""
     role, rank, incarnation = owner
-    died = WorkloadDied(_summarize(error), role=role, rank=rank, method=ref.method)
+    summary = _summarize(error)
+    is_ours = isinstance(error, RayError | DLRoverRLError)
+    text = summary if is_ours else f"{type(error).__name__}: {summary}"
+    died = WorkloadDied(text, role=role, rank=rank, method=ref.method)
     died.incarnation, died.__cause__ = incarnation, error
     return died
 

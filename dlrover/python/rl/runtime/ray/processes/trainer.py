@@ -19,10 +19,10 @@ from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.commands import StartTrainer
-from dlrover.python.rl.control.events import Cause, CauseKind, Process
+from dlrover.python.rl.control.events import Cause, Process
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of, results_of
-from dlrover.python.rl.runtime.process.executor import cause_of, enter_folder, load_class, starting
+from dlrover.python.rl.runtime.process.executor import cause_of, death_kind, enter_folder, load_class, starting
 from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSender, HeartbeatSettings
 from dlrover.python.rl.runtime.process.held_secrets import take_secrets
 from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_output
@@ -120,7 +120,7 @@ class RayRecovery:
 
     def _wait_for_replacement(self, process_id: ProcessId, incarnation: int, why: str) -> Replaced:
         """Wait until the master has replaced a dead incarnation. Raises JobFailed or MasterLost."""
-        cause = Cause(CauseKind.PROCESS_DIED, str(process_id), why)
+        cause = Cause(death_kind(why), str(process_id), why)
         deadline_s = time.monotonic() + self._timeout_s
         request = (self.epoch, process_id.role, process_id.rank, incarnation, cause, _WAIT_S)
         while True:
