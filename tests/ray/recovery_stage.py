@@ -210,7 +210,7 @@ class Stage:
 
     def _every_pid(self):
         """Every process that the journal, its members or this test have named."""
-        with suppress(JournalCorrupt):
+        with suppress(JournalCorrupt, FileNotFoundError):
             self.seen.update(event.process.pid for event in self.events(MemberStarted | TrainerStarted | StandbyReady))
             self.seen.update(event.pid for event in self.events(MasterStarted))
         if (self.folder / "calls").exists():

@@ -220,6 +220,22 @@ def test_an_unknown_error_is_tried_once_in_fresh_processes_and_then_is_the_users
     assert job.nothing_is_left()
 
 
+def test_a_master_that_comes_back_without_its_journal_fails_the_job_and_frees_everything(stage):
+    job = stage("no-journal", "trainer:middle:3:hold")
+
+    def strike(job, step):
+        if step == 2:
+            job.pids()
+            master = job.master_pid()
+            job.journal.unlink()
+            job.kill(master)
+
+    job.run(strike)
+    assert job.status.phase is Phase.FAILED
+    assert "the journal of this run is not in" in job.status.reason
+    assert job.nothing_is_left()
+
+
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,6 @@ replays its journal, finds the processes by name, and continues all outstanding 
 
 import asyncio
 import os
-import threading
 import time
 import traceback
 from collections.abc import Coroutine
@@ -65,7 +64,7 @@ from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat, l
 from dlrover.python.rl.runtime.process.inspection import Inspection, inspect_in_child
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
-from dlrover.python.rl.runtime.ray.processes.actors import current_actor, end, end_later, was_restarted
+from dlrover.python.rl.runtime.ray.processes.actors import current_actor, end_later, end_unless, was_restarted
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
 from dlrover.python.rl.runtime.ray.reservations import RunPlan
 from dlrover.python.rl.trainer.trainer import StepReport
@@ -80,6 +79,7 @@ _PLACES_S = 20.0
 _SECRETS_S = 30.0
 _LINGER_S = 60.0
 _BEGIN_S = 300.0
+_JOURNAL_S = 5.0
 _POLL_S = 0.05
 
 
@@ -104,12 +104,11 @@ class RLMaster:
         self._condemned: dict[Event, Process | None] = {}
         self._observer = JobObserver(job, job.run)
         self._tasks: list[asyncio.Task[None]] = []
+        self._missed_s = 0.0
         self._restarted = was_restarted()
         if self._restarted:
             current_actor().resume.remote()
-        timer = threading.Timer(_BEGIN_S, self._expire, (current_actor(),))
-        timer.daemon = True
-        timer.start()
+        end_unless(lambda: bool(self._tasks), _BEGIN_S, f"{job.name}: nobody has started this job")
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
@@ -144,6 +143,15 @@ class RLMaster:
         self._observer.open(brain.began_s, resumed=True)
         self._spawn(self._come_back())
         return True
+
+    def _miss_journal(self) -> None:
+        """A process of this run is alive, so an earlier process of this master had begun it: its journal is gone, or
+        cannot be seen from here. The job has no state to go on from; it fails, and gives back what it holds."""
+        self._missed_s = self._missed_s or time.monotonic()
+        if time.monotonic() - self._missed_s > _JOURNAL_S:
+            error = JournalCorrupt(f"the journal of this run is not in {self._job.job_dir} any more")
+            _LOG.error("%s: %s", self._job.name, error)
+            self._spawn(self._fall(error))
 
     async def _awake(self) -> bool:
         """Return True if the job has begun. A restarted master resumes at the first request, in case its request to
@@ -190,12 +198,6 @@ class RLMaster:
         self._spawn(self._run())
         self._spawn(self._watch_hangs())
         self._spawn(self._executor.watch_nodes(self._events.put_nowait))
-
-    def _expire(self, actor: Any) -> None:
-        """End this process if nobody has told it to begin: who launched it is gone."""
-        if not self._tasks:
-            _LOG.error("%s: nobody has started this job for %g s; its master ends", self._job.name, _BEGIN_S)
-            end(actor)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:
@@ -292,7 +294,8 @@ class RLMaster:
     async def beat(self, beat: Heartbeat) -> BeatAnswer:
         """Record a heartbeat."""
         if not await self._awake():
-            return BeatAnswer.CURRENT  # the state is unknown yet
+            self._miss_journal()
+            return BeatAnswer.CURRENT
         if beat.process_id == TRAINER_ID:
             self._executor.open_step = beat.step
         if not self._hang_detector.take(beat, self._state):

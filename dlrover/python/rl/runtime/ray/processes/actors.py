@@ -2,6 +2,7 @@
 """Starting, finding and asking the system's own actors; the environment of a job's processes; causes of failures."""
 
 import asyncio
+import threading
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -199,6 +200,20 @@ def end(handle: Any) -> None:
 async def end_later(actor: Any, after_s: float) -> None:
     await asyncio.sleep(after_s)
     end(actor)
+
+
+def end_unless(has_begun: Callable[[], bool], after_s: float, why: str) -> None:
+    """End this process, which is an actor, after a time in which nothing has begun: who launched it is gone."""
+    actor = current_actor()
+
+    def check() -> None:
+        if not has_begun():
+            _LOG.error("%s within %g s: this process ends", why, after_s)
+            end(actor)
+
+    timer = threading.Timer(after_s, check)
+    timer.daemon = True
+    timer.start()
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

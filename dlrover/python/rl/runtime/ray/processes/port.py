@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import (
+    ActorUnavailableError,
     GetTimeoutError,
     NodeDiedError,
     ObjectLostError,
@@ -30,6 +31,12 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 _SETTLE_S = 30.0
 """How long fetching a result that is already there may take."""
+
+
+_BACK_S = 20.0
+"""How long a member whose connection broke may take to be reached again before it is given up."""
+
+_PING_S, _PAUSE_S = 1.0, 0.5
 
 
 class RayRef(Ref, ray.ObjectRef):
@@ -106,6 +113,8 @@ class RayPort:
         for link in _chain(error):
             with self._lock:
                 owner = self._owners.get(str(getattr(link, "actor_id", "")))
+            if owner is not None and isinstance(link, ActorUnavailableError) and self._comes_back(owner):
+                return ResultLost("its connection broke", role=ref.role, rank=ref.rank, method=ref.method)
             if owner is not None:
                 return _death_of(link, ref, owner)
             if isinstance(link, ObjectLostError):
@@ -123,6 +132,27 @@ class RayPort:
         text, trace = f"{type(cause).__name__}: {cause}", str(error)
         failure = InvocationError(text, role=ref.role, rank=ref.rank, method=ref.method, remote_traceback=trace)
         return _with_cause(failure, cause)
+
+    def _comes_back(self, owner: tuple[str, int, int]) -> bool:
+        """Whether a member is alive whose connection broke; calls have ids, so asking it again is safe."""
+        role, rank, incarnation = owner
+        with self._lock:
+            member = ProcessId(role, rank)
+            handle = self._handles[member] if self._incarnations[member] == incarnation else None
+        deadline_s = time.monotonic() + _BACK_S
+        while handle is not None and time.monotonic() < deadline_s:
+            ping = handle.dlrover_ping.remote()
+            try:
+                ray.get(ping, timeout=_PING_S)
+            except GetTimeoutError:
+                return True  # the ping has arrived, and waits for the member's calls
+            except ActorUnavailableError:
+                time.sleep(_PAUSE_S)
+            except RayError:
+                return False
+            else:
+                return True
+        return False
 
 
 def is_loss(error: BaseException) -> bool:
