@@ -5,10 +5,12 @@ The harness asks no process of the job. So it sees the job while the master, the
 master's word instead of trusting it.
 """
 
-from collections import Counter
+from collections import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import Counter
 
 from dlrover.python.rl.common.errors import JournalCorrupt
 from dlrover.python.rl.control.events import (
@@ -30,7 +32,7 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 
-MEMORY = Path("/dev/shm/dlrover-rl")
+MEMORY = Path(f"/dev/shm/dlrover-rl-{os.geteuid()}")
 
 
 @dataclass(frozen=True)

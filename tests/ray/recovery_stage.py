@@ -29,7 +29,7 @@ from dlrover.python.rl.master.job import check_job, run_on_ray
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.ray.processes.actors import find, sweep
 
-MEMORY = Path("/dev/shm/dlrover-rl")
+MEMORY = Path(f"/dev/shm/dlrover-rl-{os.geteuid()}")
 HANG_AFTER_S = 3.0
 
 

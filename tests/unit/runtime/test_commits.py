@@ -116,7 +116,7 @@ def test_one_function_says_where_commits_go(tmp_path, monkeypatch, nodes, strate
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
     text = JOB.format(folder=tmp_path, nodes=nodes, strategy=strategy, commit_to=commit_to)
     job = load_job_text(text, "job")
-    where = tmp_path / "commits" / "run1" if shared else tmp_path / "memory" / "dlrover-rl" / "job-run1"
+    where = tmp_path / "commits" / "run1" if shared else tmp_path / "memory" / f"dlrover-rl-{os.geteuid()}" / "job-run1"
     roots = roots_of(job, "run1", 1, "n")
     assert checkpoints_of(job, "run1", 1, "n").roots == roots
     assert (roots.commit_root(), roots.shared) == (where, shared)

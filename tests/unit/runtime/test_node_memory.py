@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from dlrover.python.rl.runtime.checkpoint import member_state
 from dlrover.python.rl.runtime.checkpoint.member_state import Roots, forget_memory, memory_root
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 
@@ -18,7 +19,7 @@ HOLDER += "memory_root(*sys.argv[1:]); print('held', flush=True); time.sleep(600
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
-    return tmp_path / "dlrover-rl"
+    return tmp_path / f"dlrover-rl-{os.geteuid()}"
 
 
 def runs(memory):
@@ -31,10 +32,40 @@ def test_the_memory_folder_is_the_runs_own(tmp_path):
         assert root == memory_root("checkpoints-test", f"{os.getpid():x}")
         assert root.name == f"checkpoints-test-{os.getpid():x}"
         assert root.stat().st_mode & 0o7777 == 0o700
-        assert root.parent.stat().st_mode & 0o7777 == 0o1777
+        assert root.parent.stat().st_mode & 0o7777 == 0o700
     finally:
         CheckpointStore(root, "x", durable=False).remove()
     assert not root.exists()
+
+
+@pytest.mark.parametrize("place", ["", "job-1"], ids=["all runs", "one run"])
+@pytest.mark.parametrize("how", ["link", "open", "foreign"])
+def test_a_folder_of_somebody_else_is_refused(memory, place, how, monkeypatch):
+    folder = memory / place
+    if how == "link":
+        (memory.parent / "theirs").mkdir(mode=0o700)
+        memory.mkdir(mode=0o700) if place else None
+        folder.symlink_to(memory.parent / "theirs")
+    else:
+        folder.mkdir(mode=0o700, parents=True)
+        memory.chmod(0o700)
+        folder.chmod(0o770 if how == "open" else 0o700)
+    if how == "foreign":
+        somebody = os.geteuid() + 1
+        monkeypatch.setattr(member_state.os, "geteuid", lambda: somebody)
+        monkeypatch.setattr(member_state, "_own_name", lambda: memory.name)
+    with pytest.raises(PermissionError, match="is not a folder that only you can use"):
+        memory_root("job", "1")
+    assert how != "link" or not list((memory.parent / "theirs").iterdir())
+
+
+def test_commits_are_for_the_user_only(memory):
+    root = memory_root("job", "1")
+    store = CheckpointStore(root, "1", durable=False)
+    store.claim(1)
+    store.commit(1, 1, {"trainer": store.write(1, 1, "trainer.state", {"role": "trainer", "step": 1}, {"x": 1})})
+    modes = {path.stat().st_mode & 0o777 for path in root.rglob("*") if not path.is_symlink()}
+    assert modes == {0o600, 0o700}
 
 
 def test_runs_of_a_job_that_live_keep_what_they_have_and_killed_ones_do_not(memory):

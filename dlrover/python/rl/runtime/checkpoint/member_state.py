@@ -6,13 +6,14 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -214,23 +215,42 @@ def memory_path(job: str, run: str) -> Path:
 
 def memory_root(job: str, run: str, durable: Path | str | None = None) -> Path:
     """Create the folder of a run's memory-backed generations on this node, for this user only, and lock it until this
-    process ends. ``durable`` is where its newest generation is saved when it is removed."""
+    process ends. ``durable`` is where its newest generation is saved when it is removed. Raises PermissionError if
+    somebody else has made it, or a folder above it, or has put a link there."""
     root = memory_path(job, run)
-    shared = root.parent
+    own = root.parent
     for _ in range(100):
-        with suppress(FileExistsError):
-            shared.mkdir(parents=True)
-            shared.chmod(0o1777)  # other users have their own jobs in it
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_own(own)
         with suppress(FileNotFoundError):  # the last job that was in it has just removed it
             root.mkdir(mode=0o700, exist_ok=True)
             break
-    if root.is_symlink() or root.stat().st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, "belongs to another user", str(root))
+    _check_own(root)
+    _warn_of_disk(own)
     if durable is not None:
         with suppress(FileExistsError, FileNotFoundError):  # made by another process; or the run has ended
             (root / _SAVED_TO).symlink_to(durable)
     _hold(root)
     return root
+
+
+def _check_own(folder: Path) -> None:
+    state = folder.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
+        raise PermissionError(
+            errno.EPERM, "is not a folder that only you can use: commits do not go there", str(folder)
+        )
+
+
+@cache
+def _warn_of_disk(folder: Path) -> None:
+    if _MEMORY_VARIABLE not in os.environ and not folder.is_relative_to(_SHARED_MEMORY):
+        _LOG.warning(
+            "%s is missing or smaller than %d MB: every step's commit is written to %s, which may be a disk",
+            _SHARED_MEMORY,
+            _LEAST_SHARED_MEMORY >> 20,
+            folder,
+        )
 
 
 def forget_memory(job: str, run: str | None = None, patience_s: float = 0.0) -> None:
@@ -314,9 +334,14 @@ def _is_held(root: Path) -> bool:
 
 def _memory_folder() -> Path:
     if folder := os.environ.get(_MEMORY_VARIABLE):
-        return Path(folder) / "dlrover-rl"
+        return Path(folder) / _own_name()
     memory = _SHARED_MEMORY if _is_usable(_SHARED_MEMORY) else Path(tempfile.gettempdir())
-    return memory / "dlrover-rl"
+    return memory / _own_name()
+
+
+def _own_name() -> str:
+    """A folder of another user could be renamed under the files in it."""
+    return f"dlrover-rl-{os.geteuid()}"
 
 
 def _is_usable(folder: Path) -> bool:

@@ -182,7 +182,12 @@ def _open_new(path: Path, recycled: Path | None) -> BinaryIO:
     if recycled is not None:
         with suppress(OSError):
             recycled.rename(path)
-    return open(path, "r+b" if path.exists() else "xb", buffering=_BUFFER)
+    return open(path, "r+b" if path.exists() else "xb", buffering=_BUFFER, opener=_private)
+
+
+def _private(path: str, flags: int) -> int:
+    """For the user only: a state has a model, and what it has learned from."""
+    return os.open(path, flags, 0o600)
 
 
 def _check_space(folder: Path, nbytes: int, recycled: Path | None) -> None:

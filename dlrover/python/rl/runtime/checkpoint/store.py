@@ -81,7 +81,7 @@ class CheckpointStore:
     def claim(self, epoch: int) -> None:
         """From now on, refuse every lower epoch; raises StaleEpoch if a higher one has claimed the folder."""
         missing = [folder for folder in (self.root, *self.root.parents) if not folder.exists()]
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         for folder in missing if self.durable else ():
             sync_folder(folder.parent)
         self._fence.take_over(epoch)
@@ -97,7 +97,7 @@ class CheckpointStore:
         self._fence.check(epoch)
         folder = self.root / folder_name(step, epoch)
         try:
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
         except FileNotFoundError:
             raise CheckpointMissing(f"{self.root} is not there") from None
         return folder
