@@ -10,6 +10,7 @@ SEED ?= 0
 FAULTS ?= 100
 STEPS ?= 400
 KINDS ?=
+RUNS ?= 20
 ARGS ?=
 
 # Several processes share the cores: one thread each, and none that spins while it waits.
@@ -21,7 +22,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-backends test-peers chaos bench-recovery bench-rollout bench-training bench-weight-sync bench-async example-trl example-verl example-openrlhf trace-step check lint types docs format clean
+.PHONY: help demo test test-slow test-backends test-peers chaos chaos-outside bench-recovery bench-rollout bench-training bench-weight-sync bench-async example-trl example-verl example-openrlhf trace-step check lint types docs format clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +101,9 @@ test-peers: $(VENV)-peers/ready ## Compare losses and advantages with those of v
 
 chaos: $(VENV)/dev ## Kill, stop and spoil everything under a GRPO job on Ray (FAULTS=100 STEPS=400 SEED=0 KINDS=)
 	$(BIN)/python -m tests.chaos.run --faults $(FAULTS) --steps $(STEPS) --seed $(SEED) --kinds '$(KINDS)' $(ARGS)
+
+chaos-outside: $(VENV)/dev ## Kill processes of runs from their first second on, by the process table alone (RUNS=20)
+	$(BIN)/python -m tests.chaos.outside --seeds 1-$(RUNS) $(ARGS)
 
 bench-recovery: $(VENV)/dev ## Measure detection, recovery and their cost (ARGS=--quick to try it)
 	$(BIN)/python -m benchmarks.recovery $(ARGS)

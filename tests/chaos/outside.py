@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGKILL from outside: ``python -m tests.chaos.outside --seeds 1-10``.
+"""SIGKILL from outside: ``make chaos-outside``.
 
 Each run is ``dlrover-rl run examples/arithmetic/grpo.yaml``. From its first actor on, random ones of its processes
-(members, trainer, master) are killed, at exponential gaps; it must end in the bits of an undisturbed run. This process
-knows only the command line and the process table.
+(members, trainer, master; with ``--rays-own`` the raylet and Ray's agents, too) are killed, at exponential gaps; it
+must end in the bits of an undisturbed run, and leave no process and no memory. This process knows only the command line and
+the process table.
 """
 
 import argparse
@@ -16,29 +17,33 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 CLI = [sys.executable, "-m", "dlrover.python.rl.cli"]
 SPARED = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")  # Ray's own; all others are actors of the job
+RAYS_OWN = ("ray::DashboardAgent", "ray::RuntimeEnvAgent", "raylet")
+MEMORY = Path(f"/dev/shm/dlrover-rl-{os.geteuid()}")
+_GONE_S = 20.0
 _POLL_S = 0.05
 _LIMIT_S = 900.0
 
 
 @dataclass
 class Ended:
-    """One run: its exit code, what was killed when, and digests of what it left."""
+    """One run: its exit code, what was killed when, digests of its results, and what should not be there any more."""
 
     code: int
     seconds: float
     killed: list[tuple[float, str]] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
 
 
-def processes_below(pid: int) -> dict[int, str]:
-    """The command lines of all descendants of a process."""
+def process_table() -> dict[int, tuple[int, str]]:
+    """The parent and the command line of every process."""
     rows: dict[int, tuple[int, str]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
@@ -47,6 +52,12 @@ def processes_below(pid: int) -> dict[int, str]:
                 rows[int(folder.name)] = parent, (folder / "cmdline").read_text().replace("\0", " ").strip()
             except OSError:
                 continue  # it has ended
+    return rows
+
+
+def processes_below(pid: int) -> dict[int, str]:
+    """The command lines of all descendants of a process."""
+    rows = process_table()
     found, waiting = {}, [pid]
     while waiting:
         above = waiting.pop()
@@ -57,24 +68,39 @@ def processes_below(pid: int) -> dict[int, str]:
     return found
 
 
-def victims(pid: int) -> dict[int, str]:
-    found = processes_below(pid)
-    return {child: name for child, name in found.items() if name.startswith("ray::") and not name.startswith(SPARED)}
+def victims(pid: int, rays_own: bool = False) -> dict[int, str]:
+    """Processes that may be killed, by a short name; none before the first actor of the job."""
+    names = {child: Path(name.split()[0]).name for child, name in processes_below(pid).items() if name}
+    actors = {child: name for child, name in names.items() if name.startswith("ray::") and name not in SPARED}
+    more = {child: name for child, name in names.items() if name in RAYS_OWN} if rays_own and actors else {}
+    return actors | more
 
 
-def run(folder: Path, steps: int, kills: int = 0, mean_s: float = 6.0, seed: int = 0) -> Ended:
+def left_over(seen: Iterable[int]) -> list[str]:
+    """What is left, after some time, of the processes that a run had, and of its memory."""
+    until_s, left = time.monotonic() + _GONE_S, [""]
+    while left and time.monotonic() < until_s:
+        time.sleep(_POLL_S)
+        table = process_table()
+        left = [f"process {pid}: {table[pid][1][:100]}" for pid in seen if pid in table and table[pid][1]]
+        left += map(str, MEMORY.glob("arithmetic-grpo-*"))
+    return left
+
+
+def run(folder: Path, steps: int, kills: int = 0, mean_s: float = 6.0, seed: int = 0, rays_own: bool = False) -> Ended:
     """One run into ``folder``, with this number of kills."""
     choice, began_s = random.Random(seed), time.monotonic()
     command = [*CLI, "run", str(REPOSITORY / "examples/arithmetic/grpo.yaml"), f"steps={steps}", f"job_dir={folder}"]
     with open(f"{folder}.log", "w") as log:
         process = subprocess.Popen(command, cwd=folder.parent, stdout=log, stderr=subprocess.STDOUT)
     ended = Ended(-1, 0.0)
-    next_s = None
+    next_s, seen = None, set[int]()
     while process.poll() is None:
         now_s = time.monotonic()
         if now_s - began_s > _LIMIT_S:
             process.kill()
-        alive = victims(process.pid) if len(ended.killed) < kills else {}
+        seen |= processes_below(process.pid).keys()
+        alive = victims(process.pid, rays_own) if len(ended.killed) < kills else {}
         if alive and next_s is None:
             next_s = now_s + choice.expovariate(1 / mean_s)
         if alive and next_s is not None and now_s >= next_s:
@@ -84,7 +110,7 @@ def run(folder: Path, steps: int, kills: int = 0, mean_s: float = 6.0, seed: int
             next_s = now_s + choice.expovariate(1 / mean_s)
         time.sleep(_POLL_S)
     ended.code, ended.seconds = process.wait(), time.monotonic() - began_s
-    ended.digests = digests(folder)
+    ended.digests, ended.left = digests(folder), left_over(seen)
     return ended
 
 
@@ -130,6 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-10"))
     parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--mean-s", type=float, default=6.0)
+    parser.add_argument("--rays-own", action="store_true", help="Kill the raylet and Ray's agents, too.")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "outside")
     options = parser.parse_args(argv)
@@ -140,13 +167,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = {"undisturbed": vars(expected)}
     wrong = [] if expected.code == 0 else ["undisturbed"]
     for seed in options.seeds:
-        ended = run(folder / f"seed-{seed}", options.steps, options.kills, options.mean_s, seed)
-        same = ended.code == 0 and ended.digests == expected.digests and ended.killed
+        ended = run(folder / f"seed-{seed}", options.steps, options.kills, options.mean_s, seed, options.rays_own)
+        same = ended.code == 0 and ended.digests == expected.digests and ended.killed and not ended.left
         wrong += [] if same else [f"seed {seed}"]
         names = ", ".join(f"{name.removeprefix('ray::')} at {at_s:g} s" for at_s, name in ended.killed)
         verdict = "the undisturbed bits" if same else "WRONG"
         often = f"{len(ended.killed)} of {options.kills} kills before its end"
         say(f"seed {seed}: {verdict}, exit code {ended.code} in {ended.seconds:.0f} s, {often}: {names}")
+        for item in ended.left:
+            say(f"  left: {item}")
         results[f"seed {seed}"] = vars(ended)
     (folder / "results.json").write_text(json.dumps(results, indent=1))
     say(f"wrong: {', '.join(wrong) or 'none'}; kept in {folder}")
