@@ -5,12 +5,11 @@ The harness asks no process of the job. So it sees the job while the master, the
 master's word instead of trusting it.
 """
 
-from collections import os
+import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import Counter
 
 from dlrover.python.rl.common.errors import JournalCorrupt
 from dlrover.python.rl.control.events import (

@@ -3,8 +3,8 @@
 
 Each run is ``dlrover-rl run examples/arithmetic/grpo.yaml``. From its first actor on, random ones of its processes
 (members, trainer, master; with ``--rays-own`` the raylet and Ray's agents, too) are killed, at exponential gaps; it
-must end in the bits of an undisturbed run, and leave no process and no memory. This process knows only the command line and
-the process table.
+must end in the bits of an undisturbed run, and leave no process and no memory. This process knows only the command
+line and the process table.
 """
 
 import argparse
