@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A job that has secrets, and tells by files whether they have reached it."""
 
+import json
+import logging
 import os
 import time
 from pathlib import Path
+
+from omegaconf import OmegaConf
 
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload
@@ -11,19 +15,31 @@ from dlrover.python.rl.trainer.workload import BaseWorkload
 
 class Holder(BaseWorkload):
     def held(self):
-        return [os.environ["API_KEY"], os.environ["MEMBER_TOKEN"], self.config.judge.api_key]
+        names = ("API_KEY", "MEMBER_TOKEN", "CLUSTER_API_KEY")
+        variables = {name: os.environ[name] for name in names if name in os.environ}
+        return {**variables, "config": OmegaConf.to_container(self.config.secret_settings)}
+
+    def fail(self):
+        """With all secrets of the job, as they are and as ``repr`` writes them."""
+        held = {name: value for name, value in self.held().items() if name != "CLUSTER_API_KEY"}
+        logging.getLogger("dlrover.secret_jobs").warning("held: %s", held["config"].get("pem"))
+        raise RuntimeError(f"it fails as it was told to, with {held}\n{held['config'].get('pem')}")
 
 
 class HoldingTrainer(BaseTrainer):
+    """Notes what its member holds after each step; ``config.ends`` is ``well``, ``badly``, or ``cancelled``, which it
+    waits for."""
+
     def init(self):
         pass
 
     def fit(self):
-        folder = Path(self.config.folder)
-        for step in self.steps(self.config.steps):
-            held = [*self.RG_ACTOR.held()[0], self.config.judge.password]
-            (folder / "held").write_text("\n".join(held))
+        settings = self.config.settings
+        for step in self.steps(10**6 if settings.ends == "cancelled" else settings.steps):
+            (held,) = self.RG_ACTOR.held()
+            assert held["config"] == OmegaConf.to_container(self.config.secret_settings)
+            (Path(settings.folder) / "held").write_text(json.dumps(held))
             self.log(step, reward=1.0)
             time.sleep(0.1)
-        if self.config.fails:
-            raise RuntimeError("it fails as it was told to")
+        if settings.ends == "badly":
+            self.RG_ACTOR.fail()

@@ -1,25 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Secrets of a job reach its processes, and are nowhere else: canaries in every field that may have one."""
 
+import json
 import os
+import re
 import secrets
 import signal
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
-from contextlib import suppress
-from json import loads
+from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 
 import pytest
 import yaml
 from durable_jobs import wait_for
+from prometheus_client import CollectorRegistry, Gauge
+from service_jobs import job_text
 from test_cli_on_ray import CLI, environment
 
+from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.control.events import MasterStarted, MemberStarted
 from dlrover.python.rl.control.journal import decode
+from dlrover.python.rl.metrics.endpoint import MetricsEndpoint
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
+from dlrover.python.rl.service.client import ServiceClient, phase_of
+from dlrover.python.rl.service.jobs.records import JobPhase
 
 pytestmark = pytest.mark.ray
 
@@ -31,12 +40,62 @@ workload:
 master: {metrics_port: 0}
 """
 
+FIELDS = (
+    "env", "member", "api_key", "password", "camel", "header", "cookie", "listed", "nested", "user_part", "parameter",
+    "connection", "pem", "database",
+)  # fmt: skip
+
+UNGUARDED = """
+import dlrover.python.rl.common.redaction as redaction
+import dlrover.python.rl.config.secrets as secrets
+
+secrets.is_secret_at = lambda where, value: False
+redaction.hide_values = lambda values: None
+"""
+
+
+def made_canaries(*names):
+    """Random texts, which are numbers where a job's values are."""
+    return {name: f"{secrets.randbelow(9 * 10**30) + 10**30}" for name in names}
+
+
+def job_with(canaries, folder, ends):
+    """A job file with a canary in every kind of place that may have a secret."""
+    pem = f"-----BEGIN PRIVATE KEY-----\n{secrets.token_hex(24)}\n{canaries['pem']}\n-----END PRIVATE KEY-----\n"
+    job = yaml.safe_load(JOB)
+    job["env"] = {"API_KEY": canaries["env"]}
+    job["workload"]["actor"]["env"] = {"MEMBER_TOKEN": canaries["member"]}
+    job["config"] = {
+        "settings": {"folder": str(folder), "steps": 20, "ends": ends},
+        "secret_settings": {
+            "api_key": canaries["api_key"],
+            "password": int(canaries["password"]),
+            "openaiApiKey": canaries["camel"],
+            "headers": {"X-Api-Key": canaries["header"], "Cookie": f"id={canaries['cookie']}"},
+            "github_tokens": [canaries["listed"]],
+            "secret": {"value": canaries["nested"]},
+            "url": f"https://{canaries['user_part']}@host/x",
+            "query": f"https://host/x?a=1&api_key={canaries['parameter']}",
+            "connection_string": f"host=h user=u auth={canaries['connection']}",
+            "database": f"postgresql://user:{canaries['database']}@host/x",
+            "pem": pem,
+        },
+    }
+    return job
+
+
+def expected(job):
+    """What a member of the job holds."""
+    return {**job["env"], **job["workload"]["actor"]["env"], "config": job["config"]["secret_settings"]}
+
 
 class Witness:
-    """Reads all that others can read while the job runs: arguments of processes, metrics, files of Ray's session."""
+    """Reads all that others can read while the job runs: arguments of processes, metrics, files of Ray's session and
+    of others that are ``watched``. A canary may be in the files that ``own`` it."""
 
-    def __init__(self, canaries, folder, temporary):
-        self.canaries, self.folder, self.temporary = canaries, folder, temporary
+    def __init__(self, canaries, folder, *watched, own=()):
+        self.canaries, self.folder, self.watched = canaries, folder, watched
+        self.own = {"held", *own}
         self.found = {}
         self.seen_files, self.scrapes = set(), 0
         self._over = threading.Event()
@@ -51,79 +110,216 @@ class Witness:
         self._thread.join(60)
 
     def look(self, where, content):
-        for name, canary in self.canaries.items():
+        for name, canary in list(self.canaries.items()):
             if canary.encode() in content:
                 self.found.setdefault(name, set()).add(where)
 
     def _watch(self):
         while not self._over.wait(0.3):
             self.look_at_arguments()
-            self.look_at_files(self.temporary)
+            for folder in self.watched:
+                self.look_at_files(folder)
             self.look_at_metrics()
 
     def look_at_arguments(self):
         for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                self.look("arguments of a process", (entry / "cmdline").read_bytes())
+            self.look("arguments of a process", content_of(entry / "cmdline"))
 
     def look_at_files(self, folder):
-        for path in folder.rglob("*"):
-            with suppress(OSError):
-                if path.is_file() and path.name != "held" and not path.name.startswith("job-file"):
-                    self.look(str(path.relative_to(folder)), path.read_bytes())
-                    self.seen_files.add(path.name)
+        paths = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
+        for path in paths:
+            if path.name not in self.own and not path.name.startswith("job-file") and path.is_file():
+                self.look(str(path.relative_to(folder)), content_of(path))
+                self.seen_files.add(path.name)
 
     def look_at_metrics(self):
-        for path in self.folder.glob("runs/secretive/*/metrics.json"):
-            with suppress(OSError):
-                address = loads(path.read_text())["address"]
-                with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+        """Of jobs, and of a service."""
+        files = [*self.folder.glob("runs/*/*/metrics.json"), *self.folder.glob("service.log")]
+        for address in re.findall(rb"127\.0\.0\.1:\d+(?=/metrics|\"})", b"".join(map(content_of, files))):
+            with suppress(OSError, HTTPException):
+                with urllib.request.urlopen(f"http://{address.decode()}/metrics", timeout=5) as answer:
                     self.look("metrics", answer.read())
-                    self.scrapes += 1
+                self.scrapes += 1
 
 
-@pytest.mark.parametrize("ends", ["well", pytest.param("badly", marks=pytest.mark.slow)])
-def test_canaries_are_found_nowhere(tmp_path, ends):
-    temporary, folder = Path("/tmp") / f"rl{secrets.token_hex(3)}", tmp_path / "desk"
-    temporary.mkdir()
+def content_of(path):
+    with suppress(OSError):
+        return path.read_bytes()
+    return b""
+
+
+@contextmanager
+def short_folder():
+    """Ray's sockets need a short path."""
+    folder = Path("/tmp") / f"rl{secrets.token_hex(3)}"
     folder.mkdir()
-    canaries = {name: f"canary{secrets.token_hex(12)}" for name in ("env", "member", "api_key", "password")}
-    job = yaml.safe_load(JOB)
-    job["env"] = {"API_KEY": canaries["env"]}
-    job["workload"]["actor"]["env"] = {"MEMBER_TOKEN": canaries["member"]}
-    job["config"] = {
-        "folder": str(folder),
-        "steps": 20,
-        "fails": ends == "badly",
-        "judge": {"api_key": canaries["api_key"], "password": canaries["password"]},
-    }
+    yield folder
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def run(folder, temporary, ends, **environ):
+    """Run a job file to its end, or until it is interrupted; returns its exit status, and looks at what it says."""
+    process = subprocess.Popen(
+        [*CLI, "run", "job-file.yaml"],
+        cwd=folder,
+        env={**environment(), "TMPDIR": str(temporary), **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        if ends == "cancelled":
+            wait_for((folder / "held").exists, 100)
+            process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def witnessed_run(folder, ends, **environ):
+    """The witness of a run of a job with all kinds of secrets, which have reached it."""
+    canaries = made_canaries(*FIELDS)
+    job = job_with(canaries, folder, ends)
     (folder / "job-file.yaml").write_text(yaml.safe_dump(job))
-    with Witness(canaries, folder, temporary) as witness:
-        done = subprocess.run(
-            [*CLI, "run", "job-file.yaml"],
-            cwd=folder,
-            env={**environment(), "TMPDIR": str(temporary)},
-            capture_output=True,
-            timeout=200,
-            check=False,
-        )
-        time.sleep(0.5)
-    assert done.returncode == (1 if ends == "badly" else 0), done.stderr.decode()[-3000:]
-    assert (folder / "held").read_text().split("\n") == [canaries[n] for n in ("env", "member", "api_key", "password")]
-    witness.look("output", done.stdout + done.stderr)
-    witness.look_at_files(folder)
+    with short_folder() as temporary:
+        with Witness(canaries, folder, temporary) as witness:
+            status, output = run(folder, temporary, ends, **environ)
+            time.sleep(0.5)
+        witness.look("output", output)
+        witness.look_at_files(folder)
+    assert status == {"well": 0, "badly": 1, "cancelled": 130}[ends], output.decode()[-3000:]
+    assert json.loads((folder / "held").read_text()) == expected(job)
     assert witness.scrapes and {"journal.jsonl", "job.yaml", "trainer.log", "gcs_server.out"} <= witness.seen_files
+    return witness
+
+
+@pytest.mark.parametrize(
+    "ends", ["well", *(pytest.param(ends, marks=pytest.mark.slow) for ends in ("badly", "cancelled"))]
+)
+def test_canaries_are_found_nowhere(tmp_path, ends):
+    assert witnessed_run(tmp_path, ends).found == {}
+
+
+@pytest.mark.slow
+def test_without_the_guards_each_canary_is_found(tmp_path):
+    (tmp_path / "unguarded").mkdir()
+    (tmp_path / "unguarded/sitecustomize.py").write_text(UNGUARDED)
+    path = f"{tmp_path / 'unguarded'}{os.pathsep}{environment()['PYTHONPATH']}"
+    found = witnessed_run(tmp_path, "badly", PYTHONPATH=path).found
+    assert set(found) == set(FIELDS)
+    assert {"output"} < set.union(*found.values())
+
+
+def test_a_witness_sees_arguments_files_and_metrics(tmp_path):
+    canaries = made_canaries("argument", "file", "metric")
+    registry = CollectorRegistry()
+    Gauge("x", "y", ["z"], registry=registry).labels(canaries["metric"]).set(1)
+    (tmp_path / "a").write_text(canaries["file"])
+    (tmp_path / "held").write_text(canaries["metric"])
+    endpoint = MetricsEndpoint(registry, "127.0.0.1", 0)
+    (tmp_path / "service.log").write_text(f"metrics at {endpoint.url}\n")
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", canaries["argument"]])
+    try:
+        with Witness(canaries, tmp_path, tmp_path) as witness:
+            wait_for(lambda: len(witness.found) == 3, 30)
+        assert witness.found == {"argument": {"arguments of a process"}, "file": {"a"}, "metric": {"metrics"}}
+    finally:
+        sleeper.kill()
+        sleeper.wait(10)
+        endpoint.close()
+
+
+@contextmanager
+def service(folder, temporary, **environ):
+    """``dlrover-rl serve`` with a Ray of its own: its client, and its command line."""
+    environ = {**environment(), "HOME": str(folder), "TMPDIR": str(temporary), **environ}
+    state = folder / ".dlrover-rl/service"
+    with open(folder / "service.log", "w") as log:
+        arguments = ["serve", "--cpus", "6", "--port", "0", "--metrics-port", "0"]
+        process = subprocess.Popen([*CLI, *arguments], cwd=folder, env=environ, stdout=log, stderr=subprocess.STDOUT)
+
+    def call(*words):
+        environ["DLROVER_RL_SERVER"] = (state / "address").read_text().strip()
+        done = subprocess.run([*CLI, *words], cwd=folder, env=environ, capture_output=True, timeout=100, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    try:
+        wait_for((state / "address").exists, 100)
+        address, token = ((state / name).read_text().strip() for name in ("address", "token"))
+        with ServiceClient(address, token, patience_s=0.0) as client:
+            yield client, call
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_neither_tokens_nor_canaries_are_found_around_a_service(tmp_path):
+    """Jobs that are refused because of their secrets, one that is stopped, and one that fails."""
+    canaries = made_canaries(*FIELDS, "cluster", "wrong")
+    refused = job_with(canaries, tmp_path, "badly")
+    with short_folder() as temporary:
+        own = ("token", "auth_token")
+        with Witness(canaries, tmp_path, temporary, tmp_path / ".dlrover-rl", own=own) as witness:
+            with service(tmp_path, temporary, CLUSTER_API_KEY=canaries["cluster"]) as (client, call):
+                canaries["token"] = (tmp_path / ".dlrover-rl/service/token").read_text().strip()
+                canaries["token of Ray"] = (tmp_path / ".ray/auth_token").read_text().strip()
+                assert all(len(canary) > 30 for canary in canaries.values())
+                refuse_all(client, call, tmp_path, refused, canaries["wrong"], witness.look)
+                stop_one_and_fail_one(client, call, tmp_path, witness.look)
+            time.sleep(0.5)
+        witness.look_at_files(tmp_path)
+    held = json.loads((tmp_path / "held").read_text())
+    assert held["CLUSTER_API_KEY"] == canaries["cluster"]
+    files = {"journal.jsonl", "job.yaml", "gcs_server.out", "service.log", "jobs.sqlite"}
+    assert witness.scrapes and files <= witness.seen_files
     assert witness.found == {}
-    os.rmdir(temporary) if not list(temporary.iterdir()) else None
+
+
+def refuse_all(client, call, folder, job, wrong, look):
+    """Submissions with secrets at the right places and at wrong ones, in the file and in overrides: places are named,
+    values are not."""
+    text = yaml.safe_dump(job)
+    (folder / "job-file.yaml").write_text(text)
+    status, output = call("enqueue", "job-file.yaml")
+    look("refusal", output)
+    assert status == 2 and output.count(b"looks like a secret") == len(FIELDS), output
+    for values, overrides in [
+        ({"env": {"API_KEY": int(wrong)}}, []),
+        ({"env": [f"API_KEY={wrong}"]}, []),
+        ({}, [f"env.API_KEY:{wrong}"]),
+        ({}, [f"+env.API_KEY=${{{wrong}"]),
+        ({}, [f"+judge.password={wrong}"]),
+    ]:
+        with pytest.raises(InvalidJob) as refusal:
+            client.submit(yaml.safe_dump({**yaml.safe_load(JOB), **values}), overrides=overrides)
+        look("refusal", str(refusal.value).encode())
+
+
+def stop_one_and_fail_one(client, call, folder, look):
+    job = yaml.safe_load(JOB)
+    job["config"] = {"settings": {"folder": str(folder), "steps": 5, "ends": "badly"}, "secret_settings": {}}
+    client.submit(yaml.safe_dump(job), name="failing")
+    client.submit(job_text(folder / "notes", 10**6), name="stopped")
+    wait_for((folder / "notes").exists, 100)
+    for words in (["stop", "stopped"], ["status", "stopped"], ["list"]):
+        status, output = call(*words)
+        look("output", output)
+        assert status == 0, output
+    phases = [phase_of(client.wait(name, 100)) for name in ("failing", "stopped")]
+    assert phases == [JobPhase.FAILED, JobPhase.STOPPED]
+    look("output", call("explain", "failing")[1])
+    for name in ("failing", "stopped"):
+        look("logs", b"".join(chunk.SerializeToString() for chunk in client.logs(name)))
+    look("events", b"".join(event.SerializeToString() for event in client.watch(follow=False)))
 
 
 @pytest.mark.slow
 def test_a_master_that_comes_back_has_the_secrets_from_its_processes(tmp_path):
     """It is killed, then a member: the new one has the secrets, which no file could give."""
-    job = yaml.safe_load(JOB)
-    job["env"], job["workload"]["actor"]["env"] = {"API_KEY": "canary-1"}, {"MEMBER_TOKEN": "canary-2"}
-    job["config"] = {"folder": str(tmp_path), "steps": 150, "fails": False}
-    job["config"]["judge"] = {"api_key": "canary-3", "password": "canary-4"}
+    job = job_with(made_canaries(*FIELDS), tmp_path, "well")
+    job["config"]["settings"]["steps"] = 150
     (tmp_path / "job-file.yaml").write_text(yaml.safe_dump(job))
     process = subprocess.Popen([*CLI, "run", "job-file.yaml"], cwd=tmp_path, env=environment())
     try:
@@ -139,4 +335,4 @@ def test_a_master_that_comes_back_has_the_secrets_from_its_processes(tmp_path):
     events = [event for _, event in decode(read_lines(journal))]
     assert sum(isinstance(event, MasterStarted) for event in events) == 2
     assert sum(isinstance(event, MemberStarted) for event in events) >= 2
-    assert (tmp_path / "held").read_text().split("\n") == [f"canary-{n}" for n in range(1, 5)]
+    assert json.loads((tmp_path / "held").read_text()) == expected(job)

@@ -254,3 +254,32 @@ def test_whatever_an_override_says_it_is_a_job_or_an_invalid_job(overrides):
         load_job_text(JOB, "x", overrides, search_path=())
     except InvalidJob as error:
         assert error.errors
+
+
+@pytest.mark.parametrize(
+    ("overrides", "places"),
+    [
+        (["+env.API_KEY:canary"], ["+env.API_KEY"]),
+        (["env.API_KEY: c2FuYXJ5canary=="], ["env.API_KEY"]),
+        (["judge.api_key:canary=="], ["judge.api_key"]),
+        (["--api-key", "canary"], ["--api-key", "***"]),
+        (["env.API_KEY", "=", "canary"], ["env.API_KEY", "***"]),
+        (["https://canary@host"], ["https"]),
+        (["lr", "canary"], ["lr", "canary"]),
+    ],
+)
+def test_an_override_that_is_none_does_not_show_a_secret(job_file, overrides, places):
+    assert problems_of(load_job, job_file(), overrides) == [
+        (place, "an override is written key=value") for place in places
+    ]
+
+
+def test_a_secret_override_that_is_no_yaml_is_not_shown(job_file):
+    wrong = ["+judge.api_key=${canary", "+judge.name=${canary"]
+    (hidden, (_, shown)) = problems_of(load_job, job_file(), wrong)
+    assert hidden == ("judge.api_key", "is not valid YAML") and shown != "is not valid YAML"
+
+
+def test_a_secret_override_may_have_spaces_and_any_value(job_file):
+    job = load_job(job_file(), ["+env.API_KEY = a:b=c", "+judge.api_key=d e"])
+    assert job.env["API_KEY"].strip() == "a:b=c" and job.config.judge.api_key == "d e"

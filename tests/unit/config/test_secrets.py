@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which values are secrets, and a job without them."""
 
+import ast
 import pickle
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from dlrover.python.rl.common import redaction
 from dlrover.python.rl.common.redaction import HIDDEN, hide_values, redacted, redacted_bytes
 from dlrover.python.rl.config.layout import job_to_yaml
-from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.config.secrets import hidden_in, is_secret_key, seal, unseal, variables_of
+from dlrover.python.rl.config.load import load_job, load_job_text
+from dlrover.python.rl.config.secrets import hidden_in, is_secret_key, seal, unseal, variables_of, without_secrets
 from dlrover.python.rl.control.events import Cause, CauseKind
+
+ROOT = Path(__file__).parents[3]
 
 JOB = """
 name: job
@@ -71,18 +77,155 @@ def test_variables_of_a_role_have_precedence():
     assert variables_of(secrets) == {"A_KEY": "of all"}
 
 
-@pytest.mark.parametrize(
-    "name", ["api_key", "apikey", "password", "judge_api_key", "hf_token", "token", "client_secret"]
-)
+SECRET_NAMES = [
+    "api_key", "apikey", "password", "passwords", "passwd", "pwd", "judge_api_key", "hf_token", "token",
+    "client_secret", "secrets", "github_token", "huggingface_token", "wandb_token", "openai_key", "ssh_key",
+    "signing_key", "authorization", "Authorization", "cookie", "cookies", "set-cookie", "api-key", "x-api-key",
+    "X-Api-Key", "dbPassword", "openaiApiKey", "OpenAIKey", "APIKey", "api_keys", "apiKeys", "access_tokens",
+    "connection_string", "connectionString", "DSN", "jwt", "api_key_2", "password1", "logger.wandb.key",
+    "api_key.value", "secrets.judge.0",
+]  # fmt: skip
+
+EVERYDAY_NAMES = [
+    "max_tokens", "tokenizer", "pad_token", "key", "author", "token_budget", "keys", "passes", "eos_token_id",
+    "authentic", "keyword", "monkey", "cookies_per_day", "tokens_per_second", "num_tokens", "max_new_tokens",
+    "primary_key", "sort_key", "bos_token", "image_token", "skip_special_tokens", "api_key_env", "public_key",
+    "metrics_tls_key", "loss_per_token", "stop_tokens", "rewards:contains_token", "prompt_key", "reward_fn_key",
+    "image_key", "video_key", "audio_key", "teacher_key", "response_key", "messages_key", "tools_key",
+    "data_source_key", "enable_thinking_key", "reward_model_key", "gdpo_reward_keys", "max_num_batched_tokens",
+    "num_speculative_tokens", "balance_dp_token", "teacher_models.teacher_model1.key", "embed_tokens",
+    "batch_num_tokens", "data.input_key", "data.label_key", "data.image_key", "data.output_key", "chosen_key",
+    "rejected_key", "rollout.max_tokens_per_gpu", "eos_token", "pad_token", "fork_threshold_tokens", "hub_model_id",
+]  # fmt: skip
+"""Of anybody, then those of verl, OpenRLHF and TRL."""
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES)
 def test_keys_that_are_secrets(name):
     assert is_secret_key(name, "x")
 
 
-@pytest.mark.parametrize(
-    "name", ["max_tokens", "tokenizer", "pad_token", "key", "author", "token_budget", "keys", "passes", "eos_token_id"]
-)
+@pytest.mark.parametrize("name", EVERYDAY_NAMES)
 def test_everyday_keys_are_none(name):
     assert not is_secret_key(name, "x")
+
+
+def fields_of(package):
+    """The fields of all dataclasses of a package, as class and name."""
+    trees = [ast.parse(file.read_text()) for file in (ROOT / "dlrover/python/rl" / package).rglob("*.py")]
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [
+        (node.name, field.target.id)
+        for node in classes
+        if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+        for field in node.body
+        if isinstance(field, ast.AnnAssign)
+    ]
+
+
+def test_no_setting_of_the_library_is_a_secret():
+    packages = ("algorithm", "classic", "config", "data", "engine", "environment", "recipe", "script")
+    fields = [field for package in packages for field in fields_of(package)]
+    assert {("JobLayout", "env"), ("RolloutConfig", "max_new_tokens"), ("LogConfig", "trackers")} < {*fields}
+    assert [(owner, name) for owner, name in fields if is_secret_key(name, 1)] == []
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").rglob("*.y*ml")), ids=lambda file: file.parent.name)
+def test_no_setting_of_an_example_is_a_secret(file):
+    assert seal(load_job(file))[1] == {}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "https://canary@host/x",
+        "https://user:canary@host",
+        "postgresql://user:canary@host/db",
+        "https://host/x?a=1&api_key=canary",
+        "https://host/x?key=canary",
+        "Server=host;Password=canary",
+        "-----BEGIN RSA PRIVATE KEY-----\ncanary\n-----END RSA PRIVATE KEY-----",
+    ],
+)
+def test_values_that_are_secrets_under_any_name(value):
+    assert is_secret_key("place", value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "https://host/x@v1",
+        "https://host/x?at=me@home",
+        "https://host?max_tokens=5&sort_key=a",
+        "abfss://container@account/x",
+        "ssh://git@host/x",
+        "https://host",
+        "a token=5",
+        7,
+    ],
+)
+def test_everyday_values_are_none(value):
+    assert not is_secret_key("place", value)
+
+
+TYPED = """
+trainer: {module: m, class: T, device_type: CPU, device_per_node: 2}
+workload: {actor: {module: m, class: A}}
+config:
+  password: 12345678
+  pin: {password: 0.5, token: 00}
+  api_key: {value: canary-1, more: [canary-2, 7654321]}
+  cookie: !!binary Y2FuYXJ5/w==
+  headers: {Authorization: Bearer canary-3, Accept: text}
+  none: {password: null, token: true, secret: ""}
+"""
+
+
+def test_every_value_below_a_secret_key_is_sealed_and_has_its_type_again():
+    job = load_job_text(TYPED, "job")
+    sealed, secrets = seal(job)
+    assert set(secrets) == {
+        *(f"config.{name}" for name in ("password", "pin.password", "pin.token", "cookie", "headers.Authorization")),
+        *(f"config.api_key.{name}" for name in ("value", "more.0", "more.1")),
+    }
+    text = job_to_yaml(job, hide_secrets=True)
+    assert not [word for word in ("canary", "Y2Fu", "12345678", "7654321") if word in text]
+    assert yaml.safe_load(text)["config"]["none"] == {"password": None, "token": True, "secret": ""}
+    again = load_job_text(text, "job")
+    assert sorted(hidden_in(again)) == sorted(hidden_in(sealed)) == sorted(secrets)
+    assert seal(again)[1] == {}
+    for hidden in (sealed, again, pickle.loads(pickle.dumps(sealed))):
+        config = OmegaConf.to_container(unseal(hidden, secrets).config)
+        assert config == OmegaConf.to_container(job.config)
+        assert [type(config["password"]), type(config["pin"]["password"])] == [int, float]
+
+
+def test_a_secret_that_was_exchanged_for_one_of_another_type_is_text():
+    sealed, _ = seal(load_job_text(TYPED, "job"))
+    config = unseal(sealed, {"config.password": "hunter22", "config.api_key.more.1": "0123"}).config
+    assert (config.password, config.api_key.more[1]) == ("hunter22", "0123")
+
+
+def test_a_secret_in_a_typed_or_read_only_config_is_sealed(job):
+    @dataclass
+    class Settings:
+        password: int = 12345678
+
+    config = OmegaConf.structured(Settings)
+    OmegaConf.set_readonly(config, True)
+    sealed, secrets = seal(replace(job, config=config))
+    assert secrets["config.password"] == "12345678" and b"12345678" not in pickle.dumps(sealed.env)
+    assert sealed.config.password.startswith(HIDDEN)
+    assert unseal(sealed, secrets).config.password == 12345678
+
+
+def test_plain_values_without_secrets_are_for_people_to_read(monkeypatch):
+    monkeypatch.setattr(redaction, "_known", ())
+    hide_values(["hunter22"])
+    values = {"judge": {"api_key": 12345678, "urls": ["https://canary@host"]}, "note": "a hunter22", "steps": 3}
+    shown = {"judge": {"api_key": HIDDEN, "urls": [HIDDEN]}, "note": f"a {HIDDEN}", "steps": 3}
+    assert without_secrets(values) == shown
+    assert without_secrets({"MODE": "x", "API_KEY": "y"}, "env") == {"MODE": "x", "API_KEY": HIDDEN}
 
 
 def test_known_values_are_hidden_in_texts_logs_and_causes(monkeypatch):
@@ -92,3 +235,13 @@ def test_known_values_are_hidden_in_texts_logs_and_causes(monkeypatch):
     assert redacted_bytes(b"x hunter22") == b"x ***"
     cause = Cause(CauseKind.USER_ERROR, "trainer", "refused: hunter22", "line\nhunter22\n")
     assert "hunter22" not in f"{cause.message}{cause.detail}" and HIDDEN in cause.detail
+
+
+def test_the_lines_of_a_known_value_and_its_escaped_form_are_hidden_too(monkeypatch):
+    monkeypatch.setattr(redaction, "_known", ())
+    pem = "-----BEGIN PRIVATE KEY-----\n  MIICdgIBADANBgkq\r\nhkiG9w0BAQEFAASC\nx=\n-----END PRIVATE KEY-----\n"
+    hide_values([pem, "hunter22\n"])
+    for line in pem.splitlines():
+        assert redacted(f"[{line.strip()}]") == ("[x=]" if line == "x=" else f"[{HIDDEN}]")
+    assert redacted(f"refused: {pem!r}") == f"refused: '{HIDDEN}'"
+    assert redacted_bytes(b"key: MIICdgIBADANBgkq, hunter22") == b"key: ***, ***"

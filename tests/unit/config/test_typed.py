@@ -137,3 +137,40 @@ def test_a_key_by_two_names_and_what_stands_beside_it_are_problems(read):
     assert problem.what == "is another name of steps, which is given too"
     _, problems = read(Welcoming, {"model": "m", "actor": {"optim": {"lr": 2, "x": 1}}, "optimizer": 5}, "config")
     assert {problem.where for problem in problems} == {"config.actor.optim.x", "config.optimizer"}
+
+
+@dataclass(frozen=True)
+class Judge:
+    api_key: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize("where", ["", "config"])
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        ({"api_key": 12345678}, "input should be a valid string"),
+        ({"api_key": ["canary"]}, "input should be a valid string, got ['***']"),
+        ({"limits": {"password": 0.5}}, "input should be a valid integer, got a number with a fractional part"),
+        ({"limits": {"rows": 0.5}}, "input should be a valid integer, got a number with a fractional part, got 0.5"),
+        ({"limits": ["https://canary@host"]}, "input should be a valid dictionary, got ['***']"),
+    ],
+)
+def test_the_error_of_a_wrong_secret_does_not_show_it(where, given, fault):
+    _, (error,) = parse(Judge, given, where)
+    assert error.what == fault
+
+
+@pytest.mark.parametrize(
+    ("env", "fault"),
+    [
+        ({"API_KEY": 12345678}, "input should be a valid string"),
+        ({"MODE": 3}, "input should be a valid string, got 3"),
+        ("API_KEY=canary", "input should be a valid dictionary"),
+        (["API_KEY=canary"], "input should be a valid dictionary, got ['***']"),
+    ],
+)
+def test_the_error_of_a_wrong_variable_does_not_show_a_secret_one(env, fault):
+    _, (error,) = parse(Judge, {"env": env}, "")
+    assert error.what == fault

@@ -13,11 +13,16 @@ _known: tuple[str, ...] = ()  # the longest first, since one may be a part of an
 
 
 def hide_values(values: Iterable[str]) -> None:
-    """From now on :func:`redacted` hides them, in this process."""
+    """From now on :func:`redacted` hides them, their lines, and what ``repr`` makes of them, in this process."""
     global _known  # noqa: PLW0603 -- what a process must not tell is one set for all of it
     with _lock:
-        fresh = {value for value in values if len(value) >= _SHORTEST and value != HIDDEN}
+        forms = {form for value in values for text in (value, *value.splitlines()) for form in _forms(text)}
+        fresh = {form for form in forms if len(form) >= _SHORTEST and form != HIDDEN}
         _known = tuple(sorted({*_known, *fresh}, key=len, reverse=True))
+
+
+def _forms(text: str) -> tuple[str, ...]:
+    return text, text.strip(), repr(text)[1:-1]
 
 
 def redacted(text: str) -> str:

@@ -2,6 +2,7 @@
 """Job files and dotted overrides."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -14,11 +15,14 @@ from yaml import YAMLError
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import hint, nearest
+from dlrover.python.rl.common.redaction import HIDDEN
 from dlrover.python.rl.config.layout import JOB_KEYS, job_from_mapping
 from dlrover.python.rl.config.limits import check_text
+from dlrover.python.rl.config.secrets import is_secret_at
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import from_plain
 
+_KEY = re.compile(r"([^\s:=]*)\s*(=?)")
 _ALMOST = 0.8
 """Similarity from which a key is taken to mean one of the layout."""
 
@@ -125,13 +129,16 @@ def _apply(data: DictConfig, overrides: Sequence[str]) -> tuple[list[ConfigError
     unlisted: list[ConfigError] = []
     if data.get("config") is None:
         data["config"] = OmegaConf.create({})
+    may_show = True
     for override in overrides:
         key, equals, value = override.partition("=")
         adding, key = key.startswith("+"), key.removeprefix("+").strip()
-        if not equals or not key:
-            errors.append(ConfigError(override, "an override is written key=value"))
+        path, lacking = _path(key), _secret_without_value(override)
+        if not equals or not key or lacking:
+            shown = lacking or (override if may_show else HIDDEN)
+            errors.append(ConfigError(shown, "an override is written key=value"))
+            may_show = may_show and not lacking  # the next word may be its value
             continue
-        path = key if key.split(".")[0] in JOB_KEYS else f"config.{key}"
         try:
             error = None if adding else _find_missing(data, path, key)
             if error is not None and _is_addable(data, path) and not _is_near_layout(data, key):
@@ -141,10 +148,21 @@ def _apply(data: DictConfig, overrides: Sequence[str]) -> tuple[list[ConfigError
                 # Not resolved here: a value may refer to other keys of the file.
                 data.merge_with_dotlist([f"{path}={value}"])
         except (OmegaConfBaseException, YAMLError) as failure:
-            error = ConfigError(key, str(failure).splitlines()[0])
+            what = "is not valid YAML" if is_secret_at(path, value) else str(failure).splitlines()[0]
+            error = ConfigError(key, what)
         if error is not None:
             errors.append(error)
     return errors, unlisted
+
+
+def _path(key: str) -> str:
+    return key if key.split(".")[0] in JOB_KEYS else f"config.{key}"
+
+
+def _secret_without_value(override: str) -> str:
+    """The secret key at the beginning of an override, if no ``=`` follows it; else empty."""
+    key, equals = _KEY.findall(override)[0]
+    return key if not equals and is_secret_at(_path(key.lstrip("+-")), override) else ""
 
 
 def _is_addable(data: DictConfig, path: str) -> bool:

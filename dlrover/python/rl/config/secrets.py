@@ -1,68 +1,140 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which values of a job are secrets, and a job without them: it is what is stored, and what Ray keeps of an actor.
 
-Environment variables are secrets by the words in their names, keys of ``config`` by their whole last words: there
-``max_tokens`` and ``key`` are everyday names. A URL with a password is one anywhere.
+Environment variables are secrets by the words in their names, what is below a key of ``config`` by the key's last
+words, in any spelling: ``apiKey`` is ``api_key``, while ``max_tokens`` and ``key`` are everyday names. URLs with a user
+or a secret parameter, and private keys, are secrets anywhere. None, truth values and empty texts are none.
 """
 
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf, read_write
+from omegaconf import AnyNode, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dlrover.python.rl.common.redaction import HIDDEN
+from dlrover.python.rl.common.redaction import HIDDEN, redacted
 from dlrover.python.rl.config.spec import JobSpec
 
 Secrets = Mapping[str, str]
-"""Where a secret is (``env.API_KEY``, ``workload.actor.env.TOKEN``, ``config.judge.api_key``) to its value."""
+"""Where a secret is (``env.API_KEY``, ``workload.actor.env.TOKEN``, ``config.judge.api_key``) to its value as text."""
 
-_VARIABLE = re.compile("TOKEN|KEY|SECRET|PASS|PWD|AUTH|CREDENTIAL|DSN", re.IGNORECASE)
-_VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+_PLACEHOLDERS: Mapping[type, str] = {
+    str: HIDDEN,
+    int: f"{HIDDEN} (int)",
+    float: f"{HIDDEN} (float)",
+    bytes: f"{HIDDEN} (bytes)",
+}
+_READERS: Mapping[str, Callable[[str], Any]] = {
+    HIDDEN: str,
+    _PLACEHOLDERS[int]: int,
+    _PLACEHOLDERS[float]: float,
+    _PLACEHOLDERS[bytes]: lambda text: text.encode("latin-1"),
+}
+
+_VARIABLE = re.compile("TOKEN|KEY|SECRET|PASS|PWD|AUTH|CREDENTIAL|DSN|COOKIE|CONN.*STR", re.IGNORECASE)
+_VALUE = re.compile(r"https?://[^/?#\s@]+@|://[^/\s:@]*:[^/\s@]+@|-----BEGIN [A-Z ]*PRIVATE KEY-----")
+_PARAMETER = re.compile(r"[?&;]([\w.-]+)=[^&;#\s]")
+_SECRET_PARAMETERS = frozenset({"key", "sig", "signature"})
+
+_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+")
+_OWNERS = (
+    "api|access|auth|bearer|refresh|hub|hf|huggingface|github|gitlab|wandb|openai|anthropic|aws|azure|secret|private"
+    "|ssh|signing|encryption"
+)
+_COLUMNS_AND_MARKS = (
+    "primary|foreign|sort|group|partition|cache|join|index|row|column|field|dict|map|lookup|hash|unique|public|data"
+    "|dataset|source|split|subset|domain|category|metadata|id|uid|name|text|content|context|history|system|role|message"
+    "|messages|tool|tools|thinking|image|images|video|videos|audio|audios|input|output|prompt|completion|response"
+    "|question|problem|answer|solution|target|label|chosen|rejected|score|reward|fn|model|teacher|metric|state|feature"
+    "|pad|eos|bos|unk|sep|cls|mask|special|stop|start|begin|end|first|last|next|new|single|per|each|every|dp|max|min"
+    "|mean|num|think|vision|action|step|good|bad|positive|negative|yes|no|placeholder|separator|newline|prefix|suffix"
+    "|delimiter|trigger|eot|eom|boi|eoi|tls|ssl"
+)
 _KEY = re.compile(
-    r"(^|_)(api_?key|access_?key|secret_?key|private_?key|secret|password|passwd|passphrase|credentials?|dsn"
-    r"|(auth|access|api|bearer|hub|hf)_?token)$|^token$",
-    re.IGNORECASE,
+    r"(?:^|[._])(?:"
+    r"(?:secret|password|passwd|passphrase|pwd|credential|dsn|cookie|authorization|jwt)s?|connection_?str(?:ing)?s?"
+    rf"|(?:{_OWNERS})[._]?(?:key|token)s?"
+    rf"|(?!(?:{_COLUMNS_AND_MARKS})_)[a-z0-9]+_(?:key|token)"
+    r")(?:\.|$)|(?:^|\.)token(?:\.|$)"
 )
 
 
-def is_secret(name: str, value: str) -> bool:
-    """Of an environment variable."""
-    return bool(_VARIABLE.search(name) or _VALUE.search(value))
+def is_secret(name: str, value: object) -> bool:
+    """Of an environment variable; what is in the place of one, without a name, may be any of them."""
+    return not name or name.isdecimal() or bool(_VARIABLE.search(name)) or _is_secret_value(value)
 
 
-def is_secret_key(name: str, value: str) -> bool:
-    """Of a key of ``config``."""
-    return bool(_KEY.search(name) or _VALUE.search(value))
+def is_secret_key(path: str, value: object) -> bool:
+    """Of a key of ``config``, or what is below it: ``judge.api_key``, ``judge.api_key.value``."""
+    return bool(_KEY.search(".".join(map(_normalized, path.split("."))))) or _is_secret_value(value)
+
+
+def is_secret_at(where: str, value: object) -> bool:
+    """Of a value at a place of a job file: ``env.API_KEY``, ``workload.actor.env.TOKEN``, ``config.judge.api_key``."""
+    if type(value) not in _PLACEHOLDERS or value == "":
+        return False
+    section, is_variable, name = f".{where}.".partition(".env.")
+    if is_variable and not f"{section}.".startswith(".config."):
+        return is_secret(name.rstrip("."), value)
+    return is_secret_key(where, value)
+
+
+def _is_secret_value(value: object) -> bool:
+    text = _as_text(value)
+    return bool(_VALUE.search(text)) or any(
+        name.lower() in _SECRET_PARAMETERS or _KEY.search(_normalized(name)) for name in _PARAMETER.findall(text)
+    )
+
+
+@lru_cache(maxsize=1000)
+def _normalized(name: str) -> str:
+    """``api_key`` for ``apiKey``, ``API-Key`` and ``api_key_2``; empty for the reference to a class or function."""
+    return "" if ":" in name else "_".join(filter(None, _BOUNDARY.split(name))).lower().rstrip("_0123456789")
+
+
+def without_secrets(values: Any, where: str = "config") -> Any:
+    """Plain values at a place of a job file for people to read."""
+    if isinstance(values, Mapping):
+        return {key: without_secrets(value, f"{where}.{key}") for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [without_secrets(value, f"{where}.{index}") for index, value in enumerate(values)]
+    if is_secret_at(where, values):
+        return HIDDEN
+    return redacted(values) if type(values) is str else values
 
 
 def seal(job: JobSpec) -> tuple[JobSpec, Secrets]:
-    """The job with ``HIDDEN`` in the place of each secret, and the secrets."""
+    """The job with a placeholder that begins with ``HIDDEN`` in the place of each secret, and the secrets."""
     found: dict[str, str] = {}
 
-    def hide(where: str, value: str) -> str:
-        found[where] = value
-        return HIDDEN
+    def hide(where: str, value: Any) -> str:
+        if _is_hidden(where, value):
+            return str(value)
+        found[where] = _as_text(value)
+        return _PLACEHOLDERS[type(value)]
 
-    return _mapped(job, hide, is_secret, is_secret_key), {at: value for at, value in found.items() if value != HIDDEN}
+    return _mapped(job, hide, is_secret_at), found
 
 
 def unseal(job: JobSpec, secrets: Secrets) -> JobSpec:
-    """Put secrets back where they were; one that is not given stays hidden."""
-    return _mapped(job, lambda where, value: secrets.get(where, value), _is_hidden, _is_hidden)
+    """Put secrets back where they were, with their types; one that is not given stays hidden."""
+    return _mapped(
+        job, lambda where, value: _restored(value, secrets[where]) if where in secrets else value, _is_hidden
+    )
 
 
 def hidden_in(job: JobSpec) -> list[str]:
     """Where ``job`` lacks secrets."""
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
 
-    def note(where: str, value: str) -> str:
+    def note(where: str, value: Any) -> Any:
         return found.setdefault(where, value)
 
-    _mapped(job, note, _is_hidden, _is_hidden)
+    _mapped(job, note, _is_hidden)
     return list(found)
 
 
@@ -72,37 +144,51 @@ def variables_of(secrets: Secrets, role: str = "") -> dict[str, str]:
     return {at.removeprefix(start): value for start in both for at, value in secrets.items() if at.startswith(start)}
 
 
-_Change = Callable[[str, str], str]
-_Test = Callable[[str, str], bool]
+def _as_text(value: object) -> str:
+    return value.decode("latin-1") if isinstance(value, bytes) else str(value)
 
 
-def _is_hidden(name: str, value: str) -> bool:
-    return value == HIDDEN
+def _restored(placeholder: str, text: str) -> Any:
+    """``text`` itself if it is no value of the type that was hidden: secrets are exchanged for others."""
+    try:
+        value = _READERS[placeholder](text)
+    except ValueError:
+        return text
+    return value if _as_text(value) == text else text
 
 
-def _mapped(job: JobSpec, change: _Change, of_variable: _Test, of_key: _Test) -> JobSpec:
+_Change = Callable[[str, Any], Any]
+_Test = Callable[[str, Any], bool]
+
+
+def _is_hidden(where: str, value: object) -> bool:
+    return isinstance(value, str) and value in _READERS
+
+
+def _mapped(job: JobSpec, change: _Change, is_wanted: _Test) -> JobSpec:
     def variables(where: str, env: Mapping[str, str]) -> dict[str, str]:
         return {
-            name: change(f"{where}.{name}", value) if of_variable(name, value) else value for name, value in env.items()
+            name: change(f"{where}.{name}", value) if is_wanted(f"{where}.{name}", value) else value
+            for name, value in env.items()
         }
 
     workloads = {
         role: replace(spec, env=variables(f"workload.{role.lower()}.env", spec.env))
         for role, spec in job.workloads.items()
     }
-    config = _mapped_config(job.config, change, of_variable, of_key)
+    config = _mapped_config(job.config, change, is_wanted)
     return replace(job, env=variables("env", job.env), workloads=workloads, config=config)
 
 
-def _mapped_config(config: Any, change: _Change, of_variable: _Test, of_key: _Test) -> Any:
+def _mapped_config(config: Any, change: _Change, is_wanted: _Test) -> Any:
     """``config`` has the whole job file as its root, to which its references may lead, and which goes where it goes."""
     if not isinstance(config, DictConfig | ListConfig):
         return config
     root = config._get_root()
     found = []
-    for where, path, name, value in _texts(root, "config" if root is config else ""):
-        is_wanted = of_key if where.startswith("config.") else of_variable if ".env." in f".{where}" else None
-        if is_wanted is not None and is_wanted(name, value):
+    for where, path, value in _scalars(root, "config" if root is config else ""):
+        is_kept = where.startswith("config.") or ".env." in f".{where}"
+        if is_kept and is_wanted(where, value):
             found.append((path, change(where, value)))
     if not found:
         return config
@@ -112,30 +198,29 @@ def _mapped_config(config: Any, change: _Change, of_variable: _Test, of_key: _Te
     return changed if root is config else changed[config._key()]
 
 
-def _texts(node: Any, where: str, path: tuple[Any, ...] = (), name: str = "") -> Iterator[tuple[str, Any, str, str]]:
-    """Every text in ``config``: where it is, its path, the key that it is under, and its value."""
+def _scalars(node: Any, where: str, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
+    """Every value in ``config``: where it is, its path, and itself."""
     if node._is_none() or node._is_missing() or node._is_interpolation():
         return
     keys: Iterable[Any] = node if isinstance(node, DictConfig) else range(len(node))
     for key in keys:
         if OmegaConf.is_interpolation(node, key) or OmegaConf.is_missing(node, key):
             continue
-        label = str(key) if isinstance(node, DictConfig) else name
         place = f"{where}.{key}" if where else str(key)
         try:
             value = node[key]
         except OmegaConfBaseException:
             continue
         if isinstance(value, DictConfig | ListConfig):
-            yield from _texts(value, place, (*path, key), label)
-        elif isinstance(value, str):
-            yield place, (*path, key), label, value
+            yield from _scalars(value, place, (*path, key))
+        else:
+            yield place, (*path, key), value
 
 
-def _put(config: Any, path: tuple[Any, ...], value: str) -> None:
+def _put(config: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Whatever the type of the field, and where the config is read-only."""
     *folders, last = path
     node = config
     for key in folders:
         node = node[key]
-    with read_write(config):
-        node[last] = value
+    node._content[last] = AnyNode(value, key=last, parent=node)

@@ -13,6 +13,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import hint, nearest
+from dlrover.python.rl.common.redaction import HIDDEN
+from dlrover.python.rl.config.secrets import without_secrets
 
 T = TypeVar("T")
 
@@ -142,7 +144,8 @@ def _config_error(schema: Any, item: Mapping[str, Any], where: str) -> ConfigErr
         return ConfigError(place, f"unknown key '{path[-1]}'{hint(str(path[-1]), fields)}")
     if item["type"] in ("missing", "missing_argument"):
         return ConfigError(place, "is required")
-    return ConfigError(place, f"{_lower(item['msg'])}, got {item['input']!r}")
+    given = without_secrets(item["input"], place)
+    return ConfigError(place, _lower(item["msg"]) + (f", got {given!r}" if given != HIDDEN else ""))
 
 
 def _path(item: Mapping[str, Any]) -> list[Any]:

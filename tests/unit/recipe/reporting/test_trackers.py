@@ -11,6 +11,7 @@ import pytest
 from example_jobs import EXAMPLES, stage, write_rows
 from recipe_stage import kill_trainer
 
+from dlrover.python.rl.common import redaction
 from dlrover.python.rl.config.typed import parse
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import LogConfig
@@ -111,6 +112,31 @@ def test_names_settings_and_steps_from_one(modules, tmp_path):
     assert (run["name"], run["config"], run["ended"]) == ("job", {"seed": 3}, 1)
     assert run["steps"] == [(1, {"loss": 0.5}), (2, {"loss": 1.0})]
     assert modules["mlflow"].said == ["http://tracking", "sums"]
+
+
+@pytest.mark.feature(136)
+def test_trackers_do_not_get_the_secrets_among_the_settings(modules, tmp_path, monkeypatch):
+    monkeypatch.setattr(redaction, "_known", ())
+    redaction.hide_values(["hunter22"])
+    settings = {
+        "reward": {"options": {"api_key": 12345678, "url": "https://canary@host"}},
+        "log": {"trackers": [{"mine": {"wandb_token": "canary"}}]},
+        "note": "a hunter22",
+        "rollout": {"max_new_tokens": 4},
+    }
+    shown = {
+        "reward": {"options": {"api_key": "***", "url": "***"}},
+        "log": {"trackers": [{"mine": {"wandb_token": "***"}}]},
+        "note": "a ***",
+        "rollout": {"max_new_tokens": 4},
+    }
+    log = log_of(tmp_path / "job", settings, **BOTH)
+    written(log, [1])
+    log.write_summary({})
+    (begun,) = modules["wandb"].begun
+    (run,) = modules["mlflow"].runs.values()
+    assert begun["config"] == run["config"] == shown
+    assert "canary" not in (tmp_path / "job" / "trackers.json").read_text()
 
 
 @pytest.mark.feature(136)

@@ -18,6 +18,7 @@ from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, rep
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError
 from dlrover.python.rl.common.extensions import ExtensionPoint
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.config.secrets import without_secrets
 from dlrover.python.rl.recipe.base.config import LogConfig
 
 _LOG = get_logger(__name__)
@@ -49,7 +50,8 @@ class Tracker(Protocol):
     """
 
     def start(self, config: Mapping[str, Any], run: TrackedRun) -> None:
-        """Open the run, or the same one again; ``config`` is the recipe's configuration, a plain tree."""
+        """Open the run, or the same one again; ``config`` is the recipe's configuration without secrets, a plain
+        tree."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the finite metrics of a step, from 1. A step comes once, also when it is repeated."""
@@ -86,7 +88,7 @@ class Trackers:
     def __init__(
         self, config: LogConfig, folder: Path, settings: Mapping[str, Any], disk_wait: DiskWait = DEFAULT_DISK_WAIT
     ) -> None:
-        self._options, self._settings = config.tracker_options, settings
+        self._options, self._settings = config.tracker_options, without_secrets(settings)
         self._folder, self._disk_wait = folder, disk_wait
         self._open: dict[str, Tracker] | None = None
         self._state: dict[str, Any] = {}
