@@ -4,16 +4,20 @@
 import os
 import socket
 import subprocess
+import sys
+import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import exposed_jobs
 import pytest
-import ray
 from durable_jobs import wait_for
 from service_jobs import job_text
 from test_cli_on_ray import CLI, descendants, environment
 
-from dlrover.python.rl.runtime.ray.cluster import cluster
+from dlrover.python.rl.common.sockets import machine_addresses
+from dlrover.python.rl.runtime.ray.cluster.open_ray import find_risk
+from tests.processes import free_port
 
 pytestmark = pytest.mark.ray
 
@@ -86,6 +90,16 @@ def test_the_sockets_of_a_service_its_ray_and_its_job_are_on_loopback(tmp_path):
         assert (state.stat().st_mode & 0o777, token.stat().st_mode & 0o777) == (0o700, 0o600)
 
 
+def test_the_process_group_and_the_weight_sync_of_a_job_are_on_loopback(tmp_path):
+    (tmp_path / "job.yaml").write_text(exposed_jobs.job_text(tmp_path / "notes"))
+    with started(tmp_path, "run", "job.yaml") as job:
+        wait_for((tmp_path / "notes").exists, 120)
+        addresses = listening([job.pid, *descendants(job.pid)])
+    stores = {f"127.0.0.1:{port}" for port in (tmp_path / "notes").read_text().split()}
+    assert len(stores) == 2 and stores <= addresses
+    assert beyond_loopback(addresses) == set()
+
+
 def test_a_socket_beyond_loopback_would_be_seen():
     with socket.create_server(("0.0.0.0", 0)) as server:
         found = beyond_loopback(listening([os.getpid()]))
@@ -99,16 +113,28 @@ def test_beyond_loopback_without_a_certificate_nothing_starts(tmp_path, host):
     assert "add --tls-cert and --tls-key" in (tmp_path / "said").read_text()
 
 
-class Context:
-    gcs_address = "10.1.2.3:6379"
+@pytest.mark.skipif(not machine_addresses(), reason="this machine has loopback only")
+@pytest.mark.parametrize("mode", ["disabled", "token"])
+def test_a_cluster_beyond_loopback_is_a_risk_unless_it_asks_for_a_token(tmp_path, mode):
+    port = free_port()
+    options = [f"--port={port}", "--num-cpus=0", "--include-dashboard=false", "--disable-usage-stats", "--block"]
+    environ = {**environment(), "RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": "0" * 64}
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, (tmp_path / "said").open("w") as said:
+        command = [Path(sys.executable).with_name("ray"), "start", "--head", f"--temp-dir={folder}", *options]
+        head = subprocess.Popen(command, env=environ, stdout=said, stderr=subprocess.STDOUT)
+        try:
+            gcs = f"{machine_addresses()[0]}:{port}"
+            wait_for(lambda: is_open(gcs), 60)
+            risk = find_risk(f"127.0.0.1:{port}", "")
+            assert risk == find_risk(gcs, "") and ("runs code" in risk) == (mode == "disabled")
+        finally:
+            head.terminate()
+            head.wait(60)
 
 
-def test_a_cluster_beyond_loopback_that_asks_for_no_token_is_a_risk(monkeypatch):
-    monkeypatch.setattr(ray, "get_runtime_context", Context)
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert "whoever reaches its ports runs code" in cluster.risk_of_open_ray()
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    assert cluster.risk_of_open_ray() == ""
-    monkeypatch.setattr(Context, "gcs_address", "127.0.0.1:6379")
-    monkeypatch.delenv("RAY_AUTH_MODE")
-    assert cluster.risk_of_open_ray() == ""
+def is_open(address):
+    with suppress(OSError):
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=10).close()
+        return True
+    return False

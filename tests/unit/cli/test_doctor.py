@@ -36,6 +36,14 @@ def test_a_port_that_is_taken_is_bad():
     assert check_port(port).ok is True
 
 
+def test_further_ports_are_checked_where_they_are_named(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        done = CliRunner().invoke(doctor, ["--folder", str(tmp_path), "--port", "1", "--port", str(port)])
+    assert done.exit_code == 1 and f"BAD  TCP port {port}" in done.output
+    assert all(f"TCP port {number}: " in done.output for number in (8470, 1))
+
+
 def test_little_shared_memory_is_bad(monkeypatch):
     monkeypatch.setattr(health.shutil, "disk_usage", lambda path: usage(64 << 20))
     found = health.check_shared_memory(Path("/dev/shm"))

@@ -5,7 +5,14 @@ import socket
 
 import pytest
 
-from dlrover.python.rl.common.sockets import interface_towards, listening_socket
+from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.common.sockets import (
+    LISTEN_ON_ALL,
+    interface_towards,
+    is_loopback,
+    listening_socket,
+    machine_addresses,
+)
 from dlrover.python.rl.engine.weight_sync.pull import PublishedVersions, WeightServer
 
 
@@ -16,18 +23,42 @@ def test_at_its_own_address_it_listens_there_alone(address):
         socket.create_connection((address, server.getsockname()[1]), timeout=10).close()
 
 
-def test_at_an_address_of_a_gateway_it_listens_at_all_of_the_machines():
-    with listening_socket("192.0.2.1", 4) as server:
+FOREIGN = "198.51.100.1"
+
+
+def test_at_an_address_of_another_machine_it_does_not_listen_at_all():
+    with pytest.raises(InvalidJob, match=f"{FOREIGN}.*{LISTEN_ON_ALL}=1 to listen on all"):
+        listening_socket(FOREIGN, 4)
+
+
+def test_it_listens_on_all_addresses_only_where_it_is_told_to(monkeypatch):
+    monkeypatch.setenv(LISTEN_ON_ALL, "1")
+    with listening_socket(FOREIGN, 4) as server:
         assert server.getsockname()[0] == "0.0.0.0"
 
 
-@pytest.mark.parametrize(("address", "reached"), [("192.0.2.1", "127.0.0.1"), ("::1", "::1")])
-def test_weights_are_handed_out_there_too(address, reached):
-    server = WeightServer(PublishedVersions(), address, timeout_s=10.0)
-    with socket.create_connection((reached, server.tcp_port), timeout=10) as connection:
-        connection.sendall(b"0" * 32)
-        assert connection.recv(1) == b"-"
-    server.close()
+def test_a_port_that_is_taken_is_no_reason_for_another_address():
+    with listening_socket("127.0.0.1", 4) as server, pytest.raises(OSError, match="in use"):
+        listening_socket("127.0.0.1", 4, server.getsockname()[1])
+
+
+def test_weights_are_handed_out_there_too(monkeypatch):
+    with pytest.raises(InvalidJob):
+        WeightServer(PublishedVersions(), FOREIGN, timeout_s=10.0)
+    monkeypatch.setenv(LISTEN_ON_ALL, "1")
+    for address, reached in ((FOREIGN, "127.0.0.1"), ("::1", "::1")):
+        server = WeightServer(PublishedVersions(), address, timeout_s=10.0)
+        with socket.create_connection((reached, server.tcp_port), timeout=10) as connection:
+            connection.sendall(b"0" * 32)
+            assert connection.recv(1) == b"-"
+        server.close()
+
+
+@pytest.mark.skipif(not machine_addresses(), reason="this machine has loopback only")
+def test_addresses_of_the_machine_can_be_listened_at():
+    for address in machine_addresses():
+        with listening_socket(address, 4) as server:
+            assert not is_loopback(server.getsockname()[0])
 
 
 def test_the_interface_towards_a_host_is_the_one_that_packets_leave_by():

@@ -3,14 +3,17 @@
 
 import http.client
 import os
+import shutil
 import socket
+import ssl
+import subprocess
 from contextlib import closing
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from dlrover.python.rl.common.errors import CallError
-from dlrover.python.rl.metrics.endpoint import MetricsEndpoint
+from dlrover.python.rl.metrics.endpoint import MetricsEndpoint, tls_context
 
 TOKEN = "a-token-of-some-length"
 
@@ -26,8 +29,8 @@ def registry():
 def serve(registry):
     opened = []
 
-    def serve(host="127.0.0.1", token=""):
-        opened.append(MetricsEndpoint(registry, host, 0, token))
+    def serve(host="127.0.0.1", token="", tls=None):
+        opened.append(MetricsEndpoint(registry, host, 0, token, tls))
         return opened[-1].address.replace("0.0.0.0", "127.0.0.1")
 
     yield serve
@@ -35,8 +38,14 @@ def serve(registry):
         endpoint.close()
 
 
-def ask(address, method="GET", path="/metrics", **headers):
-    with closing(http.client.HTTPConnection(address, timeout=10)) as connection:
+def ask(address, method="GET", path="/metrics", trusted=None, **headers):
+    """``trusted``: the certificates with which it is asked over HTTPS."""
+    if trusted is None:
+        connection = http.client.HTTPConnection(address, timeout=10)
+    else:
+        context = ssl.create_default_context(cafile=trusted)
+        connection = http.client.HTTPSConnection(address, timeout=10, context=context)
+    with closing(connection):
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
@@ -72,12 +81,47 @@ def test_a_token_is_needed_where_there_is_one(serve):
     assert ask(address, Authorization=f"Bearer {TOKEN}")[0] == 200
 
 
-def test_beyond_loopback_a_token_is_needed(serve, registry):
-    with pytest.raises(CallError, match="beyond loopback"):
-        MetricsEndpoint(registry, "0.0.0.0", 0)
-    address = serve("0.0.0.0", TOKEN)
-    assert ask(address, Host="cluster.example")[0] == 401
-    assert ask(address, Host="cluster.example", Authorization=f"Bearer {TOKEN}")[0] == 200
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A certificate for loopback that is its own CA, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("makes certificates with openssl")
+    folder = tmp_path_factory.mktemp("tls")
+    request = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 30 -keyout own.key -out own.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(["openssl", *request.split(), *subject], cwd=folder, check=True, capture_output=True, timeout=30)
+    return folder / "own.pem", folder / "own.key"
+
+
+def test_beyond_loopback_a_token_and_tls_are_needed(serve, registry, certificate):
+    tls = tls_context(*certificate)
+    for token, context in (("", None), ("", tls), (TOKEN, None)):
+        with pytest.raises(CallError, match=r"beyond loopback.*metrics_tls_cert.*proxy"):
+            MetricsEndpoint(registry, "0.0.0.0", 0, token, context)
+    address = serve("0.0.0.0", TOKEN, tls)
+    assert ask(address, trusted=certificate[0], Host="cluster.example")[0] == 401
+    headers = {"Host": "cluster.example", "Authorization": f"Bearer {TOKEN}"}
+    assert ask(address, trusted=certificate[0], **headers)[0] == 200
+
+
+def test_with_tls_a_token_does_not_travel_in_the_clear(serve, certificate):
+    address = serve(token=TOKEN, tls=tls_context(*certificate))
+    with pytest.raises((ConnectionError, http.client.HTTPException)):
+        ask(address, Authorization=f"Bearer {TOKEN}")
+    assert ask(address, trusted=certificate[0], Authorization=f"Bearer {TOKEN}")[0] == 200
+
+
+def test_a_client_that_does_not_finish_its_handshake_keeps_nobody_waiting(serve, certificate):
+    address = serve(tls=tls_context(*certificate))
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), timeout=10):
+        assert ask(address, trusted=certificate[0])[0] == 200
+
+
+def test_clients_need_a_certificate_where_a_ca_for_them_is_given(serve, certificate):
+    address = serve(tls=tls_context(*certificate, certificate[0]))
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        ask(address, trusted=certificate[0])
 
 
 def test_clients_that_say_nothing_do_not_fill_it(serve):

@@ -2,8 +2,10 @@
 """Recipes under launchers: the processes are real ones, and none outlives its test."""
 
 import json
+import os
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -12,8 +14,9 @@ from click.testing import CliRunner
 from launching import ADD, DEADLINE_S, ROOT, SFT, TWO, launched_rank, run, started, write_desk
 
 from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.common.sockets import machine_addresses
 from dlrover.python.rl.config.load import load_job
-from dlrover.python.rl.recipe.launch import _command, _validate_sharing, describe_job
+from dlrover.python.rl.recipe.launch import _command, _store, _validate_sharing, describe_job
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 from tests.processes import run as run_ranks
 
@@ -310,3 +313,24 @@ def test_the_same_command_goes_on_and_says_so(desk):
         output = child.communicate(timeout=DEADLINE_S)[0]
     assert f"going on after the last committed step in {first}" in output
     assert steps_of(first)[: done + 3] == list(range(1, done + 4))
+
+
+# -- without a launcher's store ---------------------------------------------------------------------------------------
+
+
+def test_processes_that_no_torchrun_has_started_meet_at_the_address_of_rank_0_alone():
+    assert run_ranks(2, meet) == [b"from 1", b"from 0"]
+
+
+def meet(rank, world_size, port):
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    store = _store()
+    for address in machine_addresses():
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((address, port), timeout=10)
+    store.set(str(rank), f"from {rank}".encode())
+    other = store.get(str(1 - rank))
+    store.set(f"{rank} is done", b"")
+    store.get(f"{1 - rank} is done")
+    return other

@@ -3,9 +3,11 @@
 
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import click
 
+from dlrover.python.rl.common.errors import DLRoverRLError
 from dlrover.python.rl.master.main import EXIT_FAILED
 from dlrover.python.rl.runtime.process.health import Check, MachineReport, examine
 
@@ -15,29 +17,51 @@ _MARKS = {True: "ok  ", False: "BAD ", None: "    "}
 @click.command()
 @click.option("--address", help="A running Ray cluster, whose nodes are checked; by default this machine only.")
 @click.option("--folder", default="runs", show_default=True, help="Where runs write: shared by all nodes of a cluster.")
-def doctor(address: str | None, folder: str) -> None:
+@click.option("--server", help="A job service, host:port: whether it answers and knows your token.")
+@click.option(
+    "--port",
+    "ports",
+    multiple=True,
+    type=click.IntRange(1, 65535),
+    help="A TCP port that should be free, of metrics for example; may be repeated. On this machine also 8470.",
+)
+def doctor(address: str | None, folder: str, server: str | None, ports: tuple[int, ...]) -> None:
     """Check a machine or a cluster before a run. Exit code 1 if something would be in the way."""
     if address is None:
-        reports, checks = [examine(folder, (8470,))], list[Check]()
+        reports, checks = [examine(folder, (8470, *ports))], list[Check]()
     else:
-        reports, checks = _of_cluster(address, folder)
+        reports, checks = _of_cluster(address, str(Path(folder).absolute()), ports)
     for report in reports:
         _show(report.host, _versions(report), report.checks)
     if checks:
         _show("all nodes", "", checks)
+    services = [_of_service(server)] if server else []
+    if services:
+        _show("job service", "", services)
     faults = [check for report in reports for check in report.checks if check.ok is False]
-    faults += [check for check in checks if check.ok is False]
+    faults += [check for check in (*checks, *services) if check.ok is False]
     click.echo(f"{len(faults)} to mend" if faults else "nothing to mend")
     if faults:
         sys.exit(EXIT_FAILED)
 
 
-def _of_cluster(address: str, folder: str) -> tuple[list[MachineReport], list[Check]]:
+def _of_cluster(address: str, folder: str, ports: tuple[int, ...]) -> tuple[list[MachineReport], list[Check]]:
     from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
     from dlrover.python.rl.runtime.ray.cluster.health import examine_cluster
 
     with ray_cluster(address, {}):
-        return examine_cluster(folder)
+        return examine_cluster(folder, ports)
+
+
+def _of_service(server: str) -> Check:
+    from dlrover.python.rl.service.remote_jobs import connected  # gRPC takes a moment
+
+    try:
+        with connected(server) as client:
+            count = len(client.list_jobs())
+    except DLRoverRLError as error:
+        return Check(server, False, str(error), "see DLROVER_RL_TOKEN_FILE, DLROVER_RL_TLS_CA, and the service's log")
+    return Check(server, True, f"answers; {count} of its jobs have not ended")
 
 
 def _versions(report: MachineReport) -> str:

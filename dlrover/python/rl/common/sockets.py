@@ -2,12 +2,18 @@
 """Sockets that listen on this machine, and TCP ports that stay free until they are used."""
 
 import encodings.idna  # noqa: F401 - the resolver's codec, which it would import at its first use
+import errno
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
+
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+
+LISTEN_ON_ALL = "DLROVER_RL_LISTEN_ON_ALL"
 
 _SIOCGIFADDR = 0x8915
 
@@ -19,13 +25,31 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def listening_socket(address: str, backlog: int) -> socket.socket:
-    """Listen on a free TCP port of ``address``; on all addresses of the machine where ``address`` is a gateway's."""
-    family, _, _, _, resolved = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+def listening_socket(address: str, backlog: int, port: int = 0) -> socket.socket:
+    """Listen on a TCP port of ``address`` alone, 0: any free one; of all addresses of the machine only if the
+    environment says ``DLROVER_RL_LISTEN_ON_ALL=1``.
+
+    Raises:
+        InvalidJob: ``address`` is not one of this machine, but of a gateway for example.
+        OSError: the port is taken, or the name is unknown.
+    """
+    family, _, _, _, resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    everywhere = os.environ.get(LISTEN_ON_ALL) == "1"
     try:
-        return socket.create_server((str(resolved[0]), 0), family=family, backlog=backlog)
-    except OSError:
-        return socket.create_server(("", 0), family=family, backlog=backlog)
+        return socket.create_server(("" if everywhere else str(resolved[0]), port), family=family, backlog=backlog)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        advice = f"not an address of this machine: name one that is, or set {LISTEN_ON_ALL}=1 to listen on all"
+        raise InvalidJob([ConfigError(address, advice)]) from error
+
+
+def machine_addresses() -> list[str]:
+    """IPv4 addresses of this machine beyond loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        packed = [_address_of(name, probe) for _, name in socket.if_nameindex()]
+    addresses = [socket.inet_ntoa(each) for each in packed if each]
+    return [address for address in addresses if not is_loopback(address)]
 
 
 def interface_towards(host: str) -> str:

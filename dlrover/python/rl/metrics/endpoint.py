@@ -2,13 +2,15 @@
 """``GET /metrics`` over HTTP, for Prometheus: nothing else, and not for browsers.
 
 On loopback it needs no token, since Prometheus has none by default; the check of the ``Host`` header keeps out pages
-whose names were rebound to loopback. Beyond loopback it needs a bearer token.
+whose names were rebound to loopback. Beyond loopback it needs a bearer token and TLS.
 """
 
 import hmac
+import ssl
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -21,15 +23,35 @@ _TIMEOUT_S = 10.0
 _MAX_CLIENTS = 20
 
 
-class MetricsEndpoint:
-    """Serves ``registry`` in a thread until it is closed. Raises CallError beyond loopback without a token, OSError if
-    the address is taken."""
+def tls_context(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
+    """For a server; clients need a certificate of ``client_ca``, where there is one. Raises OSError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    if client_ca is not None:
+        context.load_verify_locations(client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int, token: str = "") -> None:
-        if not token and not is_loopback(host):
-            raise CallError(f"metrics at {host}, which is beyond loopback, need a token")
+
+class MetricsEndpoint:
+    """Serves ``registry`` in a thread until it is closed. Raises CallError beyond loopback without a token or without
+    TLS, OSError if the address is taken."""
+
+    def __init__(
+        self, registry: CollectorRegistry, host: str, port: int, token: str = "", tls: ssl.SSLContext | None = None
+    ) -> None:
+        if not is_loopback(host) and (not token or tls is None):
+            raise CallError(
+                f"metrics at {host}, which is beyond loopback, need a token and TLS: set metrics_token_file,"
+                " metrics_tls_cert and metrics_tls_key (serve: --metrics-token-file, --tls-cert, --tls-key), or keep"
+                " them on loopback, behind a proxy"
+            )
         self._server = _Server((host, port), _handler(registry, token, is_loopback(host)))
+        if tls is not None:
+            # The handshake is at the first read, in the client's own thread and within its time.
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
         self.address = f"{host}:{self._server.server_address[1]}"
+        self.url = f"{'https' if tls is not None else 'http'}://{self.address}/metrics"
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
 

@@ -23,15 +23,16 @@ import click
 import torch.distributed as dist
 
 from dlrover.python.rl.algorithm.registry import complete_options
-from dlrover.python.rl.common.command_line import OverridesCommand
 from dlrover.python.rl.common.errors import ConfigError, DLRoverRLError, InvalidJob, JobConflict, JobFailed
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.config.command_line import OverridesCommand
 from dlrover.python.rl.config.layout import JOB_KEYS, digest
 from dlrover.python.rl.config.load import load_job, search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import list_keys
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info
+from dlrover.python.rl.engine.model.ranks import meet_at_store
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.runtime.process.executor import load_class
 from dlrover.python.rl.runtime.process.inspection import inspect_job
@@ -230,12 +231,14 @@ def _validate_sharing(job: JobSpec, launch: LaunchEnv) -> list[ConfigError]:
 def _store() -> KeyValueStore:
     """The launcher's store, or one at rank 0; the same one for all jobs of these processes."""
     launch = LaunchEnv.from_env(os.environ)
-    torch_store, _, _ = next(
-        dist.rendezvous("env://", launch.rank, launch.world_size, timeout=timedelta(seconds=MEETING_S))
-    )
+    rank, world_size = launch.rank, launch.world_size
+    store: KeyValueStore
     # Engines use separate stores, at rank 0; torch would look for all of them at the launcher's.
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    store: KeyValueStore = torch_store
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=MEETING_S)))
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    else:
+        store = meet_at_store(launch.address, int(os.environ["MASTER_PORT"]), rank, world_size, MEETING_S)
     return store
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.common.sockets import interface_towards
+from dlrover.python.rl.common.sockets import interface_towards, is_loopback, listening_socket
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.api.base import Rendezvous
 
@@ -81,8 +81,43 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 BUCKET_ELEMENTS = 1 << 24
 """Elements of one gradient all-reduce: large enough to hide latency, small enough not to double a model's memory."""
 
+_STORE_BACKLOG = 1024
+
 _LEAVE_TIMEOUT = timedelta(seconds=10)
 """How long a rank whose engine failed waits for rank 0 to fail, too."""
+
+
+def serve_store(address: str, port: int, timeout_s: float, clients: int | None = None) -> Any:
+    """A torch store at ``address`` alone, where torch's own servers listen on all; with ``clients`` it waits for that
+    many, this process included. Raises as :func:`listening_socket` does, or torch's DistError if they are late."""
+    with listening_socket(address, _STORE_BACKLOG, port) as listening:
+        return dist.TCPStore(
+            address,
+            int(listening.getsockname()[1]),
+            clients,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=clients is not None,
+            multi_tenant=True,  # a later group of this process may meet here, too
+            master_listen_fd=listening.detach(),
+        )
+
+
+def meet_at_store(address: str, port: int, rank: int, world_size: int, timeout_s: float) -> Any:
+    """The store of several ranks, at rank 0: returns once all of them have connected."""
+    if rank == 0:
+        return serve_store(address, port, timeout_s, world_size)
+    return dist.TCPStore(address, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def use_interface_towards(address: str) -> None:
+    """Let gloo listen on the interface by which ``address`` is reached, and nccl where that is loopback. Gloo would
+    take the address of this host's name, which other hosts may not reach, and nccl one beyond loopback. Variables that
+    are set already stay."""
+    if interface := interface_towards(address):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if is_loopback(address):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 @dataclass(frozen=True)
@@ -101,6 +136,7 @@ class Ranks:
 
         Raises:
             EngineError: the ranks did not meet in time, or this process belongs to a group of another shape.
+            InvalidJob: the address is not one of rank 0's machine.
         """
         rank, world_size = rendezvous.rank, rendezvous.world_size
         if world_size == 1 and not always:
@@ -112,26 +148,25 @@ class Ranks:
                     f"this process is rank {current[0]} of {current[1]} already, not {rank} of {world_size}"
                 )
             return cls(rank, world_size, timeout_s=rendezvous.timeout_s)
-        address = f"{rendezvous.master_addr}:{rendezvous.master_port}"
-        method = {"store": dist.HashStore()} if world_size == 1 else {"init_method": f"tcp://{address}"}
+        address, port, timeout_s = rendezvous.master_addr, rendezvous.master_port, rendezvous.timeout_s
         on_cuda = torch.device(device).type == "cuda"
         if on_cuda:
             torch.cuda.set_device(resolve_device(device))
-        interface = interface_towards(rendezvous.master_addr)
-        if interface not in ("", "lo"):
-            # Gloo takes the address of this host's name, which may be a loopback one that other hosts do not reach.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        use_interface_towards(address)
         try:
+            store = dist.HashStore() if world_size == 1 else meet_at_store(address, port, rank, world_size, timeout_s)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-                **method,
+                store=store,
                 rank=rank,
                 world_size=world_size,
-                timeout=timedelta(seconds=rendezvous.timeout_s),
+                timeout=timedelta(seconds=timeout_s),
             )
-        except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
-            raise EngineError(f"rank {rank} of {world_size} did not meet the others at {address}: {error}") from error
-        return cls(rank, world_size, owns_group=True, timeout_s=rendezvous.timeout_s)
+        except (RuntimeError, ValueError, OSError) as error:  # torch's DistError is a RuntimeError
+            raise EngineError(
+                f"rank {rank} of {world_size} did not meet the others at {address}:{port}: {error}"
+            ) from error
+        return cls(rank, world_size, owns_group=True, timeout_s=timeout_s)
 
     def set_timeout(self, *groups: Any) -> None:
         """Give other process groups the timeout of the default one; their own default is half an hour."""

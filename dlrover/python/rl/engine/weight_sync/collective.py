@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
-from dlrover.python.rl.engine.model.ranks import resolve_device
+from dlrover.python.rl.engine.model.ranks import resolve_device, serve_store, use_interface_towards
 from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, SenderBase, SyncSettings, Ticket
 from dlrover.python.rl.engine.weight_sync.buckets import Assembly, CrcTally, HostArena, HostBuffer, fill_buckets
 
@@ -56,9 +56,10 @@ class BroadcastTransport(SenderBase):
         self._arena, self._host = HostArena(), HostBuffer()
 
     def _address(self) -> dict[str, Any]:
-        host, timeout = self.settings.address, self._timeout()
+        host = self.settings.address
         if self._server is None:
-            self._server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            use_interface_towards(host)
+            self._server = serve_store(host, 0, self.settings.timeout_s)
         sizes = {"receivers": self.settings.receivers, "bucket": self.settings.bucket}
         return {"host": host, "tcp_port": self._server.port, **sizes}
 
@@ -135,6 +136,7 @@ class BroadcastTransport(SenderBase):
         """A receiver joins once the sender has begun, and waits for the group's name."""
         address, receivers = (ticket.address["host"], ticket.address["tcp_port"]), ticket.address["receivers"]
         if self._client[0] != address:
+            use_interface_towards(address[0])
             self._client = address, dist.TCPStore(*address, is_master=False, timeout=self._timeout())
         client = self._client[1]
         store = dist.PrefixStore(client.get(ticket.id).decode(), client)  # waits: as long as the store's own timeout

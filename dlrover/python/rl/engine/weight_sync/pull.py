@@ -264,7 +264,7 @@ class WeightServer:
 
     def __init__(self, versions: PublishedVersions, address: str, timeout_s: float) -> None:
         self.local_name = f"dlrover-weights-{uuid4().hex}"  # of the abstract Unix socket for processes of this host
-        local, remote = socket.socket(socket.AF_UNIX), listening_socket(address, _BACKLOG)
+        remote, local = listening_socket(address, _BACKLOG), socket.socket(socket.AF_UNIX)
         local.bind(b"\0" + self.local_name.encode())
         local.listen(_BACKLOG)
         self.tcp_port = int(remote.getsockname()[1])

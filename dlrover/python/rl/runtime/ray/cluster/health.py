@@ -2,44 +2,109 @@
 """Checks of a cluster before a run: every node, and what must be alike on all of them."""
 
 import asyncio
+import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
+from uuid import uuid4
 
-from dlrover.python.rl.runtime.process.health import Check, MachineReport, examine
-from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
-from dlrover.python.rl.runtime.ray.cluster.cluster import risk_of_open_ray
+from dlrover.python.rl.runtime.process.health import (
+    Check,
+    MachineReport,
+    accept_one,
+    examine,
+    find_marks,
+    leave_mark,
+    reach,
+    remove_mark,
+)
+from dlrover.python.rl.runtime.ray.cluster.api import ClusterApi, RayClusterApi
+from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow
+from dlrover.python.rl.runtime.ray.cluster.open_ray import risk_of_open_ray
 
 MOST_APART_S = 2.0
 
+_SEE = "see docs/security.md"
+_CONNECT_S = 10.0
+_EPHEMERAL = (32768, 60999)  # where Linux picks ports
 
-def examine_cluster(folder: str) -> tuple[list[MachineReport], list[Check]]:
+
+def examine_cluster(folder: str, ports: Iterable[int] = ()) -> tuple[list[MachineReport], list[Check]]:
     """A report of each node that answers, and checks of all together; on the cluster that this process is connected
     to."""
     cluster = RayClusterApi()
     nodes = [row for row in cluster.list_nodes() if row.alive]
-    answers = asyncio.run(_ask(cluster, [row.node_id for row in nodes], folder))
-    silent = [row.node_id[:8] for row, answer in zip(nodes, answers, strict=True) if answer is None]
+    return asyncio.run(_examine(cluster, nodes, folder, tuple(ports)))
+
+
+async def _examine(
+    cluster: ClusterApi, nodes: Sequence[NodeRow], folder: str, ports: tuple[int, ...]
+) -> tuple[list[MachineReport], list[Check]]:
+    answers = await asyncio.gather(*(_ask(cluster, node.node_id, folder, ports) for node in nodes))
+    silent = [node.node_id[:8] for node, answer in zip(nodes, answers, strict=True) if answer is None]
     reports = [answer for answer in answers if answer is not None]
-    risk = risk_of_open_ray()
+    answering = [node for node, answer in zip(nodes, answers, strict=True) if answer is not None]
+    risk = await asyncio.to_thread(risk_of_open_ray)
     checks = [
         Check("nodes", not silent, f"{len(reports)} of {len(nodes)} answer", f"these do not: {', '.join(silent)}"),
-        Check("Ray's authentication", not risk, risk or "on loopback, or by token", "see docs/security.md"),
+        Check("Ray's authentication", not risk, risk or "nothing beyond loopback answers without a token", _SEE),
         *compare(reports),
     ]
+    if len(answering) > 1:
+        checks.append(await check_shared(cluster, answering, folder))
+        checks.append(await check_connections(cluster, answering))
     return reports, checks
 
 
-async def _ask(cluster: RayClusterApi, nodes: Iterable[str], folder: str) -> list[MachineReport | None]:
-    return await asyncio.gather(*(_ask_one(cluster, node, folder) for node in nodes))
-
-
-async def _ask_one(cluster: RayClusterApi, node: str, folder: str) -> MachineReport | None:
+async def _ask(cluster: ClusterApi, node: str, folder: str, ports: tuple[int, ...]) -> MachineReport | None:
     """With the time there at half of the way, as this clock would have it."""
     began_s = time.time()
-    report: MachineReport | None = await cluster.run_on(node, examine, folder)
+    report: MachineReport | None = await cluster.run_on(node, examine, folder, ports)
     half_s = (time.time() - began_s) / 2
     return None if report is None else replace(report, wall_s=report.wall_s - began_s - half_s)
+
+
+async def check_shared(cluster: ClusterApi, nodes: Sequence[NodeRow], folder: str) -> Check:
+    """A file that each node writes can be read on every other one."""
+    names = [f".doctor-{uuid4().hex}" for _ in nodes]
+
+    async def on_each(function: Callable[..., Any], arguments: Iterable[Any]) -> list[Any]:
+        calls = [
+            cluster.run_on(node.node_id, function, folder, each) for node, each in zip(nodes, arguments, strict=True)
+        ]
+        return await asyncio.gather(*calls)
+
+    try:
+        await on_each(leave_mark, names)
+        found = await on_each(find_marks, [names] * len(nodes))
+    finally:
+        await on_each(remove_mark, names)
+    lacking = [node.host for node, marks in zip(nodes, found, strict=True) if set(marks or ()) != set(names)]
+    if not lacking:
+        return Check(f"shared {folder}", True, "each node reads what the others write")
+    advice = "mount one file system there on all nodes, or name a folder of one: --folder"
+    return Check(f"shared {folder}", False, f"not the files of all nodes are on {', '.join(lacking)}", advice)
+
+
+async def check_connections(cluster: ClusterApi, nodes: Sequence[NodeRow]) -> Check:
+    """Each node reaches any port of the next one, as ranks and weights need it."""
+
+    async def is_open(source: NodeRow, target: NodeRow) -> bool:
+        for _ in range(2):  # at another port: the first may be taken
+            port = random.randrange(*_EPHEMERAL)
+            listening = cluster.run_on(target.node_id, accept_one, target.host, port, _CONNECT_S)
+            reaching = cluster.run_on(source.node_id, reach, target.host, port, _CONNECT_S)
+            if all(await asyncio.gather(listening, reaching)):
+                return True
+        return False
+
+    pairs = list(zip(nodes, [*nodes[1:], nodes[0]], strict=True))
+    found = await asyncio.gather(*(is_open(source, target) for source, target in pairs))
+    closed = [f"{pair[0].host} to {pair[1].host}" for pair, reached in zip(pairs, found, strict=True) if not reached]
+    if not closed:
+        return Check("connections", True, "a node reaches the next at a port that neither has used")
+    return Check("connections", False, f"none from {', '.join(closed)}", "open all ports between the nodes")
 
 
 def compare(reports: list[MachineReport]) -> list[Check]:

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must be so between the nodes of a cluster: each node is a folder of its own, or the same one."""
+
+import asyncio
+import socket
+
+import pytest
+
+from dlrover.python.rl.runtime.process.health import accept_one, leave_mark, reach
+from dlrover.python.rl.runtime.ray.cluster.health import check_connections, check_shared
+from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow
+
+NODES = [NodeRow(f"node{number}", True, f"127.0.0.{number}", 1) for number in (1, 2, 3)]
+
+
+class Nodes:
+    """Runs functions in threads. ``folders``: what the shared folder is on a node, None where nothing can be written;
+    ``deaf`` is a node whose ports a firewall closes."""
+
+    def __init__(self, folders=None, deaf=""):
+        self.folders, self.deaf = folders or {}, deaf
+
+    async def run_on(self, node, function, first, *others):
+        if function is accept_one and node == self.deaf:
+            others = (others[0], 0.2)
+        if function is reach:
+            first = "127.0.0.99" if first == f"127.0.0.{self.deaf[4:]}" else first
+            others = (others[0], 0.2) if first == "127.0.0.99" else others
+        return await asyncio.to_thread(function, str(self.folders.get(node, first)), *others)
+
+
+def shared(folders):
+    return asyncio.run(check_shared(Nodes(folders), NODES, "runs"))
+
+
+def test_a_folder_that_all_nodes_share_is_right_and_left_empty(tmp_path):
+    check = shared({node.node_id: tmp_path for node in NODES})
+    assert check.ok is True and list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_one_node_has_for_itself_is_found(tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    check = shared({"node1": tmp_path, "node2": tmp_path, "node3": own})
+    assert check.ok is False and "127.0.0.3" in check.found and "mount" in check.advice
+    assert list(tmp_path.iterdir()) == [own] and list(own.iterdir()) == []
+
+
+def test_a_folder_that_a_node_cannot_write_is_found(tmp_path):
+    check = shared({"node1": tmp_path, "node2": tmp_path / "nowhere", "node3": tmp_path})
+    assert check.ok is False and "127.0.0.2" in check.found
+
+
+def test_a_node_that_does_not_answer_is_found(tmp_path):
+    nodes = Nodes({node.node_id: tmp_path for node in NODES})
+    answering = nodes.run_on
+
+    async def run_on(node, function, *arguments):
+        return None if node == "node3" else await answering(node, function, *arguments)
+
+    nodes.run_on = run_on
+    assert asyncio.run(check_shared(nodes, NODES, "runs")).ok is False
+
+
+def test_a_mark_is_not_left_where_nothing_can_be_written(tmp_path):
+    assert leave_mark(str(tmp_path), "mark") is True
+    assert leave_mark(str(tmp_path / "nowhere"), "mark") is False
+
+
+def test_nodes_that_reach_each_other_are_right():
+    assert asyncio.run(check_connections(Nodes(), NODES)).ok is True
+
+
+def test_a_node_behind_a_firewall_is_found():
+    check = asyncio.run(check_connections(Nodes(deaf="node2"), NODES))
+    assert check.ok is False and check.found == "none from 127.0.0.1 to 127.0.0.2"
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_only_who_listens_is_reached(listens):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if not listens:
+            server.close()
+        assert reach("127.0.0.1", port, 0.1) is listens
+    assert accept_one("127.0.0.1", port, 0.01) is False
