@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 WITHIN_S = 20.0
@@ -21,14 +22,32 @@ workload:
 """
 
 
-async def serve(folder, port=0, steps=3, step_s=0.01, cpus=16.0, limits=None, is_open=False, tls=None, results=""):
+async def serve(
+    folder,
+    port=0,
+    steps=3,
+    step_s=0.01,
+    cpus=16.0,
+    limits=None,
+    is_open=False,
+    tls=None,
+    results="",
+    failures=10,
+    off=(),
+):
+    """``off``: names of modules, and what takes the place of a guard there."""
+    from dlrover.python.rl.service.access.limits import FailureLimit
+    from dlrover.python.rl.service.access.tls import TlsFiles
     from dlrover.python.rl.service.auth import TokenFile
     from dlrover.python.rl.service.jobs.records import JobPhase, Observed
     from dlrover.python.rl.service.jobs.scheduling import QueueLimits
     from dlrover.python.rl.service.jobs.store import SqliteJobStore
     from dlrover.python.rl.service.manager import JobManager
     from dlrover.python.rl.service.runner import MemoryRunner
-    from dlrover.python.rl.service.server import JobServer, TlsFiles
+    from dlrover.python.rl.service.server import JobServer
+
+    for module, name, value in off:
+        setattr(import_module(f"dlrover.python.rl.service.{module}"), name, value)
 
     class Runner(MemoryRunner):
         def run(self, record, description):
@@ -46,7 +65,7 @@ async def serve(folder, port=0, steps=3, step_s=0.01, cpus=16.0, limits=None, is
     manager = JobManager(SqliteJobStore(state), runner, QueueLimits(**(limits or {})))
     await manager.start()
     files = TlsFiles(*(Path(path) if path else None for path in tls)) if tls else None
-    server = JobServer(manager, None if is_open else TokenFile(state), Path(folder), files)
+    server = JobServer(manager, None if is_open else TokenFile(state), Path(folder), files, FailureLimit(failures))
     print(await server.start(f"127.0.0.1:{port}"), flush=True)  # noqa: T201 -- for who started it
     await ending.wait()
     await server.close(0.1)

@@ -9,25 +9,34 @@ import ast
 import http.client
 import os
 import re
+import ssl
 import subprocess
 import sys
 import time
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
+import omegaconf.omegaconf
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry
 
 from dlrover.python.rl.common import private_files, redaction
 from dlrover.python.rl.common.errors import AccessDenied, CallError, InvalidJob
-from dlrover.python.rl.config import layout, limits, secrets
+from dlrover.python.rl.config import layout, limits, load, secrets, typed
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.metrics import endpoint
 from dlrover.python.rl.runtime.process.result_files import RunFolder
-from dlrover.python.rl.service import auth, server, submissions
+from dlrover.python.rl.runtime.ray.cluster import cluster, open_ray
+from dlrover.python.rl.service import auth, client, command, server, submissions
 from dlrover.python.rl.service.auth import AccessRole, Caller, TokenFile
+from dlrover.python.rl.service.jobs import ledger
+from dlrover.python.rl.service.jobs.ledger import Draft, Ledger, Refused
+from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, StopJob, SubmitJob
+from dlrover.python.rl.service.jobs.scheduling import QueueLimits
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from tests.served import JOB
 
@@ -57,7 +66,33 @@ def submit(root, text=JOB, **fields):
 
 
 def nothing_listens_beyond_loopback_without_a_token(folder):
-    refused(lambda: endpoint.MetricsEndpoint(CollectorRegistry(), "0.0.0.0", 0).close())
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    refused(lambda: endpoint.MetricsEndpoint(CollectorRegistry(), "0.0.0.0", 0, "", tls).close())
+
+
+def a_token_of_scrapers_does_not_travel_in_the_clear(folder):
+    refused(lambda: endpoint.MetricsEndpoint(CollectorRegistry(), "0.0.0.0", 0, CANARY).close())
+
+
+def nothing_listens_beyond_loopback_in_the_clear(folder):
+    refused(lambda: command._tls_options("0.0.0.0", dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca"))))
+
+
+def a_client_does_not_send_its_token_in_the_clear(folder):
+    refused(lambda: client.ServiceClient("10.0.0.1:8470", CANARY).close())
+
+
+def an_open_ray_beyond_loopback_is_not_used(folder):
+    def enter():
+        with command._cluster("10.0.0.1:6379", None, may_be_open=False):
+            """Jobs would run."""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "ray_cluster", lambda *_, **__: nullcontext())
+        patch.setattr(open_ray.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.1:6379"))
+        patch.setattr(open_ray, "_internal_kv_get", anything)
+        patch.setattr(open_ray, "gcs_answers", lambda address: address == "10.0.0.1:6379")
+        refused(enter)
 
 
 def a_page_of_a_browser_is_not_answered(folder):
@@ -101,6 +136,27 @@ def a_job_of_somebody_else_is_not_operated(folder):
     refused(lambda: Caller("me", AccessRole.SUBMIT).check_owner("you"))
 
 
+def a_job_that_has_taken_a_name_meanwhile_is_not_stopped_for_the_one_that_had_it(folder):
+    """Who may stop the old job sends the stop while the new one is being saved."""
+    old = JobRecord("job", "old", "mallory", "t", phase=JobPhase.STOPPED, sequence=1)
+    draft = Draft(Ledger(QueueLimits(), [old], last_event=1), lambda: "new")
+    draft.decide(SubmitJob("job", "ann", "t", JobDescription("text"), "fingerprint"), 0.0)
+    assert isinstance(draft.decide(StopJob("job", "old", "a reason"), 0.0), Refused)
+    assert draft.changed["new"].phase is JobPhase.QUEUED
+
+
+def a_queue_does_not_grow_without_end(folder):
+    draft = Draft(Ledger(QueueLimits(max_queued=2)), map(str, count()).__next__)
+    submissions = [SubmitJob(f"job-{at}", f"user-{at}", "t", JobDescription("text"), "fingerprint") for at in range(3)]
+    assert isinstance([draft.decide(each, 0.0) for each in submissions][-1], Refused)
+
+
+def an_owner_does_not_fill_the_queue(folder):
+    draft = Draft(Ledger(QueueLimits(max_queued_per_owner=2)), map(str, count()).__next__)
+    submissions = [SubmitJob(f"job-{at}", "me", f"t{at}", JobDescription("text"), "fingerprint") for at in range(3)]
+    assert isinstance([draft.decide(each, 0.0) for each in submissions][-1], Refused)
+
+
 def a_reader_does_not_submit(folder):
     refused(lambda: Caller("me", AccessRole.READ).check(server.RIGHTS["Submit"]))
 
@@ -136,6 +192,20 @@ def a_large_submission_is_refused(folder):
     refused(lambda: submit(folder, JOB + "#" * (300 * 1024)))
 
 
+def a_tag_does_not_construct_an_object(folder):
+    with suppress(InvalidJob):
+        load_job_text(f"{JOB}config: {{x: !!python/object/apply:os.mkdir ['{folder}/made']}}\n", "job")
+    assert not (folder / "made").exists()
+
+
+def a_large_file_is_refused(folder):
+    refused(lambda: limits.check_text("#" * 1_000_001, "job.yaml"))
+
+
+def a_file_of_many_values_is_refused(folder):
+    refused(lambda: limits.check_text(f"[{'1,' * 50_000}]", "job.yaml"))
+
+
 def a_nested_file_is_refused(folder):
     refused(lambda: load_job_text(f"{JOB}config: {'{a: ' * 60}1{'}' * 60}", "job"))
 
@@ -156,6 +226,20 @@ def a_resolver_does_not_read_the_environment(folder):
 def a_secret_is_not_in_the_file_of_a_run(folder):
     job = load_job_text(f"{JOB}env: {{API_KEY: {CANARY}}}\nconfig: {{judge: {{api_key: {CANARY}}}}}\n", "job")
     assert CANARY not in job_to_yaml(job, hide_secrets=True)
+
+
+def said_about(text, *overrides):
+    with pytest.raises(InvalidJob) as refusal:
+        load_job_text(JOB + text, "job", overrides)
+    return str(refusal.value)
+
+
+def a_secret_of_a_wrong_type_is_not_shown(folder):
+    assert CANARY not in said_about(f"env: {{API_KEY: [{CANARY}]}}\n")
+
+
+def an_override_without_an_equals_sign_does_not_show_its_secret(folder):
+    assert CANARY not in said_about("", f"env.API_KEY:{CANARY}")
 
 
 def a_secret_is_not_stored_by_the_service(folder):
@@ -221,6 +305,10 @@ submissions_plan = submissions.plan
 
 GUARDS = {
     nothing_listens_beyond_loopback_without_a_token: (endpoint, "is_loopback", lambda host: True),
+    a_token_of_scrapers_does_not_travel_in_the_clear: (endpoint, "is_loopback", lambda host: True),
+    nothing_listens_beyond_loopback_in_the_clear: (command, "is_loopback", lambda host: True),
+    a_client_does_not_send_its_token_in_the_clear: (client, "is_loopback", lambda host: True),
+    an_open_ray_beyond_loopback_is_not_used: (open_ray, "risk_of_open_ray", str),
     a_page_of_a_browser_is_not_answered: (endpoint, "is_loopback", lambda host: True),
     a_method_without_a_right_is_refused: (server, "RIGHTS", {"Delete": auth.Right.READ}),
     a_token_file_that_others_can_read_admits_nobody: (auth, "check_private", Path.stat),
@@ -228,6 +316,9 @@ GUARDS = {
     a_token_is_not_stored: (auth, "_digest", lambda token: token.encode().hex() + token),
     no_file_of_somebody_else_is_written_through_a_link: (private_files, "create_private", write_through),
     a_job_of_somebody_else_is_not_operated: (Caller, "check_owner", anything),
+    a_job_that_has_taken_a_name_meanwhile_is_not_stopped_for_the_one_that_had_it: (ledger, "_check_run", anything),
+    a_queue_does_not_grow_without_end: (Draft, "_check_room", anything),
+    an_owner_does_not_fill_the_queue: (Draft, "_check_room", anything),
     a_reader_does_not_submit: (Caller, "may", lambda self, right: True),
     no_path_leads_out_of_a_folder: [
         (submissions, "check_path", lambda path: tuple(path.split("/"))),
@@ -242,10 +333,18 @@ GUARDS = {
     ],
     a_job_does_not_leave_the_root_of_the_service: (submissions, "_folder", lambda text, root, errors: root),
     a_large_submission_is_refused: (submissions, "MAX_TEXT", 1 << 30),
+    a_tag_does_not_construct_an_object: [
+        (limits, "_faults", of_any_name),
+        (omegaconf.omegaconf, "get_yaml_loader", lambda **_: yaml.UnsafeLoader),
+    ],
+    a_large_file_is_refused: (limits, "MAX_BYTES", 1 << 30),
+    a_file_of_many_values_is_refused: (limits, "MAX_NODES", 1 << 30),
     a_nested_file_is_refused: (limits, "MAX_DEPTH", 1000),
     aliases_do_not_multiply: (limits, "MAX_ALIASES", 1000),
     a_resolver_does_not_read_the_environment: (layout, "validate_resolvers", lambda values: []),
     a_secret_is_not_in_the_file_of_a_run: (secrets, "is_secret_key", lambda name, value: False),
+    a_secret_of_a_wrong_type_is_not_shown: (typed, "without_secrets", lambda values, where: values),
+    an_override_without_an_equals_sign_does_not_show_its_secret: (load, "is_secret_at", lambda where, value: False),
     a_secret_is_not_stored_by_the_service: (submissions, "seal", lambda job: (job, {})),
     a_known_secret_is_not_logged: (redaction, "hide_values", anything),
     a_job_of_the_service_is_not_imported_by_it: (submissions, "plan", importing),

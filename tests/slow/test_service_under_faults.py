@@ -4,19 +4,21 @@
 import random
 import threading
 import time
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import pytest
 
-from dlrover.python.rl.common.errors import JobConflict, ServiceError, UnknownJob
+from dlrover.python.rl.common.errors import CallError, JobConflict, ServiceError, UnknownJob
 from dlrover.python.rl.service.client import ServiceClient, phase_of
 from dlrover.python.rl.service.jobs.records import JobPhase
 from tests.flaky_network import CuttingProxy
-from tests.served import JOB, WITHIN_S, Service
+from tests.served import JOB, WITHIN_S, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 CLIENTS, OPERATIONS, NAMES = 4, 500, 6
+STOP_S = 5.0
 
 
 @dataclass
@@ -50,17 +52,22 @@ class Caller(threading.Thread):
             self.error = error
 
     def operate(self, client, at):
-        name = f"job-{self.random.randrange(NAMES)}"
-        kind = self.random.choice(["submit", "submit", "stop", "get", "get"])
-        told = Told(self.number, kind, name, time.time(), 0.0)
+        name, token = f"job-{self.random.randrange(NAMES)}", f"token-{self.number}-{at}"
+        kind = self.random.choice(["submit", "submit", "submit", "again", "stop", "stop", "get", "get", "get"])
+        if kind == "again":
+            kind = "submit"
+            earlier = [told for told in self.told if told.token]
+            if earlier:
+                before = self.random.choice(earlier)
+                name, token = before.name, before.token
+        told = Told(self.number, kind, name, time.time(), 0.0, token=token if kind == "submit" else "")
         try:
             if kind == "submit":
-                told.token = f"token-{self.number}-{at}"
-                job = client.submit(JOB, name=name, client_token=told.token)
+                job = client.submit(JOB, name=name, client_token=token)
             else:
                 job = client.stop(name) if kind == "stop" else client.get(name)
             told.run, told.revision, told.phase = job.run, job.revision, phase_of(job).value
-        except (JobConflict, UnknownJob) as error:
+        except (JobConflict, UnknownJob, CallError) as error:
             told.refusal = type(error).__name__
         told.ended_s = time.time()
         return told
@@ -87,8 +94,18 @@ class Faults(threading.Thread):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_history_of_each_job_is_linearizable(tmp_path, seed):
-    service = Service(tmp_path, steps=5, step_s=0.02)
-    service.start()
+    with serving(tmp_path, steps=5, step_s=0.02) as service:
+        told = told_under_faults(service, seed)
+        with service.client(patience_s=WITHIN_S) as client:
+            stopping = [job.name for job in client.list_jobs() if phase_of(job) is JobPhase.STOPPING]
+            assert all(phase_of(client.wait(name, STOP_S)).ended for name in stopping), stopping
+            events = list(client.watch(follow=False))
+    check_events(events)
+    check_answers(told, events)
+    check_tokens(told, events)
+
+
+def told_under_faults(service, seed):
     proxy = CuttingProxy(service.port, seed)
     faults = Faults(service, proxy, seed)
     address = f"127.0.0.1:{proxy.port}"
@@ -102,88 +119,183 @@ def test_the_history_of_each_job_is_linearizable(tmp_path, seed):
     faults.join(30)
     proxy.close()
     assert [caller.error for caller in callers] == [None] * CLIENTS
-    told = sorted((each for caller in callers for each in caller.told), key=lambda each: each.ended_s)
+    told = [each for caller in callers for each in caller.told]
     assert len(told) == CLIENTS * OPERATIONS and faults.kills >= 3 and faults.cuts >= 5
-    with service.client(patience_s=WITHIN_S) as client:
-        events = list(client.watch(follow=False))
-    service.stop()
-    check_events(events)
-    check_answers(told, events)
-    check_tokens(told, events)
+    return told
+
+
+# -- the checker: each name is a register, whose values are numbered by the log of events -----------------------------
+
+RANK = {"queued": 0, "starting": 1, "running": 2, "stopping": 3, "finished": 4, "failed": 4, "stopped": 4}
 
 
 def check_events(events):
-    """Without gaps; a name has one job at a time, which ends once."""
+    """Without gaps; a name has one job at a time, which only goes forward and ends once."""
     assert [event.number for event in events] == list(range(1, len(events) + 1))
-    running, ended = {}, set()
+    running, rank = {}, {}
     for event in events:
         if event.kind == "submitted":
             assert event.name not in running, f"{event.name} has two jobs at event {event.number}"
-            running[event.name] = event.run
-        assert running.get(event.name) == event.run and event.run not in ended, event
-        if JobPhase(phase_of_event(event)).ended:
-            ended.add(running.pop(event.name))
-
-
-def phase_of_event(event):
-    return phase_of(event).value
+            assert event.run not in rank, f"{event.run} is submitted twice"
+            running[event.name], rank[event.run] = event.run, 0
+        assert running.get(event.name) == event.run, f"{event.run} has ended, or not begun, at event {event.number}"
+        phase = phase_of(event).value
+        assert RANK[phase] >= rank[event.run], f"{event.run} goes back to {phase} at event {event.number}"
+        rank[event.run] = RANK[phase]
+        if JobPhase(phase).ended:
+            del running[event.name]
 
 
 def check_answers(told, events):
-    """Each answer is a state that the log has, no older than any answer of that name before it was asked; a refusal is
-    true at a moment between question and answer."""
-    by_number = {event.number: event for event in events}
-    spans = spans_of(events)
-    seen = {}  # name to [(when it was told, revision)]
-    for each in told:
-        if each.refusal:
-            is_true = any(
-                begin <= each.ended_s + 1 and each.began_s - 1 <= end for begin, end in spans.get(each.name, ())
-            )
-            if each.refusal == "JobConflict":
-                assert is_true, each
-            else:
-                assert not any(begin < each.began_s - 1 for begin, _ in spans.get(each.name, ())), each
-            continue
-        event = by_number[each.revision]
-        assert (event.run, event.name) == (each.run, each.name), each
-        assert each.phase == phase_of_event(event) or each.phase == "queued", (each, event)
-        earlier = [revision for ended_s, revision in seen.get(each.name, []) if ended_s < each.began_s]
-        if each.kind != "submit":
-            assert each.revision >= max(earlier, default=0), each
-        seen.setdefault(each.name, []).append((each.ended_s, each.revision))
+    """Each answer is a value that the log has, not from the future, and no older than any that was answered before it
+    was asked; a refusal is true at a moment between question and answer."""
+    by_number, spans = {event.number: event for event in events}, spans_of(events)
+    latest = Counter()  # of a name and of a run: the last event that somebody was told of
+    stopped = set()  # runs whose stop was acknowledged
+    questions, answers = [(one.began_s, False, one) for one in told], [(one.ended_s, True, one) for one in told]
+    for _, is_answer, each in sorted(questions + answers, key=lambda point: point[:2]):
+        if is_answer and each.run:
+            for key in (each.name, each.run):
+                latest[key] = max(latest[key], each.revision)
+            if each.kind == "stop":
+                stopped.add(each.run)
+        elif not is_answer and each.run:
+            check_answer(each, by_number[each.revision], latest, each.run in stopped)
+        elif not is_answer:
+            check_refusal(each, events, spans[each.name], latest[each.name])
+
+
+def check_answer(each, event, latest, is_stopped):
+    assert (event.run, event.name, phase_of(event).value) == (each.run, each.name, each.phase), f"another: {each}"
+    assert event.at_s <= each.ended_s, f"from the future: {each}"
+    assert each.revision >= latest[each.run], f"from the past: {each}"
+    if each.kind != "submit":  # a repeated submission is answered with its own job
+        assert each.revision >= latest[each.name], f"from the past: {each}"
+    if is_stopped or each.kind == "stop":
+        assert RANK[each.phase] >= RANK["stopping"], f"was stopped: {each}"
+
+
+def check_refusal(each, events, spans, latest):
+    """``latest`` is the last event of the name that somebody knew of when this was asked."""
+    if each.refusal == "UnknownJob":
+        assert not latest, f"was there: {each}"
+    elif each.refusal == "CallError":  # another job has taken the name meanwhile
+        assert each.kind == "stop" and any(
+            event.kind == "submitted" and event.name == each.name and event.number > latest
+            and event.at_s <= each.ended_s
+            for event in events
+        ), f"no other job: {each}"  # fmt: skip
+    else:
+        assert any(begin <= each.ended_s and each.began_s <= end for begin, end in spans), f"no conflict: {each}"
 
 
 def spans_of(events):
     """Name to the times in which it had a job that had not ended."""
-    begun, spans = {}, {}
+    begun, spans = {}, defaultdict(list)
     for event in events:
         if event.kind == "submitted":
             begun[event.run] = event.at_s
-        if JobPhase(phase_of_event(event)).ended:
-            spans.setdefault(event.name, []).append((begun.pop(event.run), event.at_s))
+        if phase_of(event).ended:
+            spans[event.name].append((begun.pop(event.run), event.at_s))
     for event in events:
         if event.run in begun:
-            spans.setdefault(event.name, []).append((begun.pop(event.run), float("inf")))
+            spans[event.name].append((begun.pop(event.run), float("inf")))
     return spans
 
 
 def check_tokens(told, events):
-    """One job for each token that was answered with one, and none twice."""
-    runs = {each.token: each.run for each in told if each.token and each.run}
+    """A token has one job, which is that of no other token; each job has a token that was answered with it."""
+    runs = defaultdict(set)
+    for each in told:
+        if each.token and each.run:
+            runs[each.token].add(each.run)
+    assert all(len(own) == 1 for own in runs.values()), "a token has two jobs"
     submitted = [event.run for event in events if event.kind == "submitted"]
-    assert len(set(runs.values())) == len(runs) and len(set(submitted)) == len(submitted)
-    assert set(runs.values()) == set(submitted), "a job that nobody was told of, or the reverse"
+    assert sorted(run for own in runs.values() for run in own) == sorted(submitted), "a job has no token, or two"
 
 
-def test_without_the_check_of_tokens_a_repeated_submission_would_be_seen(tmp_path):
-    """The checks above can fail: a log with two jobs of one name at once, and an answer from the past."""
+# -- each rule of the checker can fail --------------------------------------------------------------------------------
+
+LOG = [
+    (1, "a", "x", "queued"), (2, "a", "x", "running"), (3, "a", "x", "stopping"), (4, "a", "x", "stopped"),
+    (5, "a", "y", "queued"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("log", "why"),
+    [
+        ([(1, "a", "x", "queued"), (2, "a", "y", "queued")], "has two jobs"),
+        ([(1, "a", "x", "queued"), (2, "a", "x", "running"), (3, "a", "x", "starting")], "goes back"),
+        ([(1, "a", "x", "queued"), (2, "a", "x", "stopping"), (3, "a", "x", "running")], "goes back"),
+        ([(1, "a", "x", "queued"), (2, "a", "x", "stopped"), (3, "a", "x", "running")], "has ended"),
+        ([(1, "a", "x", "queued"), (2, "a", "x", "stopped"), (3, "a", "x", "queued")], "submitted twice"),
+        ([(1, "a", "x", "queued"), (3, "a", "x", "running")], "assert"),
+    ],
+)
+def test_a_wrong_log_is_found(log, why):
+    check_events([event_of(*row) for row in LOG])
+    with pytest.raises(AssertionError, match=why):
+        check_events([event_of(*row) for row in log])
+
+
+def answer(kind, began_s, ended_s, run, revision, phase, token=""):
+    return Told(0, kind, "a", began_s, ended_s, run, revision, phase, token=token)
+
+
+def refusal(kind, began_s, ended_s, refusal):
+    return Told(0, kind, "a", began_s, ended_s, refusal=refusal)
+
+
+RIGHT = [
+    refusal("get", 0.5, 1.2, "UnknownJob"),
+    answer("submit", 0.9, 1.5, "x", 1, "queued", "t1"),
+    refusal("submit", 2.0, 2.5, "JobConflict"),
+    answer("stop", 2.9, 3.5, "x", 3, "stopping"),
+    answer("get", 3.6, 4.2, "x", 3, "stopping"),
+    refusal("stop", 4.5, 5.5, "CallError"),
+    answer("submit", 4.9, 5.2, "y", 5, "queued", "t2"),
+    answer("submit", 6.0, 6.1, "x", 4, "stopped", "t1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (answer("get", 3.0, 3.1, "x", 2, "queued"), "another"),
+        (answer("get", 1.6, 1.9, "x", 2, "running"), "from the future"),
+        (answer("get", 4.3, 4.4, "x", 2, "running"), "from the past"),
+        (answer("get", 6.0, 6.1, "x", 4, "stopped"), "from the past"),
+        (answer("submit", 4.3, 4.4, "x", 2, "running", "t1"), "from the past"),
+        (answer("stop", 2.1, 2.2, "x", 2, "running"), "was stopped"),
+        (refusal("get", 1.6, 1.7, "UnknownJob"), "was there"),
+        (refusal("submit", 4.1, 4.9, "JobConflict"), "no conflict"),
+        (refusal("stop", 6.0, 6.1, "CallError"), "no other job"),
+        (refusal("submit", 4.5, 5.5, "CallError"), "no other job"),
+    ],
+)
+def test_a_wrong_answer_is_found(wrong, why):
+    events = [event_of(*row) for row in LOG]
+    check_answers(RIGHT, events)
+    with pytest.raises(AssertionError, match=why):
+        check_answers([*RIGHT, wrong], events)
+
+
+def test_a_stop_that_takes_no_effect_is_found():
+    """Also where the log agrees with it."""
+    events = [event_of(*row) for row in [*LOG[:3], (4, "a", "x", "running")]]
+    with pytest.raises(AssertionError, match="was stopped"):
+        check_answers([*RIGHT[1:4], answer("get", 4.1, 4.2, "x", 4, "running")], events)
+
+
+def test_a_second_job_of_a_token_is_found():
+    events = [event_of(*row) for row in LOG]
+    check_tokens(RIGHT, events)
     with pytest.raises(AssertionError, match="has two jobs"):
-        check_events([event_of(1, "a", "x"), event_of(2, "a", "y")])
-    events = [event_of(1, "a", "x"), event_of(2, "a", "x", "running")]
-    late = [Told(0, "get", "a", 1, 2, "x", 2, "running"), Told(1, "get", "a", 3, 4, "x", 1, "queued")]
-    with pytest.raises(AssertionError):
-        check_answers(late, events)
+        check_tokens([*RIGHT, answer("submit", 7, 8, "y", 5, "queued", "t1")], events)
+    for told in (RIGHT[:6], [*RIGHT, answer("submit", 7, 8, "y", 5, "queued", "t3")]):
+        with pytest.raises(AssertionError, match="no token, or two"):
+            check_tokens(told, events)
 
 
 def event_of(number, name, run, phase="queued"):

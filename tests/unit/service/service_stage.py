@@ -35,8 +35,8 @@ def submission(name="job", token=None, **values):
     return SubmitJob(name=name, client_token=token or f"token-{name}", description=JobDescription("text"), **values)
 
 
-def stopping(name="job", hard=False):
-    return StopJob(name, "asked to", hard)
+def stopping(manager, name="job", hard=False):
+    return StopJob(name, manager.get(name).run, "asked to", hard)
 
 
 @asynccontextmanager

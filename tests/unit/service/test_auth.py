@@ -3,12 +3,13 @@
 
 import ast
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from dlrover.python.rl.common.errors import AccessDenied, CallError
-from dlrover.python.rl.common.private_files import read_token
+from dlrover.python.rl.common.private_files import create_private, read_token
 from dlrover.python.rl.service import auth
 from dlrover.python.rl.service.auth import AccessRole, Right, TokenFile, add_token, prepare, remove_tokens
 
@@ -127,3 +128,44 @@ def test_no_comparison_of_secrets_takes_a_time_that_depends_on_them():
             names = {part.id if isinstance(part, ast.Name) else part.attr for part in ast.walk(node)
                      if isinstance(part, ast.Name | ast.Attribute)}  # fmt: skip
             assert not names & secret or names <= {"len", "token", "_MAX_TOKEN"}, ast.unparse(node)
+
+
+# -- several writers, and a crash -------------------------------------------------------------------------------------
+
+
+def test_of_tokens_that_are_added_and_removed_at_once_none_is_lost_and_none_comes_back(folder):
+    def add_and_remove(number):
+        for round_ in range(5):
+            add_token(folder, f"kept-{number}-{round_}", AccessRole.READ, folder / f"kept-{number}-{round_}")
+            add_token(folder, f"gone-{number}-{round_}", AccessRole.READ, folder / f"gone-{number}-{round_}")
+            remove_tokens(folder, f"gone-{number}-{round_}")
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(add_and_remove, range(8)))
+    names = {name for name, _ in TokenFile(folder).entries()}
+    assert names == {"admin", *(f"kept-{number}-{round_}" for number in range(8) for round_ in range(5))}
+
+
+def test_two_first_starts_at_once_make_one_token(tmp_path):
+    with ThreadPoolExecutor(8) as threads:
+        paths = set(threads.map(lambda _: prepare(tmp_path / "state"), range(8)))
+    (path,) = paths
+    assert TokenFile(tmp_path / "state").caller(read_token(path)).role is AccessRole.ADMIN
+    assert len(TokenFile(tmp_path / "state").entries()) == 1
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_first_start_that_was_killed_between_its_files_is_done_again(tmp_path, monkeypatch, written):
+    class Killed(BaseException):
+        """Ends the process wherever it is."""
+
+    def killed(path, text):
+        if len(list((tmp_path / "state").iterdir())) == written:
+            raise Killed
+        create_private(path, text)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(auth, "create_private", killed)
+        prepare(tmp_path / "state")
+    token = read_token(prepare(tmp_path / "state"))
+    assert TokenFile(tmp_path / "state").caller(token).role is AccessRole.ADMIN

@@ -3,6 +3,7 @@
 
 import asyncio
 import sqlite3
+import time
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,8 @@ from dlrover.python.rl.common.errors import (
     ServiceUnavailable,
     UnknownJob,
 )
-from dlrover.python.rl.service.jobs.records import JobPhase, Observed
+from dlrover.python.rl.service.jobs.ledger import Draft, Ledger
+from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, Observed, StopJob
 from dlrover.python.rl.service.jobs.scheduling import QueueLimits
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.runner import MemoryRunner
@@ -110,7 +112,7 @@ def test_a_queued_job_says_why_it_waits_and_is_stopped_at_once(tmp_path):
             await manager.submit(submission("three"))
             assert manager.get("two").reason == "the cluster is full: 1 cpu needed, 0 there"
             assert [record.reason for record in manager.list_jobs()][0] == "behind 'two' in the queue"
-            assert (await manager.stop(stopping("two"))).phase is JobPhase.STOPPED
+            assert (await manager.stop(stopping(manager, "two"))).phase is JobPhase.STOPPED
             assert manager.get("three").reason == "the cluster is full: 1 cpu needed, 0 there"
 
     run(body())
@@ -147,10 +149,10 @@ def test_a_stop_is_repeated_harder_and_an_ended_job_stays_as_it_is(tmp_path):
         async with serving(tmp_path, MemoryRunner(step_s=60)) as manager:
             await manager.submit(submission())
             await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
-            assert (await manager.stop(stopping())).phase is JobPhase.STOPPING
+            assert (await manager.stop(stopping(manager))).phase is JobPhase.STOPPING
             ended = await manager.wait("job", WITHIN_S)
             assert (ended.phase, ended.reason) == (JobPhase.STOPPED, "stopped")
-            again = await manager.stop(stopping(hard=True))
+            again = await manager.stop(stopping(manager, hard=True))
             assert again == ended
 
     run(body())
@@ -169,9 +171,9 @@ def test_a_hard_stop_reaches_the_runner_after_a_graceful_one(tmp_path):
         runner = Deaf()
         async with serving(tmp_path, runner) as manager:
             await manager.submit(submission())
-            await manager.stop(stopping())
-            await manager.stop(stopping())
-            await manager.stop(stopping(hard=True))
+            await manager.stop(stopping(manager))
+            await manager.stop(stopping(manager))
+            await manager.stop(stopping(manager, hard=True))
             assert (await manager.wait("job", WITHIN_S)).phase is JobPhase.STOPPED
             assert runner.stops == (False, True)
 
@@ -182,7 +184,7 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path):
     async def body():
         async with serving(tmp_path, StillRunner()) as manager:
             await manager.submit(submission("train-7b"))
-            for ask in (lambda: manager.get("train-7"), lambda: manager.stop(stopping("train-7"))):
+            for ask in (lambda: manager.get("train-7"), lambda: manager.stop(StopJob("train-7", "", "asked to"))):
                 with pytest.raises(UnknownJob, match="no job named 'train-7': did you mean 'train-7b'"):
                     answer = ask()
                     await answer
@@ -202,7 +204,7 @@ def test_a_role_is_resized_while_the_job_runs(tmp_path):
                 await manager.resize("job", "ROLOUT", 3)
             with pytest.raises(InvalidJob, match="0 is not between 1 and"):
                 await manager.resize("job", "ROLLOUT", 0)
-            await manager.stop(stopping())
+            await manager.stop(stopping(manager))
             await manager.wait("job", WITHIN_S)
             with pytest.raises(CallError, match="'job' is stopped: only a running job can be resized"):
                 await manager.resize("job", "ROLLOUT", 2)
@@ -225,7 +227,7 @@ def test_a_role_that_grew_takes_its_share_of_the_cluster_for_as_long_as_the_job_
             assert "the cluster is full" in manager.get("third").reason
             assert (await manager.resize("first", "ROLLOUT", 2)).resources == {"cpu": 3.0}  # its place is kept
             assert (await manager.resize("first", "ROLLOUT", 3)).resources == {"cpu": 3.0}
-            await manager.stop(stopping("first"))
+            await manager.stop(stopping(manager, "first"))
             await until(lambda: manager.get("third").phase is JobPhase.RUNNING)
 
     run(body())
@@ -354,6 +356,98 @@ def test_a_watcher_of_one_job_is_not_woken_into_a_spin_by_others(tmp_path):
     run(body())
 
 
+# -- a stop in each state ---------------------------------------------------------------------------------------------
+
+STOPPED_WITHIN_S = 5.0
+
+
+class SlowRunner(StillRunner):
+    """Jobs that have not begun to run when they are asked to end, and end in good order a while later."""
+
+    def run(self, record, description):
+        self.begun.append(record.run)
+
+    def stop(self, record):
+        asyncio.get_running_loop().call_later(0.1, self.report, record, JobPhase.STOPPED)
+
+
+async def queued(manager):
+    await manager.submit(submission("first"))
+    await manager.submit(submission())
+    assert manager.get("job").phase is JobPhase.QUEUED
+
+
+async def starting(manager):
+    await manager.submit(submission())
+    await until(lambda: manager.get("job").phase is JobPhase.STARTING)
+
+
+async def running(manager):
+    await starting(manager)
+    manager._runner.report(manager.get("job"), step=3)
+    await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
+
+
+async def restarting(manager):
+    await running(manager)
+    manager._runner.report(manager.get("job"), restarts=1, activity="restarting")
+    await until(lambda: manager.get("job").restarts == 1)
+
+
+async def going_on_from_its_last_commit(manager):
+    await restarting(manager)
+    manager._runner.report(manager.get("job"), JobPhase.STARTING, activity="going on from the last commit")
+    await until(lambda: manager.get("job").phase is JobPhase.STARTING)
+
+
+async def ending(manager):
+    await running(manager)
+    assert (await manager.stop(stopping(manager))).phase is JobPhase.STOPPING
+
+
+STATES = [queued, starting, running, restarting, going_on_from_its_last_commit, ending]
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("restarted", [False, True], ids=["", "of_a_service_that_was_restarted"])
+def test_a_job_is_stopped_within_five_seconds_from_any_state(tmp_path, state, hard, restarted):
+    async def body():
+        async with serving(tmp_path, SlowRunner(cpus=1)) as manager:
+            await state(manager)
+            if not restarted:
+                await stopped_in_time(manager)
+        if restarted:
+            async with serving(tmp_path, MemoryRunner(step_s=60, cpus=1)) as manager:
+                await stopped_in_time(manager)
+
+    async def stopped_in_time(manager):
+        began_s = time.monotonic()
+        answer = await manager.stop(stopping(manager, hard=hard))
+        assert answer.phase is (JobPhase.STOPPED if state is queued else JobPhase.STOPPING)
+        assert (await manager.wait("job", STOPPED_WITHIN_S)).phase is JobPhase.STOPPED
+        assert time.monotonic() - began_s < STOPPED_WITHIN_S
+
+    run(body())
+
+
+def test_a_stop_does_not_reach_the_next_job_of_a_name(tmp_path):
+    async def body():
+        async with serving(tmp_path, StillRunner()) as manager:
+            old = await manager.submit(submission(owner="mallory"))
+            manager._runner.report(old, JobPhase.FINISHED)
+            await manager.wait("job", WITHIN_S)
+            stop = stopping(manager)  # as it was checked
+            new, refused = await asyncio.gather(
+                manager.submit(submission(token="another", owner="ann")), manager.stop(stop), return_exceptions=True
+            )
+            assert isinstance(refused, CallError) and "a new job has taken the name 'job'" in str(refused)
+            await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
+            assert manager.get("job").run == new.run
+
+    run(body())
+
+
 # -- the store --------------------------------------------------------------------------------------------------------
 
 
@@ -411,3 +505,24 @@ def test_numbers_that_json_does_not_have_are_read_back(tmp_path):
             assert set(event.metrics) == {"loss", "reward"}
 
     run(body())
+
+
+def test_a_new_run_does_not_get_the_id_of_another():
+    ids = iter(["r1", "r1", "r1", "r2", "r2", "old", "r3"])
+    ledger = Ledger(QueueLimits(), [JobRecord("older", "old", "ann", "t", phase=JobPhase.FINISHED, sequence=1)], 1)
+    draft = Draft(ledger, ids.__next__)
+    runs = [draft.decide(submission(name), 0.0).run for name in ("one", "two", "three")]
+    assert runs == ["r1", "r2", "r3"] and set(draft.descriptions) == set(runs)
+
+
+def test_a_new_run_with_the_id_of_a_saved_one_is_not_saved(tmp_path):
+    store = SqliteJobStore(tmp_path)
+    first, second = (JobRecord(name, "r1", "ann", "t", sequence=at) for at, name in enumerate(("first", "second"), 1))
+    store.write([first], [], {"r1": JobDescription("text of the first")}, ())
+    with pytest.raises(ServiceUnavailable, match="nothing was changed"):
+        store.write([second], [], {"r1": JobDescription("text of the second")}, ())
+    assert [record.name for record in store.load()[0]] == ["first"]
+    assert store.description("r1").text == "text of the first"
+    store.write([replace(first, step=3)], [], {}, ())
+    assert [record.step for record in store.load()[0]] == [3]
+    store.close()

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The service over gRPC on loopback, in a process of its own, with jobs in memory."""
 
+import asyncio
 import io
 import shutil
 import subprocess
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
+from string import ascii_lowercase, digits
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -21,12 +24,15 @@ from dlrover.python.rl.common.errors import (
     ServiceUnavailable,
     UnknownJob,
 )
-from dlrover.python.rl.service.auth import AccessRole
+from dlrover.python.rl.service.auth import AccessRole, Caller
 from dlrover.python.rl.service.client import ClientTls, ServiceClient, has_ended, phase_of
-from dlrover.python.rl.service.jobs.records import JobPhase
+from dlrover.python.rl.service.jobs.records import JobPhase, JobRecord
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.service.server import MAX_MESSAGE, RIGHTS, SERVICE, JobServer
-from tests.served import JOB, WITHIN_S, Service, serving
+from dlrover.python.rl.service.submissions import check_process, check_submission
+from dlrover.python.rl.service.verbs import _target
+from tests.hostile_paths import PATHS
+from tests.served import JOB, WITHIN_S, Service, serving, until
 
 
 @pytest.fixture
@@ -163,7 +169,7 @@ def call(channel, method, metadata, request=None):
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("shared"), **ENDLESS) as running:
+    with serving(tmp_path_factory.mktemp("shared"), **ENDLESS, failures=1000) as running:
         yield running
 
 
@@ -243,9 +249,10 @@ def test_health_needs_no_token_and_reflection_does(shared):
         assert health.Check(asked, timeout=WITHIN_S).status == health_pb2.HealthCheckResponse.SERVING
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
-        with pytest.raises(grpc.RpcError) as refused:
-            next(stub.ServerReflectionInfo(iter([request]), timeout=WITHIN_S))
-        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        for ask in (lambda: stub.ServerReflectionInfo(iter([request]), timeout=WITHIN_S), lambda: health.Watch(asked)):
+            with pytest.raises(grpc.RpcError) as refused:
+                next(ask())
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         metadata = [("authorization", f"Bearer {shared.token}")]
         answer = next(stub.ServerReflectionInfo(iter([request]), metadata=metadata, timeout=WITHIN_S))
         assert SERVICE.full_name in [row.name for row in answer.list_services_response.service]
@@ -261,14 +268,132 @@ def test_a_token_that_is_removed_loses_access_at_once(tmp_path):
             client.list_jobs()
 
 
+def test_a_job_that_takes_a_name_meanwhile_is_not_stopped_with_the_right_to_stop_the_one_before():
+    """The new job is saved between the check of the old one's owner and the decision."""
+    old, asked = JobRecord("job", "old", "mallory", "t", phase=JobPhase.STOPPED), []
+
+    async def stop(operation):
+        asked.append(operation.run)
+        return old
+
+    server = JobServer.__new__(JobServer)
+    server._manager = SimpleNamespace(get=lambda name: old, stop=stop)
+    asyncio.run(server._stop(wire.StopRequest(name="job"), Caller("mallory", AccessRole.SUBMIT)))
+    assert asked == ["old"]
+
+
 # -- limits -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_message_that_is_too_large_is_refused(shared):
-    request = wire.SubmitRequest(client_token="t", job_file="x" * (MAX_MESSAGE + 1))
+def bearer(token):
+    return [("authorization", f"Bearer {token}")]
+
+
+def too_large_a_message(service):
+    with grpc.insecure_channel(service.address) as channel:
+        request = wire.SubmitRequest(client_token="t", job_file="x" * (MAX_MESSAGE + 1))
+        return call(channel, "Submit", bearer(service.token), request)
+
+
+def many_bad_tokens(service):
+    with grpc.insecure_channel(service.address) as channel:
+        return [call(channel, "List", bearer("x" * 43)) for _ in range(30)][-1]
+
+
+def one_stream_too_many(service):
+    """The last of those that one caller opens; others, and its short calls, are answered all the same."""
+    other = service.token_of("other", AccessRole.READ)
+    with service.client() as client, grpc.insecure_channel(service.address) as channel:
+        client.submit(JOB, name="job")
+        watch = channel.unary_stream(f"/{SERVICE.full_name}/Watch", wire.WatchRequest.SerializeToString)
+        request = wire.WatchRequest(follow=True)
+        streams = [watch(request, metadata=bearer(service.token)) for _ in range(400)]
+        for stream in streams:
+            next(stream)
+        client.list_jobs()
+        assert call(channel, "Watch", bearer(other), request) is grpc.StatusCode.OK
+        code = call(channel, "Watch", bearer(service.token), request)
+        wait = call(channel, "Wait", bearer(service.token), wire.WaitRequest(name="job"))
+        for stream in streams:
+            stream.cancel()
+        until(lambda: call(channel, "Watch", bearer(service.token), request) is grpc.StatusCode.OK)
+        return code if code is wait else None
+
+
+@pytest.mark.parametrize(
+    ("code", "off"),
+    [
+        (too_large_a_message, {"off": [("server", "_OPTIONS", [("grpc.max_receive_message_length", -1)])]}),
+        (many_bad_tokens, {"failures": 10**9}),
+        (one_stream_too_many, {"off": [("access.gate", "_MAX_LONG", 10**9)]}),
+    ],
+    ids=["message", "tokens", "streams"],
+)
+def test_a_limit_holds_and_is_what_refuses(tmp_path, code, off):
+    with serving(tmp_path / "on") as service:
+        assert code(service) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    with serving(tmp_path / "off", **off) as service:
+        assert code(service) is not grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_valid_token_is_admitted_from_an_address_that_fails_too_often(tmp_path):
+    with serving(tmp_path) as service:
+        assert many_bad_tokens(service) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        with service.client() as client:
+            assert client.list_jobs() == []
+
+
+@pytest.fixture
+def unsent():
+    """Calls a method without sending its message."""
+    ending, calls = threading.Event(), []
+
+    def call_without_a_message(channel, metadata):
+        ask = channel.stream_unary(f"/{SERVICE.full_name}/List")
+        calls.append(ask.future(iter(ending.wait, True), metadata=metadata))
+        return calls[-1]
+
+    yield call_without_a_message
+    for opened in calls:
+        opened.cancel()
+    ending.set()
+
+
+def code_of(opened):
+    with pytest.raises(grpc.RpcError) as refused:
+        opened.result(WITHIN_S)
+    return refused.value.code()
+
+
+def test_a_call_without_a_token_is_refused_before_its_message_has_come(shared, unsent):
     with grpc.insecure_channel(shared.address) as channel:
-        metadata = [("authorization", f"Bearer {shared.token}")]
-        assert call(channel, "Submit", metadata, request) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert code_of(unsent(channel, [])) is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_calls_whose_messages_do_not_come_hold_places_of_their_caller_only_and_not_for_long(tmp_path, unsent):
+    off = [("access.gate", "_MAX_CALLS", 3), ("access.gate", "_MESSAGE_S", 2.0)]
+    with serving(tmp_path, off=off) as service, grpc.insecure_channel(service.address) as channel:
+        own, other = bearer(service.token), bearer(service.token_of("other", AccessRole.READ))
+        opened = [unsent(channel, own) for _ in range(3)]
+        until(lambda: call(channel, "List", own) is grpc.StatusCode.RESOURCE_EXHAUSTED)
+        assert call(channel, "List", other) is grpc.StatusCode.OK
+        assert {code_of(each) for each in opened} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        assert call(channel, "List", own) is grpc.StatusCode.OK
+
+
+def test_a_list_of_failed_jobs_fits_into_a_message():
+    def listed(**values):
+        records = [JobRecord(f"job-{at}", f"r{at}", "me", f"t{at}", sequence=at, **values) for at in range(1000)]
+        server = JobServer.__new__(JobServer)
+        server._manager = SimpleNamespace(list_jobs=lambda ended, limit: records[:limit])
+        answer = asyncio.run(server._list(wire.ListRequest(all=True, limit=1000), Caller("me", AccessRole.READ)))
+        assert answer.ByteSize() <= MAX_MESSAGE
+        return [job.name for job in answer.jobs]
+
+    every = [f"job-{at}" for at in range(1000)]
+    assert listed(phase=JobPhase.FAILED, detail="x" * 16_000) == every
+    some = listed(phase=JobPhase.FAILED, reason="x" * 100_000)
+    assert 30 < len(some) < 1000 and some == every[: len(some)]
 
 
 def test_headers_that_are_too_large_are_refused(shared):
@@ -348,6 +473,29 @@ def test_a_certificate_that_has_expired_is_refused(tmp_path, ends_in_days):
 
 
 @needs_openssl
+def test_a_new_certificate_is_used_without_a_restart(tmp_path):
+    (own, key), (new, new_key) = (certificate(tmp_path / "certs", name) for name in ("own", "new"))
+    old = own.with_name("old.pem")
+    old.write_bytes(own.read_bytes())
+
+    def answers(ca):
+        with service.client(tls=ClientTls(ca)) as client:
+            try:
+                return client.list_jobs() == []
+            except ServiceUnavailable:
+                return False
+
+    with serving(tmp_path, tls=[str(own), str(key)]) as service:
+        assert answers(old) and not answers(new)
+        key.unlink()
+        assert answers(old)
+        new_key.replace(key)
+        assert answers(old)  # the certificate is still that of another key
+        own.write_bytes(new.read_bytes())
+        assert answers(new) and not answers(old)
+
+
+@needs_openssl
 def test_a_service_that_wants_certificates_of_its_clients_refuses_those_without(tmp_path):
     own, key = certificate(tmp_path / "certs", "own")
     theirs, their_key = certificate(tmp_path / "certs", "client")
@@ -397,19 +545,48 @@ def test_results_are_listed_and_fetched_and_what_is_internal_is_not(files):
         files.fetch("job", "model/weight", copy)
 
 
-OUTSIDE = [
-    "../outside", "/etc/passwd", "model/../../outside", "link", "linked/outside", "linked", "model", "", ".",
-    "./metrics.jsonl", "commits/state", "journal.jsonl", "model//weights", "a\0b", "..\\outside", "%2e%2e/outside",
-    "\u2025/outside", "x" * 5000,
-]  # fmt: skip
+LINKS_AND_INTERNAL = ["link", "linked/outside", "linked", "model", "commits/state", "journal.jsonl"]
 
 
-@pytest.mark.parametrize("path", OUTSIDE, ids=range(len(OUTSIDE)))
-def test_no_path_leads_out_of_the_folder_of_the_run(files, path):
-    copy = io.BytesIO()
-    with pytest.raises(InvalidJob) as refused:
-        files.fetch("job", path, copy)
-    assert copy.getvalue() == b"" and "secret" not in str(refused.value)
+def test_no_path_leads_out_of_the_folder_of_the_run(files, tmp_path):
+    paths = [*LINKS_AND_INTERNAL, *PATHS, f"../{tmp_path.name}/outside", str(tmp_path / "outside")]
+    assert len(paths) > 200
+    for path in paths:
+        copy = io.BytesIO()
+        with pytest.raises(InvalidJob) as refused:
+            files.fetch("job", path, copy)
+        assert copy.getvalue() == b"" and "secret" not in str(refused.value), path
+
+
+def test_no_name_of_a_job_or_process_is_a_path(shared):
+    with shared.client() as client:
+        for path in PATHS:
+            with pytest.raises((InvalidJob, UnknownJob)) as refused:
+                client.get(path)
+            assert isinstance(refused.value, InvalidJob) or path.isalnum(), path
+            with suppress(InvalidJob):
+                assert not set(check_process(path)) - set(f"{ascii_lowercase}{digits}-_"), path
+
+
+def test_no_folder_of_a_submission_is_outside_the_root(tmp_path):
+    root = tmp_path / "root"
+    (root / "inside").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (root / "link").symlink_to(tmp_path / "outside")
+    for path in ["inside", "link", str(tmp_path / "outside"), *PATHS]:
+        request = wire.SubmitRequest(client_token="t", job_file=JOB, folder=path)
+        with suppress(InvalidJob):
+            folder = check_submission(request, "me", root).description.folder
+            assert folder in (str(root), str(root / "inside")), path
+
+
+def test_a_service_does_not_choose_where_its_files_are_written(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "link").symlink_to(tmp_path)
+    for path in ["link/outside", *PATHS]:
+        with suppress(InvalidJob):
+            assert _target(out, path).parent.is_relative_to(out), path
 
 
 def test_logs_of_one_process_of_all_and_only_the_last_lines(files):
@@ -418,8 +595,9 @@ def test_logs_of_one_process_of_all_and_only_the_last_lines(files):
         ("trainer", "one\ntwo\nthree\n"),
     ]
     assert [chunk.text for chunk in files.logs("job", "trainer", tail=2)] == ["two\nthree\n"]
-    with pytest.raises(InvalidJob, match="trainr: has no log; did you mean 'trainer'"):
-        list(files.logs("job", "trainr"))
+    for follow in (False, True):
+        with pytest.raises(InvalidJob, match="trainr: has no log; did you mean 'trainer'"):
+            list(files.logs("job", "trainr", follow))
     with pytest.raises(InvalidJob, match="is no process such as"):
         list(files.logs("job", "../outside"))
 
@@ -431,9 +609,18 @@ def test_a_log_is_followed_over_its_rotation_to_the_end_of_the_job(files, tmp_pa
     with log.open("a") as file:
         file.write("four\n")
     lines.append(next(chunks).text)
-    log.rename(log.with_suffix(".1"))
-    log.write_text("five\n")
-    lines.append(next(chunks).text)
-    assert lines == ["one\ntwo\nthree\n", "four\n", "five\n"]
+    with log.open("a") as file:
+        file.write("five\n")
+        log.rename(log.with_name("trainer.log.1"))
+    log.write_text("six\n")
+    lines += [next(chunks).text, next(chunks).text]
+    assert lines == ["one\ntwo\nthree\n", "four\n", "five\n", "six\n"]
     files.stop("job")
     assert list(chunks) == []
+
+
+def test_the_log_of_a_process_that_is_to_come_is_waited_for(files, tmp_path):
+    chunks = files.logs("job", "rollout-1", follow=True)
+    threading.Timer(0.5, (tmp_path / "run" / "logs" / "rollout-1.log").write_text, ["first\n"]).start()
+    assert next(chunks).text == "first\n"
+    files.stop("job")

@@ -5,6 +5,7 @@ The file holds names, roles and SHA-256 digests; a token itself is written once,
 else. A name may have several tokens, so that one can be replaced without a moment in which neither is valid.
 """
 
+import fcntl
 import hashlib
 import hmac
 import json
@@ -12,7 +13,8 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import IntEnum, StrEnum
 from pathlib import Path
@@ -113,11 +115,12 @@ def prepare(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_mode & 0o077:
         raise CallError(f"{folder} can be read by others: chmod 700 {folder}")
-    if not (folder / TOKENS).exists():
-        _write(folder, [])
-        return add_token(folder, "admin", AccessRole.ADMIN, folder / TOKEN)
-    check_private(folder / TOKENS)
-    _read(folder / TOKENS)
+    with _locked(folder):
+        if not (folder / TOKENS).exists():
+            (folder / TOKEN).unlink(missing_ok=True)  # of a first start that did not come to its end
+            return _add(folder, [], "admin", AccessRole.ADMIN, folder / TOKEN)
+        check_private(folder / TOKENS)
+        _read(folder / TOKENS)
     return folder / TOKEN
 
 
@@ -125,9 +128,14 @@ def add_token(folder: Path, name: str, role: AccessRole, file: Path) -> Path:
     """Write a new token for ``name`` to ``file``, which must not exist. Raises CallError."""
     if not _NAME.fullmatch(name):
         raise CallError(f"'{name}' is no name: lower-case letters, digits, '.', '_' and '-', at most 63")
-    entries = _read(folder / TOKENS)
-    if any(entry.name == name and entry.role != role for entry in entries):
-        raise CallError(f"'{name}' has another role already: remove its token first")
+    with _locked(folder):
+        entries = _read(folder / TOKENS)
+        if any(entry.name == name and entry.role != role for entry in entries):
+            raise CallError(f"'{name}' has another role already: remove its token first")
+        return _add(folder, entries, name, role, file)
+
+
+def _add(folder: Path, entries: list[_Entry], name: str, role: AccessRole, file: Path) -> Path:
     token = secrets.token_urlsafe(_BYTES)
     try:
         create_private(file, f"{token}\n")
@@ -139,10 +147,23 @@ def add_token(folder: Path, name: str, role: AccessRole, file: Path) -> Path:
 
 def remove_tokens(folder: Path, name: str) -> int:
     """Remove all tokens of ``name``, and return how many it had; it loses access at once."""
-    entries = _read(folder / TOKENS)
-    kept = [entry for entry in entries if entry.name != name]
-    _write(folder, kept)
+    with _locked(folder):
+        entries = _read(folder / TOKENS)
+        kept = [entry for entry in entries if entry.name != name]
+        _write(folder, kept)
     return len(entries) - len(kept)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Who reads the table to write it again has it alone, so that no removed token comes back. The lock ends with its
+    process."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # waits: for a process that writes the small table
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _digest(token: str) -> str:

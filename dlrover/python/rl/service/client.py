@@ -133,14 +133,16 @@ class ServiceClient:
             if phase_of(job).ended or time.monotonic() >= deadline_s:
                 return job
 
-    def watch(self, name: str = "", after: int = 0, follow: bool = True) -> Iterator[wire.Event]:
+    def watch(
+        self, name: str = "", after: int = 0, follow: bool = True, without_steps: bool = False
+    ) -> Iterator[wire.Event]:
         """Events above number ``after``, each once, also when the service goes away and comes back. Ends with the named
         job."""
         began_s = time.monotonic()
         while True:
             try:
                 stream = self._calls["Watch"](
-                    wire.WatchRequest(name=name, after=after, follow=follow),
+                    wire.WatchRequest(name=name, after=after, follow=follow, without_steps=without_steps),
                     metadata=self._metadata,
                     wait_for_ready=True,
                 )

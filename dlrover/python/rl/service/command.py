@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from dlrover.python.rl.common.errors import CallError, ConfigError, InvalidJob
+from dlrover.python.rl.common.errors import CallError, ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
 from dlrover.python.rl.config.limits import ALLOW_RESOLVERS
@@ -34,7 +34,7 @@ _STATE = click.option("--state", type=_FILE, default=default_state, show_default
 @click.option("--dry-run", is_flag=True, help="Queue jobs and pretend to run them: for trying clients.")
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics at this port of --host.")
 @click.option("--metrics-token-file", type=_FILE, help="A token that scrapers send; beyond loopback it is needed.")
-@click.option("--tls-cert", type=_FILE)
+@click.option("--tls-cert", type=_FILE, help="Of the service, and of its metrics.")
 @click.option("--tls-key", type=_FILE)
 @click.option("--tls-client-ca", type=_FILE, help="Clients need a certificate that it has signed.")
 @click.option("--max-queued", type=click.IntRange(min=1), default=1000, show_default=True)
@@ -74,13 +74,14 @@ def _bracketed(host: str) -> str:
 async def _serve(
     address: str, state: Path, tls: tuple[Path, Path, Path | None] | None, options: dict[str, Any]
 ) -> None:
-    from dlrover.python.rl.metrics.endpoint import MetricsEndpoint
+    from dlrover.python.rl.metrics.endpoint import tls_context
+    from dlrover.python.rl.service.access.tls import TlsFiles
     from dlrover.python.rl.service.auth import TokenFile, prepare
     from dlrover.python.rl.service.jobs.scheduling import QueueLimits
     from dlrover.python.rl.service.jobs.store import SqliteJobStore
     from dlrover.python.rl.service.manager import JobManager
     from dlrover.python.rl.service.runner import MemoryRunner
-    from dlrover.python.rl.service.server import JobServer, TlsFiles
+    from dlrover.python.rl.service.server import JobServer
 
     ray_address, cpus, is_dry = (options.pop(name) for name in ("address", "cpus", "dry_run"))
     may_be_open = options.pop("allow_open_ray")
@@ -97,8 +98,9 @@ async def _serve(
         try:
             port = await server.start(address)
             if metrics_port is not None:
-                metrics = MetricsEndpoint(server.metrics.registry, host, metrics_port, metrics_token)
-                click.echo(f"metrics at http://{metrics.address}/metrics", err=True)
+                https = tls_context(*tls) if tls else None
+                metrics = _metrics(server.metrics.registry, host, metrics_port, metrics_token, https)
+                click.echo(f"metrics at {metrics.url}", err=True)
             own = f"{address.rpartition(':')[0]}:{port}"
             write_address(state, own)
             click.echo(f"serving at {own}; the administrator's token is in {token}", err=True)
@@ -107,6 +109,15 @@ async def _serve(
         finally:
             await server.close()
             await manager.close()
+
+
+def _metrics(registry: Any, host: str, port: int, token: str, tls: Any) -> Any:
+    from dlrover.python.rl.metrics.endpoint import MetricsEndpoint
+
+    try:
+        return MetricsEndpoint(registry, host, port, token, tls)
+    except OSError as error:
+        raise JobConflict(f"metrics cannot be served at {host}:{port}: {error.strerror or error}") from error
 
 
 def _stop_signals() -> asyncio.Event:
@@ -118,7 +129,8 @@ def _stop_signals() -> asyncio.Event:
 
 @contextmanager
 def _cluster(address: str | None, cpus: float | None, may_be_open: bool) -> Iterator[None]:
-    from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster, risk_of_open_ray
+    from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
+    from dlrover.python.rl.runtime.ray.cluster.open_ray import risk_of_open_ray
 
     with ray_cluster(address, {"cpu": cpus or float(os.cpu_count() or 1)}, log_to_driver=False):
         if (risk := risk_of_open_ray()) and not may_be_open:

@@ -22,7 +22,7 @@ from itertools import islice
 
 from dlrover.python.rl.common.errors import CallError, DLRoverRLError, ServiceUnavailable
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.master.resizing import check_new_size
+from dlrover.python.rl.master.process.resizing import check_new_size
 from dlrover.python.rl.metrics.service import ServiceCounts
 from dlrover.python.rl.service.jobs.ledger import Answer, Draft, Ledger, Refused
 from dlrover.python.rl.service.jobs.records import (
@@ -110,7 +110,7 @@ class JobManager:
         return _record(await self._ask(operation))
 
     async def stop(self, operation: StopJob) -> JobRecord:
-        """Raises UnknownJob, ServiceUnavailable."""
+        """Raises UnknownJob, ServiceUnavailable, and CallError if the name stands for another run by now."""
         return _record(await self._ask(operation))
 
     async def resize(self, name: str, role: str, num: int) -> JobRecord:
@@ -219,8 +219,8 @@ class JobManager:
                     self._settle(request, Refused(ServiceUnavailable(f"internal error: {type(error).__name__}")))
 
     async def _take(self, batch: list[_Request]) -> None:
-        draft, at_s = Draft(self._ledger), self._wall_s()
-        answers = [draft.decide(request.operation, at_s, os.urandom(4).hex()) for request in batch]
+        draft, at_s = Draft(self._ledger, lambda: os.urandom(4).hex()), self._wall_s()
+        answers = [draft.decide(request.operation, at_s) for request in batch]
         draft.decide(Schedule(), at_s)
         if draft.changed:
             try:

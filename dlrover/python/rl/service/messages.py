@@ -55,6 +55,9 @@ def job_message(record: JobRecord) -> wire.Job:
         folder=record.results,
         activity=record.activity,
         roles=dict(record.roles),
+        members=[wire.Member(**member._asdict()) for member in record.members],
+        step_s=record.step_s,
+        recoveries=dict(record.recoveries),
     )
 
 

@@ -27,9 +27,10 @@ from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.brain import earlier_journal
-from dlrover.python.rl.master.job import check_job, start_master
-from dlrover.python.rl.master.status import JobStatus, Position, Update
+from dlrover.python.rl.master.job import check_job
+from dlrover.python.rl.master.process.brain import earlier_journal
+from dlrover.python.rl.master.process.status import JobStatus, Position, Update
+from dlrover.python.rl.master.ray_run import start_master
 from dlrover.python.rl.runtime.ray.processes.actors import sweep
 from dlrover.python.rl.runtime.ray.processes.master_calls import MasterCalls, cluster_capacity, find_master
 from dlrover.python.rl.runtime.run_folder import newest_owner
@@ -100,7 +101,7 @@ class RayJobRunner:
             status: JobStatus = await driven.master.call("status", timeout_s=_ANSWER_S)
         except MasterLost as error:
             raise CallError(f"the master of '{record.name}' does not answer: try again") from error
-        self._sink(self._observed(driven, JobPhase.RUNNING, restarts=status.restarts, roles=dict(status.roles)))
+        self._sink(self._observed(driven, JobPhase.RUNNING, **_seen_in(status)))
 
     async def close(self) -> None:
         self._sink = lambda observed: None
@@ -209,7 +210,7 @@ class RayJobRunner:
         status = update.status
         starting = status.phase in (Phase.CREATED, Phase.PLACED) and status.incarnation <= 1
         phase = JobPhase.STARTING if starting else JobPhase.RUNNING
-        common = {"restarts": status.restarts, "activity": status.activity, "roles": dict(status.roles)}
+        common = _seen_in(status)
         for step in update.reports:
             metrics = {name: float(value) for name, value in step.metrics.items()}
             self._sink(
@@ -228,7 +229,7 @@ class RayJobRunner:
             reason=status.reason,
             cause=cause.kind.value if cause else "",
             detail=cause.detail if cause else "",
-            restarts=status.restarts,
+            **_seen_in(status),
         )
 
     def _outcome(self, driven: _Driven) -> Observed:
@@ -274,6 +275,18 @@ class RayJobRunner:
             await asyncio.sleep(_POLL_S)
         with suppress(MasterLost):
             await driven.master.call("stop", reason, timeout_s=_ANSWER_S)
+
+
+def _seen_in(status: JobStatus) -> dict[str, Any]:
+    return {
+        "restarts": status.restarts,
+        "activity": status.activity,
+        "roles": dict(status.roles),
+        "members": status.members,
+        "step_s": status.step_s,
+        "recoveries": dict(status.recoveries),
+        "last_failure": status.last_failure,
+    }
 
 
 def _described(record: JobRecord, description: JobDescription) -> JobSpec:

@@ -8,12 +8,16 @@ from contextlib import contextmanager
 from math import nan
 from pathlib import Path
 
+from dlrover.python.rl.master.operations.history import JobHistory, log_of
 from dlrover.python.rl.master.operations.jobs import JobOperations, JobView
+from dlrover.python.rl.master.process.status import RunningProcess
+from dlrover.python.rl.runtime.process.result_files import LOGS, SUFFIX
 from dlrover.python.rl.service.client import ClientTls, ServiceClient
 from dlrover.python.rl.service.messages import phase_of
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport
 
+_FAILURES = ("recovered", "restarted", "failed")
 _STOP_S = 60.0
 _PATIENCE_S = 10.0
 
@@ -45,6 +49,21 @@ class RemoteJobs:
 
     def get(self, name: str) -> JobView:
         return view_of_message(self._client.get(name))
+
+    def history(self, view: JobView) -> JobHistory | None:
+        job = self._client.get(view.name)
+        since_s, phase, failures = job.submitted_s, wire.PHASE_QUEUED, list[tuple[float, str]]()
+        for event in self._client.watch(view.name, follow=False, without_steps=True):
+            if event.run != job.run:
+                continue
+            if event.phase != phase:
+                since_s, phase = event.at_s, event.phase
+            if event.kind in _FAILURES and event.message:
+                failures.append((event.at_s, event.message))
+        log = log_of(failures)
+        files = {file.path for file in self._client.artifacts(view.name)} if log else set()
+        where = f"dlrover-rl logs {view.name} {log}" if f"{LOGS}/{log}{SUFFIX}" in files else ""
+        return JobHistory(since_s, tuple(failures), "the service's events", where)
 
     def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
         total = self._client.get(name).total_steps
@@ -82,7 +101,7 @@ def view_of_message(job: wire.Job) -> JobView:
         step=job.step,
         total_steps=job.total_steps,
         reward=job.reward if job.step else nan,
-        step_s=took_s / job.step if job.step else 0.0,
+        step_s=job.step_s,
         started_s=job.started_s,
         elapsed_s=took_s,
         restarts=job.restarts,
@@ -93,4 +112,6 @@ def view_of_message(job: wire.Job) -> JobView:
         folder=job.folder,
         owner=job.owner,
         roles=dict(job.roles),
+        recoveries=dict(job.recoveries),
+        members=tuple(RunningProcess(each.process, each.node, each.pid, each.devices) for each in job.members),
     )

@@ -58,20 +58,22 @@ class MemoryRunner:
         self.begun.append(record.run)
         task = asyncio.get_running_loop().create_task(self._run(record))
         self._tasks[record.run] = task
-        task.add_done_callback(lambda _: self._tasks.pop(record.run, None))
+        task.add_done_callback(lambda task: self._done(record, task))
+
+    def _done(self, record: JobRecord, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(record.run, None)
+        if task.cancelled():  # maybe before it had begun
+            self._report(record, JobPhase.STOPPED, 0, "stopped")
 
     async def _run(self, record: JobRecord) -> None:
-        def report(phase: JobPhase, step: int, reason: str = "") -> None:
-            metrics = {"reward": step / self._steps} if step else {}
-            self._sink(Observed(record.name, record.run, phase, reason, "", "", step, self._steps, metrics=metrics))
+        for step in range(record.step, self._steps + 1):
+            self._report(record, JobPhase.RUNNING, step)
+            await asyncio.sleep(self._step_s)
+        self._report(record, JobPhase.FINISHED, self._steps, "all steps done")
 
-        try:
-            for step in range(record.step, self._steps + 1):
-                report(JobPhase.RUNNING, step)
-                await asyncio.sleep(self._step_s)
-            report(JobPhase.FINISHED, self._steps, "all steps done")
-        except asyncio.CancelledError:
-            report(JobPhase.STOPPED, 0, "stopped")
+    def _report(self, record: JobRecord, phase: JobPhase, step: int, reason: str = "") -> None:
+        metrics = {"reward": step / self._steps} if step else {}
+        self._sink(Observed(record.name, record.run, phase, reason, "", "", step, self._steps, metrics=metrics))
 
     def stop(self, record: JobRecord) -> None:
         task = self._tasks.get(record.run)

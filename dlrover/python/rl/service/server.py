@@ -3,18 +3,15 @@
 
 ::
 
-    call --> token? --> deadline --> message checked --> manager or files --> answer
-               | no
-               v
-         UNAUTHENTICATED: only the health service answers without a token
+    call --> gate --> right? --> deadline --> message checked --> manager or files --> answer
 """
 
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,9 @@ from dlrover.python.rl.common.errors import AccessDenied, ConfigError, DLRoverRL
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.metrics.service import ServiceMetrics
 from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
+from dlrover.python.rl.service.access.gate import Gate
+from dlrover.python.rl.service.access.limits import FailureLimit
+from dlrover.python.rl.service.access.tls import TlsFiles
 from dlrover.python.rl.service.auth import AccessRole, Caller, Right, TokenFile
 from dlrover.python.rl.service.jobs.records import JobRecord, StopJob
 from dlrover.python.rl.service.manager import JobManager
@@ -68,34 +68,30 @@ _UNARY_S = 30.0
 _MAX_WAIT_S = 300.0
 _LIMITS_S = {"Wait": _MAX_WAIT_S + _UNARY_S, "Resize": RESIZE_S}
 _MAX_LISTED, _LISTED = 1_000, 100
+_ROW = 8  # bytes of a row's own frame, at most
 _MAX_TAIL = 100_000
 _LOG_POLL_S = 0.3
 _DENIALS_EVERY_S = 10.0
-
-
-@dataclass(frozen=True)
-class TlsFiles:
-    certificate: Path
-    key: Path
-    client_ca: Path | None = None  # clients must show a certificate that it has signed
-
-    def credentials(self) -> grpc.ServerCredentials:
-        ca = self.client_ca.read_bytes() if self.client_ca else None
-        pair = (self.key.read_bytes(), self.certificate.read_bytes())
-        return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
 
 
 class JobServer:
     """Serves ``manager`` at ``address`` (``host:port``, port 0 for any); with ``tokens`` None everybody is ``admin``,
     for tests of what a token guards."""
 
-    def __init__(self, manager: JobManager, tokens: TokenFile | None, root: Path, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self,
+        manager: JobManager,
+        tokens: TokenFile | None,
+        root: Path,
+        tls: TlsFiles | None = None,
+        failures: FailureLimit | None = None,
+    ) -> None:
         self.metrics = ServiceMetrics(manager.counts)
         self._manager, self._tokens, self._root, self._tls = manager, tokens, root.resolve(), tls
         self._denials = _Denials()
-        self._server = grpc.aio.server(
-            interceptors=[_Gate(self._identify)], options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS
-        )
+        waiting = frozenset({f"/{SERVICE.full_name}/Wait"})
+        gate = Gate(lambda headers: self._identify(headers).name, self._denied, waiting, failures or FailureLimit())
+        self._server = grpc.aio.server(interceptors=[gate], options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE.full_name, self._handlers()),)
         )
@@ -129,14 +125,13 @@ class JobServer:
         if self._tokens is None:
             return Caller("admin", AccessRole.ADMIN)
         values = [value for key, value in metadata or () if key == "authorization"]
-        try:
-            if len(values) != 1 or not isinstance(values[0], str) or not values[0].startswith("Bearer "):
-                raise AccessDenied("this request needs one header 'authorization: Bearer TOKEN'")
-            return self._tokens.caller(values[0].removeprefix("Bearer "))
-        except AccessDenied:
-            self._denials.count()
-            self.metrics.count("any", grpc.StatusCode.UNAUTHENTICATED.name)
-            raise
+        if len(values) != 1 or not isinstance(values[0], str) or not values[0].startswith("Bearer "):
+            raise AccessDenied("this request needs one header 'authorization: Bearer TOKEN'")
+        return self._tokens.caller(values[0].removeprefix("Bearer "))
+
+    def _denied(self) -> None:
+        self._denials.count()
+        self.metrics.count("any", grpc.StatusCode.UNAUTHENTICATED.name)
 
     # -- handlers -----------------------------------------------------------------------------------------------------
 
@@ -217,7 +212,9 @@ class JobServer:
 
     async def _list(self, request: wire.ListRequest, caller: Caller) -> wire.ListResponse:
         limit = min(max(request.limit, 0) or _LISTED, _MAX_LISTED)
-        return wire.ListResponse(jobs=map(job_message, self._manager.list_jobs(request.all, limit)))
+        listed = self._manager.list_jobs(request.all, limit)
+        bare = (replace(record, detail="", members=()) for record in listed)
+        return wire.ListResponse(jobs=_fitting(map(job_message, bare)))
 
     async def _wait(self, request: wire.WaitRequest, caller: Caller) -> wire.Job:
         record = self._named(request)
@@ -227,12 +224,14 @@ class JobServer:
     async def _watch(self, request: wire.WatchRequest, caller: Caller) -> AsyncIterator[wire.Event]:
         name = check_name(request.name) if request.name else ""
         async for event in self._manager.watch(name, max(request.after, 0), request.follow):
-            yield event_message(event)
+            if not (request.without_steps and event.kind == "step"):
+                yield event_message(event)
 
     async def _stop(self, request: wire.StopRequest, caller: Caller) -> wire.Job:
-        caller.check_owner(self._named(request).owner)
+        record = self._named(request)
+        caller.check_owner(record.owner)
         reason = shown(request.reason) or f"stopped by {caller.name}"
-        return job_message(await self._manager.stop(StopJob(request.name, reason, request.hard)))
+        return job_message(await self._manager.stop(StopJob(record.name, record.run, reason, request.hard)))
 
     async def _resize(self, request: wire.ResizeRequest, caller: Caller) -> wire.Job:
         caller.check_owner(self._named(request).owner)
@@ -246,10 +245,9 @@ class JobServer:
         if not record.results:
             return
         reader = LogReader(_folder(record), process, tail)
-        if not request.follow:
-            await asyncio.to_thread(reader.check)
         while True:
             ended = self._has_ended(record)
+            await asyncio.to_thread(reader.check, record.roles if request.follow and not ended else None)
             lines = reader.read()
             while chunk := await asyncio.to_thread(next, lines, None):
                 yield wire.LogChunk(process=chunk[0], text=chunk[1])
@@ -260,7 +258,7 @@ class JobServer:
     async def _artifacts(self, request: wire.ArtifactsRequest, caller: Caller) -> wire.ArtifactsResponse:
         record = self._named(request)
         files = await asyncio.to_thread(_folder(record).list_files) if record.results else []
-        return wire.ArtifactsResponse(files=[wire.Artifact(path=file.path, bytes=file.size) for file in files])
+        return wire.ArtifactsResponse(files=_fitting(wire.Artifact(path=file.path, bytes=file.size) for file in files))
 
     async def _fetch(self, request: wire.FetchRequest, caller: Caller) -> AsyncIterator[wire.FileChunk]:
         record, parts = self._named(request), check_path(request.path)
@@ -279,29 +277,6 @@ class JobServer:
         return current.run != record.run or current.phase.ended
 
 
-class _Gate(grpc.aio.ServerInterceptor):
-    """Refuses every call without a valid token, those of services beside ours too."""
-
-    def __init__(self, identify: Callable[[Any], Caller]) -> None:
-        self._identify = identify
-
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        if details.method.startswith("/grpc.health.v1.Health/"):
-            return await continuation(details)
-        try:
-            self._identify(details.invocation_metadata)
-        except AccessDenied as error:
-            return _refusing(str(error))
-        return await continuation(details)
-
-
-def _refusing(text: str) -> grpc.RpcMethodHandler:
-    async def refuse(request: Any, context: Any) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
-
-    return grpc.unary_unary_rpc_method_handler(refuse)
-
-
 class _Denials:
     """Logs refused calls at most once in a while: whoever sends them must not fill the disk."""
 
@@ -313,6 +288,16 @@ class _Denials:
         if time.monotonic() - self._logged_s >= _DENIALS_EVERY_S:
             _LOG.warning("refused %d calls without a valid token", self._count)
             self._count, self._logged_s = 0, time.monotonic()
+
+
+def _fitting(rows: Iterable[Any]) -> Iterator[Any]:
+    """As many of the first rows of an answer as one message holds."""
+    room = MAX_MESSAGE
+    for row in rows:
+        room -= row.ByteSize() + _ROW
+        if room < 0:
+            return
+        yield row
 
 
 def _folder(record: JobRecord) -> RunFolder:

@@ -113,12 +113,13 @@ def _folder(text: str, root: Path, errors: list[ConfigError]) -> Path:
         return root
     try:
         folder = (root / text).resolve()
+        is_folder = folder.is_dir()
     except (OSError, RuntimeError) as error:
         errors.append(ConfigError("folder", f"cannot be used: {shown(str(error))}"))
         return root
     if not folder.is_relative_to(root):
         errors.append(ConfigError("folder", f"{shown(text)!r} is outside the service's root folder"))
-    elif not folder.is_dir():
+    elif not is_folder:
         errors.append(ConfigError("folder", f"{shown(text)!r} is no folder under the service's root"))
     return folder
 

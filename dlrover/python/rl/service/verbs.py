@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from dlrover.python.rl.common.command_line import OverridesCommand
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.config.command_line import OverridesCommand
 
 _SERVER = click.option(
     "--server", envvar="DLROVER_RL_SERVER", show_envvar=True, required=True, help="The job service, host:port."
@@ -27,13 +28,26 @@ def enqueue(job_file: Path, overrides: tuple[str, ...], server: str, **options: 
     """Submit JOB_FILE to a job service and return; it runs when the cluster has room."""
     from dlrover.python.rl.service.remote_jobs import connected
 
-    if not job_file.is_file():
-        raise InvalidJob([ConfigError(str(job_file), "no such job file")])
-    text = job_file.read_text(encoding="utf-8")
-    options["name"] = options["name"] or _own_name(text) or job_file.stem
+    text, name = read_job_file(job_file)
+    options["name"] = options["name"] or name
     with connected(server) as client:
-        job = client.submit(text, overrides=overrides, **options)
+        submit(client, server, text, overrides=overrides, **options)
+
+
+def read_job_file(job_file: Path) -> tuple[str, str]:
+    """The text of a job, and its name. Raises InvalidJob."""
+    if not job_file.is_file():
+        near = hint(job_file.name, [path.name for path in job_file.parent.glob("*.y*ml")])
+        raise InvalidJob([ConfigError(str(job_file), f"no such job file{near}")])
+    text = job_file.read_text(encoding="utf-8")
+    return text, _own_name(text) or job_file.stem
+
+
+def submit(client: Any, server: str, text: str, **options: Any) -> str:
+    """Submit a job to the service that ``client`` is connected to, and say so; returns its name."""
+    job = client.submit(text, **options)
     click.echo(f"{job.name}: {job.reason or 'submitted'}; dlrover-rl attach {job.name} --server {server}")
+    return str(job.name)
 
 
 def _own_name(text: str) -> str:
@@ -69,8 +83,11 @@ def fetch(name: str, path: str, out: Path, server: str) -> None:
 
 def _target(out: Path, relative: str) -> Path:
     """The file to write; a service must not choose one outside of ``out``."""
-    target = (out / relative).resolve()
-    if not target.is_relative_to(out.resolve()):
+    try:
+        target = (out / relative).resolve()
+    except (OSError, ValueError) as error:
+        raise InvalidJob([ConfigError("path", f"{relative[:200]!r} is no path")]) from error
+    if not target.is_relative_to(out.resolve()) or target == out.resolve():
         raise InvalidJob([ConfigError("path", f"{relative!r} leads out of {out}")])
     return target
 

@@ -16,12 +16,9 @@ from datetime import datetime
 from pathlib import Path
 
 from dlrover.python.rl.common.redaction import redacted_bytes
-from dlrover.python.rl.runtime.process.result_files import LOGS, SUFFIX
+from dlrover.python.rl.runtime.process.result_files import KEPT_LOGS, LOGS, SUFFIX
 
 MAX_BYTES = 16 * 1024 * 1024
-KEPT = 3
-"""Files of a process, the current one included."""
-
 _POLL_S = 0.25
 _CHUNK = 1024 * 1024
 
@@ -128,7 +125,7 @@ def _write_rest(target: Path, offsets: Mapping[str, int]) -> None:
 
 def _rotate(target: Path) -> None:
     """``rollout-1.log`` becomes ``rollout-1.log.1``, and so on; the last one goes."""
-    for number in range(KEPT - 1, 0, -1):
+    for number in range(KEPT_LOGS - 1, 0, -1):
         older = target.with_name(f"{target.name}.{number}")
         newer = target.with_name(f"{target.name}.{number - 1}") if number > 1 else target
         with suppress(FileNotFoundError):

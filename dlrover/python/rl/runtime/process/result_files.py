@@ -3,21 +3,25 @@
 
 import os
 import stat
-from collections import deque
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, hint
 
 LOGS = "logs"
 SUFFIX = ".log"
+KEPT_LOGS = 3
+"""Log files of a process, the current one included; the others are ``rollout-1.log.1``, and so on."""
+
 _CHUNK = 256 * 1024
+_MAX_TAIL = 16 * 1024 * 1024
 _MAX_FILES = 10_000
 _MAX_LINE = 64 * 1024
+_MASTER = "master"
 # The system's own files: commits are large and internal, the journal and the owner's record are no results.
 _PRIVATE = ("commits", "checkpoints", "journal*.jsonl", "owner.*.json", "*.tmp", ".*")
 
@@ -59,6 +63,18 @@ class RunFolder:
     @contextmanager
     def open(self, parts: tuple[str, ...]) -> Iterator[int]:
         """A descriptor of a plain file. No part may be a link, which could be exchanged after a check."""
+        try:
+            descriptor = self.descriptor(parts)
+        except (OSError, ValueError) as error:
+            near = hint("/".join(parts), [file.path for file in self.list_files()])
+            raise _missing("/".join(parts), f"no such file{near}") from error
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def descriptor(self, parts: tuple[str, ...]) -> int:
+        """As :meth:`open`, for the caller to close. Raises OSError and ValueError if there is no such file."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         opened: list[int] = []
         try:
@@ -68,10 +84,7 @@ class RunFolder:
             opened.append(os.open(parts[-1], flags, dir_fd=opened[-1]))
             if not stat.S_ISREG(os.fstat(opened[-1]).st_mode):
                 raise _missing("/".join(parts), "is no plain file")
-            yield opened[-1]
-        except (OSError, ValueError) as error:
-            near = hint("/".join(parts), [file.path for file in self.list_files()])
-            raise _missing("/".join(parts), f"no such file{near}") from error
+            return opened.pop()
         finally:
             for descriptor in opened:
                 os.close(descriptor)
@@ -87,55 +100,99 @@ class RunFolder:
 
 class LogReader:
     """Reads what one process has written, or all of them, on from where it was; ``tail`` limits the first reading to
-    the last lines of each. Raises InvalidJob if ``process`` has no log."""
+    the last lines of each, and to 16 MB."""
 
     def __init__(self, folder: RunFolder, process: str = "", tail: int = 0) -> None:
         self._folder, self._process, self._tail = folder, process, tail
         self._positions: dict[str, _LogPosition] = {}
 
-    def check(self) -> None:
+    def check(self, coming: Mapping[str, int] | None = None) -> None:
+        """Raises InvalidJob if the process has no log, or if it is none of a job whose logs are ``coming``, which has
+        these members by role."""
         known = self._folder.processes()
-        if self._process and self._process not in known:
+        if not self._process or self._process in known:
+            return
+        if coming is not None:
+            known += [TRAINER_ID.log_name, _MASTER]
+            known += [ProcessId(role, rank).log_name for role, num in coming.items() for rank in range(num)]
+        if coming is None or self._process not in known:
             raise _missing(self._process, f"has no log{hint(self._process, known)}" if known else "has no log yet")
 
     def read(self) -> Iterator[tuple[str, str]]:
         """Whole lines that were written since, with the process that wrote them."""
         for name in [self._process] if self._process else self._folder.processes():
-            position = self._positions.get(name)
-            if position is None:
-                position = self._positions[name] = _LogPosition()
-                if self._tail and (text := self._last_lines(name, position)):
-                    yield name, text
-            while text := self._more(name, position):
-                yield name, text
+            while data := self._more(name):
+                yield name, data.decode("utf-8", "replace")
 
-    def _last_lines(self, process: str, position: "_LogPosition") -> str:
-        lines: deque[str] = deque(maxlen=self._tail)
-        while text := self._more(process, position):
-            lines.extend(text.splitlines(keepends=True))
-        return "".join(lines)
+    def _more(self, process: str) -> bytes:
+        """The next whole lines of a process, from the older files first."""
+        with ExitStack() as opened:
+            files = self._files(process, opened)
+            if files and process not in self._positions:
+                self._positions[process] = self._begin(files)
+            for at, file in enumerate(files):
+                position = self._positions[process]
+                if file.inode != position.inode and any(other.inode == position.inode for other in files[at + 1 :]):
+                    continue  # it was read before
+                if file.inode != position.inode or file.size < position.offset:
+                    position = self._positions[process] = _LogPosition(file.inode, 0)
+                data = os.pread(file.descriptor, _CHUNK, position.offset)
+                is_complete = at < len(files) - 1
+                whole = data.rfind(b"\n") + 1
+                if not whole and (is_complete or len(data) >= _MAX_LINE):
+                    whole = len(data)
+                position.offset += whole
+                if whole:
+                    return data[:whole]
+        return b""
 
-    def _more(self, process: str, position: "_LogPosition") -> str:
-        """The next whole lines after ``position``, which goes on; after a rotation from the new file's beginning."""
-        try:
-            with self._folder.open((LOGS, f"{process}{SUFFIX}")) as descriptor:
+    def _files(self, process: str, opened: ExitStack) -> list["_LogFile"]:
+        """The oldest first. They are opened from the newest on, so that a rotation in between hides none."""
+        files: dict[int, _LogFile] = {}
+        for number in range(KEPT_LOGS):
+            name = f"{process}{SUFFIX}" + (f".{number}" if number else "")
+            with suppress(OSError, ValueError, InvalidJob):
+                descriptor = self._folder.descriptor((LOGS, name))
+                opened.callback(os.close, descriptor)
                 state = os.fstat(descriptor)
-                if state.st_ino != position.inode or state.st_size < position.offset:
-                    position.inode, position.offset = state.st_ino, 0
-                data = os.pread(descriptor, _CHUNK, position.offset)
-        except InvalidJob:
-            return ""
-        whole = data.rfind(b"\n") + 1
-        if not whole and len(data) >= _MAX_LINE:
-            whole = len(data)
-        position.offset += whole
-        return data[:whole].decode("utf-8", "replace")
+                files[state.st_ino] = _LogFile(descriptor, state.st_ino, state.st_size)
+        return list(files.values())[::-1]
+
+    def _begin(self, files: list["_LogFile"]) -> "_LogPosition":
+        """Where the last ``tail`` lines begin, or everything."""
+        left, room = self._tail, _MAX_TAIL
+        for file in reversed(files if self._tail else ()):
+            end = file.size
+            while end:
+                begin = max(end - _CHUNK, 0)
+                data = os.pread(file.descriptor, end - begin, begin)
+                room -= len(data)
+                count = data.count(b"\n")
+                if count > left or room < _CHUNK:
+                    return _LogPosition(file.inode, begin + _start_of_last(data, min(left, max(count - 1, 0))))
+                left, end = left - count, begin
+        return _LogPosition(files[0].inode, 0)
 
 
 @dataclass
 class _LogPosition:
-    inode: int = 0
-    offset: int = 0
+    inode: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class _LogFile:
+    descriptor: int
+    inode: int
+    size: int
+
+
+def _start_of_last(data: bytes, lines: int) -> int:
+    """Where the last ``lines`` lines begin that end in ``data``: those that begin there too."""
+    at = len(data)
+    for _ in range(lines + 1):
+        at = data.rfind(b"\n", 0, at)
+    return at + 1
 
 
 def _is_private(parts: tuple[str, ...]) -> bool:

@@ -3,13 +3,13 @@
 
 ::
 
-    Draft(ledger).decide(operation, at_s, new_run) -> answer; changed records and events stay in the draft
+    Draft(ledger, new_run).decide(operation, at_s) -> answer; changed records and events stay in the draft
     ledger.adopt(draft)                            once they are saved
 
 Several operations share a draft, each deciding on top of the one before.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import isnan, nan
@@ -136,19 +136,19 @@ Answer = JobRecord | Refused | None
 class Draft:
     """Decisions on top of a ledger that are not saved yet."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: Ledger, new_run: Callable[[], str]) -> None:
+        """``new_run`` makes ids, which may be those of earlier runs."""
+        self._ledger, self._new_run = ledger, new_run
         self.last_event = ledger.last_event
         self.changed: dict[str, JobRecord] = {}
         self.events: list[JobEvent] = []
         self.descriptions: dict[str, JobDescription] = {}
 
-    def decide(self, operation: Operation, at_s: float, new_run: str = "") -> Answer:
-        """``new_run`` is the id of the run that a submission begins."""
+    def decide(self, operation: Operation, at_s: float) -> Answer:
         try:
             match operation:
                 case SubmitJob():
-                    return self._submit(operation, at_s, new_run)
+                    return self._submit(operation, at_s)
                 case StopJob():
                     return self._stop(operation, at_s)
                 case Schedule():
@@ -178,7 +178,7 @@ class Draft:
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
-    def _submit(self, wanted: SubmitJob, at_s: float, run: str) -> JobRecord:
+    def _submit(self, wanted: SubmitJob, at_s: float) -> JobRecord:
         before = self._by_token(wanted)
         if before is not None:
             if before.fingerprint != wanted.fingerprint:
@@ -188,6 +188,7 @@ class Draft:
         if earlier is not None and not earlier.phase.ended:
             raise JobConflict(f"a job named '{wanted.name}' is {earlier.phase}: stop it first or choose another name")
         self._check_room(wanted.owner)
+        run = self._unused_run()
         self.descriptions[run] = wanted.description
         record = JobRecord(
             name=wanted.name,
@@ -203,6 +204,11 @@ class Draft:
             submitted_s=at_s,
         )
         return self._change(record, at_s, "submitted", f"by {wanted.owner}")
+
+    def _unused_run(self) -> str:
+        while (run := self._new_run()) in self.changed or self._ledger.by_run(run) is not None:
+            pass
+        return run
 
     def _by_token(self, wanted: SubmitJob) -> JobRecord | None:
         key = (wanted.owner, wanted.client_token)
@@ -224,6 +230,7 @@ class Draft:
         record = self._find(wanted.name)
         if record is None:
             raise unknown_job(wanted.name, {*self._ledger.names, *(record.name for record in self.changed.values())})
+        _check_run(wanted, record)
         if record.phase is JobPhase.QUEUED:
             stopped = replace(record, phase=JobPhase.STOPPED, reason=wanted.reason, ended_s=at_s)
             return self._change(stopped, at_s, "stopped", wanted.reason)
@@ -254,6 +261,9 @@ class Draft:
             results=seen.results or record.results,
             activity="" if seen.phase.ended else seen.activity,
             roles=seen.roles or record.roles,
+            members=() if seen.phase.ended else seen.members,
+            step_s=seen.step_s or record.step_s,
+            recoveries=seen.recoveries or record.recoveries,
         )
         if seen.phase.ended:
             after = replace(after, reason=seen.reason, cause=seen.cause, detail=seen.detail, ended_s=at_s)
@@ -261,7 +271,9 @@ class Draft:
             return record
         told = record
         if after.restarts > told.restarts:
-            told = self._change(replace(told, restarts=after.restarts), at_s, "restarted", seen.reason)
+            told = self._change(replace(told, restarts=after.restarts), at_s, "restarted", seen.last_failure)
+        if sum(after.recoveries.values()) > sum(told.recoveries.values()):
+            told = self._change(replace(told, recoveries=after.recoveries), at_s, "recovered", seen.last_failure)
         if after.roles != told.roles:
             message = ", ".join(f"{role} x{num}" for role, num in sorted(after.roles.items()))
             told = self._change(_resized(told, after.roles), at_s, "resized", message)
@@ -288,6 +300,12 @@ class Draft:
             )
         )
         return record
+
+
+def _check_run(wanted: StopJob, record: JobRecord) -> None:
+    """Whoever may stop one run may not be allowed to stop the next one, which may have been submitted meanwhile."""
+    if record.run != wanted.run:
+        raise CallError(f"a new job has taken the name '{wanted.name}' meanwhile: look at it first")
 
 
 def _next_phase(now: JobPhase, seen: JobPhase) -> JobPhase:

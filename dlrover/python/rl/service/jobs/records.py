@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import nan
 
+from dlrover.python.rl.master.process.status import RunningProcess
+
 
 class JobPhase(StrEnum):
     QUEUED = "queued"
@@ -59,6 +61,9 @@ class JobRecord:
     results: str = ""  # folder of its files
     activity: str = ""
     roles: Mapping[str, int] = field(default_factory=dict)
+    members: tuple[RunningProcess, ...] = ()  # each process that is up
+    step_s: float = 0.0
+    recoveries: Mapping[str, int] = field(default_factory=dict)  # "trainer" or a role to its recoveries
     places: Mapping[str, int] = field(default_factory=dict)  # that resized roles hold: the most they have had
     per_member: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # role to one member's resources
     hard: bool = False  # while STOPPING
@@ -98,6 +103,7 @@ class SubmitJob:
 @dataclass(frozen=True)
 class StopJob:
     name: str
+    run: str  # that the caller may stop: another one of the name stays as it is
     reason: str
     hard: bool = False
 
@@ -123,6 +129,10 @@ class Observed:
     results: str = ""
     activity: str = ""
     roles: Mapping[str, int] = field(default_factory=dict)
+    members: tuple[RunningProcess, ...] = ()
+    step_s: float = 0.0  # 0: unknown
+    recoveries: Mapping[str, int] = field(default_factory=dict)
+    last_failure: str = ""  # that was recovered from, one line
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

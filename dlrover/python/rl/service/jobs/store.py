@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dlrover.python.rl.common.errors import JobConflict, JournalCorrupt, ServiceUnavailable
+from dlrover.python.rl.master.process.status import RunningProcess
 from dlrover.python.rl.service.jobs.records import JobDescription, JobEvent, JobPhase, JobRecord
 
 FILE = "jobs.sqlite"
@@ -43,8 +44,8 @@ class JobStore(Protocol):
         descriptions: Mapping[str, JobDescription],
         forgotten: Iterable[str],
     ) -> None:
-        """Save all of it or, with a ServiceUnavailable, nothing. A job that has ended loses its description, a
-        forgotten one everything."""
+        """Save all of it or, with a ServiceUnavailable, nothing. A run with a description is new, and never replaces
+        another; one that has ended loses its description, a forgotten one everything."""
         ...
 
     def description(self, run: str) -> JobDescription: ...
@@ -101,10 +102,13 @@ class SqliteJobStore:
         forgotten: Iterable[str],
     ) -> None:
         records, forgotten = list(records), list(forgotten)
+        new = [(record.run, _to_json(record)) for record in records if record.run in descriptions]
+        old = [(record.run, _to_json(record)) for record in records if record.run not in descriptions]
         described = [(run, _to_json(description)) for run, description in descriptions.items()]
         done = [record.run for record in records if record.phase.ended]
         changes: Sequence[tuple[str, list[tuple[Any, ...]]]] = (
-            ("INSERT OR REPLACE INTO jobs VALUES (?, ?)", [(record.run, _to_json(record)) for record in records]),
+            ("INSERT INTO jobs VALUES (?, ?)", new),
+            ("INSERT OR REPLACE INTO jobs VALUES (?, ?)", old),
             ("INSERT INTO events VALUES (?, ?, ?, ?)", [(it.number, it.run, it.name, _to_json(it)) for it in events]),
             ("INSERT INTO descriptions VALUES (?, ?)", described),
             ("DELETE FROM descriptions WHERE run = ?", [(run,) for run in (*done, *forgotten)]),
@@ -183,6 +187,7 @@ def _record(plain: dict[str, Any]) -> JobRecord:
     values["phase"] = JobPhase(values["phase"])
     if values["reward"] is None:
         values["reward"] = nan
+    values["members"] = tuple(RunningProcess(*member) for member in values.get("members", ()))
     return JobRecord(**values)
 
 

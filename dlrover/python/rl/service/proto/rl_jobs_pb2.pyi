@@ -27,8 +27,15 @@ PHASE_FAILED: Phase
 PHASE_STOPPED: Phase
 
 class Job(_message.Message):
-    __slots__ = ("name", "run", "owner", "phase", "priority", "revision", "reason", "cause", "detail", "submitted_s", "started_s", "ended_s", "step", "total_steps", "reward", "restarts", "folder", "activity", "roles")
+    __slots__ = ("name", "run", "owner", "phase", "priority", "revision", "reason", "cause", "detail", "submitted_s", "started_s", "ended_s", "step", "total_steps", "reward", "restarts", "folder", "activity", "roles", "members", "step_s", "recoveries")
     class RolesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class RecoveriesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +61,9 @@ class Job(_message.Message):
     FOLDER_FIELD_NUMBER: _ClassVar[int]
     ACTIVITY_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    RECOVERIES_FIELD_NUMBER: _ClassVar[int]
     name: str
     run: str
     owner: str
@@ -73,7 +83,22 @@ class Job(_message.Message):
     folder: str
     activity: str
     roles: _containers.ScalarMap[str, int]
-    def __init__(self, name: _Optional[str] = ..., run: _Optional[str] = ..., owner: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., priority: _Optional[int] = ..., revision: _Optional[int] = ..., reason: _Optional[str] = ..., cause: _Optional[str] = ..., detail: _Optional[str] = ..., submitted_s: _Optional[float] = ..., started_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., reward: _Optional[float] = ..., restarts: _Optional[int] = ..., folder: _Optional[str] = ..., activity: _Optional[str] = ..., roles: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    step_s: float
+    recoveries: _containers.ScalarMap[str, int]
+    def __init__(self, name: _Optional[str] = ..., run: _Optional[str] = ..., owner: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., priority: _Optional[int] = ..., revision: _Optional[int] = ..., reason: _Optional[str] = ..., cause: _Optional[str] = ..., detail: _Optional[str] = ..., submitted_s: _Optional[float] = ..., started_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., reward: _Optional[float] = ..., restarts: _Optional[int] = ..., folder: _Optional[str] = ..., activity: _Optional[str] = ..., roles: _Optional[_Mapping[str, int]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., step_s: _Optional[float] = ..., recoveries: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("process", "node", "pid", "devices")
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    process: str
+    node: str
+    pid: int
+    devices: str
+    def __init__(self, process: _Optional[str] = ..., node: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[str] = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
     __slots__ = ("client_token", "job_file", "name", "overrides", "priority", "folder")
@@ -120,14 +145,16 @@ class WaitRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
-    __slots__ = ("name", "after", "follow")
+    __slots__ = ("name", "after", "follow", "without_steps")
     NAME_FIELD_NUMBER: _ClassVar[int]
     AFTER_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    WITHOUT_STEPS_FIELD_NUMBER: _ClassVar[int]
     name: str
     after: int
     follow: bool
-    def __init__(self, name: _Optional[str] = ..., after: _Optional[int] = ..., follow: bool = ...) -> None: ...
+    without_steps: bool
+    def __init__(self, name: _Optional[str] = ..., after: _Optional[int] = ..., follow: bool = ..., without_steps: bool = ...) -> None: ...
 
 class Event(_message.Message):
     __slots__ = ("number", "at_s", "name", "run", "kind", "message", "phase", "step", "metrics")

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The logs of a run: their last lines, the older files of a rotated one, and names that are wrong."""
+
+import random
+
+import pytest
+
+from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.runtime.process.log_copy import LogCopier
+from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
+
+CHUNK = 256 * 1024
+MB = 1024 * 1024
+
+
+@pytest.fixture
+def logs(tmp_path):
+    (tmp_path / "logs").mkdir()
+    return tmp_path / "logs"
+
+
+def reader_of(logs, tail=0, process="trainer"):
+    return LogReader(RunFolder(logs.parent), process, tail)
+
+
+def read(reader):
+    return "".join(text for _, text in reader.read())
+
+
+def numbered(count, length=0):
+    return [f"{number} {'x' * length}\n" for number in range(count)]
+
+
+# -- the last lines ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tail", [1, 2, 99, 100, 101, 4_999, 5_000, 5_001, 9_999, 10_000, 10_001, 50_000])
+def test_the_last_lines_are_these_also_where_they_begin_in_an_older_file(logs, tail):
+    lines = numbered(10_000, length=100)
+    (logs / "trainer.log.1").write_text("".join(lines[:5_000]))
+    (logs / "trainer.log").write_text("".join(lines[5_000:]))
+    assert read(reader_of(logs, tail)) == "".join(lines[-tail:])
+
+
+def test_a_line_that_is_not_complete_is_none_of_the_last_ones_and_follows_later(logs):
+    (logs / "trainer.log").write_text("one\ntwo\nthr")
+    reader = reader_of(logs, tail=1)
+    assert read(reader) == "two\n"
+    with (logs / "trainer.log").open("a") as file:
+        file.write("ee\n")
+    assert read(reader) == "three\n"
+
+
+def test_many_last_lines_come_in_chunks_and_are_limited_in_bytes(logs):
+    for name in ("trainer.log.1", "trainer.log"):
+        (logs / name).write_text("".join(numbered(14 * MB // 1000, length=1000)))
+    chunks = [text for _, text in reader_of(logs, tail=100_000).read()]
+    assert max(map(len, chunks)) <= CHUNK
+    assert 15 * MB < sum(map(len, chunks)) <= 16 * MB
+    assert chunks[0].partition(" ")[0].isdigit()  # a whole line
+
+
+def test_long_lines_do_not_take_more_memory_than_the_limit(logs):
+    (logs / "trainer.log").write_text(("y" * (5 * MB) + "\n") * 5)
+    chunks = [text for _, text in reader_of(logs, tail=5).read()]
+    assert max(map(len, chunks)) <= CHUNK and sum(map(len, chunks)) <= 16 * MB
+
+
+# -- rotation ---------------------------------------------------------------------------------------------------------
+
+
+def test_older_files_come_first(logs):
+    for number, name in enumerate(["trainer.log.2", "trainer.log.1", "trainer.log"]):
+        (logs / name).write_text(f"{number}\n")
+    assert read(reader_of(logs)) == "0\n1\n2\n"
+    assert [text for _, text in reader_of(logs, process="").read()] == ["0\n", "1\n", "2\n"]
+
+
+def test_what_was_written_just_before_a_rotation_is_read(logs):
+    log = logs / "trainer.log"
+    log.write_text("one\n")
+    reader = reader_of(logs)
+    assert read(reader) == "one\n"
+    with log.open("a") as file:
+        file.write("two\nno end")
+    log.rename(logs / "trainer.log.1")
+    log.write_text("three\n")
+    assert read(reader) == "two\nno endthree\n"
+    (logs / "trainer.log.1").rename(logs / "trainer.log.2")
+    log.rename(logs / "trainer.log.1")
+    log.write_text("four\n")
+    assert read(reader) == "four\n"
+    assert read(reader) == ""
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_reader_that_comes_often_enough_sees_each_line_once(tmp_path, seed):
+    """``max_bytes`` and the number of lines between two readings allow two rotations at most."""
+    generator = random.Random(seed)
+    copier = LogCopier(tmp_path, "trainer", (), max_bytes=60)
+    reader, written, seen = LogReader(RunFolder(tmp_path), "trainer"), [], ""
+    for number in range(200):
+        written.append(f"line {number}\n")
+        copier._append(written[-1].encode())
+        if number % 8 == 7 or generator.random() < 0.3:
+            seen += read(reader)
+    assert seen + read(reader) == "".join(written)
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_is_wrong_unless_it_has_a_log_or_will_have_one(logs):
+    with pytest.raises(InvalidJob, match="rollout-0: has no log yet"):
+        reader_of(logs, process="rollout-0").check()
+    (logs / "trainer.log").write_text("one\n")
+    reader_of(logs).check()
+    for coming in (None, {"ROLLOUT": 2}):
+        with pytest.raises(InvalidJob, match="trainr: has no log; did you mean 'trainer'"):
+            reader_of(logs, process="trainr").check(coming)
+    for process in ("rollout-1", "master", "trainer"):
+        reader_of(logs, process=process).check({"ROLLOUT": 2})
+    with pytest.raises(InvalidJob, match="rollout-2: has no log; did you mean 'rollout-"):
+        reader_of(logs, process="rollout-2").check({"ROLLOUT": 2})
