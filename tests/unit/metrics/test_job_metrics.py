@@ -3,6 +3,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dlrover.python.rl import metrics as package
-from dlrover.python.rl.control.events import CauseKind, Progressed, Released, TrainerFinished
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
+from dlrover.python.rl.control.events import CauseKind, Progressed, Released, RoleSettings, TrainerFinished
 from dlrover.python.rl.control.machine import step
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.metrics.goodput import TimeUse, account_of
-from dlrover.python.rl.metrics.job import MAX_CALL_SERIES, STEP_METRICS, JobMetrics
+from dlrover.python.rl.metrics.job import MAX_CALL_SERIES, MAX_MEMBER_SERIES, STEP_METRICS, JobMetrics
 from dlrover.python.rl.metrics.service import ServiceCounts, ServiceMetrics
 from dlrover.python.rl.trainer.trainer import StepReport
 from tests.unit.control import runs
@@ -72,27 +74,81 @@ def test_a_failure_told_twice_counts_once():
 def test_the_shares_of_time_add_up():
     account = account_of(timed(STORY))
     opened = len(runs.OPEN) - 1  # of the events, StepsOpened
-    assert account.seconds[TimeUse.START] == opened
-    assert account.seconds[TimeUse.RECOVERY] == 2  # lost, started, progressed
-    assert account.seconds[TimeUse.USEFUL] == 2
+    assert account.spent_s(TimeUse.START) == opened
+    assert account.seconds[TimeUse.RECOVERY, "process_died"] == 2  # lost, started, progressed
+    assert account.spent_s(TimeUse.USEFUL) == 2
     assert sum(account.seconds.values()) == len(STORY) - 1
     assert account.goodput == pytest.approx(2 / (len(STORY) - 1))
 
 
 def test_time_goes_on_between_events_and_ends_with_the_job():
     samples = exported(told(STORY, now_s=1000.0 + len(STORY) - 1 + 50).registry)
-    assert samples["rl_job_time_seconds_total", ("use", "useful")] == 52
+    assert samples["rl_job_time_seconds_total", ("cause", ""), ("use", "useful")] == 52
+    assert samples["rl_job_time_seconds_total", ("cause", "process_died"), ("use", "recovery")] == 2
     ended = [*STORY, TrainerFinished(1), Released(1)]
     account = account_of(timed(ended))
-    assert account.over and account.seconds[TimeUse.ENDING] == 1
+    assert account.over and account.seconds[TimeUse.ENDING, ""] == 1
     account.book(9999.0)
-    assert account.seconds[TimeUse.ENDING] == 1
+    assert account.seconds[TimeUse.ENDING, ""] == 1
 
 
 def test_a_restart_of_the_whole_job_is_a_loss_of_its_own():
     events = [*STORY[:-2], runs.trainer_lost(kind=CauseKind.RETRYABLE_ERROR)]
     account = account_of([*timed(events), (1100.0, Progressed(1, 1))])
-    assert account.seconds[TimeUse.RESTART] + account.seconds[TimeUse.RECOVERY] > 80
+    assert account.spent_s(TimeUse.RESTART) + account.spent_s(TimeUse.RECOVERY) > 80
+
+
+def test_time_is_lost_to_the_failure_with_which_the_loss_began():
+    opened = STORY[:-3]
+    hung = runs.lost("ROLLOUT", 0, kind=CauseKind.HUNG)
+    events = [*opened, hung, runs.trainer_lost(kind=CauseKind.OUT_OF_MEMORY), Progressed(2, 1)]
+    account = account_of(timed(events))
+    assert {cause for use, cause in account.seconds if use is TimeUse.RECOVERY} == {"hung"}
+    failed = account_of(timed([*opened, runs.trainer_lost(kind=CauseKind.USER_ERROR), Released(1)]))
+    assert failed.seconds[TimeUse.ENDING, "user_error"] == 1
+
+
+def test_restarts_are_counted_by_cause():
+    samples = exported(told([runs.TERMS, *runs.up(), runs.lost("ACTOR", 0, kind=CauseKind.NODE_LOST)]).registry)
+    restarts = {key[1:]: value for key, value in samples.items() if key[0] == "rl_job_restarts_total"}
+    assert restarts[("cause", "node_lost"),] == sum(restarts.values()) == 1
+    assert len(restarts) == len(CauseKind)
+
+
+def test_each_member_is_up_or_not_and_was_heard_so_long_ago():
+    now_s = [2000.0]
+    metrics = JobMetrics("job", "0a1b", lambda: now_s[0])
+    metrics.replay(timed([*STORY[:-2]]))  # ROLLOUT[0] is lost
+    metrics.beat(ProcessId("ACTOR", 1), {})
+    metrics.beat(ProcessId.standby("ACTOR", 7), {})
+    metrics.beat(TRAINER_ID, {"ACTOR": 5})
+    now_s[0] += 3.0
+    samples = exported(metrics.registry)
+    assert samples["rl_job_member_up", ("rank", "0"), ("role", "ROLLOUT")] == 0
+    assert samples["rl_job_member_up", ("rank", "1"), ("role", "ACTOR")] == 1
+    ages = {key: value for key, value in samples.items() if key[0] == "rl_job_member_heartbeat_age_seconds"}
+    assert list(ages.values()) == [3.0] and ("role", "ACTOR") in next(iter(ages))
+    assert samples["rl_job_pending_calls", ("role", "ACTOR")] == 5
+
+
+def test_members_of_a_huge_job_make_a_bounded_number_of_series():
+    many = replace(runs.TERMS, roles={"ROLLOUT": RoleSettings(3 * MAX_MEMBER_SERIES)})
+    samples = exported(told([many]).registry)
+    assert sum(name == "rl_job_member_up" for name, *_ in samples) == MAX_MEMBER_SERIES
+
+
+def test_bytes_and_commits_add_up_over_the_steps():
+    metrics = told(STORY)
+    for number, sync_bytes in enumerate([100.0, float("nan"), 50.0], 1):
+        values = {"weights/sync_bytes": sync_bytes, "time/commit": 0.2, "sandbox/limits": 2.0}
+        metrics.report(StepReport(number, 3, values, commit_bytes=1000))
+    samples = exported(metrics.registry)
+    assert samples["rl_job_moved_bytes_total", ("of", "weights")] == 150
+    assert samples["rl_job_moved_bytes_total", ("of", "commits")] == 3000
+    assert samples["rl_job_commit_seconds_count",] == 3
+    assert samples["rl_job_commit_seconds_sum",] == pytest.approx(0.6)
+    assert samples["rl_job_sandbox_members", ("level", "limits")] == 2
+    assert samples["rl_job_sandbox_members", ("level", "bubblewrap")] == 0
 
 
 def test_steps_and_calls_are_counted():
@@ -131,6 +187,7 @@ def everything():
     """Names of all metrics, and the labels of each, as a busy job and service export them."""
     job = told(STORY)
     values = {source: 1.0 for sources in STEP_METRICS.values() for source in sources[:1]}
+    job.beat(ProcessId("ACTOR", 0), {})
     for number in (1, 2):
         job.report(StepReport(number, 9, values, {("ACTOR", "train"): (1.0, *(0.0,) * 13, 0.1)}))
     service = ServiceMetrics(lambda: ServiceCounts({"queued": 1}, 2, 3))

@@ -3,13 +3,10 @@
 
 from contextlib import suppress
 from datetime import datetime
-from pathlib import Path
 
-from dlrover.python.rl.common.errors import JournalCorrupt
 from dlrover.python.rl.control.events import CauseKind
-from dlrover.python.rl.master.operations.history import RunHistory, read_history
+from dlrover.python.rl.master.operations.history import JobHistory
 from dlrover.python.rl.master.operations.jobs import JobView
-from dlrover.python.rl.runtime.process.result_files import LOGS, SUFFIX
 
 _DETAIL_LINES = 30
 _SHOWN_FAILURES = 10
@@ -57,19 +54,18 @@ _REMEDIES = {
 }
 
 
-def explain_lines(view: JobView) -> list[str]:
-    history = _history(view)
+def explain_lines(view: JobView, history: JobHistory | None) -> list[str]:
     since_s = history.phase_since_s if history else 0.0
     since = f" since {_when(since_s)}" if since_s else ""
     lines = [f"{view.name}: {_PHASES.get(view.phase, view.phase)}{since}."]
     lines += [f"Why: {view.reason}."] if view.reason else []
     lines += [f"Now: {view.activity}."] if view.activity else []
     lines += _progress(view)
-    lines += _failures(history, view) if history else []
+    lines += _failures(history) if history else []
     if view.detail:
         evidence = view.detail.rstrip().splitlines()[-_DETAIL_LINES:]
         lines += ["Evidence:", *(f"  {line}" for line in evidence)]
-    lines += [f"Its log: {log}" for log in _logs(view, history)]
+    lines += [f"Its log: {history.log}"] if history and history.log else []
     lines += [f"What to try: {remedy}" for remedy in _remedies(view)]
     return lines
 
@@ -81,23 +77,14 @@ def _progress(view: JobView) -> list[str]:
     return [f"Last step: {view.step}{of}."]
 
 
-def _failures(history: RunHistory, view: JobView) -> list[str]:
+def _failures(history: JobHistory) -> list[str]:
     if not history.failures:
         return []
     shown = history.failures[:_SHOWN_FAILURES]
     lines = ["What failed, the first one first:"]
-    lines += [f"  {_when(at_s)} {cause.who}: {cause.kind.value}: {cause.message}" for at_s, cause in shown]
+    lines += [f"  {_when(at_s)} {line}" for at_s, line in shown]
     more = len(history.failures) - len(shown)
-    return lines + ([f"  and {more} more, in {view.folder}/journal.jsonl"] if more else [])
-
-
-def _logs(view: JobView, history: RunHistory | None) -> list[str]:
-    """The log of the process that failed first."""
-    if history is None or not history.failures:
-        return []
-    name = history.failures[0][1].who.lower().replace("[", "-").rstrip("]")
-    path = Path(view.folder) / LOGS / f"{name}{SUFFIX}"
-    return [str(path)] if path.is_file() else []
+    return lines + ([f"  and {more} more, in {history.source}"] if more else [])
 
 
 def _remedies(view: JobView) -> list[str]:
@@ -105,14 +92,9 @@ def _remedies(view: JobView) -> list[str]:
     with suppress(ValueError):
         remedies.append(_REMEDIES[CauseKind(view.cause)])
     if view.phase in ("failed", "stopped", "lost") and view.step:
-        remedies.append(f"It goes on after its last committed step with: dlrover-rl resume {view.folder}")
+        where = ", on the service's machine" if view.owner else ""
+        remedies.append(f"It goes on after its last committed step with: dlrover-rl resume {view.folder}{where}")
     return remedies
-
-
-def _history(view: JobView) -> RunHistory | None:
-    with suppress(JournalCorrupt, OSError):
-        return read_history(Path(view.folder)) if view.folder else None
-    return None
 
 
 def _when(unix_s: float) -> str:

@@ -85,14 +85,9 @@ def _status(jobs: JobOperations, name: str, as_json: bool) -> None:
 def _attach(jobs: JobOperations, name: str) -> None:
     """Follow a job as 'run' does. Ctrl-C leaves it running."""
     jobs.get(name)
-    try:
-        with ProgressView(name) as view:
-            ended = jobs.attach(name, view, view.announce)
-    except KeyboardInterrupt:
-        click.echo(f"{name} goes on; to follow it again: dlrover-rl attach {name}", err=True)
-        return
-    click.echo("\n".join(status_lines(ended)))
-    _exit_as(ended)
+    ended = follow(jobs, name)
+    if ended is not None:
+        exit_as(ended)
 
 
 @_operation
@@ -104,7 +99,7 @@ def _wait(jobs: JobOperations, name: str, timeout: float | None) -> None:
     click.echo("\n".join(status_lines(view)))
     if not view.ended:
         sys.exit(EXIT_TIMED_OUT)
-    _exit_as(view)
+    exit_as(view)
 
 
 @_operation
@@ -142,7 +137,20 @@ def _logs(jobs: JobOperations, name: str, process: str, follow: bool, tail: int)
 @click.argument("name")
 def _explain(jobs: JobOperations, name: str) -> None:
     """Tell in words how a job is: its state, since when, why, and what to try."""
-    click.echo("\n".join(explain_lines(jobs.get(name))))
+    view = jobs.get(name)
+    click.echo("\n".join(explain_lines(view, jobs.history(view))))
+
+
+def follow(jobs: JobOperations, name: str) -> JobView | None:
+    """Show a job to its end, or until Ctrl-C, which leaves it running: None."""
+    try:
+        with ProgressView(name) as view:
+            ended = jobs.attach(name, view, view.announce)
+    except KeyboardInterrupt:
+        click.echo(f"{name} goes on; to follow it again: dlrover-rl attach {name}", err=True)
+        return None
+    click.echo("\n".join(status_lines(ended)))
+    return ended
 
 
 VERBS = (_list, _status, _attach, _wait, _stop, _resize, _logs, _explain)
@@ -158,18 +166,21 @@ def status_lines(view: JobView) -> list[str]:
     lines = [f"{view.name}: {', '.join(facts)}"]
     lines += [f"  {view.activity}"] if view.activity else []
     lines += [f"  {subject} recovered {times} time{'s' * (times != 1)}" for subject, times in view.recoveries.items()]
-    nodes = len({node for _, node, _ in view.members})
-    if nodes:
-        lines.append(f"  {len(view.members)} processes on {nodes} node{'s' * (nodes != 1)}")
+    if view.members:
+        devices = f", {view.devices} device{'s' * (view.devices != 1)}" if view.devices else ""
+        lines.append(f"  {len(view.members)} processes on {view.nodes} node{'s' * (view.nodes != 1)}{devices}")
     elif view.roles and not view.ended:
         lines.append(f"  {', '.join(f'{role} x{num}' for role, num in view.roles.items())}")
-    lines += [f"  {process:<16} {node} pid {pid}" for process, node, pid in view.members]
+    lines += [
+        f"  {each.process:<16} {each.node} pid {each.pid}" + (f" devices {each.devices}" if each.devices else "")
+        for each in view.members
+    ]
     lines += [f"  {view.reason}"] if view.reason else []
     lines += [f"  files in {view.folder}"] if view.folder else []
     return lines
 
 
-def _exit_as(view: JobView) -> None:
+def exit_as(view: JobView) -> None:
     codes = {"failed": EXIT_FAILED, "stopped": EXIT_STOPPED, "lost": EXIT_MASTER_LOST}
     if view.phase in codes:
         sys.exit(codes[view.phase])

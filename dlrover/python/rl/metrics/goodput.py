@@ -9,7 +9,8 @@ Each moment of a job has one use:
 - ``restart``: from a failure that ends all processes until the next progress;
 - ``ending``: from the decided outcome until everything is released.
 
-The journal alone decides it, so that anybody can check the figure afterwards.
+A recovery, a restart, and the end of a job that failed have a cause: that of the failure with which they began. The
+journal alone decides it, so that anybody can check the figure afterwards.
 """
 
 from collections.abc import Iterable
@@ -18,14 +19,19 @@ from enum import StrEnum
 
 from dlrover.python.rl.control.events import (
     Event,
+    Failed,
     MemberLost,
     NodeLost,
     Progressed,
+    StandbyLost,
     StepsOpened,
     TrainerLost,
 )
 from dlrover.python.rl.control.machine import step
 from dlrover.python.rl.control.state import JobState, Phase
+
+LOSSES = (MemberLost, StandbyLost, TrainerLost, NodeLost, Failed)
+"""Events that have a cause."""
 
 
 class TimeUse(StrEnum):
@@ -38,31 +44,39 @@ class TimeUse(StrEnum):
 
 @dataclass
 class TimeAccount:
-    """Seconds by use; ``since_s`` is the Unix time up to which they are booked, 0 before the first event."""
+    """Seconds by use and cause, a CauseKind or ""; ``since_s`` is the Unix time up to which they are booked, 0 before
+    the first event."""
 
     use: TimeUse = TimeUse.START
+    cause: str = ""
     since_s: float = 0.0
     over: bool = False
-    seconds: dict[TimeUse, float] = field(default_factory=lambda: dict.fromkeys(TimeUse, 0.0))
+    seconds: dict[tuple[TimeUse, str], float] = field(default_factory=dict)
 
     def take(self, at_s: float, before: JobState, after: JobState, event: Event) -> None:
         if self.over:
             return
         self.book(at_s)
-        self.use = _next_use(self.use, before, after, event)
+        use = _next_use(self.use, before, after, event)
+        if use is not self.use:
+            self.use, self.cause = use, _cause_of(use, after, event)
         self.over = after.phase.terminal
 
     def book(self, now_s: float) -> None:
         """Count the time up to now."""
         if self.since_s and not self.over:
-            self.seconds[self.use] += max(now_s - self.since_s, 0.0)
+            key = self.use, self.cause
+            self.seconds[key] = self.seconds.get(key, 0.0) + max(now_s - self.since_s, 0.0)
         self.since_s = max(now_s, self.since_s)
+
+    def spent_s(self, use: TimeUse) -> float:
+        return sum(seconds for (booked, _), seconds in self.seconds.items() if booked is use)
 
     @property
     def goodput(self) -> float:
         """From 0 to 1; 0 before any time has passed."""
         total = sum(self.seconds.values())
-        return self.seconds[TimeUse.USEFUL] / total if total else 0.0
+        return self.spent_s(TimeUse.USEFUL) / total if total else 0.0
 
 
 def _next_use(use: TimeUse, before: JobState, after: JobState, event: Event) -> TimeUse:
@@ -77,6 +91,13 @@ def _next_use(use: TimeUse, before: JobState, after: JobState, event: Event) -> 
     if isinstance(event, MemberLost | TrainerLost | NodeLost) and after is not before and use is TimeUse.USEFUL:
         return TimeUse.RECOVERY
     return use
+
+
+def _cause_of(use: TimeUse, after: JobState, event: Event) -> str:
+    if use is TimeUse.ENDING:
+        return after.failure.kind.value if after.failure is not None else ""
+    is_loss = use in (TimeUse.RECOVERY, TimeUse.RESTART)
+    return event.cause.kind.value if is_loss and isinstance(event, LOSSES) else ""
 
 
 def account_of(events: Iterable[tuple[float, Event]]) -> TimeAccount:

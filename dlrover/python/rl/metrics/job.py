@@ -3,7 +3,8 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from math import isfinite
+from itertools import islice
+from math import isfinite, nan
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -15,25 +16,19 @@ from prometheus_client.core import (
     Metric,
 )
 
-from dlrover.python.rl.common.names import ProcessId, package_version
-from dlrover.python.rl.control.events import (
-    Event,
-    Failed,
-    MemberLost,
-    MemberStarted,
-    NodeLost,
-    StandbyLost,
-    TrainerLost,
-    TrainerStarted,
-)
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, package_version
+from dlrover.python.rl.control.events import CauseKind, Event, Failed, MemberStarted, TrainerStarted
 from dlrover.python.rl.control.machine import step
 from dlrover.python.rl.control.state import JobState, MemberPhase, Phase
-from dlrover.python.rl.metrics.goodput import TimeAccount, TimeUse
+from dlrover.python.rl.metrics.goodput import LOSSES, TimeAccount, TimeUse
 from dlrover.python.rl.trainer.call_counts import BUCKETS_S
 from dlrover.python.rl.trainer.trainer import StepReport
 
 MAX_CALL_SERIES = 200
 """Pairs of role and method; further ones count as the method ``other``."""
+
+MAX_MEMBER_SERIES = 1000
+"""Members that have series of their own; of a larger job the first ones."""
 
 STEP_METRICS = {
     "reward": ("reward/mean", "reward"),
@@ -46,7 +41,6 @@ STEP_METRICS = {
     "failed_samples": ("samples/failed",),
     "tokens_per_second": ("speed/tokens_per_s",),
     "rollout_tokens_per_second": ("speed/rollout_tokens_per_s",),
-    "commit_seconds": ("time/commit",),
     "weight_sync_seconds": ("time/sync",),
     "weight_sync_bytes": ("weights/sync_bytes",),
     "generation_seconds": ("time/generation",),
@@ -54,7 +48,10 @@ STEP_METRICS = {
 }
 """Gauges of the last step: the end of the name, and the metrics of a step that it is taken from."""
 
-_LOSSES = (MemberLost, StandbyLost, TrainerLost, NodeLost, Failed)
+COMMIT_SECONDS, SYNC_BYTES = "time/commit", "weights/sync_bytes"
+SANDBOX_LEVELS = ("bubblewrap", "namespaces", "limits", "none")
+"""Of ``sandbox/<level>`` in a step's metrics."""
+
 _RECOVERY_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
@@ -84,13 +81,18 @@ class _Buckets:
 
 
 class JobMetrics:
-    """Collected by ``registry``. Labels are the job's name, roles, public methods and causes: a bounded number."""
+    """Collected by ``registry``. Labels are the job's name, roles, ranks, methods and causes: a bounded number."""
 
     def __init__(self, job: str, run: str, wall_s: Any) -> None:
         self._job, self._run, self._wall_s = job, run, wall_s
         self._state = JobState()
         self.account = TimeAccount()
         self.failures: dict[tuple[str, str], int] = {}  # (role, cause)
+        self._restarts = dict.fromkeys(CauseKind, 0)
+        self._moved = {"weights": 0.0, "commits": 0.0}  # bytes
+        self._beats: dict[ProcessId, float] = {}  # when each process was heard last
+        self._pending: Mapping[str, int] = {}
+        self._commits = _Buckets(BUCKETS_S)
         self._recovering: dict[ProcessId, float] = {}
         self._recovery = dict[str, _Buckets]()
         self._calls: dict[tuple[str, str], _Buckets] = {}
@@ -115,7 +117,8 @@ class JobMetrics:
         self.account.take(at_s, before, after, event)
         if after is before:
             return
-        if isinstance(event, _LOSSES):
+        if isinstance(event, LOSSES):
+            self._restarts[event.cause.kind] += after.restarts - before.restarts
             key = (event.cause.role if not isinstance(event, Failed) else "job", event.cause.kind.value)
             self.failures[key] = self.failures.get(key, 0) + 1
         for process_id in _lost(before, after):
@@ -125,11 +128,23 @@ class JobMetrics:
             took_s = at_s - self._recovering.pop(started)
             self._recovery.setdefault(started.role, _Buckets(_RECOVERY_BUCKETS_S)).add(took_s)
 
+    def beat(self, process_id: ProcessId, pending: Mapping[str, int]) -> None:
+        """A process was heard; ``pending`` are the calls that a trainer waits for, by role."""
+        if process_id == TRAINER_ID:
+            self._pending = pending
+        elif process_id in self._state.members:
+            self._beats[process_id] = self._wall_s()
+
     def report(self, report: StepReport) -> None:
         now_s = self._wall_s()
         if self._report is not None and report.step > self._report.step:
             self._steps.add(report.metrics.get("time/step", now_s - self._reported_s))
-        self._report, self._reported_s = report, now_s
+        commit_s, sync_bytes = (report.metrics.get(name, nan) for name in (COMMIT_SECONDS, SYNC_BYTES))
+        if isfinite(commit_s):
+            self._commits.add(commit_s)
+        self._moved["weights"] += max(sync_bytes, 0.0) if isfinite(sync_bytes) else 0.0
+        self._moved["commits"] += report.commit_bytes
+        self._report, self._reported_s, self._pending = report, now_s, report.pending
         for name, sources in STEP_METRICS.items():
             value = next((report.metrics[source] for source in sources if source in report.metrics), None)
             if value is not None and isfinite(value):
@@ -157,9 +172,14 @@ class JobMetrics:
         yield self._gauge("last_report_timestamp_seconds", "When the last step was reported.", self._reported_s)
         yield self._gauge("members", "Members that are up.", _members(state, up=True), "role")
         yield self._gauge("members_wanted", "Members that the job has.", _members(state, up=False), "role")
-        pending = {role: float(self._report.pending.get(role, 0)) for role in self._roles()} if self._report else {}
-        yield self._gauge("pending_calls", "Calls under way at the last step.", pending, "role")
-        yield self._counter("restarts", "Restarts of the whole job.", float(state.restarts))
+        yield from self._of_members()
+        pending = {role: float(self._pending.get(role, 0)) for role in self._roles()}
+        yield self._gauge("pending_calls", "Calls under way.", pending, "role")
+        restarts = {kind.value: float(count) for kind, count in self._restarts.items()}
+        yield self._counter("restarts", "Restarts of the whole job.", restarts, "cause")
+        yield self._counter(
+            "moved_bytes", "Weights that each rollout received, and commits written.", self._moved, "of"
+        )
         yield self._counter("master_starts", "Processes that the master has had.", float(state.master_starts))
         failures = CounterMetricFamily("rl_job_failures", "Lost processes.", labels=["job_name", "role", "cause"])
         for (role, cause), count in self.failures.items():
@@ -167,6 +187,9 @@ class JobMetrics:
         yield failures
         yield from self._times()
         yield from self._histograms()
+        reported = self._report.metrics if self._report else {}
+        levels = {level: reported.get(f"sandbox/{level}", 0.0) for level in SANDBOX_LEVELS}
+        yield self._gauge("sandbox_members", "Members that confine programs of the model.", levels, "level")
         for name, value in self._values.items():
             yield self._gauge(name, f"Of the last step: {' or '.join(STEP_METRICS[name])}.", value)
 
@@ -176,14 +199,37 @@ class JobMetrics:
     def _times(self) -> Iterator[Metric]:
         account = replace(self.account, seconds=dict(self.account.seconds))
         account.book(self._wall_s())
-        seconds = {use.value: account.seconds[use] for use in TimeUse}
-        yield self._counter("time_seconds", "Time of the job by its use.", seconds, "use")
+        family = CounterMetricFamily(
+            "rl_job_time_seconds",
+            "Time of the job by its use, and why it was lost.",
+            labels=["job_name", "use", "cause"],
+        )
+        for (use, cause), seconds in ({(use, ""): 0.0 for use in TimeUse} | account.seconds).items():
+            family.add_metric([self._job, use.value, cause], seconds)
+        yield family
         yield self._gauge("goodput_ratio", "Useful time / wall time.", account.goodput)
+
+    def _of_members(self) -> Iterator[Metric]:
+        labels, now_s = ["job_name", "role", "rank"], self._wall_s()
+        up = GaugeMetricFamily("rl_job_member_up", "1 for a member that is up.", labels=labels)
+        age = GaugeMetricFamily(
+            "rl_job_member_heartbeat_age_seconds", "Since a member that is up was heard.", labels=labels
+        )
+        for process_id, member in islice(sorted(self._state.members.items()), MAX_MEMBER_SERIES):
+            names = [self._job, process_id.role, str(process_id.rank)]
+            is_up = member.phase is MemberPhase.UP
+            up.add_metric(names, float(is_up))
+            if is_up and process_id in self._beats:
+                age.add_metric(names, max(now_s - self._beats[process_id], 0.0))
+        yield from (up, age)
 
     def _histograms(self) -> Iterator[Metric]:
         steps = HistogramMetricFamily("rl_job_step_seconds", "Duration of steps.", labels=["job_name"])
         self._steps.add_to(steps, [self._job])
         yield steps
+        commits = HistogramMetricFamily("rl_job_commit_seconds", "Commits, as the trainer waits.", labels=["job_name"])
+        self._commits.add_to(commits, [self._job])
+        yield commits
         recovery = HistogramMetricFamily(
             "rl_job_recovery_seconds", "From a loss to the replacement.", labels=["job_name", "role"]
         )

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import check_job_name, hint
-from dlrover.python.rl.master.operations.history import RunHistory
-from dlrover.python.rl.master.status import JobStatus
+from dlrover.python.rl.master.operations.history import JobHistory, RunHistory
+from dlrover.python.rl.master.process.status import JobStatus, RunningProcess
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter
 
 _TAIL_BYTES = 64 * 1024
@@ -44,7 +44,16 @@ class JobView:
     owner: str = ""
     roles: Mapping[str, int] = field(default_factory=dict)
     recoveries: Mapping[str, int] = field(default_factory=dict)
-    members: tuple[tuple[str, str, int], ...] = ()
+    members: tuple[RunningProcess, ...] = ()
+
+    @property
+    def nodes(self) -> int:
+        return len({member.node for member in self.members})
+
+    @property
+    def devices(self) -> int:
+        """Processes may share one."""
+        return len({(each.node, device) for each in self.members for device in each.devices.split(",") if device})
 
     @property
     def eta_s(self) -> float:
@@ -52,7 +61,8 @@ class JobView:
         return 0.0 if self.ended or left <= 0 else left * self.step_s
 
     def to_plain(self) -> dict[str, Any]:
-        plain = {**vars(self), "eta_s": self.eta_s, "nodes": len({node for _, node, _ in self.members})}
+        plain = {**vars(self), "eta_s": self.eta_s, "nodes": self.nodes, "devices": self.devices}
+        plain["members"] = [member._asdict() for member in self.members]
         return {
             name: None if isinstance(value, float) and not isfinite(value) else value for name, value in plain.items()
         }
@@ -64,6 +74,10 @@ class JobOperations(Protocol):
     def list_jobs(self) -> list[JobView]: ...
 
     def get(self, name: str) -> JobView: ...
+
+    def history(self, view: JobView) -> JobHistory | None:
+        """What has happened to it; None if that cannot be seen from here."""
+        ...
 
     def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
         """Pass on steps and activities until the job has ended; return its end."""
@@ -166,6 +180,9 @@ class MemoryJobs:
         if check_name(name) not in self.views:
             raise no_such_job(name, self.views, "here")
         return self.views[name]
+
+    def history(self, view: JobView) -> JobHistory | None:
+        return None
 
     def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
         return self._changed("attach", name)

@@ -12,8 +12,7 @@ from typing import Any
 from dlrover.python.rl.common.errors import InvalidJob, JournalCorrupt, MasterLost
 from dlrover.python.rl.common.names import master_name
 from dlrover.python.rl.config.spec import RUNS
-from dlrover.python.rl.master.job import follow, stop_master
-from dlrover.python.rl.master.operations.history import read_history
+from dlrover.python.rl.master.operations.history import JobHistory, read_history
 from dlrover.python.rl.master.operations.jobs import (
     JobOperations,
     JobView,
@@ -22,8 +21,9 @@ from dlrover.python.rl.master.operations.jobs import (
     view_of_folder,
     view_of_status,
 )
+from dlrover.python.rl.master.process.status import JobStatus
+from dlrover.python.rl.master.ray_run import follow, stop_master
 from dlrover.python.rl.master.saved_run import find_saved_run
-from dlrover.python.rl.master.status import JobStatus
 from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
@@ -87,6 +87,11 @@ class RayJobs:
         saved = [path.name for path in RUNS.glob("*") if (path / LATEST).is_dir()]
         raise no_such_job(name, [*self._names(), *saved], "on this cluster, and no run of it in ./runs")
 
+    def history(self, view: JobView) -> JobHistory | None:
+        with suppress(JournalCorrupt, OSError):
+            return JobHistory.of_folder(Path(view.folder)) if view.folder else None
+        return None
+
     def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
         return self._followed(name, report, announce, None)
 
@@ -130,9 +135,8 @@ class RayJobs:
     def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
         view = self.get(name)
         reader = LogReader(RunFolder(Path(view.folder)), process, tail)
-        if not follow:
-            reader.check()
         while True:
+            reader.check(view.roles if follow and not view.ended else None)
             yield from reader.read()
             if view.ended or not follow:
                 return
