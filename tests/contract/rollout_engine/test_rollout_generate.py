@@ -9,6 +9,7 @@ import torch
 from rollouts import EOS, TEXTS, completions, prompts, sampling
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.progress import noted_progress
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.rollout.requests import sampling_params
@@ -49,6 +50,13 @@ def test_the_text_is_the_completions_without_special_tokens(engine):
     out = engine.generate(prompts(), sampling(samples_per_prompt=2), (3,))
     expected = engine.tokenizer.batch_decode(completions(out), skip_special_tokens=True)
     assert out.objects("completion") == expected
+
+
+def test_progress_is_noted_while_tokens_come(engine):
+    """At least as often as the engine gives tokens out, without which a long call would be taken for one that hangs."""
+    before = noted_progress()
+    engine.generate(prompts(), sampling(samples_per_prompt=2), (3,))
+    assert noted_progress() > before
 
 
 def test_no_prompts_give_no_rows(engine):

@@ -3,9 +3,11 @@
 
 import dataclasses
 import hashlib
+from itertools import pairwise
 
 from plain import CONFIG, STEPS, TEMPERATURE, EntropyLoss, make_batch
 
+from dlrover.python.rl.common.progress import noted_progress
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.api.base import Rendezvous, TrainSettings
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
@@ -53,8 +55,11 @@ def weights_of(engine):
 def five_steps(rank, world_size, port, case, path, checkpoint):
     """Log-probs and entropies first, a checkpoint on the way, a trip to the host, and what came of it."""
     engine = make_engine(case, rank, port, path)
+    noted = [noted_progress()]
     found = engine.evaluate(share(engine, rank, 0), TEMPERATURE, entropy=True)
+    noted.append(noted_progress())
     told = train(engine, rank, range(SAVED_AFTER))
+    noted.append(noted_progress())
     engine.save_checkpoint(checkpoint)
     told += train(engine, rank, [SAVED_AFTER])
     digest(engine)  # A state that has been written does not keep its tensors from moving.
@@ -71,6 +76,7 @@ def five_steps(rank, world_size, port, case, path, checkpoint):
         "entropy": [row.copy() for row in found.ragged("entropy")],
         "candidate_logprobs": [row.copy() for row in found.ragged("candidate_logprobs")],
         "told": told,
+        "progress": [after - before for before, after in pairwise(noted)],
         "footprints": (before, empty, after),
         "places": places,
         "digest": digest(engine),

@@ -54,6 +54,14 @@ def test_five_steps_end_in_the_weights_of_the_plain_loop(case, found, expected):
             assert reported(step) == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.parametrize("case", parameters())
+def test_each_rank_notes_progress_at_every_micro_batch(case, found):
+    """Without which a long call would be taken for one that hangs."""
+    for rank in found(case.name):
+        evaluated, trained = rank["progress"]
+        assert evaluated >= 1 and trained >= SAVED_AFTER
+
+
 @pytest.mark.feature(52)
 @pytest.mark.parametrize("case", parameters())
 def test_what_a_step_reports_is_the_same_on_all_ranks(case, found):

@@ -23,7 +23,7 @@ def test_work_and_idleness_are_no_hangs():
 
 
 def test_a_call_that_takes_longer_than_its_role_allows_is_a_hang():
-    assert found(sign(since_s=80.0), sign("ACTOR[1]")) == {"ACTOR[0]": "in update for 19.9 s"}
+    assert found(sign(since_s=80.0), sign("ACTOR[1]")) == {"ACTOR[0]": "in update without progress for 19.9 s"}
 
 
 def test_each_role_has_its_own_limit_and_one_without_has_none():
@@ -89,7 +89,7 @@ def test_of_several_that_are_elsewhere_the_furthest_behind_is_odd():
 
 def test_of_those_in_the_same_call_the_longest_is_odd():
     culprit = odd(sign("ACTOR[0]", since_s=90.0), sign("ACTOR[1]", since_s=80.0))
-    assert (str(culprit.process_id), culprit.why) == ("ACTOR[1]", "in update for 20.0 s, the longest")
+    assert (str(culprit.process_id), culprit.why) == ("ACTOR[1]", "in update without progress for 20.0 s, the longest")
 
 
 def test_nobody_is_odd_when_all_are_idle():

@@ -19,7 +19,7 @@ class Sign:
     process_id: ProcessId
     number: int  # its incarnation or epoch
     method: str  # the call it is in, "" when it is idle or waits for others
-    since_s: float  # when that call began, in the listener's time
+    since_s: float  # the call's last progress, at first its begin, in the listener's time
     step: int  # of that call, -1 for none
     at_s: float  # when the heartbeat arrived
 
@@ -58,7 +58,7 @@ def _why(sign: Sign, limit_s: float, listening: Listening, now_s: float) -> str:
     # The age that the last heartbeat gave: a process that went silent since may have left its call.
     age_s = sign.at_s - sign.since_s
     if sign.method and age_s > limit_s:
-        return f"in {sign.method} for {age_s:.1f} s"
+        return f"in {sign.method} without progress for {age_s:.1f} s"
     return ""
 
 
@@ -71,8 +71,8 @@ class Odd:
 def odd_one_out(signs: Sequence[Sign], listening: Listening, now_s: float) -> Odd | None:
     """The rank that the others most likely wait for; None for a single rank.
 
-    In this order: one that is silent while another is not; one in another call than most; the one that has been in its
-    call for the longest.
+    In this order: one that is silent while another is not; one in another call than most; the one whose last progress
+    is the longest ago.
     """
     if len(signs) < 2:
         return None
@@ -106,4 +106,4 @@ def _longest(signs: Sequence[Sign], now_s: float) -> Odd | None:
     if not busy:
         return None
     odd = min(busy, key=lambda sign: sign.since_s)
-    return Odd(odd.process_id, f"in {odd.method} for {now_s - odd.since_s:.1f} s, the longest")
+    return Odd(odd.process_id, f"in {odd.method} without progress for {now_s - odd.since_s:.1f} s, the longest")

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.names import RLRoleType, hint
+from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.trainer.port import RestartInfo
 
 __all__ = ["BaseWorkload", "MemberContext", "trainer_invocation"]
@@ -220,12 +221,9 @@ class BaseWorkload:
         is known."""
         return self._member.restart
 
-    progress_count: int = 0
-    """How often :meth:`report_progress` was called."""
-
     def report_progress(self) -> None:
-        """Say in a long call that it advances: ``hang_after_s`` counts from here."""
-        self.progress_count += 1
+        """Say in a long call that it advances: ``hang_after_s`` counts from here. The engines do so by themselves."""
+        note_progress()
 
     def close(self) -> None:
         """Release child processes, files and the like. Called once before the member ends; not in a process that is

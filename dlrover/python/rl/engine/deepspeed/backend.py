@@ -17,6 +17,7 @@ from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_no
 from deepspeed.utils import safe_get_full_grad
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig, TokenLoss, TrainSettings
 from dlrover.python.rl.engine.api.settings import Layout
@@ -196,6 +197,7 @@ class DeepSpeedBackend:
     ) -> Iterator[tuple[MicroBatch, tuple[Any, ...]]]:
         with self._precision():
             for micro in micros:
+                note_progress()
                 yield micro, self._reader.read(self._passes, micro, temperature, entropy)
 
     def _precision(self) -> AbstractContextManager[Any]:

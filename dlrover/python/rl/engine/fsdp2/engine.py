@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig, Rendezvous, TokenLoss, TrainSettings
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
@@ -96,6 +97,7 @@ class Fsdp2Backend(ShardedBackend):
     ) -> Iterator[tuple[MicroBatch, tuple[Any, ...]]]:
         with self._computing():
             for micro in micros:
+                note_progress()
                 yield micro, self.reader.read(self.module, micro, temperature, entropy)
 
     def add_gradients(

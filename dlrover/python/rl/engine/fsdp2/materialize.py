@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.engine.fsdp2.shards import Grid, Shards
 from dlrover.python.rl.engine.model.loading import (
     WeightReader,
@@ -115,6 +116,7 @@ def _fill(shards: Shards, buffers: Mapping[str, Any], source: WeightReader, opti
         raise EngineError(f"the checkpoint lacks {', '.join(sorted(lacking))}")
     with torch.no_grad():
         for shard in shards:
+            note_progress()
             if shard.master.numel():
                 ranges, name = shard.ranges(shards.grid), matches.get(shard.name)
                 shard.master.copy_(initial[shard.name][ranges] if name is None else source.read(name, ranges))

@@ -12,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig, TokenLoss, TrainSettings
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
@@ -86,6 +87,7 @@ class MegatronBackend(ShardedBackend):
             shard.refresh()
 
     def _pass(self, finish: Finish, micros: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
+        note_progress()
         micro, device = next(micros), self._settings.device
         self._reads = torch.from_numpy(micro.reads).to(device)
         output = model(

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import Completion, Finish, Request, SamplingParams
 from dlrover.python.rl.engine.api.registry import read_options
@@ -323,6 +324,7 @@ class RunningRequests:
         """Append all tokens or none, up to the one that finishes each request; returns the finished ones."""
         if not np.isfinite([logprob for _, _, logprob in new_tokens]).all():
             raise EngineError("the model's logits are NaN or infinite: its weights are broken")
+        note_progress()
         finished: dict[int, Finish] = {}
         for number, token, logprob in new_tokens:
             if number not in finished:
@@ -349,8 +351,7 @@ class RolloutEngineBase(ABC):
     @abstractmethod
     def _step(self, max_tokens: int | None) -> dict[int, Finish]:
         """Append tokens to the running requests, about ``max_tokens`` if the backend can; returns those that have
-        finished, by number.
-        """
+        finished, by number."""
 
     def _queue(self, numbers: Sequence[int]) -> None:
         """Called with the numbers of requests that have been added."""

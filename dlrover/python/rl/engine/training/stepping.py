@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import torch
 
 from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate, WeightSyncError
+from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig, TokenLoss
 from dlrover.python.rl.engine.api.weights import describe_shape_mismatches
@@ -61,6 +62,7 @@ def accumulate_gradients(  # noqa: PLR0913 - the differences between engines are
     totals = {_LOSS: 0.0, _TOKENS: 0.0}
     wants_entropy = bool(getattr(loss, "wants_entropy", False))
     for micro in micros:
+        note_progress()
         outputs, entropies = read(micro, wants_entropy)
         if not len(micro.flat):
             backward(outputs.sum() * 0.0)  # The other ranks have a micro-batch with rows here, and work in step.

@@ -35,6 +35,7 @@ from annotated_types import Ge, Gt
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp, tensor_bytes
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 
@@ -61,6 +62,7 @@ class StallTimer:
         self.restart()
 
     def restart(self) -> None:
+        note_progress()
         self._since_s = time.monotonic()
 
     def pause(self) -> None:

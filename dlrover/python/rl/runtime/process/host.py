@@ -34,6 +34,7 @@ from dlrover.python.rl.common.errors import (
     user_traceback,
 )
 from dlrover.python.rl.common.log import cut_middle
+from dlrover.python.rl.common.progress import noted_progress
 from dlrover.python.rl.runtime.checkpoint.member_state import (
     CommitAnswer,
     CommitRequest,
@@ -201,7 +202,7 @@ class MemberHost:
             self.workload = workload_class(master_handle, config)
 
     def current_call(self) -> CurrentCall | None:
-        now, progress = self._now, getattr(self.workload, "progress_count", 0)
+        now, progress = self._now, noted_progress()
         if progress != self._progress:
             self._progress, self._progressed_s = progress, self._now_s()
         return None if now is None else CurrentCall(now[0], now[1], self._now_s() - max(now[2], self._progressed_s))

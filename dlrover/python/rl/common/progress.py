@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress of this process inside a call, which tells one that is long from one that hangs.
+
+Engines note each generated token, micro-batch, and tensor that is loaded or received; heartbeats carry how long ago the
+last one was, from which ``hang_after_s`` counts.
+"""
+
+_noted = 0
+
+
+def note_progress() -> None:
+    global _noted  # noqa: PLW0603 -- of the process, as its calls are
+    _noted += 1
+
+
+def noted_progress() -> int:
+    """How often progress was noted."""
+    return _noted
