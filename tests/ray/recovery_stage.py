@@ -111,7 +111,7 @@ class Stage:
 
     def pids(self):
         """Who is up: name to process id."""
-        pids = {who: pid for who, _, pid in self.ask().members}
+        pids = {who: pid for who, _, pid, _ in self.ask().members}
         self.seen.update(pids.values())
         return pids
 

@@ -131,7 +131,11 @@ def test_promtool_accepts_the_metrics(watched, tools):
     os.kill(watched.member(), signal.SIGKILL)
     wait_for(lambda: (watched.value("rl_job_recovery_seconds_count") or 0) == 1, 60)
     assert watched.value('rl_job_failures_total{role="ACTOR",cause="process_died"}') == len(watched.events(MemberLost))
-    assert watched.value("rl_job_restarts_total") == 0
+    assert watched.value("sum(rl_job_restarts_total)") == 0
+    assert watched.value('rl_job_time_seconds_total{use="recovery",cause="process_died"}') > 0
+    assert watched.value('rl_job_member_up{role="ACTOR",rank="0"}') == 1
+    assert watched.value('rl_job_member_heartbeat_age_seconds{role="ACTOR",rank="0"}') < 30
+    wait_for(lambda: (watched.value('rl_job_moved_bytes_total{of="commits"}') or 0) > 1000, 60)
     wait_for(lambda: watched.value('rl_job_call_seconds_count{method="add"}') > 10, 60)
     assert 0 < watched.value("rl_job_goodput_ratio") < 1
 

@@ -88,7 +88,7 @@ def test_what_a_killed_member_wrote_is_in_its_log_and_a_failure_is_explained(des
     (desk.folder / "failing.yaml").write_text(text + "restart: {workload_max_restart: {actor: 0}}\n")
     desk("run", "failing.yaml", "--detach")
     wait_for(lambda: desk.status("failing")["step"] > 2, 60)
-    (pid,) = [pid for process, _, pid in desk.status("failing")["members"] if process == "ACTOR[0]"]
+    (pid,) = [it["pid"] for it in desk.status("failing")["members"] if it["process"] == "ACTOR[0]"]
     os.kill(pid, signal.SIGKILL)
     desk("wait", "failing", code=1)
     explained = desk("explain", "failing")

@@ -16,8 +16,9 @@ from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.job import check_job, follow, run_on_ray, start_master, stop_master
-from dlrover.python.rl.master.rl_master import RLMaster
+from dlrover.python.rl.master.job import check_job, run_on_ray
+from dlrover.python.rl.master.process.rl_master import RLMaster
+from dlrover.python.rl.master.ray_run import follow, start_master, stop_master
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.ray.processes.actors import end, launch
 from dlrover.python.rl.runtime.run_folder import begin
@@ -186,7 +187,7 @@ def test_the_master_answers_at_once_and_stops_a_running_job(tmp_path, monkeypatc
         began_s = time.monotonic()
         status = ray.get(master.status.remote(), timeout=10)
         assert time.monotonic() - began_s < 0.5
-        assert {who for who, _, _ in status.members} == {"ACTOR[0]", "ACTOR[1]", "trainer"}
+        assert {who for who, *_ in status.members} == {"ACTOR[0]", "ACTOR[1]", "trainer"}
         with pytest.raises(JobConflict, match="'endless' is running"):
             start_master(checked)
         stop_master(master, "enough")

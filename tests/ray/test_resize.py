@@ -96,7 +96,7 @@ def test_members_and_masters_that_die_leave_the_size_as_it_is(desk):
     os.kill(ray.get(master.__ray_call__.remote(lambda _: os.getpid()), timeout=30), signal.SIGKILL)
     wait_for(lambda: ray.get(master.status.remote(), timeout=60).masters == 2, 60)
     desk.resize("hurt", 2)
-    for process, _, pid in ray.get(master.status.remote(), timeout=30).members:
+    for process, _, pid, _ in ray.get(master.status.remote(), timeout=30).members:
         if process in ("ROLLOUT[1]", "trainer"):
             os.kill(pid, signal.SIGKILL)
     desk("wait", "hurt", "--timeout", "150")

@@ -106,7 +106,7 @@ def test_a_job_is_stopped_within_five_seconds_from_each_state(tmp_path, monkeypa
         await manager.submit(submission(name, job_text(tmp_path / name, steps=10_000)))
         await until(lambda: manager.get(name).phase is phase)
         began_s = time.monotonic()
-        await manager.stop(StopJob(name, "by the test", hard))
+        await manager.stop(StopJob(name, manager.get(name).run, "by the test", hard))
         ended = await manager.wait(name, WITHIN_S)
         assert ended.phase is JobPhase.STOPPED, ended
         assert time.monotonic() - began_s < 5.0
@@ -137,7 +137,7 @@ def test_a_job_is_stopped_within_five_seconds_while_its_master_takes_long_to_sta
             await manager.submit(submission("slow", job_text(tmp_path / "notes", steps=10_000)))
             await until(launched.is_set)
             began_s = time.monotonic()
-            await manager.stop(StopJob("slow", "by the test", False))
+            await manager.stop(StopJob("slow", manager.get("slow").run, "by the test"))
             assert (await manager.wait("slow", WITHIN_S)).phase is JobPhase.STOPPED
             assert time.monotonic() - began_s < 5.0
         assert not (tmp_path / "notes").exists()

@@ -35,6 +35,7 @@ from dlrover.python.rl.control.events import (
     TrainerFinished,
     TrainerLost,
     TrainerStarted,
+    Unplaced,
     WaitOver,
 )
 from dlrover.python.rl.control.journal import decode, encode
@@ -60,6 +61,7 @@ EVENTS = [
     Released(2),
     WaitOver("ROLLOUT[1]#3"),
     Resized("ROLLOUT", 3),
+    Unplaced("ROLLOUT", 1, 2, GONE),
     StopRequested("enough\n"),
 ]
 

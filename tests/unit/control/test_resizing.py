@@ -1,17 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Another number of members for a role, while the job runs."""
 
+from dataclasses import replace
+
 import pytest
-from runs import OPEN, TERMS, Run, lost, started, trainer_lost, up
+from runs import OPEN, TERMS, Run, lost, members_up, started, trainer_lost, up
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.commands import KillMember, KillTrainer, StartMembers, StartTrainer
-from dlrover.python.rl.control.events import MasterStarted, Resized, StopRequested, TrainerStarted
+from dlrover.python.rl.control.events import (
+    Cause,
+    CauseKind,
+    MasterStarted,
+    Placed,
+    Resized,
+    StopRequested,
+    TrainerStarted,
+    Unplaced,
+)
 from dlrover.python.rl.control.machine import outstanding, replay, step
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.control.resizing import can_resize
-from dlrover.python.rl.control.state import MemberPhase
+from dlrover.python.rl.control.state import MemberPhase, Phase
 
 
 def of(kind, commands):
@@ -119,3 +130,50 @@ def test_places_beyond_the_plan_leave_its_numbers_as_they_are():
     assert {tuple(bundle.resources.items()) for bundle in added} == {(("cpu", 1.0),)}
     assert larger.position(len(placement.bundles)) == (last + 1, 0)
     assert placement.with_places({}) == placement.with_places({"ROLLOUT": 1}) == placement
+
+
+# -- roles that may go on with fewer members --------------------------------------------------------------------------
+
+ELASTIC = replace(TERMS, roles={**TERMS.roles, "ROLLOUT": replace(TERMS.roles["ROLLOUT"], standby=0, least=1)})
+
+
+def no_place(rank, incarnation, role="ROLLOUT"):
+    return Unplaced(role, rank, incarnation, Cause(CauseKind.NO_RESOURCES, "job", "there is no node"))
+
+
+def test_without_a_place_for_a_member_the_role_goes_on_with_fewer_and_grows_again():
+    run = Run(*OPEN, lost("ROLLOUT", 0), no_place(0, 2), terms=ELASTIC)
+    assert run.state.phase is Phase.RUNNING and run.state.wanted == {"ROLLOUT": 2}
+    assert of(StartMembers, run.commands)[0].members == ((0, 3),)
+    assert of(KillMember, run.commands)[-1] == KillMember("ROLLOUT", 1, 1), "its ranks are counted anew"
+    assert "no place" in of(StartTrainer, run.commands)[0].reason
+    assert not run.state.history.get("job"), "nothing is charged for it"
+    run(started("ROLLOUT", 0, 3), TrainerStarted(2, run.state.trainer.process), Resized("ROLLOUT", 2, 2))
+    assert len(of(StartMembers, run.commands)[0].members) == 2 and run.state.wanted == {}
+
+
+def test_a_user_who_resizes_a_role_that_lacks_members_decides():
+    run = Run(*OPEN, lost("ROLLOUT", 0), no_place(0, 2), Resized("ROLLOUT", 2), no_place(1, 2), terms=ELASTIC)
+    assert run.state.wanted == {"ROLLOUT": 2}
+    assert run(Resized("ROLLOUT", 3)).state.wanted == {}
+
+
+def test_with_fewer_than_the_least_the_job_fails_for_want_of_resources():
+    run = Run(*OPEN, lost("ROLLOUT", 0), no_place(0, 2), no_place(0, 3), terms=ELASTIC)
+    assert run.state.outcome is Phase.FAILED and run.state.failure.kind is CauseKind.NO_RESOURCES
+    assert Run(*OPEN, lost("ROLLOUT", 0), no_place(0, 2)).state.outcome is Phase.FAILED, "a role that needs all"
+
+
+def test_a_job_may_begin_with_fewer_members():
+    run = Run(Placed(1), *members_up()[:3], no_place(1, 1), terms=ELASTIC)
+    assert run.state.phase is Phase.PLACED and of(StartTrainer, run.commands) == []
+    assert of(StartTrainer, run(started("ROLLOUT", 0, 2)).commands)
+
+
+def test_before_steps_a_trainer_that_has_begun_is_not_replaced_alone():
+    assert Run(*up(), lost("ROLLOUT", 0), no_place(0, 2), terms=ELASTIC).state.phase is not Phase.RUNNING
+
+
+def test_what_is_no_longer_so_is_ignored():
+    run = Run(*OPEN, lost("ROLLOUT", 0), terms=ELASTIC)
+    assert run.ignores(no_place(0, 1)) and run.ignores(no_place(7, 1)) and run.ignores(no_place(0, 2, "JUDGE"))

@@ -126,9 +126,15 @@ def test_a_level_that_is_asked_for_and_is_not_there_is_an_error(monkeypatch):
     confinement.confinement.cache_clear()
     with pytest.raises(VerifierError, match="cannot be confined by it: bubblewrap is not installed"):
         confinement.confinement()
+    assert confinement.sandbox_level() == "none"
     monkeypatch.setenv(SETTING, "firejail")
     with pytest.raises(VerifierError, match="'firejail' is neither bubblewrap nor limits"):
         confinement.confinement()
     monkeypatch.delenv(SETTING)
     assert confinement.confinement() is Confinement.LIMITS
+    for flag in ("_CLONE_NEWUSER", "_CLONE_NEWNET", "_CLONE_NEWIPC"):
+        monkeypatch.setattr(confinement, flag, 0)  # which every kernel permits
+    assert confinement.sandbox_level() == "namespaces"
+    monkeypatch.setattr(confinement, "_CLONE_NEWNET", 1)  # which none does
+    assert confinement.sandbox_level() == "limits"
     confinement.confinement.cache_clear()

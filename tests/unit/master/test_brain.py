@@ -32,8 +32,8 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.brain import Brain, earlier_journal, fresh_journal, submission
-from dlrover.python.rl.master.status import status_of
+from dlrover.python.rl.master.process.brain import Brain, earlier_journal, fresh_journal, submission
+from dlrover.python.rl.master.process.status import status_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore
 from dlrover.python.rl.runtime.process.inspection import Inspection
 from dlrover.python.rl.runtime.run_folder import new_run
@@ -43,7 +43,7 @@ from tests.manual_clock import ManualClock
 SUBMITTED = Submitted("toy", {"ACTOR": RoleSettings(1)}, "run", 3, 3, backoff_s=0.5)
 GONE = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")
 LOST = MemberLost("ACTOR", 0, 1, GONE)
-HERE = Process("node", 7, "host", "127.0.0.1", 1234, 0)
+HERE = Process("node", 7, "host", "127.0.0.1", 1234, 0, "2,3")
 RUNNING = (SUBMITTED, Placed(1), MemberStarted("ACTOR", 0, 1, HERE), TrainerStarted(1, Process("node", 8, "host")))
 
 
@@ -237,7 +237,7 @@ def test_the_status_of_a_job():
         brain.handle(event)
     status = status_of(toy_job(Path("out")), brain.state, StepReport(3, 10, {}))
     assert (status.phase, status.incarnation, status.restarts, status.masters) == (Phase.RUNNING, 1, 0, 1)
-    assert status.members == (("ACTOR[0]", "host", 7), ("trainer", "host", 8))
+    assert status.members == (("ACTOR[0]", "host", 7, "2,3"), ("trainer", "host", 8, ""))
     assert (status.step, status.total_steps, status.cause, status.recoveries) == (3, 10, None, {})
     for event in (TrainerLost(1, Cause(CauseKind.USER_ERROR, "trainer", "words")), Released(1)):
         brain.handle(event)
@@ -256,7 +256,8 @@ def test_the_status_counts_what_was_recovered_and_names_the_standbys():
     assert any(isinstance(command, StartTrainer) for command in brain.handle(dead))
     status = status_of(toy_job(Path("out")), brain.state, None)
     assert (status.phase, status.restarts, status.recoveries) == (Phase.RUNNING, 0, {"ACTOR": 1, "trainer": 1})
-    assert status.members == (("ACTOR-standby[0]", "host", 9),)
+    assert status.last_failure == "trainer: process_died: gone"
+    assert status.members == (("ACTOR-standby[0]", "host", 9, ""),)
 
 
 def test_a_stop_is_kept_too():

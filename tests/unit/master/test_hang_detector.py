@@ -2,12 +2,14 @@
 """Beats come in, hangs go out. A beat tells how long its call has taken, so nothing has to be waited for here."""
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
 from toy_jobs import toy_job
 
 from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
@@ -22,11 +24,13 @@ from dlrover.python.rl.control.events import (
     TrainerLost,
     TrainerStarted,
 )
-from dlrover.python.rl.master.brain import Brain, submission
-from dlrover.python.rl.master.hang_detector import HangDetector
+from dlrover.python.rl.master.process.brain import Brain, submission
+from dlrover.python.rl.master.process.hang_detector import HangDetector
 from dlrover.python.rl.runtime.checkpoint.journal_store import MemoryStateStore
 from dlrover.python.rl.runtime.process.heartbeat import CONSTRUCTING, Heartbeat, HeartbeatSettings
+from dlrover.python.rl.runtime.process.host import MemberHost
 from dlrover.python.rl.runtime.process.inspection import Inspection
+from dlrover.python.rl.trainer.workload import MemberContext
 from tests.manual_clock import ManualClock
 
 LIMIT_S, BEATS = 60.0, HeartbeatSettings()
@@ -90,8 +94,61 @@ def test_a_call_that_takes_too_long_is_a_hang_of_its_member(job):
     (lost,) = hangs(detector, state)
     assert (type(lost), lost.role, lost.rank, lost.incarnation) == (MemberLost, "ACTOR", 1, 1)
     assert (lost.cause.kind, lost.cause.who) == (CauseKind.HUNG, "ACTOR[1]")
-    assert lost.cause.message.startswith("in update for 61.0 s")
+    assert lost.cause.message.startswith("in update without progress for 61.0 s")
     assert hangs(detector, state) == [], "told once"
+
+
+class Waiting:
+    """A workload that is in a call until it is told to leave it."""
+
+    def __init__(self, master_handle, config):
+        self.entered, self.over = threading.Event(), threading.Event()
+
+    def generate(self):
+        self.entered.set()
+        assert self.over.wait(60)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def in_a_call():
+    """A member in a call, and the clock of its process."""
+    clock = ManualClock()
+    host = MemberHost(now_s=clock)
+    host.start(Waiting, MemberContext(), None, None)
+    thread = threading.Thread(target=lambda: host.run("generate", (), {}))
+    thread.start()
+    assert host.workload.entered.wait(30)
+    yield host, clock
+    host.workload.over.set()
+    thread.join(30)
+
+
+def test_a_healthy_call_of_twenty_minutes_lives_and_a_stuck_one_is_found_by_its_last_progress(job, in_a_call):
+    """On a simulated clock: progress each half of the limit, then none."""
+    host, clock = in_a_call
+    state, detector = running(job), HangDetector(job, BEATS, lambda process_id: None, no_stacks, clock)
+
+    def beat_until(end_s, progress_s):
+        while clock.now_s < end_s:
+            clock.advance(BEATS.beat_s)
+            if clock.now_s % progress_s == 0.0:
+                note_progress()
+            for process_id in ("ACTOR[1]", "REWARD[0]", "REWARD[1]", "trainer"):
+                detector.take(beat(process_id, 1), state)
+            doing = host.current_call()
+            detector.take(beat("ACTOR[0]", 1, doing.method, doing.age_s), state)
+            if found := hangs(detector, state):
+                return found
+        return []
+
+    assert beat_until(1200.0, LIMIT_S / 2) == []
+    (lost,) = beat_until(1400.0, 1e9)
+    assert lost.cause.who == "ACTOR[0]"
+    assert lost.cause.message.startswith("in generate without progress for 60.")
+    assert 1200.0 + LIMIT_S < clock.now_s <= 1200.0 + LIMIT_S + 3.0
 
 
 def test_the_trainer_hangs_too(job):

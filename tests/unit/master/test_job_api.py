@@ -11,8 +11,8 @@ from toy_jobs import toy_job
 from dlrover.python.rl.common.errors import CallError, InvalidJob, JobFailed
 from dlrover.python.rl.config.spec import CheckpointSpec
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.brain import run_local
 from dlrover.python.rl.master.job import RLJobBuilder, check_job
+from dlrover.python.rl.master.process.brain import run_local
 from dlrover.python.rl.runtime.checkpoint.journal_store import MemoryStateStore
 
 

@@ -154,12 +154,14 @@ def test_a_run_is_found_by_its_jobs_name_and_a_wrong_one_gets_the_nearest(desk):
 
 
 def test_secrets_are_not_saved_and_come_from_the_environment(desk):
-    process = desk.held("out", HERE, "+env.API_KEY=sesame")
+    process = desk.held("out", HERE, "+env.API_KEY=sesame", "+headers.x-api-key=12345678")
     kill(process)
-    assert "sesame" not in "".join(path.read_text() for path in Path(desk.folder / "out").glob("*.yaml"))
+    saved = "".join(path.read_text() for path in Path(desk.folder / "out").glob("*.yaml"))
+    assert "sesame" not in saved and "12345678" not in saved
     said = desk.run("resume", "out", "hold=0", code=2)
     assert "env.API_KEY: a secret, which was not saved: set API_KEY in the environment" in said
-    desk.run("resume", "out", "hold=0", API_KEY="sesame")
+    assert "config.headers.x-api-key: a secret, which was not saved: set HEADERS_X_API_KEY in the environment" in said
+    desk.run("resume", "out", "hold=0", API_KEY="sesame", HEADERS_X_API_KEY="12345678")
 
 
 def test_a_start_that_another_machine_has_lost_is_waited_for(desk):

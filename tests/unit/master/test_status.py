@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from dlrover.python.rl.control.events import Cause, CauseKind, MemberLost, MemberStarted, TrainerLost, TrainerStarted
 from dlrover.python.rl.control.state import JobState
-from dlrover.python.rl.master.status import Position, recoveries
+from dlrover.python.rl.master.process.status import Position, recoveries
 
 BEFORE = JobState()
 AFTER = replace(BEFORE, incarnation=1)

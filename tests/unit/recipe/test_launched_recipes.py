@@ -97,7 +97,7 @@ TIMES = ("time/", "speed/", "memory/")
 def metrics(folder):
     """The metrics of each step that do not depend on time."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
+    return [{name: value for name, value in row.items() if not name.startswith((*TIMES, "sandbox/"))} for row in rows]
 
 
 @pytest.mark.slow

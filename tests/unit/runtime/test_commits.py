@@ -178,6 +178,16 @@ class Store:
             path.write_bytes(path.read_bytes()[:-1] + b"!")
 
 
+def test_the_bytes_of_commits_are_counted_without_their_copies(tmp_path):
+    store = Store(tmp_path)
+    for step in (1, 2):
+        store.commit(step)
+    store.copied()
+    files = [file for step in (1, 2) for file in store.roots.commits.glob(f"step-*{step}.e1/*.state")]
+    assert len(files) == 4
+    assert store.checkpoints.committed_bytes == sum(file.stat().st_size for file in files)
+
+
 def test_an_unpublished_copy_is_published_rather_than_thrown_away(tmp_path):
     store = Store(tmp_path)
     store.commit(1)

@@ -80,6 +80,10 @@ class WorkloadSpec:
     hang_after_s: Seconds = 600.0
     """Seconds without progress in a member after which it is killed and recovered."""
 
+    min: NonNegative = 0
+    """With how few members of a stateless role the job goes on while the others cannot be placed; it grows again when
+    they can. 0: with all."""
+
 
 @dataclass(frozen=True)
 class RestartSpec:
@@ -143,6 +147,10 @@ class LivenessSpec:
     start_timeout_s: Seconds = 300.0
     """Timeout of the start of a process."""
 
+    notice_file: str = ""
+    """A file whose appearance on a node says that the node will go, as SIGTERM to a process of the job does: the job
+    leaves the node if there is another one."""
+
 
 @dataclass(frozen=True)
 class MasterSpec:
@@ -162,10 +170,16 @@ class MasterSpec:
     ``metrics.json``."""
 
     metrics_host: str = "127.0.0.1"
-    """Address that they are served at. Beyond loopback it needs ``metrics_token_file``."""
+    """Address that they are served at. Beyond loopback it needs the three settings below."""
 
     metrics_token_file: str = ""
     """File with a token, readable by its owner only, that scrapers send as ``Authorization: Bearer``."""
+
+    metrics_tls_cert: str = ""
+    """File with the certificate with which they are served over HTTPS."""
+
+    metrics_tls_key: str = ""
+    """File with its key."""
 
 
 @dataclass(frozen=True)

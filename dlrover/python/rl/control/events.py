@@ -103,6 +103,7 @@ class RoleSettings:
     scope: RecoveryScope = RecoveryScope.MEMBER
     standby: int = 0
     max_restart: int | None = None  # within the window; None: the job's limit
+    least: int = 0  # with how few members the job goes on while the others have no place; 0: with all
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Process:
     address: str = ""
     port: int = -1  # a TCP port that is kept free for a rendezvous; -1 for none
     slot: int = -1  # of its role: the members' slots come first, then the standbys'; -1 for none
+    devices: str = ""  # ids of its accelerators on that node, "0,1"
 
 
 @dataclass(frozen=True)
@@ -268,6 +270,17 @@ class Resized:
 
     role: str
     num: int
+    wanted: int = 0  # it grows to so many when they can be placed; 0: it stays as it is
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """There is no place for a member of a role that may go on with fewer."""
+
+    role: str
+    rank: int
+    incarnation: int
+    cause: Cause
 
 
 @dataclass(frozen=True)
@@ -293,6 +306,7 @@ Event: TypeAlias = (
     | Released
     | WaitOver
     | Resized
+    | Unplaced
     | StopRequested
 )
 

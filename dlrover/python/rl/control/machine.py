@@ -35,6 +35,7 @@ from dlrover.python.rl.control.events import (
     TrainerFinished,
     TrainerLost,
     TrainerStarted,
+    Unplaced,
     WaitOver,
 )
 from dlrover.python.rl.control.recovery import (
@@ -47,7 +48,7 @@ from dlrover.python.rl.control.recovery import (
     standby_lost,
     trainer_lost,
 )
-from dlrover.python.rl.control.resizing import resized
+from dlrover.python.rl.control.resizing import resized, unplaced
 from dlrover.python.rl.control.state import (
     EndReason,
     JobState,
@@ -308,5 +309,6 @@ _HANDLERS: dict[type, Handler] = {
     Released: _released,
     WaitOver: _wait_over,
     Resized: resized,
+    Unplaced: unplaced,
     StopRequested: _stop_requested,
 }

@@ -3,14 +3,16 @@
 
 Trainer and role begin anew, as if both had been lost after the last commit: every member of the role learns its new
 world size, and the trainer its new members. All other members, and all committed steps, stay. It charges no budget.
+
+A role that may go on with fewer members shrinks when there is no place for one of them, and grows when there is again.
 """
 
 from dataclasses import replace
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.commands import Command, KillTrainer
-from dlrover.python.rl.control.events import RecoveryScope, Resized, Submitted
-from dlrover.python.rl.control.recovery import begin_incarnation, kill_members
+from dlrover.python.rl.control.events import RecoveryScope, Resized, Submitted, Unplaced
+from dlrover.python.rl.control.recovery import Failure, begin_incarnation, kill_members, recover
 from dlrover.python.rl.control.state import (
     JobState,
     Member,
@@ -31,11 +33,32 @@ def can_resize(state: JobState, role: str) -> bool:
 
 
 def resized(state: JobState, settings: Submitted, event: Resized, at_s: float) -> Result:
-    if not can_resize(state, event.role) or event.num < 1 or event.num == settings.roles[event.role].num:
+    role, num = event.role, event.num
+    if not can_resize(state, role) or num < 1 or num == settings.roles[role].num:
         return state, ()
-    state, killed = _with_ranks(state, settings, event.role, event.num)
-    state, started = start_members(state, event.role, ranks_of(state, event.role))
-    state, restarted = _restart_trainer(state, f"{event.role} was resized to {event.num}")
+    return _resize(state, settings, role, num, event.wanted, f"{role} was resized to {num}")
+
+
+def unplaced(state: JobState, settings: Submitted, event: Unplaced, at_s: float) -> Result:
+    """One member less, while the job may go on so; else the job fails for want of resources."""
+    role, member = event.role, state.members.get(ProcessId(event.role, event.rank))
+    is_current = member is not None and member.incarnation == event.incarnation
+    if not state.phase.live or not is_current:
+        return state, ()
+    num, least = settings.roles[role].num - 1, settings.roles[role].least
+    has_begun = state.trainer.phase is not MemberPhase.WAITING and not state.opened
+    if not least or num < least or has_begun:
+        return recover(state, settings, Failure(event.cause), at_s)
+    wanted = max(state.wanted.get(role, 0), num + 1)
+    return _resize(state, settings, role, num, wanted, f"there was no place for a member of {role}")
+
+
+def _resize(state: JobState, settings: Submitted, role: str, num: int, wanted: int, why: str) -> Result:
+    others = {other: size for other, size in state.wanted.items() if other != role}
+    state = replace(state, wanted={**others, role: wanted} if wanted > num else others)
+    state, killed = _with_ranks(state, settings, role, num)
+    state, started = start_members(state, role, ranks_of(state, role))
+    state, restarted = _restart_trainer(state, why)
     return state, (*killed, *started, *restarted)
 
 

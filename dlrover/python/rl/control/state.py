@@ -121,6 +121,7 @@ class JobState:
     restarts_by: Mapping[str, int] = field(default_factory=dict)  # subject to restarts of the job that it caused
     committed: int = 0  # the last reported step
     most: Mapping[str, int] = field(default_factory=dict)  # members that a resized role has had at once, at most
+    wanted: Mapping[str, int] = field(default_factory=dict)  # members of a role that has fewer for want of places
     retired: Mapping[ProcessId, int] = field(default_factory=dict)  # next incarnations of ranks that a role has not now
     master_starts: int = 0
     outcome: Phase | None = None  # the terminal phase that ENDING leads to

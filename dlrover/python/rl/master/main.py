@@ -7,19 +7,16 @@ it was interrupted here (Ctrl-C).
 """
 
 import ast
-import json
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
-from dlrover.python.rl.common.command_line import OverridesCommand
 from dlrover.python.rl.common.errors import (
     AccessDenied,
     CallError,
@@ -36,6 +33,7 @@ from dlrover.python.rl.common.errors import (
 from dlrover.python.rl.common.hub import Lookup, looking_up
 from dlrover.python.rl.common.log import configure_logging
 from dlrover.python.rl.common.names import hint, is_url, package_version
+from dlrover.python.rl.config.command_line import OverridesCommand
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job, load_job_text
 from dlrover.python.rl.config.spec import JobSpec
@@ -47,8 +45,9 @@ from dlrover.python.rl.master.job import (
     check_described,
     run_here,
     run_on_ray,
-    start_master,
 )
+from dlrover.python.rl.master.process.status import JobStatus
+from dlrover.python.rl.master.ray_run import start_master
 from dlrover.python.rl.master.saved_run import (
     archived_job,
     evaluation_job,
@@ -57,8 +56,7 @@ from dlrover.python.rl.master.saved_run import (
     saved_job,
     wait_for_lost_owner,
 )
-from dlrover.python.rl.master.status import JobStatus
-from dlrover.python.rl.runtime.process.progress import ProgressView
+from dlrover.python.rl.runtime.process.progress import SUMMARY, ProgressView, print_summary
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.run_folder import FINISHED, IN_PROCESS, LAUNCHED, begin, superseded
 
@@ -82,7 +80,10 @@ def init(name: str, cluster: Cluster) -> None:
     click.echo(f"wrote {folder}; next: {folder / 'README.md'}")
 
 
-_DETACH = click.option("--detach", is_flag=True, help="Return once the job has begun; needs --address.")
+_DETACH = click.option("--detach", is_flag=True, help="Return once the job has begun; needs --address or --server.")
+_SUPERVISE = click.option(
+    "--supervise", is_flag=True, help="With --address: go on from the last commit when that cluster was lost."
+)
 
 
 @cli.command(cls=OverridesCommand)
@@ -91,12 +92,13 @@ _DETACH = click.option("--detach", is_flag=True, help="Return once the job has b
 @click.option("--address", help="A running Ray cluster ('auto', 'host:port'); by default one is started for the job.")
 @click.option("--local", is_flag=True, help="Run everything in this process, without Ray.")
 @_DETACH
-def run(job_file: str, overrides: tuple[str, ...], address: str | None, local: bool, detach: bool) -> None:
+@_SUPERVISE
+def run(job_file: str, overrides: tuple[str, ...], local: bool, **where: Any) -> None:
     """Run JOB_FILE to its end. OVERRIDES are key=value (+key=value adds a key)."""
-    _check_detach(detach, address)
+    place = _Place(local, **where)
     with _shown(f"checking {job_file}", not local):
         checked = check_described(lambda: wait_for_lost_owner(load_job(job_file, overrides)), local)
-    _run(checked, address, local, detach)
+    _run(checked, place)
 
 
 def _shown(activity: str, live: bool) -> AbstractContextManager[Any]:
@@ -110,12 +112,12 @@ def _shown(activity: str, live: bool) -> AbstractContextManager[Any]:
 @click.option("--address", help="A running Ray cluster; by default one is started for the job.")
 @click.option("--local/--ray", default=None, help="By default as the run was started.")
 @_DETACH
-def resume(name_or_dir: str, overrides: tuple[str, ...], address: str | None, local: bool | None, detach: bool) -> None:
+@_SUPERVISE
+def resume(name_or_dir: str, overrides: tuple[str, ...], local: bool | None, **where: Any) -> None:
     """Go on with a run from its last commit. NAME_OR_DIR is a run's folder or URL, or a job's name: its last run."""
-    _check_detach(detach, address)
+    place = _Place(bool(local), **where)
     if is_url(name_or_dir):
-        checked = check_described(lambda: archived_job(name_or_dir, overrides), bool(local))
-        _run(checked, address, bool(local), detach)
+        _run(check_described(lambda: archived_job(name_or_dir, overrides), place.local), place)
         return
     saved = find_saved_run(name_or_dir)
     folder, owner = saved.folder, saved.owner
@@ -134,9 +136,9 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], address: str | None, lo
     if step is None and owner.state == FINISHED:
         what = "has finished, and its commits were removed (checkpoint.keep_runs): nothing is left to go on from"
         raise InvalidJob([ConfigError(name_or_dir, what)])
-    where = f"after step {step}" if step else "from the beginning: no step was committed"
-    click.echo(f"{owner.job}: going on in {folder}, {where}", err=True)
-    _run(checked, address, local, detach)
+    after = f"after step {step}" if step else "from the beginning: no step was committed"
+    click.echo(f"{owner.job}: going on in {folder}, {after}", err=True)
+    _run(checked, replace(place, local=local))
 
 
 @cli.command("eval", cls=OverridesCommand)
@@ -158,7 +160,7 @@ def evaluate(name_or_dir: str, overrides: tuple[str, ...], address: str | None, 
             what = "its trainer cannot evaluate without training: those of the recipes can"
             raise InvalidJob([ConfigError(name_or_dir, what)]) from None
         raise
-    _run(checked, address, local, detach=False)
+    _run(checked, _Place(local, address))
 
 
 @cli.command(cls=OverridesCommand)
@@ -219,13 +221,17 @@ def _without_effect(_: click.Context, option: click.Parameter, value: Any) -> No
 @_DETACH
 def submit(job_name: str, rl_config: str, address: str | None, local: bool, detach: bool, **options: Any) -> None:
     """Run a job given by upstream DLRover's options and wait for its end. An option overrides the job's field."""
-    _check_detach(detach, address)
+    place = _Place(local, address, detach)
+    _run(check_described(lambda: job_of_options(job_name, rl_config, options), local), place)
+
+
+def job_of_options(job_name: str, rl_config: str, options: dict[str, Any]) -> JobSpec:
+    """The job that the options of ``submit`` give. Raises InvalidJob."""
     text = Path(rl_config).read_text(encoding="utf-8") if _is_file(rl_config) else rl_config
     if text == rl_config and _looks_like_file(text):
         siblings = [path.name for path in Path(text).parent.glob("*") if path.is_file()]
         raise InvalidJob([ConfigError("--rl_config", f"no such file: {text}{hint(Path(text).name, siblings)}")])
-    checked = check_described(lambda: _with_options(load_job_text(text, job_name), options), local)
-    _run(checked, address, local, detach)
+    return _with_options(load_job_text(text, job_name), options)
 
 
 def _is_file(text: str) -> bool:
@@ -292,28 +298,43 @@ def _removals(job: JobSpec) -> list[str]:
     return [f"  the run will remove {folder} (checkpoint.keep_runs)" for folder in superseded(job)]
 
 
-def _check_detach(detach: bool, address: str | None) -> None:
-    if detach and address is None:
-        what = "needs --address: a cluster that is started here would end with this command"
-        raise InvalidJob([ConfigError("--detach", what)])
+@dataclass(frozen=True)
+class _Place:
+    """Where a job runs: in this process, or on the cluster of ``address``, by default on one of its own."""
+
+    local: bool = False
+    address: str | None = None
+    detach: bool = False
+    supervise: bool = False
+
+    def __post_init__(self) -> None:
+        if self.detach and self.address is None:
+            what = "needs --address: a cluster that is started here would end with this command"
+            raise InvalidJob([ConfigError("--detach", what)])
+        if self.supervise and (self.detach or self.local):
+            what = f"cannot be with --{'detach' if self.detach else 'local'}: this command itself watches the cluster"
+            raise InvalidJob([ConfigError("--supervise", what)])
 
 
-def _run(checked: CheckedJob, address: str | None, local: bool, detach: bool) -> None:
+def _run(checked: CheckedJob, place: _Place) -> None:
     for line in [*checked.inspection.about, *_removals(checked.job)]:
         click.echo(line, err=True)
     job = begin(checked.job)
     checked = replace(checked, job=job)
-    if detach:
-        with ray_cluster(address, {}):
+    if place.detach:
+        with ray_cluster(place.address, {}):
             start_master(checked)
         click.echo(f"{job.name} has begun; files in {job.job_dir}")
-        click.echo(f"dlrover-rl attach|status|logs|stop {job.name} --address {address}", err=True)
+        click.echo(f"dlrover-rl attach|status|logs|stop {job.name} --address {place.address}", err=True)
         return
     try:
         # Drawing a live bar would erase the prompt of a debugger in this very process.
-        with ProgressView(job.name, live=not local) as view:
+        with ProgressView(job.name, live=not place.local) as view:
             show = view.announce
-            ended = run_here(checked, view, show) if local else run_on_ray(checked, view, address, announce=show)
+            if place.local:
+                ended = run_here(checked, view, show)
+            else:
+                ended = run_on_ray(checked, view, place.address, announce=show, supervise=place.supervise)
     except SystemExit:  # SIGTERM
         _show_how_to_go_on(job.name, job.job_dir, job.archive)
         raise
@@ -336,14 +357,10 @@ def _show_how_to_go_on(job: str, folder: Path, archive: str) -> None:
 
 
 def _print_summary(ended: JobStatus) -> None:
-    """The closing metrics, when the trainer wrote a ``summary.json`` that can be seen from here."""
-    file = Path(ended.folder) / "summary.json"
-    if not file.is_file():
-        return
-    table = Table("metric", "value", title=ended.name)
-    for name, value in json.loads(file.read_text(encoding="utf-8")).items():
-        table.add_row(str(name), str(value))
-    Console(width=100).print(table)
+    """The closing metrics, when the trainer wrote them where they can be seen from here."""
+    file = Path(ended.folder) / SUMMARY
+    if file.is_file():
+        print_summary(ended.name, file.read_text(encoding="utf-8"))
 
 
 def main() -> None:

@@ -56,13 +56,22 @@ def saved_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
 def evaluation_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
     """A job that evaluates the model which a run has saved, or another one by an override, in run folders of its own.
     Raises InvalidJob."""
-    text, model = (run.folder / DESCRIPTION).read_text(encoding="utf-8"), run.folder / MODEL
-    if not model.is_dir() and not any(re.match(r"\+?(config\.)?model=", override) for override in overrides):
-        raise InvalidJob([ConfigError(str(run.folder), "has no model yet: config.model=FOLDER names another one")])
-    own = ["checkpoint.resume=never", "config.eval_only=true", f"config.model={model}"]
-    job = load_job_text(text, run.owner.job, [*own, *overrides], run.owner.search_path)
-    name = f"{job.name[:_LONGEST].rstrip('-')}{_EVALUATION}"
+    text = (run.folder / DESCRIPTION).read_text(encoding="utf-8")
+    changes = evaluation_overrides(run.folder, (run.folder / MODEL).is_dir(), overrides)
+    job = load_job_text(text, run.owner.job, changes, run.owner.search_path)
+    name = evaluation_name(job.name)
     return replace(_with_secrets(job), name=name, job_dir=RUNS, archive="", work_dir=run.owner.work_dir)
+
+
+def evaluation_overrides(folder: Path, has_model: bool, overrides: Sequence[str]) -> list[str]:
+    """What makes an evaluation of the job of a run in ``folder``. Raises InvalidJob if nothing names a model."""
+    if not has_model and not any(re.match(r"\+?(config\.)?model=", override) for override in overrides):
+        raise InvalidJob([ConfigError(str(folder), "has no model yet: config.model=FOLDER names another one")])
+    return ["checkpoint.resume=never", "config.eval_only=true", f"config.model={folder / MODEL}", *overrides]
+
+
+def evaluation_name(name: str) -> str:
+    return f"{name[:_LONGEST].rstrip('-')}{_EVALUATION}"
 
 
 def _with_secrets(job: JobSpec) -> JobSpec:
@@ -80,7 +89,7 @@ def _with_secrets(job: JobSpec) -> JobSpec:
 def _variable_of(where: str) -> str:
     """The environment variable that has the secret: ``JUDGE_API_KEY`` for ``config.judge.api_key``."""
     if where.startswith("config."):
-        return where.removeprefix("config.").replace(".", "_").upper()
+        return re.sub(r"\W", "_", where.removeprefix("config.")).upper()
     return where.rpartition(".env.")[2] if ".env." in where else where.removeprefix("env.")
 
 

@@ -52,6 +52,8 @@ class RoleGroup:
     data_parallel_size: int
     _port: Port = field(repr=False)
     _counter: CallCounter = field(repr=False)
+    full_size: int = 0
+    """The members that it has when none is missing for want of a place."""
 
     def __len__(self) -> int:
         return self.world_size

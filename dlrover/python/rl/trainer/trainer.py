@@ -42,6 +42,9 @@ class StepReport:
     pending: Mapping[str, int] = field(default_factory=dict)
     """Role to its calls that were under way or waited for their member."""
 
+    commit_bytes: int = 0
+    """Written by commits since the last report."""
+
 
 Reporter: TypeAlias = Callable[[StepReport], None]
 """Receives step reports; must return at once."""
@@ -77,6 +80,7 @@ class TrainerLink:
     announce: Announcer = announce_nothing
     files: ResultFiles | None = None
     results: Any = None
+    full_sizes: Mapping[str, int] = field(default_factory=dict)  # of roles that lack members for want of places
 
 
 class BaseTrainer(ABC):
@@ -232,7 +236,9 @@ class BaseTrainer(ABC):
         for role, handles in self._actor_handles.items():
             cls = self._actor_classes[role]
             size = replicas_of(cls, self._config, len(handles))
-            setattr(self, f"RG_{role}", RoleGroup(role, cls, len(handles), size, steps.port, steps.counter))
+            full = link.full_sizes.get(role, len(handles))
+            group = RoleGroup(role, cls, len(handles), size, steps.port, steps.counter, full)
+            setattr(self, f"RG_{role}", group)
         return steps
 
     def _replace_handles(self, renewed: Renewed) -> None:

@@ -34,6 +34,8 @@ class Method:
 class Rollouts:
     """``speeds[member]`` groups are completed by that member in each call; ``room[member]`` are begun at a time."""
 
+    full_size = 0
+
     def __init__(self, speeds, room=8):
         self.speeds, self.room, self.version, self.rounds = speeds, room, 0, 0
         self.held = [{} for _ in speeds]

@@ -28,7 +28,7 @@ class Rollouts:
                 complete = group.complete or group in ended
                 begun = group.key in self.oldest
                 self.tracker.update_status(group.key, begun, complete and begun, self.oldest.get(group.key, -1))
-        self.tracker.assign_members()
+        self.tracker.assign_shares()
 
     def wait_for(self, count):
         for patience in range(100):
@@ -100,12 +100,12 @@ def test_a_slow_member_gives_what_it_has_not_begun_to_the_others():
     tracker.request(1, range(8))
     assert [len(tracker.groups_of(member)) for member in (0, 1)] == [4, 4]
     for group in tracker.groups_of(0)[:1] + tracker.groups_of(1)[:1]:
-        tracker.update_status(group.key, True, group.member == 1, 0)  # the fast one has completed its first
-    tracker.assign_members()
+        tracker.update_status(group.key, True, group.share == 1, 0)  # the fast one has completed its first
+    tracker.assign_shares()
     assert [len([group for group in tracker.groups_of(member) if not group.complete]) for member in (0, 1)] == [4, 3]
     for group in tracker.groups_of(1):
         tracker.update_status(group.key, True, True, 0)
-    tracker.assign_members()
+    tracker.assign_shares()
     assert len(tracker.groups_of(1)) >= 5
 
 
@@ -190,25 +190,40 @@ def test_a_trainer_that_goes_on_leaves_what_was_begun_where_it_is():
     before.request(1, range(4))
     before.update_status((0, 0, 1), True, True, 0)
     before.update_status((2, 0, 1), True, False, 0)
-    where = {group.row: group.member for group in before.open.values()}
+    where = {group.row: group.share for group in before.open.values()}
     assert where[0] == where[2] == 0
 
     tracker = StalenessTracker(2, 1, 2, 100)
     tracker.load_state_dict(before.state_dict())
-    tracker.assign_members()
-    assert {group.row: group.member for group in tracker.open.values() if group.started} == {0: 0, 2: 0}
+    tracker.assign_shares()
+    assert {group.row: group.share for group in tracker.open.values() if group.started} == {0: 0, 2: 0}
 
     fewer = StalenessTracker(2, 1, 1, 100)
     fewer.load_state_dict(before.state_dict())
-    fewer.assign_members()
-    assert {group.member for group in fewer.open.values()} == {0}
+    fewer.assign_shares()
+    assert {group.share for group in fewer.open.values()} == {0}
+
+
+def test_with_fewer_members_each_has_its_shares_one_after_the_other_as_the_missing_ones_would():
+    whole, fewer = StalenessTracker(6, 0, 3, 100), StalenessTracker(6, 0, 2, 100, shares=3)
+    for tracker in (whole, fewer):
+        tracker.request(1, range(6))
+    shares = [whole.groups_of(member) for member in range(3)]
+    rows = [[group.row for group in share] for share in shares]
+    assert [[group.row for group in fewer.groups_of(member)] for member in (0, 1)] == rows[:2]
+    for group in fewer.groups_of(0):
+        fewer.update_status(group.key, True, True, 1)
+    assert [group.row for group in fewer.groups_of(0)] == rows[0] + rows[2]
+    for group in fewer.open.values():
+        fewer.update_status(group.key, True, True, 1)
+    assert [group.row for group in fewer.take(6)] == list(range(6))
 
 
 def test_what_a_lost_member_had_begun_is_begun_elsewhere():
     before = StalenessTracker(2, 1, 2, 100)
     before.request(1, range(4))
     before.update_status((1, 0, 1), True, False, 0)
-    assert before.open[1, 0, 1].member == 1
+    assert before.open[1, 0, 1].share == 1
 
     tracker = StalenessTracker(2, 1, 1, 100)
     tracker.load_state_dict(before.state_dict())

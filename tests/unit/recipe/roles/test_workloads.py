@@ -20,6 +20,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig, SamplingParams
 from dlrover.python.rl.engine.model.ranks import get_random_state
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.environment.sandbox.confinement import sandbox_level
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig
 from dlrover.python.rl.recipe.base.engine_workload import UpdatePlan
 from dlrover.python.rl.recipe.roles.reward import name_parts
@@ -253,7 +254,8 @@ def test_several_functions_give_a_column_each(monkeypatch, model):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "environment"))
     functions = {"verifiers:obedient": 1.0, "verifiers:length": 0.5}
     judge = RewardWorkload(None, {})
-    judge.init_verifier(RewardConfig(function=functions, timeout_s=5.0, workers=1))
+    level = judge.init_verifier(RewardConfig(function=functions, timeout_s=5.0, workers=1))
+    assert level == sandbox_level()
     try:
         drawn = synced(model).generate(prompts(1, 2), SAMPLING, (1, 1))
         scored = judge.score(drawn.with_columns(completion=["four", "raise", *["fives"] * 6]))

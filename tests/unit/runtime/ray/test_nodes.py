@@ -55,7 +55,7 @@ def watched(test):
 
     async def run():
         cluster = Cluster("a", "b")
-        watch = NodeWatch(cluster.table, cluster.closed)
+        watch = cluster.watch = NodeWatch(cluster.table, cluster.closed)
         task = asyncio.create_task(watch.watch(cluster.lost.put_nowait, interval_s=0.01))
         try:
             await test(cluster)
@@ -108,9 +108,20 @@ async def test_a_connection_that_is_closed_once_is_made_again(cluster):
 @watched
 async def test_a_node_that_is_drained_is_left_before_it_goes(cluster):
     cluster.rows["b"] = NodeRow("b", True, "b", 1, draining=True)
-    assert await cluster.next_loss() == Loss("b", "it is drained, and will go", announced=True)
+    assert await cluster.next_loss() == Loss("b", "it will go: it is drained", announced=True)
     cluster.bury("b", "drained")
     await cluster.reads_more()
+
+
+@watched
+async def test_a_node_that_will_go_is_left_only_for_another_one(cluster):
+    cluster.rows["b"] = NodeRow("b", True, "b", 1, draining=True)
+    await cluster.next_loss()
+    cluster.watch.take_notice("a", "it was sent SIGTERM")
+    await cluster.reads_more()
+    cluster.open["c"] = asyncio.Event()
+    cluster.rows["c"] = NodeRow("c", True, "c", 1)
+    assert await cluster.next_loss() == Loss("a", "it will go: it was sent SIGTERM", announced=True)
 
 
 @watched

@@ -10,7 +10,7 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import device_of
 from dlrover.python.rl.recipe.workloads import RolloutWorkload
-from dlrover.python.rl.runtime.ray.processes.member import reserved_devices
+from dlrover.python.rl.runtime.ray.processes.member import locate, reserved_devices
 from dlrover.python.rl.trainer.workload import MemberContext, member_context
 
 
@@ -27,6 +27,14 @@ def test_they_are_numbered_as_the_process_sees_them(monkeypatch, reserved, hides
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_accelerator_ids=lambda: reserved))
     monkeypatch.setenv("DLROVER_RL_RAY_VISIBLE_DEVICES", hides)
     assert reserved_devices() == devices
+
+
+def test_a_process_reports_their_ids_on_its_node_whatever_it_sees(monkeypatch):
+    told = {"get_accelerator_ids": lambda: {"GPU": ["2", "3"]}, "get_node_id": lambda: "0a"}
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(**told))
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setenv("DLROVER_RL_RAY_VISIBLE_DEVICES", "1")
+    assert (locate().node, locate().devices) == ("0a", "2,3")
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,24 @@ def confinement() -> Confinement:
     return _chosen(Confinement.LIMITS, why) if why else _chosen(Confinement.BUBBLEWRAP, "")
 
 
+def sandbox_level() -> str:
+    """``bubblewrap``, ``namespaces`` (limits, no network) or ``limits``; ``none`` where programs are refused, because
+    more is asked for."""
+    try:
+        level = confinement()
+    except VerifierError:
+        return "none"
+    if level is Confinement.BUBBLEWRAP:
+        return level.value
+    flags = _CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC
+    probe = [sys.executable, "-I", "-S", "-c", f"import ctypes; raise SystemExit(ctypes.CDLL(None).unshare({flags}))"]
+    try:
+        is_apart = subprocess.run(probe, capture_output=True, timeout=_PROBE_S, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        is_apart = False
+    return "namespaces" if is_apart else level.value
+
+
 def _chosen(level: Confinement, why: str) -> Confinement:
     _LOG.info("programs that a model wrote are confined by %s%s", level.value, f" ({why})" if why else "")
     return level

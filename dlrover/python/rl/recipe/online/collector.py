@@ -35,15 +35,22 @@ class StalenessTracker:
     * a step takes the stalest complete groups, and only if the rest can be trained on in time: of the groups due within
       the next ``n`` steps there must be no more than ``n * groups_per_step``. Otherwise it waits.
 
-    ``rows`` is the number of prompts: a group's ``prompt_id`` is its row plus a multiple of it."""
+    ``rows`` is the number of prompts: a group's ``prompt_id`` is its row plus a multiple of it.
+
+    Where members are missing, those that are there have their ``shares`` one after the other: samples that are drawn
+    together in other numbers have other last bits in their log-probs."""
 
     groups_per_step: int
     max_staleness: int
     members: int
     rows: int
+    shares: int = 0  # 0: as many as members, whose numbers are then those of the shares
     open: dict[GroupKey, Group] = field(default_factory=dict)
     _step_ids: set[int] = field(default_factory=set)
     _versions: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.shares = self.shares or self.members
 
     def begin_step(self) -> None:
         """Release the prompt ids of the groups that earlier steps took."""
@@ -64,28 +71,33 @@ class StalenessTracker:
                 prompt_id += self.rows
             used.add(prompt_id)
             self.open[GroupKey(prompt_id, 0, step)] = Group(prompt_id, step, row=row)
-        self.assign_members()
+        self.assign_shares()
 
     def retry(self, step: int, groups: Iterable[Group]) -> None:
         for group in groups:
-            again = Group(group.prompt_id, step, group.retry + 1, group.row, group.member)
+            again = Group(group.prompt_id, step, group.retry + 1, group.row, group.share)
             self.open[again.key] = again
-        self.assign_members()
+        self.assign_shares()
 
-    def assign_members(self) -> None:
-        """Give each group that has not started to the member with the fewest unfinished ones."""
-        load = [0] * self.members
+    def assign_shares(self) -> None:
+        """Give each group that has not started to the share with the fewest unfinished ones."""
+        load = [0] * self.shares
         for group in self.open.values():
-            load[group.member] += group.started and not group.complete
+            load[group.share] += group.started and not group.complete
         for group in self.open.values():
             if not group.started:
-                group.member = load.index(min(load))
-                load[group.member] += 1
+                group.share = load.index(min(load))
+                load[group.share] += 1
 
     def groups_of(self, member: int) -> list[Group]:
-        """The groups that a member shall have, in order. With a bound lower than before the run went on, some wait."""
-        timely = list(self.open.values())[: self.groups_per_step * (self.max_staleness + 1)]
-        return [group for group in timely if group.member == member]
+        """The groups that a member shall have, in order. With a bound lower than before the run went on, some wait; so
+        do those of a share while one before it is not complete."""
+        timely, found = list(self.open.values())[: self.groups_per_step * (self.max_staleness + 1)], list[Group]()
+        for share in range(member, self.shares, self.members):
+            found += [group for group in timely if group.share == share]
+            if not all(group.complete for group in found):
+                break
+        return found
 
     # -- status -------------------------------------------------------------------------------------------------------
 
@@ -136,17 +148,17 @@ class StalenessTracker:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        groups = [[*group.key, group.row, group.member, group.started] for group in self.open.values()]
+        groups = [[*group.key, group.row, group.share, group.started] for group in self.open.values()]
         return {"open": groups, "served": list(self._versions)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue, with any number of members: a started group stays on its member, which has it still or generates it
         again from the same seeds."""
         self.open = {}
-        for prompt_id, retry, created_step, row, member, started in state["open"]:
+        for prompt_id, retry, created_step, row, share, started in state["open"]:
             group = Group(prompt_id, created_step, retry, row)
-            if member < self.members:
-                group.member, group.started = member, started
+            if share < self.shares:
+                group.share, group.started = share, started
             self.open[group.key] = group
         self._versions = list(state["served"])
 
@@ -193,8 +205,10 @@ class SampleCollector:
         self._trainer, self._cfg, self.prompts = trainer, config, prompts
         self.sampling, rollout = training_sampling(config.rollout), config.rollout
         self._members = len(trainer.RG_ROLLOUT)
+        # Where rollouts run ahead, the last bits depend on time anyway.
+        shares = self._members if rollout.max_staleness else trainer.RG_ROLLOUT.full_size
         self._tracker = trainer.state["staleness"] = StalenessTracker(
-            config.prompts_per_step, rollout.max_staleness, self._members, prompts.rows
+            config.prompts_per_step, rollout.max_staleness, self._members, prompts.rows, shares
         )
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -252,8 +266,8 @@ class SampleCollector:
                 return groups
             if (
                 tracker.max_staleness
-            ):  # else a group's member would depend on time, and with it the last bits of log-probs
-                tracker.assign_members()
+            ):  # else a group's share would depend on time, and with it the last bits of log-probs
+                tracker.assign_shares()
             waited_s = time.monotonic() - start_s
             patience_s = max(_FIRST_POLL_S, _POLL_SHARE * waited_s)
             if waited_s > log_after_s:
@@ -272,7 +286,9 @@ class SampleCollector:
                 self._tracker.update_status(group.key, started, is_complete, min_version)
 
     def _fetch(self, step: int, groups: Sequence[Group]) -> StepBatch:
-        groups_by_rank = [[group for group in groups if group.member == rank] for rank in range(self._members)]
+        groups_by_rank = [
+            [group for group in groups if group.share % self._members == rank] for rank in range(self._members)
+        ]
         rollouts = self._trainer.RG_ROLLOUT.fetch([self._describe(of_rank) for of_rank in groups_by_rank])
         scored = self._score(rollouts, len(groups) * self.sampling.samples_per_prompt)
         self.check_versions(step, scored, self._cfg.rollout.max_staleness)

@@ -2,6 +2,7 @@
 """The loop of all trainers that learn from samples: sync weights, generate, score, train, record."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -96,6 +97,8 @@ class PolicyTrainer(RecipeTrainer):
         (self.machine,) = self.RG_ACTOR.machine()
         self.without_signal, self.had_room = 0, True
         self.engines = {"train engine": names[0][0], "rollout engine": names[1][0]}
+        levels = names[2] if cfg.rollout.env_path is None and cfg.reward.model is None else []
+        self.sandbox = {f"sandbox/{level}": float(count) for level, count in Counter(filter(None, levels)).items()}
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -261,7 +264,7 @@ class PolicyTrainer(RecipeTrainer):
         metrics = {**sample_metrics(batch.all_rows), **batch.metrics(), **self.reward_failures.metrics()}
         metrics |= {**failure_metrics(batch.all_rows, batch.train_rows), **train_metrics}
         metrics["groups/without_signal"] = uniform_share(batch.train_rows)
-        metrics["weights/sync_bytes"] = float(self.collector.synced_bytes)
+        metrics |= {"weights/sync_bytes": float(self.collector.synced_bytes), **self.sandbox}
         self.warn_of_truncation(step, metrics["completions/truncated"])
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
             self.collector.sync_weights()

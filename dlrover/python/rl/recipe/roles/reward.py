@@ -22,6 +22,7 @@ from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info, fi
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.model.loading import find_model_folder, load_auto
 from dlrover.python.rl.environment.core.scoring import Completed, Reward
+from dlrover.python.rl.environment.sandbox.confinement import sandbox_level
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
 from dlrover.python.rl.environment.verifiers import exact
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig
@@ -50,11 +51,13 @@ class RewardWorkload(BaseWorkload):
         message = f"{cls.__name__} calls reward.function: with reward.model it has to be ModelRewardWorkload"
         return [ConfigError("workload.reward.class", message)]
 
-    def init_verifier(self, reward: RewardConfig) -> None:
+    def init_verifier(self, reward: RewardConfig) -> str:
+        """Start the verifiers; returns the level at which programs of the model are confined here."""
         start = partial(DeadlineVerifier, reward.function, reward.timeout_s, memory_mb=reward.memory_mb)
         self._parts = name_parts(reward.function)
         self._verifiers = VerifierPool(reward.workers, start)
         self._shown: set[str] = set()
+        return sandbox_level()
 
     def score(self, rollouts: Batch) -> Batch:
         """Summaries of the rows with ``reward`` (float64, NaN if the verifier failed) and ``error`` (why, or None); of

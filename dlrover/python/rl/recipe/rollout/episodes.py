@@ -58,14 +58,14 @@ class Sample:
 
 @dataclass(eq=False)
 class Group:
-    """The samples of one prompt. The trainer tracks it by ``row`` and ``member``; a rollout member generates it."""
+    """The samples of one prompt. The trainer tracks it by ``row`` and ``share``; a rollout member generates it."""
 
     prompt_id: int  # open groups share it only with their retries
     created_step: int  # the random numbers depend on it
     retry: int = 0  # number of earlier groups of the prompt in that step, whose rewards failed
     row: int = 0  # the prompt's row in the file
-    member: int = 0  # rank of the rollout member
-    started: bool = False  # the group stays on its member
+    share: int = 0  # of the rollouts' work: the rank of a member, where none is missing
+    started: bool = False  # the group stays in its share
     complete: bool = False  # all of its samples have ended
     min_version: int = -1  # lowest weight version of its tokens, -1 for none yet
     prompt: Any = None

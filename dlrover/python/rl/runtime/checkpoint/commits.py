@@ -116,6 +116,9 @@ class StoreCheckpoints:
     files: RunFiles | None = None
     """Uploaded before each copy is published, which then has the files of its step."""
 
+    committed_bytes: int = 0
+    """In the files of all commits so far, without their copies."""
+
     _latest: Manifest | None = None
     _last: LastCommit | None = None
     _copying: Manifest | None = None
@@ -222,6 +225,7 @@ class StoreCheckpoints:
         files = {member.file_name: answer.file for member, answer in answers.items()}
         write, free_space = partial(self._write, step, files, dict(state)), partial(self._commits.free_space, step - 1)
         self._latest = retry_io(write, self._commits.root, self.disk_wait, free_space)
+        self.committed_bytes += sum(file.nbytes for file in self._latest.files.values())
         self._remember_writers(self._latest)
         self._check_copies(answers)
         if self._copy_asked:

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 _COMMAND_S = 20.0
+_POLL_S = 0.05
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED_MB = 512
 _LEAST_FILES = 1024
@@ -75,6 +76,55 @@ def _synced(path: Path) -> Path:
         file.flush()
         os.fsync(file.fileno())
     return path
+
+
+def leave_mark(folder: str, name: str) -> bool:
+    """Write a file there that other nodes look for. False if it cannot be written."""
+    try:
+        _synced(Path(folder) / name)
+    except OSError:
+        return False
+    return True
+
+
+def find_marks(folder: str, names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that can be read there."""
+    found = []
+    for name in names:
+        with suppress(OSError):  # asked by name: lists of a network file system's folder are old at times
+            if (Path(folder) / name).read_text() == name:
+                found.append(name)
+    return found
+
+
+def remove_mark(folder: str, name: str) -> None:
+    with suppress(OSError):
+        (Path(folder) / name).unlink()
+
+
+def accept_one(host: str, port: int, within_s: float) -> bool:
+    """Listen until somebody connects."""
+    try:
+        with socket.create_server((host, port)) as server:
+            server.settimeout(within_s)
+            server.accept()[0].close()  # waits: as long as set above
+    except OSError:
+        return False
+    return True
+
+
+def reach(host: str, port: int, within_s: float) -> bool:
+    """Connect to who begins to listen meanwhile."""
+    until_s = time.monotonic() + within_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=within_s).close()
+        except OSError:
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(_POLL_S)
+        else:
+            return True
 
 
 def check_shared_memory(path: Path) -> Check:

@@ -41,8 +41,10 @@ class Heartbeat:
     process_id: ProcessId
     number: int  # its incarnation, or its epoch
     method: str = ""  # the current call, "" when it is idle or waits for other processes
-    age_s: float = 0.0  # since that call began
+    age_s: float = 0.0  # since that call's last progress, at first its begin
     step: int = -1  # of that call, -1 for none
+    notice: str = ""  # that its node will go
+    pending: tuple[tuple[str, int], ...] = ()  # of a trainer: roles, and how many of their calls are under way
 
 
 class BeatAnswer(StrEnum):
@@ -55,10 +57,11 @@ class BeatAnswer(StrEnum):
 
 @dataclass(frozen=True)
 class HeartbeatSettings:
-    """The interval, and how long a process lives without an answer; seconds."""
+    """The interval, and how long a process lives without an answer; seconds. ``notice_file``: see ``LivenessSpec``."""
 
     beat_s: float = 0.5
     lease_s: float = 60.0
+    notice_file: str = ""
 
 
 def leave(why: str) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The progress of a run: a live bar on a terminal, plain lines elsewhere."""
 
+import json
 import sys
 import time
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 from dlrover.python.rl.trainer.trainer import StepReport
 
@@ -35,6 +37,18 @@ _HEADLINE = {
 """Metrics and their labels."""
 
 _PLAIN_INTERVAL_S = 2.0
+
+
+SUMMARY = "summary.json"
+"""The file of the closing metrics."""
+
+
+def print_summary(job: str, text: str) -> None:
+    """``text`` is the content of :data:`SUMMARY`."""
+    table = Table("metric", "value", title=job)
+    for name, value in json.loads(text).items():
+        table.add_row(str(name), str(value))
+    Console(width=100).print(table)
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:

@@ -43,12 +43,13 @@ from dlrover.python.rl.control.events import (
     StandbyReady,
     TrainerFinished,
     TrainerStarted,
+    Unplaced,
     WaitOver,
 )
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.runtime.process.executor import Emit
 from dlrover.python.rl.runtime.process.heartbeat import HeartbeatSettings
-from dlrover.python.rl.runtime.ray.cluster.api import ClusterApi, kill_process, read_stacks
+from dlrover.python.rl.runtime.ray.cluster.api import ClusterApi, kill_process
 from dlrover.python.rl.runtime.ray.cluster.nodes import Loss, NodeWatch
 from dlrover.python.rl.runtime.ray.processes.actors import Detached, answer_of, cause_with_log, until_gone
 from dlrover.python.rl.runtime.ray.processes.member import MemberStart
@@ -65,18 +66,22 @@ _STANDBY_BEATS = 20  # heartbeat intervals in which a ready standby must answer 
 
 class RayExecutor:
     """Runs one run of a job as detached, named actors, which get the handle ``master``. ``open_step`` is the step of
-    the trainer's last heartbeat, 0 for none; members that restart get it."""
+    the trainer's last heartbeat, 0 for none; members that restart get it. ``reservations`` are the run's places."""
 
     def __init__(self, plan: RunPlan, master: Any, cluster: ClusterApi) -> None:
         self._job, self._plan, self._cluster = plan.job, plan, cluster
-        self._reservations = Reservations(plan, cluster)
+        self.reservations = Reservations(plan, cluster)
         self._table = ProcessTable(self._job)
         processes = sum(spec.num + spec.standby for spec in self._job.workloads.values()) + 1
         liveness = self._job.liveness
-        self.beats = HeartbeatSettings(max(liveness.beat_s, processes / _BEATS_PER_SECOND), liveness.lease_s)
+        self.beats = HeartbeatSettings(
+            max(liveness.beat_s, processes / _BEATS_PER_SECOND), liveness.lease_s, liveness.notice_file
+        )
         self._pool = ActorPool(self._job, plan.run, plan.methods, master, self.beats, cluster)
+        self._nodes = NodeWatch(cluster.list_nodes)
         self._incarnation = 0
         self._last_causes: dict[ProcessId, str] = {}
+        self._full_sizes: dict[str, int] = {}
         self.open_step = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._detached = Detached(self._job.name)
@@ -125,7 +130,10 @@ class RayExecutor:
 
     def _event_of(self, error: Exception, entry: ProcessEntry | None) -> Event:
         if isinstance(error, PlacementTimeout):
-            return Failed(self._incarnation, Cause(CauseKind.NO_RESOURCES, "job", str(error)))
+            cause = Cause(CauseKind.NO_RESOURCES, "job", str(error))
+            if entry is not None and entry.is_member and self.reservations.is_elastic(entry.role):
+                return Unplaced(entry.process_id.role, entry.process_id.rank, entry.number, cause)
+            return Failed(self._incarnation, cause)
         if entry is None:
             _LOG.error("%s: the executor failed", self._job.name, exc_info=error)
             return Failed(self._incarnation, Cause(CauseKind.INTERNAL, "job", f"{type(error).__name__}: {error}"))
@@ -154,24 +162,23 @@ class RayExecutor:
 
         def lose(loss: Loss) -> None:
             kind = CauseKind.PREEMPTED if loss.announced else CauseKind.NODE_LOST
-            if self._reservations.has_node(loss.node_id):
+            if self.reservations.has_node(loss.node_id):
                 message = f"the node {loss.node_id[:8]} is lost: {loss.why}"
                 emit(NodeLost(loss.node_id, Cause(kind, "job", message)))
 
-        await NodeWatch(self._cluster.list_nodes).watch(lose)
+        await self._nodes.watch(lose)
+
+    def take_notice(self, process_id: ProcessId, why: str) -> None:
+        """A process was told that its node will go."""
+        process = self.process_of(process_id)
+        if process is not None and process.node:
+            self._nodes.take_notice(process.node, why)
 
     def process_of(self, process_id: ProcessId) -> Process | None:
-        entry = self._table.find(process_id)
-        return entry.process if entry else None
+        return entry.process if (entry := self._table.find(process_id)) else None
 
     def name_of(self, role: str, rank: int, incarnation: int, standby: int) -> str:
         return self._pool.member_name(role, rank, incarnation, standby)
-
-    async def kill_process(self, process: Process) -> None:
-        await kill_process(self._cluster, process)
-
-    async def read_stacks(self, process: Process) -> str:
-        return await read_stacks(self._cluster, process)
 
     def reveal(self, secrets: Secrets) -> None:
         """The job's secrets, for the processes that are started from now on."""
@@ -181,18 +188,13 @@ class RayExecutor:
 
     # -- other sizes of roles -----------------------------------------------------------------------------------------
 
-    async def reserve_places(self, state: JobState, role: str, num: int, timeout_s: float) -> None:
-        """Places for ``num`` members of ``role``. After a PlacementTimeout nothing has changed."""
-        most = {**state.most, role: max(num, state.most.get(role, 0))}
-        enlarged = self._plan.placement.with_places(most)
-        await self._reservations.extend(enlarged, state.incarnation, state.excluded, timeout_s)
-
     def resize(self, state: JobState) -> None:
         """Take over the sizes of the roles, before commands that follow from them."""
+        self._full_sizes = dict(state.wanted)
         if state.settings is not None and state.most:
             self._job = self._plan.job.with_sizes({role: spec.num for role, spec in state.settings.roles.items()})
             self._table.job = self._job
-            self._reservations.replan(self._plan.placement.with_places(state.most))
+            self.reservations.replan(self._plan.placement.with_places(state.most))
             for process_id in state.retired:
                 self._discard(process_id)
 
@@ -200,7 +202,7 @@ class RayExecutor:
 
     async def _place(self, command: Place, emit: Emit) -> None:
         self._incarnation = command.incarnation
-        await self._reservations.reserve(command.incarnation, command.excluded)
+        await self.reservations.reserve(command.incarnation, command.excluded)
         emit(Placed(command.incarnation))
 
     # -- members ------------------------------------------------------------------------------------------------------
@@ -233,8 +235,9 @@ class RayExecutor:
 
     async def _start_actor(self, entry: ProcessEntry, excluded: tuple[str, ...]) -> None:
         preferred = self._job.workloads[entry.role].num if entry.is_standby else entry.process_id.rank
-        entry.slot = self._table.free_slot(entry.role, preferred, len(self._reservations.slots(entry.role)))
-        placement = await self._reservations.place(entry.role, entry.slot, excluded)
+        slots, lacking = len(self.reservations.slots(entry.role)), self.reservations.lacking_slots(entry.role)
+        entry.slot = self._table.free_slot(entry.role, preferred, slots, lacking)
+        placement = await self.reservations.place(entry.role, entry.slot, excluded)
         try:
             entry.handle = await self._pool.start_member(entry, placement)
         except asyncio.CancelledError:
@@ -268,7 +271,7 @@ class RayExecutor:
     async def _locate(self, entry: ProcessEntry) -> Process:
         """Where a process runs, and a TCP port that is free there."""
         ref = entry.handle.dlrover_locate.remote(self._job.preferred_ports(entry.role))
-        uses_groups = self._reservations.uses_groups
+        uses_groups = self.reservations.uses_groups
         timeout_s = self._job.liveness.start_timeout_s if uses_groups else self._job.placement_timeout_s
         if entry.standby >= 0 and not entry.is_standby:
             timeout_s = min(timeout_s, _STANDBY_BEATS * self.beats.beat_s)  # it was ready
@@ -277,8 +280,8 @@ class RayExecutor:
         except TimeoutError:
             if uses_groups or entry.standby >= 0:
                 raise
-            raise await self._reservations.timeout_error() from None  # without groups it may never be scheduled
-        self._reservations.add_node(process.node)
+            raise await self.reservations.timeout_error() from None  # without groups it may never be scheduled
+        self.reservations.add_node(process.node)
         return replace(process, slot=entry.slot)
 
     # -- standbys -----------------------------------------------------------------------------------------------------
@@ -304,15 +307,15 @@ class RayExecutor:
         self._start_task(self._run_trainer(entry, command, emit), emit, entry)
 
     async def _run_trainer(self, entry: ProcessEntry, command: StartTrainer, emit: Emit) -> None:
-        placement = await self._reservations.place_trainer(command.excluded)
+        placement = await self.reservations.place_trainer(command.excluded)
         entry.handle = await self._pool.start_trainer(entry, placement)
         self._watch(entry, emit)
         resources = {str(role): dict(slots[0].resources) for role, slots in self._plan.placement.slots.items()}
-        start = TrainerStart(self._job, self._plan.run, command, self._members(), resources)
+        start = TrainerStart(self._job, self._plan.run, command, self._members(), resources, self._full_sizes)
         ref = entry.handle.start.remote(start)
         process: Process = await answer_of(str(TRAINER_ID), ref, self._job.liveness.start_timeout_s)
         entry.process = process
-        self._reservations.add_node(process.node)
+        self.reservations.add_node(process.node)
         emit(TrainerStarted(command.epoch, process))
         await self._wait_for_trainer(entry, emit)
 
@@ -352,14 +355,14 @@ class RayExecutor:
         if entry.handle is not None:
             self._cluster.kill_actor(entry.handle)
         if entry.process is not None:
-            await self.kill_process(entry.process)
+            await kill_process(self._cluster, entry.process)
 
     async def _release(self, command: Release, processes: Sequence[Process], emit: Emit) -> None:
         """End everything of the run. Errors are logged, and the remaining actions run all the same."""
         await self._detached.retry(self._pool.end_all)
-        await self._detached.retry(self._reservations.release)
+        await self._detached.retry(self.reservations.release)
         if command.final:
-            await self._detached.retry(partial(self._reservations.forget_commits, processes))
+            await self._detached.retry(partial(self.reservations.forget_commits, processes))
         emit(Released(command.incarnation))
 
     # -- after the master's own restart -------------------------------------------------------------------------------
@@ -369,7 +372,7 @@ class RayExecutor:
         the run. Returns the number of processes that were found."""
         self._incarnation = state.incarnation
         self.resize(state)
-        await self._reservations.find(state.incarnation, state.excluded)
+        await self.reservations.find(state.incarnation, state.excluded)
         entries = {self._pool.name_of(entry): entry for entry in entries_of(state)}
         names = await asyncio.to_thread(self._pool.list_names)
         await self._pool.end_named([name for name in names if name not in entries])
@@ -387,12 +390,11 @@ class RayExecutor:
         entry.up = True
         self._table.put(entry)
         if entry.process is not None:
-            self._reservations.add_node(entry.process.node)
+            self.reservations.add_node(entry.process.node)
         self._watch(entry, emit)
         if entry.process_id == TRAINER_ID:
             self._start_task(self._wait_for_trainer(entry, emit), emit, entry)
 
 
 async def _wait(command: Wait, emit: Emit) -> None:
-    await asyncio.sleep(command.delay_s)
-    emit(WaitOver(command.timer))
+    emit(await asyncio.sleep(command.delay_s, WaitOver(command.timer)))

@@ -4,6 +4,7 @@
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from dlrover.python.rl.common.errors import PlacementTimeout
 from dlrover.python.rl.common.log import get_logger
@@ -11,6 +12,7 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Process
 from dlrover.python.rl.control.placement import Placement, Slot
+from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.runtime.checkpoint.commits import forget_commits
 from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
 from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ClusterApi, kill_and_wait
@@ -31,6 +33,7 @@ from dlrover.python.rl.runtime.ray.processes.actors import Threads
 _LOG = get_logger(__name__)
 
 _SETTLE_S = 20.0
+_ELASTIC_S = 10.0
 _MEMORY_RELEASED_S = 5.0
 
 
@@ -48,11 +51,13 @@ class Reservations:
     """Reserves, finds and releases what one run needs of the cluster."""
 
     def __init__(self, plan: RunPlan, cluster: ClusterApi) -> None:
-        self._job, self._run, self._placement, self._cluster = plan.job, plan.run, plan.placement, cluster
+        self._job, self._run, self._cluster = plan.job, plan.run, cluster
+        self._planned = self._placement = plan.placement
         self._prefix = f"{plan.job.name}/{plan.run}"
         self._groups: list[str] = []
         self._nodes: set[str] = set()
         self._readmitted: set[str] = set()
+        self._lacking: set[int] = set()
         self._lock = asyncio.Lock()
         self._threads = Threads()
 
@@ -83,10 +88,45 @@ class Reservations:
 
     async def _reserve(self, prefix: str, excluded: tuple[str, ...] = ()) -> None:
         self._groups = await self._threads.run(reserve, self._cluster, self._placement, prefix, excluded)
-        await self._wait(self._groups)
+        nodes, spare, self._lacking = range(len(self._groups)), self._spare_nodes(), set()
+        await self._wait([self._groups[node] for node in nodes if node not in spare])
+        for node in sorted(spare):
+            try:
+                await self._wait([self._groups[node]], _ELASTIC_S)
+            except PlacementTimeout:
+                self._lacking.add(node)
 
-    async def _wait(self, groups: Sequence[str]) -> None:
-        await wait_until_reserved(self._cluster, groups, self._placement, self._job.placement_timeout_s)
+    async def _wait(self, groups: Sequence[str], limit_s: float = inf) -> None:
+        timeout_s = min(limit_s, self._job.placement_timeout_s)
+        await wait_until_reserved(self._cluster, groups, self._placement, timeout_s)
+
+    # -- nodes that only have members without which the job can go on -------------------------------------------------
+
+    def is_elastic(self, role: RLRoleType) -> bool:
+        """Return True if the job may go on with fewer members of ``role``."""
+        return self.uses_groups and bool(self._job.workloads[role].min)
+
+    def _spare_nodes(self) -> set[int]:
+        """The plan's nodes that have members of such roles only; the trainer goes to the first node."""
+        needed = {0}
+        for role in self._job.workloads:
+            if not self.is_elastic(role):
+                needed.update(self._node_of(slot) for slot in self.slots(role))
+        return set(range(len(self._placement.nodes))) - needed
+
+    def _node_of(self, slot: Slot) -> int:
+        return self._placement.bundles[slot.bundle].node
+
+    def lacking_slots(self, role: RLRoleType) -> list[int]:
+        """Those for which there was no place when it was last tried."""
+        return [number for number, slot in enumerate(self.slots(role)) if self._node_of(slot) in self._lacking]
+
+    async def places(self, role: RLRoleType, wanted: int) -> int:
+        """How many members of ``role``, up to ``wanted``, have a place now. What had none has an open request."""
+        for node in sorted(self._lacking):
+            if node >= len(self._groups) or await asyncio.to_thread(is_usable, self._cluster, self._groups[node]):
+                self._lacking.discard(node)
+        return min(wanted, len(self.slots(role)) - len(self.lacking_slots(role)))
 
     async def find(self, incarnation: int, excluded: tuple[str, ...]) -> None:
         """Find what an earlier master has reserved, request what it has not, and remove what is not in the plan."""
@@ -95,9 +135,11 @@ class Reservations:
             self._groups = await asyncio.to_thread(reserve, self._cluster, self._placement, prefix, excluded)
             await asyncio.to_thread(release_beyond, self._cluster, prefix, len(self._groups))
 
-    async def extend(self, placement: Placement, incarnation: int, excluded: tuple[str, ...], timeout_s: float) -> None:
-        """Reserve what ``placement`` has beyond the plan, which it replaces. After a PlacementTimeout nothing has
-        changed."""
+    async def enlarge(self, state: JobState, role: str, num: int, timeout_s: float) -> None:
+        """Reserve places for ``num`` members of ``role``. After a PlacementTimeout nothing has changed."""
+        placement = self._planned.with_places({**state.most, role: max(num, state.most.get(role, 0))})
+        incarnation, excluded = state.incarnation, state.excluded
+        timeout_s = min(timeout_s, self._job.placement_timeout_s)
         former, prefix = self._groups, f"{self._prefix}/{incarnation}"
         if len(placement.bundles) <= len(self._placement.bundles):
             return
@@ -125,7 +167,8 @@ class Reservations:
         slots = self.slots(role)
         if not self.uses_groups:
             return ActorPlacement(slots[slot].resources, excluded=excluded)
-        await self._ensure_node(self._placement.bundles[slots[slot].bundle].node, excluded)
+        node = self._node_of(slots[slot])
+        await self._ensure_node(node, excluded, _ELASTIC_S if node in self._spare_nodes() else inf)
         return placement_of(slots[slot], self._placement, self._groups)
 
     async def place_trainer(self, excluded: tuple[str, ...]) -> ActorPlacement:
@@ -135,26 +178,33 @@ class Reservations:
         await self._ensure_node(0, excluded)
         return ActorPlacement(group=self._groups[0])
 
-    async def _ensure_node(self, node: int, excluded: tuple[str, ...]) -> None:
-        """Reserve one node of the plan unless it is reserved."""
+    async def _ensure_node(self, node: int, excluded: tuple[str, ...], limit_s: float = inf) -> None:
+        """Reserve one node of the plan unless it is reserved. Raises PlacementTimeout after ``limit_s`` seconds, and at
+        once where that has happened already."""
         async with self._lock:
             former, excluded = self._groups[node], self._still_excluded(excluded)
             if await asyncio.to_thread(is_usable, self._cluster, former, excluded):
+                self._lacking.discard(node)
                 return
+            if node in self._lacking:
+                raise PlacementTimeout(f"there is still no place for node {node} of the plan")
             try:
-                await self._replace_node(node, excluded)
+                await self._replace_node(node, excluded, limit_s)
             except PlacementTimeout as error:
+                if limit_s < inf:
+                    self._lacking.add(node)
+                    raise
                 self._readmit(excluded, error)
                 await asyncio.to_thread(self._cluster.remove_group, self._groups[node])
                 self._groups[node] = former
                 if not await asyncio.to_thread(is_usable, self._cluster, former):
                     await self._replace_node(node)
 
-    async def _replace_node(self, node: int, excluded: tuple[str, ...] = ()) -> None:
+    async def _replace_node(self, node: int, excluded: tuple[str, ...] = (), limit_s: float = inf) -> None:
         former = self._groups[node]
         work = self._threads.run(reserve_node, self._cluster, self._placement, node, former, excluded)
         self._groups[node] = await work
-        await self._wait([self._groups[node]])
+        await self._wait([self._groups[node]], limit_s)
 
     def _still_excluded(self, excluded: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(node for node in excluded if node not in self._readmitted)

@@ -28,7 +28,6 @@ from ray._private.accelerators import get_accelerator_manager_for_resource
 
 from dlrover.python.rl.common.errors import ClusterUnavailable, ConfigError, InvalidJob
 from dlrover.python.rl.common.names import NAMESPACE
-from dlrover.python.rl.common.sockets import is_loopback
 from dlrover.python.rl.runtime.process.executor import restore_environment
 from dlrover.python.rl.runtime.ray.cluster.head import (
     GcsKeeper,
@@ -39,13 +38,17 @@ from dlrover.python.rl.runtime.ray.cluster.head import (
     settings,
     use_token,
 )
+from dlrover.python.rl.runtime.ray.cluster.open_ray import risk_of_open_ray
 
 _LOG = logging.getLogger(__name__)
 
 _START_ATTEMPTS = 3
 _LOOPBACK = "127.0.0.1"
 _REACH_S = 10.0
-_START_ERRORS = (RuntimeError, ConnectionError, TimeoutError, ray.exceptions.RayError, ValueError)
+_LOOK_S = 0.1
+RAYS_ERRORS = (ray.exceptions.RayError, ConnectionError, TimeoutError)
+"""What calls raise when the connection to Ray is lost."""
+_START_ERRORS = (*RAYS_ERRORS, RuntimeError, ValueError)
 
 # What Ray sets in the environment of a process that connects, for itself and for what it starts.
 _TOUCHED = ("PYTHONBREAKPOINT", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED")
@@ -53,7 +56,11 @@ _TOUCHED = ("PYTHONBREAKPOINT", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_AUTH_
 
 @contextlib.contextmanager
 def ray_cluster(
-    address: str | None, needed: Mapping[str, float], namespace: str = NAMESPACE, log_to_driver: bool = True
+    address: str | None,
+    needed: Mapping[str, float],
+    namespace: str = NAMESPACE,
+    log_to_driver: bool = True,
+    folder: Path | None = None,
 ) -> Iterator[None]:
     """Connect to Ray inside the block. A process that is connected already keeps its connection.
 
@@ -62,6 +69,7 @@ def ray_cluster(
             with enough logical resources for ``needed``, and ends it with the block. It survives the death of its GCS,
             finds a lost node within seconds, and leaves no files.
         needed: the job's resources (``cpu``, ``gpu``, custom ones).
+        folder: an empty one for the files of a cluster that is started; by default one is made, and removed.
 
     Raises:
         ClusterUnavailable: after several attempts, with Ray's error as the cause.
@@ -77,7 +85,7 @@ def ray_cluster(
     }
     before = {name: os.environ.get(name) for name in _TOUCHED}
     try:
-        with _joined(address, common) if address is not None else _started(needed, common):
+        with _joined(address, common) if address is not None else _started(needed, common, folder):
             # Ray sets it to its own debugger, in this process too.
             restore_environment({"PYTHONBREAKPOINT": before["PYTHONBREAKPOINT"]})
             yield
@@ -102,26 +110,16 @@ def _joined(address: str, common: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def risk_of_open_ray() -> str:
-    """Why the cluster that this process is connected to is dangerous; empty if it is on loopback, or authenticates."""
-    host = str(ray.get_runtime_context().gcs_address).rpartition(":")[0]
-    if is_loopback(host) or os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
-        return ""
-    return (
-        f"Ray at {host} asks nobody for a token: whoever reaches its ports runs code on it. Set RAY_AUTH_MODE=token on"
-        " all nodes, or keep its ports in a private network"
-    )
-
-
 @contextlib.contextmanager
-def _started(needed: Mapping[str, float], common: Mapping[str, Any]) -> Iterator[None]:
+def _started(needed: Mapping[str, float], common: Mapping[str, Any], given: Path | None) -> Iterator[None]:
     gpus = get_accelerator_manager_for_resource("GPU").get_current_node_num_accelerators()
     if needed.get("gpu", 0.0) > gpus:
         what = f"the job needs {needed['gpu']:g} GPU{'s' * (needed['gpu'] > 1)}, this machine has {gpus}"
         advice = "write trainer.device_type=CPU, or name a cluster that has them (--address)"
         raise InvalidJob([ConfigError("trainer.device_type", f"{what}: {advice}")])
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    with private_folder() as folder, on_loopback(), sigterm_unwinds() as take_sigterm_back:
+    files = private_folder() if given is None else contextlib.nullcontext(given)
+    with files as folder, on_loopback(), sigterm_unwinds() as take_sigterm_back:
         keeper = _start(folder, needed, common)
         take_sigterm_back()
         raylet = worker._global_node.all_processes["raylet"][0].process.pid
@@ -134,6 +132,21 @@ def _started(needed: Mapping[str, float], common: Mapping[str, Any]) -> Iterator
                 ray.shutdown()
             if keeper is not None:
                 keeper.close()
+
+
+def lost_process(patience_s: float = 0.0) -> str:
+    """The process of Ray that has died, of the cluster that this process has started; it gets ``patience_s`` seconds
+    to do so. Empty if none has."""
+    until_s = time.monotonic() + patience_s
+    while True:
+        node = worker._global_node
+        processes = dict(node.all_processes) if node is not None else {}
+        for name in ("raylet", "gcs_server"):
+            if name in processes and processes[name][0].process.poll() is not None:
+                return name
+        if time.monotonic() >= until_s:
+            return ""
+        time.sleep(_LOOK_S)
 
 
 def _start(folder: Path, needed: Mapping[str, float], common: Mapping[str, Any]) -> GcsKeeper | None:

@@ -8,7 +8,8 @@
 
 A raylet (Ray's process on a node) that is killed closes its connections at once; Ray itself needs seconds to notice. A
 stopped or unreachable raylet keeps them: Ray's health check detects it, on our own cluster within 4.5 s (``HEALTH``).
-A node that is drained, as spot nodes are before they go, is left at once.
+A node that is drained, or of which a process was told that it will go, as spot nodes are, is left at once if there is
+another one.
 """
 
 import asyncio
@@ -93,6 +94,13 @@ class NodeWatch:
         self._request: asyncio.Future[list[NodeRow]] | None = None
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._lost: set[str] = set()
+        self._notices: dict[str, str] = {}
+
+    def take_notice(self, node_id: str, why: str) -> None:
+        """A process on the node was told that it will go."""
+        if node_id not in self._notices:
+            _LOG.warning("the node %s will go: %s", node_id[:8], why)
+        self._notices.setdefault(node_id, why)
 
     async def watch(self, lost: Callable[[Loss], None], interval_s: float = 0.25) -> None:
         """Watch until cancelled, and read the table every ``interval_s``. ``lost`` is called in this event loop, once
@@ -117,12 +125,14 @@ class NodeWatch:
 
     def _update(self, rows: list[NodeRow], report: Callable[[Loss], None]) -> None:
         alive = {row.node_id for row in rows if row.alive}
+        leaving = {row.node_id: "it is drained" for row in rows if row.draining} | self._notices
+        is_refuge = bool(alive - leaving.keys())
         for row in rows:
             if not row.alive:
                 words = " ".join(row.why.split())
                 report(Loss(row.node_id, f"Ray declared it dead: {words}" if words else "Ray declared it dead"))
-            elif row.draining:
-                report(Loss(row.node_id, "it is drained, and will go", announced=True))
+            elif row.node_id in leaving and is_refuge:
+                report(Loss(row.node_id, f"it will go: {leaving[row.node_id]}", announced=True))
             elif row.port and row.node_id not in self._watches and row.node_id not in self._lost:
                 self._watches[row.node_id] = asyncio.create_task(self._watch_raylet(row, report))
         for node_id in self._watches.keys() - alive:

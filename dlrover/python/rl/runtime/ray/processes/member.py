@@ -30,6 +30,7 @@ from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat, H
 from dlrover.python.rl.runtime.process.held_secrets import held_secrets, take_secrets
 from dlrover.python.rl.runtime.process.host import CallHeader, MemberHost, decode
 from dlrover.python.rl.runtime.process.log_copy import copy_output
+from dlrover.python.rl.runtime.process.notice import DepartureNotice
 from dlrover.python.rl.trainer.shard import row_count
 from dlrover.python.rl.trainer.workload import MemberContext
 
@@ -46,15 +47,21 @@ class MemberStart:
 def reserved_devices() -> tuple[int, ...]:
     """The accelerators that Ray reserved for this process, as this process numbers them: from 0 if Ray hides the
     others."""
-    reserved = ray.get_runtime_context().get_accelerator_ids().values()
-    numbers: list[str] = next(filter(None, reserved), [])
+    numbers = _accelerators(ray.get_runtime_context())
     hidden = os.environ.get("DLROVER_RL_RAY_VISIBLE_DEVICES") == "1"
     return tuple(range(len(numbers))) if hidden else tuple(map(int, numbers))
 
 
+def _accelerators(context: Any) -> list[str]:
+    """The ids on the node of those that Ray reserved for this process."""
+    reserved: list[str] = next(filter(None, context.get_accelerator_ids().values()), [])
+    return reserved
+
+
 def locate() -> Process:
-    node = ray.get_runtime_context().get_node_id()
-    return Process(node, os.getpid(), socket.gethostname(), ray.util.get_node_ip_address())
+    context = ray.get_runtime_context()
+    here = Process(context.get_node_id(), os.getpid(), socket.gethostname(), ray.util.get_node_ip_address())
+    return replace(here, devices=",".join(_accelerators(context)))
 
 
 def locate_with_port(port: HeldPort, preferred: Sequence[int] = ()) -> Process:
@@ -85,6 +92,7 @@ class MemberActor:
         self._identity = process_id, number  # one value: the heartbeat thread reads it
         self._host: MemberHost | None = None
         self._port = HeldPort()
+        self._notice = DepartureNotice(beats.notice_file) if beats is not None else None
         if beats is not None:
             HeartbeatSender(self._beat, send_to(master), beats).start()
 
@@ -119,9 +127,10 @@ class MemberActor:
     def _beat(self) -> Heartbeat:
         process_id, number = self._identity
         doing = self._host.current_call() if self._host is not None else None
+        notice = self._notice.read() if self._notice is not None else ""
         if doing is None:
-            return Heartbeat(process_id, number)
-        return Heartbeat(process_id, number, doing.method, doing.age_s, doing.call_id[0])
+            return Heartbeat(process_id, number, notice=notice)
+        return Heartbeat(process_id, number, doing.method, doing.age_s, doing.call_id[0], notice)
 
     def dlrover_ping(self) -> bool:
         """Answer once no other call is running: the master keeps a ping pending to notice the end of the process."""

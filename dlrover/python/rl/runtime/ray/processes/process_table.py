@@ -5,7 +5,7 @@ Every process is a detached, named actor, so a master that has restarted finds t
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,6 +54,10 @@ class ProcessEntry:
     def is_standby(self) -> bool:
         return self.process_id.kind is ProcessKind.STANDBY
 
+    @property
+    def is_member(self) -> bool:
+        return self.process_id.kind is ProcessKind.MEMBER
+
     def cancel_tasks(self) -> None:
         for task in self.tasks:
             task.cancel()
@@ -92,10 +96,11 @@ class ProcessTable:
             self.pop(entry.process_id)
         return [entry.process for entry in entries if entry.process is not None]
 
-    def free_slot(self, role: str, preferred: int, slots: int) -> int:
-        """One of the role's ``slots`` that none of its processes has."""
+    def free_slot(self, role: str, preferred: int, slots: int, lacking: Collection[int] = ()) -> int:
+        """One of the role's ``slots`` that none of its processes has, if possible none of the ``lacking`` ones."""
         used = {entry.slot for entry in self._entries.values() if entry.process_id.role == role}
         free = [slot for slot in range(slots) if slot not in used]
+        free = [slot for slot in free if slot not in lacking] or free
         return preferred if preferred in free or not free else free[0]
 
     def context(self, entry: ProcessEntry, name: str, restart: RestartInfo) -> MemberContext:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -26,7 +26,9 @@ from dlrover.python.rl.runtime.process.executor import cause_of, death_kind, ent
 from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSender, HeartbeatSettings
 from dlrover.python.rl.runtime.process.held_secrets import take_secrets
 from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_output
+from dlrover.python.rl.runtime.process.notice import DepartureNotice
 from dlrover.python.rl.runtime.ray.processes.actors import ask, find
+from dlrover.python.rl.runtime.ray.processes.call_times import CallTimes
 from dlrover.python.rl.runtime.ray.processes.member import locate, send_to
 from dlrover.python.rl.runtime.ray.processes.port import Activity, WatchedPort, is_loss
 from dlrover.python.rl.trainer.port import Renewed, RestartInfo
@@ -62,13 +64,15 @@ class Replaced:
 
 @dataclass(frozen=True)
 class TrainerStart:
-    """What the trainer's process is given: ``members`` in rank order, ``resources`` of one member of each role."""
+    """What the trainer's process is given: ``members`` in rank order, ``resources`` of one member of each role,
+    ``full_sizes`` of roles that lack members."""
 
     job: JobSpec
     run: str
     command: StartTrainer
     members: tuple[MemberHandle, ...]
     resources: Mapping[str, Mapping[str, float]]
+    full_sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 class RayRecovery:
@@ -173,8 +177,10 @@ class TrainerActor:
         self._recovery: RayRecovery | None = None
         self._log: LogCopier | None = None
         self._activity = Activity()
+        self._call_times: CallTimes | None = None
         self._outcome: Cause | None = None
         self._running = self._ended = False
+        self._notice = DepartureNotice(beats.notice_file)
         HeartbeatSender(self._beat, send_to(master), beats).start()
 
     def start(self, start: TrainerStart) -> Process:
@@ -196,7 +202,9 @@ class TrainerActor:
         if _is_waiting_in_ray(threading.main_thread()):
             self._activity.touch()
         own_s = self._activity.own_s() if self._running else None
-        return Heartbeat(TRAINER_ID, self._epoch, "" if own_s is None else OWN_CODE, own_s or 0.0, step)
+        pending = tuple(self._call_times.pending().items()) if self._call_times is not None else ()
+        method, notice = "" if own_s is None else OWN_CODE, self._notice.read()
+        return Heartbeat(TRAINER_ID, self._epoch, method, own_s or 0.0, step, notice, pending)
 
     def dlrover_ping(self) -> bool:
         """Answer once no other call is running: the master keeps a ping pending to notice the end of the process."""
@@ -226,15 +234,20 @@ class TrainerActor:
         """The link of trainers to this process, and their factory."""
         job, master = start.job, self._master
         port = WatchedPort(self._activity)
+        self._call_times = port.call_times
         timeout_s = _RENEWAL_S + job.placement_timeout_s
         self._recovery = recovery = RayRecovery(master, port, start.members, start.command, timeout_s)
         job.job_dir.mkdir(parents=True, exist_ok=True)
         node = ray.get_runtime_context().get_node_id()
         checkpoints = checkpoints_of(job, start.run, start.command.epoch, node)
 
+        reported = 0
+
         def report(step: StepReport) -> None:
-            times = port.call_times
-            master.report.remote(replace(step, calls=times.drain(), pending=times.pending()))
+            nonlocal reported
+            times, before, reported = port.call_times, reported, checkpoints.committed_bytes
+            fresh = reported - before
+            master.report.remote(replace(step, calls=times.drain(), pending=times.pending(), commit_bytes=fresh))
 
         def announce(activity: str) -> None:
             master.announce.remote(activity)
@@ -245,7 +258,7 @@ class TrainerActor:
                 return trainer
 
         given = start.resources, recovery, checkpoints, is_loss, announce, files_of(job), results_of(job)
-        link = TrainerLink(port, report, job.name, job.job_dir, *given)
+        link = TrainerLink(port, report, job.name, job.job_dir, *given, full_sizes=start.full_sizes)
         return link, make
 
 

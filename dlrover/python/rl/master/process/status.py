@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import nan
+from typing import NamedTuple
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.spec import JobSpec
@@ -23,6 +24,13 @@ from dlrover.python.rl.control.state import JobState, Phase, StandbyPhase, proce
 from dlrover.python.rl.trainer.trainer import StepReport
 
 
+class RunningProcess(NamedTuple):
+    process: str  # "ROLLOUT[1]" or "trainer"
+    node: str
+    pid: int
+    devices: str = ""  # ids of its accelerators on that node, "0,1"
+
+
 @dataclass(frozen=True)
 class JobStatus:
     name: str
@@ -33,7 +41,8 @@ class JobStatus:
     cause: Cause | None  # of its failure
     recoveries: Mapping[str, int] = field(default_factory=dict)  # "trainer" or a role to its recoveries
     masters: int = 0  # processes that the master has had
-    members: tuple[tuple[str, str, int], ...] = ()  # ("ROLLOUT[1]", node, pid) of each process that is up
+    members: tuple[RunningProcess, ...] = ()  # each process that is up
+    last_failure: str = ""  # the last one that was recovered from, one line
     step: int = 0  # the last reported step, 0 for none
     total_steps: int = 0  # 0: unknown
     folder: str = ""  # of the run's files
@@ -128,11 +137,12 @@ def status_of(job: JobSpec, state: JobState, last: StepReport | None, announced:
         reason=state.reason,
         cause=state.failure,
         members=tuple(
-            (str(process_id), process.host, process.pid)
+            RunningProcess(str(process_id), process.host, process.pid, process.devices)
             for process_id, process in processes(state).items()
             if process_id not in taking
         ),
         recoveries=dict(state.recoveries),
+        last_failure=line_of(state.causes[-1]) if state.causes else "",
         masters=state.master_starts,
         step=last.step if last else 0,
         total_steps=last.total_steps if last else 0,
@@ -143,12 +153,16 @@ def status_of(job: JobSpec, state: JobState, last: StepReport | None, announced:
     )
 
 
+def line_of(cause: Cause) -> str:
+    return f"{cause.who}: {cause.kind.value}: {cause.message}"
+
+
 def recoveries(before: JobState, after: JobState, event: Event) -> Iterator[str]:
     """Log lines about failures and recoveries in a step of the brain."""
     if after is before:
         return
     if isinstance(event, MemberLost | StandbyLost | TrainerLost | NodeLost | Failed):
-        yield f"{event.cause.who}: {event.cause.kind.value}: {event.cause.message}"
+        yield line_of(event.cause)
     if isinstance(event, MemberStarted) and event.incarnation > 1:
         how = f"standby {event.standby}" if event.standby >= 0 else "a new process"
         yield f"{ProcessId(event.role, event.rank)} is back as incarnation {event.incarnation} ({how})"

@@ -20,15 +20,13 @@ import traceback
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from dlrover.python.rl.common.errors import (
-    CallError,
-    InvalidJob,
     JobConflict,
     JobFailed,
     JournalCorrupt,
-    PlacementTimeout,
     StaleEpoch,
 )
 from dlrover.python.rl.common.log import configure_logging, get_logger
@@ -49,20 +47,21 @@ from dlrover.python.rl.control.events import (
     Resized,
     StepsOpened,
     StopRequested,
+    Unplaced,
 )
 from dlrover.python.rl.control.placement import Placement
-from dlrover.python.rl.control.state import JobState, MemberPhase, Phase, ranks_of
-from dlrover.python.rl.master.brain import Brain, earlier_journal, fresh_journal, submission
-from dlrover.python.rl.master.hang_detector import HangDetector
-from dlrover.python.rl.master.observer import JobObserver
-from dlrover.python.rl.master.replacement import replacement
-from dlrover.python.rl.master.resizing import resizable, until_next_step
-from dlrover.python.rl.master.run_claim import RunClaim
-from dlrover.python.rl.master.status import JobStatus, Position, Update, recoveries
+from dlrover.python.rl.control.state import JobState, MemberPhase, Phase
+from dlrover.python.rl.master.process.brain import Brain, earlier_journal, fresh_journal, submission
+from dlrover.python.rl.master.process.hang_detector import HangDetector
+from dlrover.python.rl.master.process.observer import JobObserver
+from dlrover.python.rl.master.process.replacement import replacement
+from dlrover.python.rl.master.process.resizing import Resizer, size_of
+from dlrover.python.rl.master.process.run_claim import RunClaim
+from dlrover.python.rl.master.process.status import JobStatus, Position, Update, recoveries
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore
 from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat, leave
-from dlrover.python.rl.runtime.process.inspection import Inspection, inspect_in_child
-from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
+from dlrover.python.rl.runtime.process.inspection import Inspection
+from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi, kill_process, read_stacks
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.processes.actors import current_actor, end_later, end_unless, was_restarted
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
@@ -75,7 +74,6 @@ _RELEASE_S = 30.0
 _TAKEN_S = 60.0
 _JOURNAL_TRIES = 120
 _JOURNAL_PAUSE_S = 0.5
-_PLACES_S = 20.0
 _SECRETS_S = 30.0
 _LINGER_S = 60.0
 _BEGIN_S = 300.0
@@ -92,14 +90,15 @@ class RLMaster:
         self._lacking = hidden_in(job)  # secrets
         self._claim = RunClaim(job, claims)
         self._brain = Brain(MemoryStateStore())
-        self._resizing = asyncio.Lock()
         self._fallen: JobState | None = None
+        self._cluster = RayClusterApi()
         plan = RunPlan(job, job.run, placement, inspection.methods)
-        self._executor = RayExecutor(plan, current_actor(), RayClusterApi())
+        self._executor = RayExecutor(plan, current_actor(), self._cluster)
+        self._resizer = Resizer(job, inspection, self._executor, lambda: self._state, self._decide)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._news = asyncio.Condition()
         self._hang_detector = HangDetector(
-            job, self._executor.beats, self._executor.process_of, self._executor.read_stacks
+            job, self._executor.beats, self._executor.process_of, partial(read_stacks, self._cluster)
         )
         self._condemned: dict[Event, Process | None] = {}
         self._observer = JobObserver(job, job.run)
@@ -197,6 +196,7 @@ class RLMaster:
         self._spawn(self._claim.hold(lambda: self._state.phase.terminal))
         self._spawn(self._run())
         self._spawn(self._watch_hangs())
+        self._spawn(self._resizer.watch_places())
         self._spawn(self._executor.watch_nodes(self._events.put_nowait))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -227,8 +227,9 @@ class RLMaster:
     async def _take(self, event: Event) -> None:
         before = self._state
         commands = await self._journalled(event)
-        if isinstance(event, Resized):
+        if isinstance(event, Resized | Unplaced) and self._state is not before:
             self._executor.resize(self._state)
+            _LOG.warning("%s: %s has %d members", self._job.name, event.role, size_of(self._state, event.role))
         for command in commands:
             self._executor.execute(command, self._events.put_nowait)
         after = self._state
@@ -242,7 +243,7 @@ class RLMaster:
         condemned = self._condemned.pop(event, None)
         if condemned is not None and after is not before:
             # Only after the event is journalled: a master that has been replaced must not act.
-            self._spawn(self._executor.kill_process(condemned))
+            self._spawn(kill_process(self._cluster, condemned))
 
     async def _journalled(self, event: Event) -> tuple[Command, ...]:
         """The brain's commands. While the journal cannot be written, for example on a full disk, nothing is decided."""
@@ -298,8 +299,11 @@ class RLMaster:
             return BeatAnswer.CURRENT
         if beat.process_id == TRAINER_ID:
             self._executor.open_step = beat.step
+        if beat.notice:
+            self._executor.take_notice(beat.process_id, beat.notice)
         if not self._hang_detector.take(beat, self._state):
             return BeatAnswer.REPLACED
+        self._observer.beat(beat)
         return BeatAnswer.WITHOUT_SECRETS if self._lacking else BeatAnswer.CURRENT
 
     async def opened(self, epoch: int) -> None:
@@ -351,25 +355,15 @@ class RLMaster:
         """Give a stateless ``role`` another number of members, at the beginning of the next step if that is near.
         Raises CallError or InvalidJob if it cannot be, and then nothing has changed."""
         await self._awake()
-        async with self._resizing:
-            job = resizable(self._job, self._state, self._inspection, role, num)
-            errors = (await asyncio.to_thread(inspect_in_child, job)).errors
-            if errors:
-                raise InvalidJob(list(errors))
-            try:
-                await self._executor.reserve_places(self._state, role, num, min(_PLACES_S, job.placement_timeout_s))
-            except PlacementTimeout as error:
-                raise CallError(f"{role} of '{self._job.name}' stays as it is: {error}") from error
-            await until_next_step(lambda: self._executor.open_step)
-            self._events.put_nowait(Resized(role, num))
-            async with self._news:
-                decided = self._news.wait_for(lambda: self._size_of(role) == num or not self._state.opened)
-                await asyncio.wait_for(decided, _TAKEN_S)
-        if self._size_of(role) != num:
-            raise CallError(f"'{self._job.name}' was restarted meanwhile: try again")
+        await self._resizer.resize(role, num)
 
-    def _size_of(self, role: str) -> int:
-        return len(ranks_of(self._state, role))
+    async def _decide(self, event: Resized) -> None:
+        self._events.put_nowait(event)
+        async with self._news:
+            decided = self._news.wait_for(
+                lambda: size_of(self._state, event.role) == event.num or not self._state.opened
+            )
+            await asyncio.wait_for(decided, _TAKEN_S)
 
     async def status(self) -> JobStatus:
         return self._observer.status(self._state)

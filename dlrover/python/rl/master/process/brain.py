@@ -15,7 +15,7 @@ from dlrover.python.rl.control.journal import decode, encode
 from dlrover.python.rl.control.machine import outstanding, replay, step
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState
-from dlrover.python.rl.master.status import JobStatus, status_of
+from dlrover.python.rl.master.process.status import JobStatus, status_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore, StateStore
 from dlrover.python.rl.runtime.local_executor import LocalExecutor
 from dlrover.python.rl.runtime.process.inspection import Inspection
@@ -62,7 +62,7 @@ def submission(job: JobSpec, run: str, inspection: Inspection, brain: Brain) -> 
         job=job.name,
         run=run,
         roles={
-            str(role): RoleSettings(spec.num, inspection.scope_of(role), spec.standby, max_restarts.get(role))
+            str(role): RoleSettings(spec.num, inspection.scope_of(role), spec.standby, max_restarts.get(role), spec.min)
             for role, spec in job.workloads.items()
         },
         job_max_restart=limits.job_max_restart,

@@ -14,11 +14,12 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Event
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.state import JobState
-from dlrover.python.rl.master.brain import JOURNAL
-from dlrover.python.rl.master.status import JobStatus, Position, StepPace, Update, status_of
-from dlrover.python.rl.metrics.endpoint import MetricsEndpoint
+from dlrover.python.rl.master.process.brain import JOURNAL
+from dlrover.python.rl.master.process.status import JobStatus, Position, StepPace, Update, status_of
+from dlrover.python.rl.metrics.endpoint import MetricsEndpoint, tls_context
 from dlrover.python.rl.metrics.job import JobMetrics
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
+from dlrover.python.rl.runtime.process.heartbeat import Heartbeat
 from dlrover.python.rl.trainer.trainer import StepReport
 
 ADDRESS = "metrics.json"
@@ -50,13 +51,20 @@ class JobObserver:
             return
         try:
             token = read_token(Path(master.metrics_token_file)) if master.metrics_token_file else ""
-            self._endpoint = MetricsEndpoint(self._metrics.registry, master.metrics_host, master.metrics_port, token)
+            pair = Path(master.metrics_tls_cert), Path(master.metrics_tls_key)
+            tls = tls_context(*pair) if master.metrics_tls_cert or master.metrics_tls_key else None
+            self._endpoint = MetricsEndpoint(
+                self._metrics.registry, master.metrics_host, master.metrics_port, token, tls
+            )
             (folder / ADDRESS).write_text(json.dumps({"address": self._endpoint.address}))
         except (OSError, CallError) as error:
             _LOG.error("%s: no metrics are served: %s", self._job.name, error)
 
     def take(self, before: JobState, after: JobState, event: Event) -> None:
         self._metrics.take(time.time(), before, after, event)
+
+    def beat(self, beat: Heartbeat) -> None:
+        self._metrics.beat(beat.process_id, dict(beat.pending))
 
     def report(self, report: StepReport) -> None:
         self._metrics.report(report)

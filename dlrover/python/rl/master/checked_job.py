@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding all errors of a job without starting anything."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.config.load import search_folders
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.config.typed import from_plain
+from dlrover.python.rl.control.placement import Placement, plan
+from dlrover.python.rl.master.process.resizing import validate_least
+from dlrover.python.rl.runtime.checkpoint.run_files import validate_archive
+from dlrover.python.rl.runtime.process.inspection import Inspection, inspect_in_child, inspect_job
+from dlrover.python.rl.runtime.run_folder import conflict, continued
+
+
+@dataclass(frozen=True)
+class CheckedJob:
+    job: JobSpec
+    placement: Placement
+    inspection: Inspection
+    given: Any = None
+    """The job's config as it was given, without the defaults that the job has."""
+
+
+def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
+    """Find all errors of ``job`` without starting anything, or raise InvalidJob with them.
+
+    ``local`` jobs run in this process, so their classes are imported here; otherwise a child process imports them.
+    """
+    job = replace(job, work_dir=job.work_dir or str(Path.cwd()), search_path=job.search_path or search_folders())
+    job = continued(job)
+    placement, errors = plan(job)
+    errors += [*_validate_job_dir(job), *validate_archive(job)]
+    inspection = inspect_job(job, here=True) if local else inspect_in_child(job)
+    errors += [*inspection.errors, *validate_least(job, inspection)]
+    if local:
+        errors += inspection.single_process_refusals
+        inspection = replace(inspection, about=(*_warn_of_device(job, inspection.config), *inspection.about))
+    if errors or placement is None:
+        raise InvalidJob(errors)
+    given = job.config if inspection.given is None else from_plain(inspection.given)
+    return CheckedJob(inspection.complete(job), placement, inspection, given)
+
+
+def _warn_of_device(job: JobSpec, config: Mapping[str, Any] | None) -> list[str]:
+    engine = (config or {}).get("engine")
+    device = engine.get("device") if isinstance(engine, Mapping) else None
+    if job.trainer.device_type != "GPU" or device != "cpu":
+        return []
+    return ["trainer.device_type is GPU, and this process has none: it computes on the CPU"]
+
+
+def check_described(describe: Callable[[], JobSpec], local: bool = False) -> CheckedJob:
+    """Like :func:`check_job` for a job that ``describe`` reads: the errors of reading it and of the rest together."""
+    try:
+        job = describe()
+    except InvalidJob as error:
+        raise InvalidJob([*error.errors, *_validate_further(error, local)]) from None
+    return check_job(job, local)
+
+
+def _validate_further(error: InvalidJob, local: bool) -> list[ConfigError]:
+    if error.salvaged is None:
+        return []
+    try:
+        check_job(error.salvaged, local)
+    except InvalidJob as more:
+        places = {fault.where for fault in error.errors}
+        return [fault for fault in more.errors if fault.where not in places]
+    return []
+
+
+def _validate_job_dir(job: JobSpec) -> list[ConfigError]:
+    folder = job.run_folders or job.job_dir
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        return [ConfigError("job_dir", f"{existing} is a file, not a folder")]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [ConfigError("job_dir", f"{existing} cannot be written to")]
+    why = conflict(job)
+    return [ConfigError("job_dir", why)] if why else []

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checked job on a cluster of Ray: its master is started, followed, and stopped."""
+
+import signal
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dlrover.python.rl.common.errors import InvalidJob, JobConflict, MasterLost
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import master_name
+from dlrover.python.rl.config.secrets import seal
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.events import CauseKind
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.checked_job import CheckedJob
+from dlrover.python.rl.master.process.rl_master import RLMaster
+from dlrover.python.rl.master.process.status import JobStatus, Position, Update
+from dlrover.python.rl.master.saved_run import wait_for_lost_owner
+from dlrover.python.rl.runtime.process.interrupts import Interrupts
+from dlrover.python.rl.runtime.ray.cluster.cluster import lost_process, ray_cluster
+from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, launch, sweep, wait_gone
+from dlrover.python.rl.runtime.run_folder import begin
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport, announce_nothing
+
+_LOG = get_logger(__name__)
+
+INTERRUPTED = "interrupted"
+FOLLOW_S = 1.0
+ANSWER_S = 60.0
+_LOST_S = 3.0
+_CLUSTERS = frozenset(CauseKind) - {CauseKind.USER_ERROR, CauseKind.START_FAILED, CauseKind.NO_SPACE}
+"""Causes that a cluster which is being lost may have."""
+
+
+def quiet(report: StepReport) -> None:
+    """Drop the report."""
+
+
+def run_on_cluster(  # noqa: PLR0913 -- what is told, and where it runs
+    checked: CheckedJob,
+    report: Reporter,
+    announce: Announcer,
+    address: str | None = None,
+    connected: bool = False,
+    folder: Path | None = None,
+    again: bool = False,
+) -> JobStatus:
+    """Start the job's master on a cluster and follow it; Ctrl-C stops the job.
+
+    Args:
+        folder: for the files of a cluster that is started here.
+        again: a process that followed this job was lost; its master may still be there.
+
+    Raises:
+        MasterLost: the master, or the cluster that was started here.
+        JobConflict, ClusterUnavailable: as :func:`start_master` and :func:`ray_cluster`.
+    """
+    job, total, own = checked.job, dict(checked.placement.total), address is None and not connected
+    total["cpu"] = total.get("cpu", 0.0) + job.master.cpu
+    if not connected:
+        announce("starting Ray" if own else f"connecting to Ray at {address}")
+    cluster = nullcontext() if connected else ray_cluster(address, total, folder=folder)
+    with Interrupts(signal.SIGINT) as interrupts, cluster:
+        if interrupts.count:
+            return interrupted(job)
+        try:
+            master = _remaining_master(job) if again else None
+            if master is None:
+                announce("starting the master")
+                master = start_master(replace(checked, job=wait_for_lost_owner(job) if again else job), claims=not own)
+            status = follow(master, report, interrupts, announce=announce)
+        except MasterLost as error:
+            # A master that exists but does not answer still owns its job, which may not be this one.
+            if find(master_name(job.name)) is not None:
+                raise
+            sweep(job.name)
+            raise MasterLost(f"{error}; to go on: dlrover-rl resume {job.job_dir}") from error
+        if own and status.phase is Phase.FAILED and _may_be_the_clusters(status) and lost_process(_LOST_S):
+            raise MasterLost(f"a process of Ray has died: {status.reason}")
+        if status.phase.terminal:
+            end(master)
+        return status
+
+
+def interrupted(job: JobSpec) -> JobStatus:
+    """The status of a job that was interrupted before it began."""
+    return JobStatus(job.name, Phase.STOPPED, 0, 0, INTERRUPTED, None, folder=str(job.job_dir))
+
+
+def _remaining_master(job: JobSpec) -> Any:
+    """The master of this run, started by a process that was lost; None if there is none."""
+    master = find(master_name(job.name))
+    if master is None:
+        return None
+    status: JobStatus = ask(master.status.remote, ANSWER_S)
+    return master if status.folder == str(job.job_dir) and not status.phase.terminal else None
+
+
+def _may_be_the_clusters(status: JobStatus) -> bool:
+    return status.cause is None or status.cause.kind in _CLUSTERS
+
+
+def start_master(checked: CheckedJob, claims: bool = True) -> Any:
+    """Launch and start the master of a checked job on the connected cluster; it ``claims`` the job's folder unless this
+    process has done so. Raises JobConflict while a job of this name is running or another run holds the folder, and
+    MasterLost."""
+    job = begin(checked.job)
+    _clear_the_name(job.name)
+    needs = {"cpu": job.master.cpu, "memory": job.master.memory}
+    sealed, secrets = seal(job)  # Ray stores the arguments of actors
+    plain = replace(checked.inspection, config=None, given=None, about=())
+    arguments = (sealed, checked.placement, plain, claims)
+    master = launch(RLMaster, master_name(job.name), arguments, needs, job.master.max_restart)
+    try:
+        ask(partial(master.start.remote, secrets), ANSWER_S)
+    except (JobConflict, InvalidJob):
+        end(master)
+        raise
+    return master
+
+
+def _clear_the_name(name: str) -> None:
+    """Remove the remains of an earlier job of this name; a job that has not ended keeps the name."""
+    earlier = find(master_name(name))
+    if earlier is not None and not ask(earlier.status.remote, ANSWER_S).phase.terminal:
+        raise JobConflict(f"a job named '{name}' is running on this cluster: stop it first or choose another name")
+    for actor in sweep(name):
+        if actor != master_name(name):
+            _LOG.warning("ended %s, which a job of this name had left behind", actor)
+    wait_gone(master_name(name), ANSWER_S)
+
+
+def stop_master(master: Any, reason: str) -> None:
+    ask(lambda: master.stop.remote(reason), ANSWER_S)
+
+
+def follow(
+    master: Any,
+    report: Reporter = quiet,
+    interrupts: Interrupts | None = None,
+    deadline_s: float | None = None,
+    announce: Announcer = announce_nothing,
+) -> JobStatus:
+    """Pass step reports to ``report``, and what the job does to ``announce``, until it has ended; return its status.
+
+    The first of ``interrupts`` stops the job, the second ends the waiting, as does ``deadline_s``.
+    """
+    position, stopping, began_s, activity = Position(), False, time.monotonic(), ""
+    while True:
+        update: Update = ask(partial(master.follow.remote, position, FOLLOW_S), ANSWER_S)
+        position = update.position
+        if update.status.activity not in ("", activity):
+            announce(update.status.activity)
+        activity = update.status.activity
+        for step_report in () if stopping else update.reports:
+            report(step_report)
+        if update.status.phase.terminal:
+            return update.status
+        interrupted = interrupts.count if interrupts else 0
+        if interrupted and not stopping:
+            stop_master(master, INTERRUPTED)
+            stopping = True
+        elif interrupted > 1 or (deadline_s is not None and time.monotonic() - began_s > deadline_s):
+            return replace(update.status, reason=update.status.reason or INTERRUPTED)

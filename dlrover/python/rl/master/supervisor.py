@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job whose connection to Ray is held by a child process; when that or its cluster is lost, another child goes on.
+
+::
+
+    supervisor --checked job--> child: cluster, master, follow
+        '<-- reports, activities, in the end a status or an error --'
+    the child ends without an end of the job --> what it has started is killed --> commits in memory are saved
+        --> the next child begins at the last commit
+
+Ray ends every process that is connected through a raylet which has died, so the supervisor is not connected. What a
+child has started is found by a variable of its environment, which all of it inherits.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import IO
+from uuid import uuid4
+
+import cloudpickle
+
+from dlrover.python.rl.common.errors import ClusterUnavailable, MasterLost
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.master import ray_child
+from dlrover.python.rl.master.checked_job import CheckedJob
+from dlrover.python.rl.master.process.status import JobStatus
+from dlrover.python.rl.master.ray_run import interrupted
+from dlrover.python.rl.master.saved_run import last_commit
+from dlrover.python.rl.runtime.process.interrupts import Interrupts
+from dlrover.python.rl.runtime.ray.cluster.cluster import sigterm_unwinds
+from dlrover.python.rl.runtime.ray.cluster.head import private_folder
+from dlrover.python.rl.runtime.run_folder import ON_RAY, claim, held, new_run
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport
+
+_LOG = get_logger(__name__)
+
+_MARK = "DLROVER_RL_SUPERVISED"
+_POLL_S = 0.2
+_END_S = 60.0
+_KILL_S = 20.0
+_LONGEST_PAUSE_S = 60.0
+
+
+class _Lost(Exception):
+    """A child, its cluster or its master has ended before the job."""
+
+
+def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, address: str | None = None) -> JobStatus:
+    """Run a job on the cluster of ``address``, or on its own, to the end of the job.
+
+    Raises:
+        MasterLost: the cluster was lost more often in a row than the job may restart, without a further commit.
+        ClusterUnavailable: there was none to begin with.
+    """
+    job, losses = checked.job, _Losses(checked.job)
+    with Interrupts(signal.SIGINT) as interrupts, sigterm_unwinds():
+        while True:
+            try:
+                again = job.run != checked.job.run
+                return _attempt(replace(checked, job=job), report, announce, address, interrupts, again)
+            except _Lost as lost:
+                where = losses.count(lost)
+            announce(f"going on {where}")
+            losses.pause(interrupts)
+            if interrupts.count:
+                return interrupted(job)
+            job = replace(job, run=new_run(), overwrite=False, checkpoint=replace(job.checkpoint, resume="latest"))
+
+
+class _Losses:
+    """Counts the losses of a job's clusters since its last commit."""
+
+    def __init__(self, job: JobSpec) -> None:
+        self._job, self._step, self._number = job, -1, 0
+
+    def count(self, lost: _Lost) -> str:
+        """Save what is only in memory; returns where the job goes on. Raises MasterLost if that was too often."""
+        job = self._job
+        step = last_commit(job.name, job.job_dir, job.archive) or 0
+        self._number = self._number + 1 if step == self._step else 1
+        self._step = step
+        where = f"after step {step}" if step else "from the beginning"
+        if self._number > job.restart.job_max_restart:
+            often = f"{self._number} times in a row {where}"
+            raise MasterLost(f"{lost}, {often}; to go on: dlrover-rl resume {job.job_dir}") from lost
+        _LOG.warning("%s: %s; going on %s", job.name, lost, where)
+        return where
+
+    def pause(self, interrupts: Interrupts) -> None:
+        seconds = self._job.restart.backoff_s * 2 ** (self._number - 2) if self._number > 1 else 0.0
+        until_s = time.monotonic() + min(seconds, _LONGEST_PAUSE_S)
+        while not interrupts.count and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+
+
+def _attempt(  # noqa: PLR0913 -- those of run_supervised
+    checked: CheckedJob,
+    report: Reporter,
+    announce: Announcer,
+    address: str | None,
+    interrupts: Interrupts,
+    again: bool,
+) -> JobStatus:
+    """Raises _Lost, and what :func:`run_on_cluster` raises but for losses."""
+    if address is not None:
+        with _Child(ray_child.Errand(checked, address, None, again)) as child:
+            return child.follow(report, announce, interrupts)
+    with (
+        held(claim(checked.job, ON_RAY, bound=True)) as claimed,
+        private_folder() as folder,
+        _Child(ray_child.Errand(checked, None, folder, again)) as child,
+    ):
+        status = child.follow(report, announce, interrupts)
+        claimed.end(status.phase.value)
+    return status
+
+
+class _Child:
+    """A process that runs an errand; when the block is left, it and all that it has started have ended."""
+
+    def __init__(self, errand: ray_child.Errand) -> None:
+        self._errand = errand
+        self._mark = f"{_MARK}={uuid4().hex}"
+        name, _, value = self._mark.partition("=")
+        self._connection, theirs = Pipe()
+        command = [sys.executable, "-m", ray_child.__name__, str(os.getpid()), str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            command,
+            env={**os.environ, name: value},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[theirs.fileno()],
+            process_group=0,  # Ctrl-C is told to it by this process
+            text=True,
+            errors="replace",
+        )
+        theirs.close()
+        self._pumps = [_pump(self._process.stdout, "stdout"), _pump(self._process.stderr, "stderr")]
+        self._ended = False
+
+    def __enter__(self) -> "_Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            if not self._ended:
+                self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self._process.kill()
+        self._process.wait(_END_S)
+        _kill_marked(self._mark.encode())
+        for pump in self._pumps:
+            pump.join(_POLL_S)
+        self._connection.close()
+
+    def follow(self, report: Reporter, announce: Announcer, interrupts: Interrupts) -> JobStatus:
+        told = 0
+        with suppress(BrokenPipeError):
+            self._connection.send((sys.path, sys.argv))
+            self._connection.send_bytes(cloudpickle.dumps(self._errand))
+        while True:
+            if interrupts.count > told:
+                told += 1
+                self._process.send_signal(signal.SIGINT)
+            if not self._connection.poll(_POLL_S):
+                continue
+            try:
+                message = self._connection.recv()  # waits: not at all, it was polled for
+            except (EOFError, ConnectionError):
+                raise _Lost(f"Ray was lost ({self._how_it_ended()})") from None
+            match message:
+                case StepReport():
+                    report(message)
+                case str():
+                    announce(message)
+                case JobStatus():
+                    self._ended = True
+                    return message
+                case MasterLost() | ClusterUnavailable() if not self._is_first_refusal(message):
+                    self._ended = True
+                    raise _Lost(str(message)) from message
+                case BaseException():
+                    self._ended = True
+                    raise message
+
+    def _is_first_refusal(self, error: Exception) -> bool:
+        return isinstance(error, ClusterUnavailable) and not self._errand.again
+
+    def _how_it_ended(self) -> str:
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(_END_S)
+            self._ended = True
+            return f"the process that held it ended with {signal.Signals(-code).name if code < 0 else f'code {code}'}"
+        return "the process that held it does not end"
+
+
+def _pump(stream: IO[str] | None, to: str) -> threading.Thread:
+    """Copy lines to this process's own ``stdout`` or ``stderr``, where a progress bar makes room for them."""
+
+    def copy() -> None:
+        for line in stream or ():
+            getattr(sys, to).write(line)
+
+    thread = threading.Thread(target=copy, name=f"dlrover-{to}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _kill_marked(mark: bytes) -> None:
+    """End every process with ``mark`` in its environment."""
+    until_s = time.monotonic() + _KILL_S
+    while pids := [pid for pid, environment in _environments() if mark in environment.split(b"\0")]:
+        if time.monotonic() > until_s:
+            _LOG.error("processes %s of a lost cluster do not end", pids)
+            return
+        for pid in pids:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_S / 4)
+
+
+def _environments() -> Iterator[tuple[int, bytes]]:
+    """Of all processes of this machine that have one which can be read."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            yield int(folder.name), (folder / "environ").read_bytes()

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes that go and come under a run: fewer rollouts meanwhile, the same bits in the end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory):
+    """What was seen in a scene of ``nodes_stage``."""
+    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+
+    def play(name):
+        folder = tmp_path_factory.mktemp(name)
+        command = [sys.executable, str(Path(__file__).parent / "nodes_stage.py"), name, str(folder)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=350, check=False, env={**os.environ, "PYTHONPATH": paths}
+        )
+        assert done.returncode == 0, done.stdout + done.stderr[-6000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return play
+
+
+@pytest.fixture(scope="module")
+def expected(scene):
+    return scene("undisturbed")["model"]
+
+
+def test_rollouts_shrink_when_a_node_is_lost_and_grow_when_one_comes_and_the_bits_are_the_same(scene, expected):
+    seen = scene("fewer")
+    assert seen["phase"] == "finished", seen["reason"]
+    assert seen["sizes"] == [3, 2, 3]
+    assert "Unplaced" in seen["events"] and "Resized" in seen["events"] and "Failed" not in seen["events"]
+    assert seen["model"] == expected
+
+
+def test_a_node_that_announces_its_end_is_left_before_it_and_nothing_is_charged(scene, expected):
+    seen = scene("told")
+    assert seen["phase"] == "finished", seen["reason"]
+    assert (seen["before"], seen["after"]) == (1, [0, 1])
+    assert "NodeLost" in seen["events"] and "Failed" not in seen["events"]
+    assert seen["model"] == expected
