@@ -88,7 +88,7 @@ def test_the_first_job_of_the_page(shell):
         elif line.startswith("dlrover-rl attach"):
             shell.wait_for(lambda: shell.status("first")["step"] >= 1)
             attached = shell.type(line, wait=False)
-            time.sleep(3)
+            shell.wait_for(lambda: "\nfirst  step" in (shell.folder / "terminal.log").read_text())
             os.killpg(attached.pid, signal.SIGINT)
             assert attached.wait(30) == 0
         else:

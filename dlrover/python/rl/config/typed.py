@@ -87,11 +87,17 @@ def require(schema: type[T], data: Any, where: str) -> T:
     return value
 
 
+_adapters: dict[Any, TypeAdapter[Any]] = {}
+"""By schema; to make one takes longer than to use it."""
+
+
 def _adapter(schema: type[T]) -> TypeAdapter[T]:
-    for dataclass in _nested(schema):
-        if "__pydantic_config__" not in vars(dataclass):
-            dataclass.__pydantic_config__ = _STRICT
-    return TypeAdapter(schema)
+    if schema not in _adapters:
+        for dataclass in _nested(schema):
+            if "__pydantic_config__" not in vars(dataclass):
+                dataclass.__pydantic_config__ = _STRICT
+        _adapters[schema] = TypeAdapter(schema)
+    return _adapters[schema]
 
 
 def _nested(schema: Any) -> list[type[Any]]:
