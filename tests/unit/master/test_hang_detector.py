@@ -24,6 +24,7 @@ from dlrover.python.rl.control.events import (
     TrainerLost,
     TrainerStarted,
 )
+from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.master.process.brain import Brain, submission
 from dlrover.python.rl.master.process.hang_detector import HangDetector
 from dlrover.python.rl.runtime.checkpoint.journal_store import MemoryStateStore
@@ -232,3 +233,16 @@ def test_members_that_do_not_wait_for_each_other_hang_each_for_itself(job):
     for rank in (0, 1):
         detector.take(beat(f"REWARD[{rank}]", 1, "score", LIMIT_S + 1.0, 3), state)
     assert [lost.rank for lost in hangs(detector, state)] == [0, 1]
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_slow_member_is_named_and_replaced_if_the_job_wants_that(job, caplog, replaces):
+    job = replace(job, liveness=replace(job.liveness, replace_slow=replaces))
+    state, detector, lost = running(job), detector_of(job), []
+    for turn in range(1, 8):
+        for rank, busy_s in ((0, 10.0), (1, 35.0)):
+            detector.take(Heartbeat(ProcessId("ACTOR", rank), 1, work=Work(10 * turn, busy_s * turn)), state)
+        lost += hangs(detector, state)
+    words = "ACTOR[1] works 3.5 times slower than the others of its role"
+    assert words in caplog.text
+    assert [(event.role, event.rank, event.cause.message) for event in lost] == [("ACTOR", 1, words)] * replaces

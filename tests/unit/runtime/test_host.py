@@ -2,6 +2,7 @@
 """The gate in front of a workload: what is refused, what is repeated, what is kept and for how long."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -50,6 +51,12 @@ class Work(BaseWorkload):
     def wait(self):
         self.entered.set()
         assert self.go_on.wait(30)
+
+    def steps(self, count, each_s):
+        for _ in range(count):
+            time.sleep(each_s)
+            self.report_progress()
+        time.sleep(0.5)
 
     def state_dict(self):
         return {"total": self.total}
@@ -158,6 +165,17 @@ def test_what_it_is_doing_can_be_asked_meanwhile(host):
     host.workload.go_on.set()
     thread.join(30)
     assert host.current_call() is None
+
+
+def test_the_work_of_a_call_ends_with_its_last_progress():
+    host = MemberHost()
+    host.start(Work, MemberContext(), None, None)
+    begun = host.work
+    host.run("steps", (3, 0.05), {})
+    assert host.work.units == begun.units + 3
+    assert 0.1 <= host.work.busy_s - begun.busy_s < 0.3  # without the wait at the end, which is for others
+    host.run("add", (1,), {})
+    assert host.work.units == begun.units + 4
 
 
 class TestState:

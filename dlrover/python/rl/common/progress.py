@@ -5,14 +5,21 @@ Engines note each generated token, micro-batch, and tensor that is loaded or rec
 last one was, from which ``hang_after_s`` counts.
 """
 
-_noted = 0
+import time
+
+_noted, _noted_s = 0, 0.0
 
 
 def note_progress() -> None:
-    global _noted  # noqa: PLW0603 -- of the process, as its calls are
-    _noted += 1
+    global _noted, _noted_s  # noqa: PLW0603 -- of the process, as its calls are
+    _noted, _noted_s = _noted + 1, time.monotonic()
 
 
 def noted_progress() -> int:
     """How often progress was noted."""
     return _noted
+
+
+def last_progress_s() -> float:
+    """When progress was noted last, as ``time.monotonic`` counts."""
+    return _noted_s

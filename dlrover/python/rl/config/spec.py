@@ -147,6 +147,12 @@ class LivenessSpec:
     start_timeout_s: Seconds = 300.0
     """Timeout of the start of a process."""
 
+    slow_factor: Annotated[float, Gt(1.0)] = 2.0
+    """A member that needs so many times as long for its work as the others of its role, for a while, is reported."""
+
+    replace_slow: bool = False
+    """Replace such a member; it counts as a failure of its node."""
+
     notice_file: str = ""
     """A file whose appearance on a node says that the node will go, as SIGTERM to a process of the job does: the job
     leaves the node if there is another one."""

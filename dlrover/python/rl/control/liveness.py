@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which processes make no progress, from their last heartbeats. All times are monotonic seconds."""
+"""Which processes make no progress, and which members are slow, from their heartbeats. All times are monotonic seconds.
+
+A **unit** of work is a token step, a micro-batch or a tensor, or a whole call without any; its time ends with the last
+unit of a call, since ranks wait for each other in what comes then. A **window** of a role ends when each of its members
+has worked for some seconds in it; a member is slow if it has needed ``factor`` times as long for a unit as the others'
+median in several windows in a row.
+"""
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 
 from dlrover.python.rl.common.names import ProcessId
 
@@ -107,3 +114,80 @@ def _longest(signs: Sequence[Sign], now_s: float) -> Odd | None:
         return None
     odd = min(busy, key=lambda sign: sign.since_s)
     return Odd(odd.process_id, f"in {odd.method} without progress for {now_s - odd.since_s:.1f} s, the longest")
+
+
+# -- slow members ------------------------------------------------------------------------------------------------------
+
+WINDOW_S = 5.0
+WINDOWS = 3
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a process has done so far."""
+
+    units: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A member that has needed ``ratio`` times as long for a unit of work as the others of its role."""
+
+    process_id: ProcessId
+    number: int
+    ratio: float
+
+    def __str__(self) -> str:
+        return f"{self.process_id} works {self.ratio:.1f} times slower than the others of its role"
+
+
+@dataclass
+class _Member:
+    number: int
+    begun: Work
+    now: Work
+    windows: int = 0  # in a row in which it was slow
+    ratio: float = 1.0
+
+    @property
+    def pace_s(self) -> float:
+        """Seconds for a unit in this window."""
+        return (self.now.busy_s - self.begun.busy_s) / max(self.now.units - self.begun.units, 1)
+
+
+@dataclass
+class Paces:
+    """Of all members of a job."""
+
+    factor: float
+    _members: dict[ProcessId, _Member] = field(default_factory=dict)
+
+    def note(self, process_id: ProcessId, number: int, work: Work) -> None:
+        member = self._members.get(process_id)
+        if member is None or member.number != number:
+            self._members[process_id] = _Member(number, work, work)
+        else:
+            member.now = work
+
+    def find(self, up: Mapping[ProcessId, int]) -> list[Slow]:
+        """Those that became slow with a window that has just ended, of the members that are ``up`` (to their
+        numbers)."""
+        self._members = {key: member for key, member in self._members.items() if up.get(key) == member.number}
+        roles = dict.fromkeys(process_id.pool for process_id in self._members)
+        return [
+            slow for role in roles for slow in self._judge({k: m for k, m in self._members.items() if k.pool == role})
+        ]
+
+    def _judge(self, role: Mapping[ProcessId, _Member]) -> Iterable[Slow]:
+        worked_s = [member.now.busy_s - member.begun.busy_s for member in role.values()]
+        if len(role) < 2 or min(worked_s) < WINDOW_S:
+            return
+        paces_s = {process_id: member.pace_s for process_id, member in role.items()}
+        for process_id, member in role.items():
+            others_s = median(pace_s for other, pace_s in paces_s.items() if other != process_id)
+            member.ratio = paces_s[process_id] / others_s if others_s else 1.0
+            member.windows = member.windows + 1 if member.ratio > self.factor else 0
+            member.begun = member.now
+            if member.windows == WINDOWS:
+                yield Slow(process_id, member.number, member.ratio)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds processes without progress from their heartbeats, and reports them with their stacks."""
+"""Finds processes without progress from their heartbeats, and reports them with their stacks; and slow ones."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from dlrover.python.rl.control.events import (
     RecoveryScope,
     make_lost_event,
 )
-from dlrover.python.rl.control.liveness import Hang, Listening, Sign, hangs, odd_one_out
+from dlrover.python.rl.control.liveness import Hang, Listening, Paces, Sign, hangs, odd_one_out
 from dlrover.python.rl.control.state import JobState, MemberPhase, StandbyPhase
 from dlrover.python.rl.runtime.process.heartbeat import CONSTRUCTING, Heartbeat, HeartbeatSettings
 
@@ -54,6 +54,7 @@ class HangDetector:
         self._limits_s[TRAINER_ID.pool] = job.trainer.hang_after_s
         self._signs: dict[ProcessId, Sign] = {}
         self._listening_since_s = self._looked_s = self._now_s()
+        self._paces, self._replace_slow = Paces(job.liveness.slow_factor), job.liveness.replace_slow
 
     def take(self, beat: Heartbeat, state: JobState) -> bool:
         """Record a heartbeat; False when the state has a later process in its place."""
@@ -62,6 +63,7 @@ class HangDetector:
         if beat.process_id not in _numbers_up(state) or beat.method == CONSTRUCTING:
             return True  # starting has a separate limit, also when the event of its end has come first
         now_s = self._now_s()
+        self._paces.note(beat.process_id, beat.number, beat.work)
         since_s = now_s - beat.age_s
         self._signs[beat.process_id] = Sign(beat.process_id, beat.number, beat.method, since_s, beat.step, now_s)
         return True
@@ -76,6 +78,17 @@ class HangDetector:
         culprits = _culprits(hangs(up, self._limits_s, listening, now_s), state, listening, now_s)
         condemned = await asyncio.gather(*(self._condemn(hang, up, listening, now_s) for hang in culprits))
         self._looked_s = self._now_s()  # reading stacks is not a pause: heartbeats came in meanwhile
+        return [*condemned, *self._slow(state)]
+
+    def _slow(self, state: JobState) -> list[Condemned]:
+        """Reports members that are slower than their peers; returns those that are to be replaced."""
+        condemned = []
+        for slow in self._paces.find(_numbers_up(state)):
+            _LOG.warning("%s", slow)
+            process = self._process_of(slow.process_id)
+            cause = Cause(CauseKind.HUNG, str(slow.process_id), str(slow))
+            event = make_lost_event(slow.process_id, slow.number, cause, process.node if process else "")
+            condemned += [Condemned(event, process)] if self._replace_slow else []
         return condemned
 
     def _signs_of(self, state: JobState, now_s: float) -> list[Sign]:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.control.liveness import Work
 
 _LOG = get_logger(__name__)
 
@@ -44,6 +45,7 @@ class Heartbeat:
     age_s: float = 0.0  # since that call's last progress, at first its begin
     step: int = -1  # of that call, -1 for none
     notice: str = ""  # that its node will go
+    work: Work = Work()  # of a member, so far
     pending: tuple[tuple[str, int], ...] = ()  # of a trainer: roles, and how many of their calls are under way
 
 

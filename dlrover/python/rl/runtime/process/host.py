@@ -34,7 +34,8 @@ from dlrover.python.rl.common.errors import (
     user_traceback,
 )
 from dlrover.python.rl.common.log import cut_middle
-from dlrover.python.rl.common.progress import noted_progress
+from dlrover.python.rl.common.progress import last_progress_s, noted_progress
+from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.runtime.checkpoint.member_state import (
     CommitAnswer,
     CommitRequest,
@@ -186,6 +187,7 @@ class MemberHost:
         self._standing = Standing()
         self._now: tuple[str, CallId, float] | None = None
         self._progress, self._progressed_s = 0, 0.0
+        self.work = Work()
         self._loop: asyncio.Runner | None = None
         self._verbs: dict[str, Callable[..., Any]] = {
             COMMIT: self._commit,
@@ -330,11 +332,15 @@ class MemberHost:
 
     @contextmanager
     def _in(self, method: str, call_id: CallId) -> Iterator[None]:
-        self._now = (method, call_id, self._now_s())
+        began_s, noted = self._now_s(), noted_progress()
+        self._now = (method, call_id, began_s)
         try:
             yield
         finally:
             self._now = None
+            units = noted_progress() - noted
+            ended_s = last_progress_s() if units else self._now_s()
+            self.work = Work(self.work.units + max(units, 1), self.work.busy_s + max(ended_s - began_s, 0.0))
 
     # -- requests beside the methods ----------------------------------------------------------------------------------
 

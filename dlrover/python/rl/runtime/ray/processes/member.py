@@ -25,6 +25,7 @@ from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.common.sockets import HeldPort
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Process
+from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.runtime.process.executor import enter_folder, load_class, starting
 from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat, HeartbeatSender, HeartbeatSettings
 from dlrover.python.rl.runtime.process.held_secrets import held_secrets, take_secrets
@@ -128,9 +129,10 @@ class MemberActor:
         process_id, number = self._identity
         doing = self._host.current_call() if self._host is not None else None
         notice = self._notice.read() if self._notice is not None else ""
+        work = self._host.work if self._host is not None else Work()
         if doing is None:
-            return Heartbeat(process_id, number, notice=notice)
-        return Heartbeat(process_id, number, doing.method, doing.age_s, doing.call_id[0], notice)
+            return Heartbeat(process_id, number, notice=notice, work=work)
+        return Heartbeat(process_id, number, doing.method, doing.age_s, doing.call_id[0], notice, work)
 
     def dlrover_ping(self) -> bool:
         """Answer once no other call is running: the master keeps a ping pending to notice the end of the process."""

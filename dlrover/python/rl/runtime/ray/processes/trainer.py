@@ -204,7 +204,7 @@ class TrainerActor:
         own_s = self._activity.own_s() if self._running else None
         pending = tuple(self._call_times.pending().items()) if self._call_times is not None else ()
         method, notice = "" if own_s is None else OWN_CODE, self._notice.read()
-        return Heartbeat(TRAINER_ID, self._epoch, method, own_s or 0.0, step, notice, pending)
+        return Heartbeat(TRAINER_ID, self._epoch, method, own_s or 0.0, step, notice, pending=pending)
 
     def dlrover_ping(self) -> bool:
         """Answer once no other call is running: the master keeps a ping pending to notice the end of the process."""
