@@ -26,11 +26,12 @@ from dlrover.python.rl.control.events import (
     StandbyLost,
     StepsOpened,
     TrainerLost,
+    Unplaced,
 )
 from dlrover.python.rl.control.machine import step
 from dlrover.python.rl.control.state import JobState, Phase
 
-LOSSES = (MemberLost, StandbyLost, TrainerLost, NodeLost, Failed)
+LOSSES = (MemberLost, StandbyLost, TrainerLost, NodeLost, Unplaced, Failed)
 """Events that have a cause."""
 
 
