@@ -243,12 +243,12 @@ MUTATIONS = {
         "control.machine", "if state.phase is Phase.RESTARTING and not state.released:", "if False:"
     ),
     "an event that orders something is not written down": Mutation(
-        "master.brain",
+        "master.process.brain",
         "        self._store.append(encode(at_s, event))\n",
         "        if not commands:\n            self._store.append(encode(at_s, event))\n",
     ),
     "the state before the journal": Mutation(
-        "master.brain",
+        "master.process.brain",
         "        self._store.append(encode(at_s, event))\n        self.state = state\n",
         "        self.state = state\n        self._store.append(encode(at_s, event))\n",
     ),

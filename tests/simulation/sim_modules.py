@@ -21,7 +21,7 @@ PRIVATE = (
     "control.journal",
     "control.liveness",
     "runtime.checkpoint.journal_store",
-    "master.brain",
+    "master.process.brain",
 )
 """In the order of their imports. Events are everybody's: they are only words."""
 

@@ -55,7 +55,7 @@ from dlrover.python.rl.master.process.brain import Brain, earlier_journal, fresh
 from dlrover.python.rl.master.process.hang_detector import HangDetector
 from dlrover.python.rl.master.process.observer import JobObserver
 from dlrover.python.rl.master.process.replacement import replacement
-from dlrover.python.rl.master.process.resizing import Resizer, size_of
+from dlrover.python.rl.master.process.resizer import Resizer, size_of
 from dlrover.python.rl.master.process.run_claim import RunClaim
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update, recoveries
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore
