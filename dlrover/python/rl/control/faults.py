@@ -22,7 +22,7 @@ _DEVICE = re.compile(
     r"uncorrectable (ECC|NVLink)|ECC error|hardware stack error|nvlink or a hardware error|\bXid\b|fallen off the bus"
     r"|unspecified launch failure|driver shutting down|driver.{0,40}version mismatch|system not yet initialized"
     r"|CUDA-capable devices? (are|is) (busy|unavailable|detected)"
-    r"|CUDA error: (unknown error|initialization error|context is destroyed)"
+    r"|^RuntimeError: device check failed|CUDA error: (unknown error|initialization error|context is destroyed)"
     r"|(cudaError|CUDA_ERROR_?)(ECC|Hardware|Launch_?Fail|Unknown|Device_?s?Unavailable|System_?Not|Nvlink|Contained)",
     re.IGNORECASE,
 )

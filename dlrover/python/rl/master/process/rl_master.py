@@ -230,6 +230,8 @@ class RLMaster:
         if isinstance(event, Resized | Unplaced) and self._state is not before:
             self._executor.resize(self._state)
             _LOG.warning("%s: %s has %d members", self._job.name, event.role, size_of(self._state, event.role))
+        if isinstance(event, MemberLost) and self._state is not before:
+            self._executor.last_causes[ProcessId(event.role, event.rank)] = f"{event.cause.kind}: {event.cause.message}"
         for command in commands:
             self._executor.execute(command, self._events.put_nowait)
         after = self._state

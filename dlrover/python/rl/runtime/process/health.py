@@ -187,3 +187,25 @@ def _devices(rows: list[list[str]]) -> Check:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     told = f"{len(rows)} ({names})" + (f", CUDA_VISIBLE_DEVICES={visible}" if visible is not None else "")
     return Check("GPUs", not faults, "; ".join([told, *faults]), "nvidia-smi says who uses them; reset faulty ones")
+
+
+_COMPUTE = """
+import sys, torch
+
+for number in map(int, sys.argv[1:]):
+    ones = torch.ones(1024, 1024, device=f"cuda:{number}")
+    assert float((ones @ ones).sum()) == 1024.0**3, f"cuda:{number} computes wrongly"
+"""
+_COMPUTE_S = 120.0
+
+
+def try_devices(numbers: Iterable[int], program: str = _COMPUTE, within_s: float = _COMPUTE_S) -> None:
+    """Compute on these GPUs in a process of its own, after one of them has failed. Raises RuntimeError."""
+    command = [sys.executable, "-c", program, *map(str, numbers)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"device check failed: no answer within {within_s:g} s") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise RuntimeError(f"device check failed: {lines[-1] if lines else f'exit code {done.returncode}'}")

@@ -65,8 +65,8 @@ _STANDBY_BEATS = 20  # heartbeat intervals in which a ready standby must answer 
 
 
 class RayExecutor:
-    """Runs one run of a job as detached, named actors, which get the handle ``master``. ``open_step`` is the step of
-    the trainer's last heartbeat, 0 for none; members that restart get it. ``reservations`` are the run's places."""
+    """Runs one run of a job as detached, named actors, which get the handle ``master``. Members that restart get
+    ``open_step``, the step of the trainer's last heartbeat or 0, and their reason in ``last_causes``."""
 
     def __init__(self, plan: RunPlan, master: Any, cluster: ClusterApi) -> None:
         self._job, self._plan, self._cluster = plan.job, plan, cluster
@@ -80,7 +80,7 @@ class RayExecutor:
         self._pool = ActorPool(self._job, plan.run, plan.methods, master, self.beats, cluster)
         self._nodes = NodeWatch(cluster.list_nodes)
         self._incarnation = 0
-        self._last_causes: dict[ProcessId, str] = {}
+        self.last_causes: dict[ProcessId, str] = {}
         self._full_sizes: dict[str, int] = {}
         self.open_step = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -142,7 +142,7 @@ class RayExecutor:
             cause = Cause(CauseKind.HUNG, "job", f"not up within {limit_s:g} s")
         else:
             cause = cause_with_log(error, entry.process)
-        self._last_causes[entry.process_id] = f"{cause.kind.value}: {cause.message}"
+        self.last_causes[entry.process_id] = f"{cause.kind.value}: {cause.message}"
         return entry.loss(cause)
 
     def _stop_starting(self) -> list[Process]:
@@ -260,7 +260,7 @@ class RayExecutor:
         if all(peer.process is not None for peer in peers):
             all_located.set()
         await asyncio.wait_for(all_located.wait(), timeout_s)
-        reason = self._last_causes.get(process_id, "others of its role had to restart") if entry.number > 1 else ""
+        reason = self.last_causes.get(process_id, "others of its role had to restart") if entry.number > 1 else ""
         restart = RestartInfo(entry.number - 1, reason, max(self.open_step - 1, 0))
         context = self._table.context(entry, self._pool.name_of(entry), restart)
         ref = entry.handle.dlrover_start.remote(MemberStart(self._job, context, entry.number))

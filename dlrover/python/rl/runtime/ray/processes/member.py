@@ -24,9 +24,10 @@ from dlrover.python.rl.common.log import configure_logging
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.common.sockets import HeldPort
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.events import Process
+from dlrover.python.rl.control.events import CauseKind, Process
 from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.runtime.process.executor import enter_folder, load_class, starting
+from dlrover.python.rl.runtime.process.health import try_devices
 from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat, HeartbeatSender, HeartbeatSettings
 from dlrover.python.rl.runtime.process.held_secrets import held_secrets, take_secrets
 from dlrover.python.rl.runtime.process.host import CallHeader, MemberHost, decode
@@ -119,6 +120,8 @@ class MemberActor:
         copy_output(start.job.job_dir, process_id.log_name, f"{process_id} incarnation {start.incarnation}")
         self._host = host = MemberHost(start.incarnation, ray.get_runtime_context().get_node_id())
         with starting(str(process_id)):
+            if context.devices and context.restart.reason.startswith(CauseKind.DEVICE_FAILED):
+                try_devices(context.devices)
             host.start(self._load(start.job), context, self._master, start.job.config)
 
     def _load(self, job: JobSpec) -> Any:
