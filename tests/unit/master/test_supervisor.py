@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often a supervisor begins again, and with what; the attempts are made up here."""
+
+from dataclasses import replace
+
+import pytest
+from toy_jobs import toy_job
+
+from dlrover.python.rl.common.errors import MasterLost
+from dlrover.python.rl.control.placement import plan
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master import supervisor
+from dlrover.python.rl.master.checked_job import CheckedJob
+from dlrover.python.rl.master.process.status import JobStatus
+from dlrover.python.rl.runtime.process.inspection import Inspection
+
+
+@pytest.fixture
+def play(tmp_path, monkeypatch):
+    """Run a job whose attempts are ``commits``, a list with the step at which each is lost; gives the jobs of the
+    attempts and what was told."""
+    job = toy_job(tmp_path)
+    job = replace(job, run="0", overwrite=True, restart=replace(job.restart, job_max_restart=2, backoff_s=0.0))
+    checked, tried, told = CheckedJob(job, plan(job)[0], Inspection()), [], []
+
+    def run(commits):
+        steps = iter(commits)
+
+        def attempt(checked, report, announce, address, interrupts, again):
+            tried.append((checked.job, again))
+            if len(tried) > len(commits):
+                return JobStatus(checked.job.name, Phase.FINISHED, 1, 0, "", None)
+            raise supervisor._Lost("Ray was lost")
+
+        monkeypatch.setattr(supervisor, "_attempt", attempt)
+        monkeypatch.setattr(supervisor, "last_commit", lambda *_: next(steps) or None)
+        status = supervisor.run_supervised(checked, lambda report: None, told.append)
+        return status, tried, told
+
+    return run
+
+
+def test_each_attempt_goes_on_in_the_folder_of_the_first_as_a_run_of_its_own(play):
+    status, tried, told = play([0, 7])
+    assert status.phase is Phase.FINISHED
+    assert told == ["going on from the beginning", "going on after step 7"]
+    (first, again), *others = tried
+    assert first.overwrite and not again
+    for job, again in others:
+        assert again and job.job_dir == first.job_dir and not job.overwrite
+        assert job.checkpoint.resume == "latest"
+    assert len({job.run for job, _ in tried}) == 3
+
+
+def test_commits_in_between_let_it_go_on_as_often_as_it_takes(play):
+    assert play([1, 1, 2, 2, 3, 3])[0].phase is Phase.FINISHED
+
+
+def test_without_one_it_ends_and_says_how_to_go_on(play):
+    with pytest.raises(MasterLost, match="3 times in a row after step 1; to go on: dlrover-rl resume"):
+        play([1, 1, 1])
