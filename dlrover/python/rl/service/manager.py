@@ -15,8 +15,8 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -26,6 +26,7 @@ from dlrover.python.rl.master.process.resizing import check_new_size
 from dlrover.python.rl.metrics.service import ServiceCounts
 from dlrover.python.rl.service.jobs.ledger import Answer, Draft, Ledger, Refused
 from dlrover.python.rl.service.jobs.records import (
+    JobDescription,
     JobEvent,
     JobPhase,
     JobRecord,
@@ -44,6 +45,7 @@ _LOG = get_logger(__name__)
 _BATCH = 500
 _PAGE = 1000
 _RECENT = 10_000
+_MOST_FRESH = 1000
 _RETRY_S = 0.5
 _MAX_WAITING = 5000
 
@@ -70,6 +72,8 @@ class JobManager:
         self._requests: asyncio.Queue[_Request] = asyncio.Queue()
         self._recent: list[JobEvent] = []  # the last ones, without gaps
         self._news = asyncio.Condition()
+        self._listeners: dict[str, set[asyncio.Event]] = {}
+        self._fresh: dict[str, JobDescription] = {}  # of the last submissions, which often run at once
         self._known: dict[str, JobRecord] = {}  # what the runner was told, by run
         self._reasons: Mapping[str, str] = {}  # why queued runs wait
         self._reasons_at = -1  # the number of the event after which they were found
@@ -100,6 +104,7 @@ class JobManager:
             self._settle(self._requests.get_nowait(), Refused(ServiceUnavailable("the service is ending")))
         async with self._news:
             self._news.notify_all()
+        self._tell_listeners(self._listeners)
         self._store.close()
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -161,20 +166,35 @@ class JobManager:
         """Events above ``after``, each once. Ends with the last one there is, or, if it is to ``follow``, when the
         named job has ended. Raises UnknownJob."""
         run = self._ledger.get(name).run if name else ""
-        while True:
-            ended = bool(name) and ((record := self._ledger.by_run(run)) is None or record.phase.ended)
-            page, after = await self._events(after, name)
-            for event in page:
-                yield event
-            if page or after < self._ledger.last_event:
-                continue
-            if not follow or ended or self._closed:
-                return
-            await self._wait_for_event(after)
+        with self._listening(name) as news:
+            while True:
+                news.clear()
+                ended = bool(name) and ((record := self._ledger.by_run(run)) is None or record.phase.ended)
+                page, after = await self._events(after, name)
+                for event in page:
+                    yield event
+                if page or after < self._ledger.last_event:
+                    continue
+                if not follow or ended or self._closed:
+                    return
+                await news.wait()  # waits: for news
 
-    async def _wait_for_event(self, after: int) -> None:
-        async with self._news:
-            await self._news.wait_for(lambda: self._ledger.last_event > after or self._closed)  # waits: for news
+    @contextmanager
+    def _listening(self, name: str) -> Iterator[asyncio.Event]:
+        """Set at each event of a job, of all jobs for ""; to wake everybody at each event would take the most time."""
+        news = asyncio.Event()
+        self._listeners.setdefault(name, set()).add(news)
+        try:
+            yield news
+        finally:
+            self._listeners[name].discard(news)
+            if not self._listeners[name]:
+                del self._listeners[name]
+
+    def _tell_listeners(self, names: Iterable[str]) -> None:
+        for name in {"", *names}:
+            for news in self._listeners.get(name, ()):
+                news.set()
 
     async def _events(self, after: int, name: str) -> tuple[list[JobEvent], int]:
         """A page of the saved events, and the number up to which there is none but those. From memory, if all of them
@@ -235,10 +255,14 @@ class JobManager:
             del self._recent[:-_RECENT]
         for request, answer in zip(batch, answers, strict=True):
             self._settle(request, answer)
+        self._fresh |= draft.descriptions
         for record in draft.changed.values():
             await self._tell_runner(record)
+        for run in list(self._fresh)[:-_MOST_FRESH]:
+            del self._fresh[run]
         if forgotten:
             await asyncio.to_thread(self._store.write, (), (), {}, forgotten)
+        self._tell_listeners(event.name for event in draft.events)
         if draft.changed:
             async with self._news:
                 self._news.notify_all()
@@ -273,7 +297,7 @@ class JobManager:
         self._known[record.run] = record
         if before is None:
             try:
-                description = await asyncio.to_thread(self._store.description, record.run)
+                description = self._fresh.pop(record.run, None) or await self._saved_description(record.run)
             except DLRoverRLError as error:
                 self._note(Observed(record.name, record.run, JobPhase.FAILED, str(error), cause="internal"))
                 return
@@ -282,6 +306,9 @@ class JobManager:
             before is None or before.phase is not JobPhase.STOPPING or record.hard > before.hard
         ):
             self._runner.stop(record)
+
+    async def _saved_description(self, run: str) -> JobDescription:
+        return await asyncio.to_thread(self._store.description, run)
 
     async def _watch_capacity(self) -> None:
         """Nodes come and go: what did not fit may fit now."""

@@ -56,7 +56,7 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE),
     ("grpc.max_send_message_length", MAX_MESSAGE),
     ("grpc.max_metadata_size", 16 * 1024),
-    ("grpc.max_concurrent_streams", 500),
+    ("grpc.max_concurrent_streams", 1000),  # more than a caller may have, who is told so
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),

@@ -107,7 +107,9 @@ def shown(text: str) -> str:
 
 
 def _folder(text: str, root: Path, errors: list[ConfigError]) -> Path:
-    """The folder that a request names, links resolved, under ``root``."""
+    """The folder that a request names, links resolved, under ``root``, which has none."""
+    if not text:
+        return root
     if "\0" in text or len(text) > _MAX_PATH:
         errors.append(ConfigError("folder", "is no path"))
         return root

@@ -10,8 +10,8 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from math import isfinite, nan
 from pathlib import Path
@@ -65,6 +65,7 @@ class SqliteJobStore:
         self._lock = _hold(folder)
         self._path = folder / FILE
         self._writing = threading.Lock()
+        self._idle: list[sqlite3.Connection] = []
         try:
             self._writer = self._connect()
             self._prepare()
@@ -148,15 +149,25 @@ class SqliteJobStore:
 
     def _read(self, statement: str, *values: Any) -> list[Any]:
         try:
-            with closing(self._connect()) as connection:  # several threads read
+            with self._reading() as connection:
                 return connection.execute(statement, values).fetchall()
         except sqlite3.Error as error:
             raise ServiceUnavailable(f"the service cannot read its state: {error}") from error
 
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """A connection for one of several threads that read; to open one takes longer than to read."""
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._connect()
+        yield connection
+        self._idle.append(connection)
+
     def close(self) -> None:
         with self._writing:  # SQLite does not stand a connection that is closed while another thread uses it
-            self._reader.close()
-            self._writer.close()
+            for connection in (self._reader, self._writer, *self._idle):
+                connection.close()
         os.close(self._lock)
 
 
