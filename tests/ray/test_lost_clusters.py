@@ -44,6 +44,16 @@ def below(pid):
     return found
 
 
+def assert_it_goes_on(desk, process):
+    """After the three steps that were committed, to the end, each step once."""
+    wait_for(lambda: (desk.folder / "out/waiting").exists() or process.poll() is not None)
+    desk.release("out")
+    said = desk.end(process)
+    assert process.returncode == 0, said
+    assert "going on after step 3" in said
+    assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
+
+
 def kill(processes, name):
     (pid,) = [pid for pid, line in processes.items() if name in line.split(" ")[0]]
     os.kill(pid, signal.SIGKILL)
@@ -60,14 +70,9 @@ def kill(processes, name):
 def test_a_run_goes_on_by_itself_when_a_process_of_its_cluster_dies(desk, victim):
     process = desk.held("out")
     processes = below(process.pid)
-    kill(processes, victim)
     (desk.folder / "out/waiting").unlink()
-    wait_for(lambda: (desk.folder / "out/waiting").exists() or process.poll() is not None)
-    desk.release("out")
-    said = desk.end(process)
-    assert process.returncode == 0, said
-    assert "going on after step 3" in said
-    assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
+    kill(processes, victim)
+    assert_it_goes_on(desk, process)
     assert desk.owner("out")["state"] == "finished"
     assert not [line for pid, line in processes.items() if Path(f"/proc/{pid}/cmdline").exists()]
     assert not list((desk.folder / "memory").rglob("step-*"))
@@ -112,15 +117,10 @@ def test_a_supervised_run_goes_on_when_another_cluster_has_the_place_of_its_own(
     try:
         wait_for(lambda: answers(address))
         process = desk.held("out", "--address", address, "--supervise", "+liveness={lease_s: 6}")
-        end()
         (desk.folder / "out/waiting").unlink()
+        end()
         end = start()
-        wait_for(lambda: (desk.folder / "out/waiting").exists() or process.poll() is not None)
-        desk.release("out")
-        said = desk.end(process)
-        assert process.returncode == 0, said
-        assert "going on after step 3" in said
-        assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
+        assert_it_goes_on(desk, process)
     finally:
         end()
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How often a supervisor begins again, and with what; the attempts are made up here."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -59,3 +61,22 @@ def test_commits_in_between_let_it_go_on_as_often_as_it_takes(play):
 def test_without_one_it_ends_and_says_how_to_go_on(play):
     with pytest.raises(MasterLost, match="3 times in a row after step 1; to go on: dlrover-rl resume"):
         play([1, 1, 1])
+
+
+def test_what_a_child_prints_is_read_to_its_end_though_nothing_takes_it_any_more(monkeypatch):
+    """As behind ``| head``: a child whose pipe is full would wait for ever."""
+    taken = []
+
+    class Closed:
+        def write(self, line):
+            taken.append(line)
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    child = subprocess.Popen(
+        [sys.executable, "-c", "print('word ' * 50_000)\nprint('end')"], stdout=subprocess.PIPE, text=True
+    )
+    pump = supervisor._pump(child.stdout, "stdout")
+    assert child.wait(60) == 0
+    pump.join(60)
+    assert taken[-1] == "end\n" and child.stdout.closed

@@ -148,10 +148,10 @@ class LivenessSpec:
     """Timeout of the start of a process."""
 
     slow_factor: Annotated[float, Gt(1.0)] = 2.0
-    """A member that needs so many times as long for its work as the others of its role, for a while, is reported."""
+    """A member is reported once it has been slower than the median of its peers by this factor for a while."""
 
     replace_slow: bool = False
-    """Replace such a member; it counts as a failure of its node."""
+    """Replace a member that is reported as slow; its node is blamed."""
 
     notice_file: str = ""
     """A file whose appearance on a node says that the node will go, as SIGTERM to a process of the job does: the job

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -141,7 +141,7 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=[theirs.fileno()],
-            process_group=0,  # Ctrl-C is told to it by this process
+            process_group=0,  # this process passes Ctrl-C on to it
             text=True,
             errors="replace",
         )
@@ -207,11 +207,14 @@ class _Child:
 
 
 def _pump(stream: IO[str] | None, to: str) -> threading.Thread:
-    """Copy lines to this process's own ``stdout`` or ``stderr``, where a progress bar makes room for them."""
+    """Copy lines to this process's own ``stdout`` or ``stderr``, where a progress bar makes room for them. All are
+    read, also when nothing takes them any more: the child would wait for ever."""
 
     def copy() -> None:
-        for line in stream or ():
-            getattr(sys, to).write(line)
+        with stream or nullcontext(()) as lines:
+            for line in lines:
+                with suppress(OSError, ValueError):  # closed
+                    getattr(sys, to).write(line)
 
     thread = threading.Thread(target=copy, name=f"dlrover-{to}", daemon=True)
     thread.start()

@@ -53,7 +53,7 @@ class RoleGroup:
     _port: Port = field(repr=False)
     _counter: CallCounter = field(repr=False)
     full_size: int = 0
-    """The members that it has when none is missing for want of a place."""
+    """Number of members when none lacks a place; 0: ``world_size``."""
 
     def __len__(self) -> int:
         return self.world_size
