@@ -34,11 +34,14 @@ async def serve(
     results="",
     failures=10,
     off=(),
+    reads_in="thread",
 ):
     """``off``: names of modules, and what takes the place of a guard there."""
     from dlrover.python.rl.service.access.limits import FailureLimit
     from dlrover.python.rl.service.access.tls import TlsFiles
     from dlrover.python.rl.service.auth import TokenFile
+    from dlrover.python.rl.service.jobs import reading
+    from dlrover.python.rl.service.jobs.reading import SubmissionReader
     from dlrover.python.rl.service.jobs.records import JobPhase, Observed
     from dlrover.python.rl.service.jobs.scheduling import QueueLimits
     from dlrover.python.rl.service.jobs.store import SqliteJobStore
@@ -65,7 +68,9 @@ async def serve(
     manager = JobManager(SqliteJobStore(state), runner, QueueLimits(**(limits or {})))
     await manager.start()
     files = TlsFiles(*(Path(path) if path else None for path in tls)) if tls else None
-    server = JobServer(manager, None if is_open else TokenFile(state), Path(folder), files, FailureLimit(failures))
+    tokens = None if is_open else TokenFile(state)
+    reader = SubmissionReader(getattr(reading, f"in_a_{reads_in}"))
+    server = JobServer(manager, tokens, Path(folder), files, FailureLimit(failures), reader)
     print(await server.start(f"127.0.0.1:{port}"), flush=True)  # noqa: T201 -- for who started it
     await ending.wait()
     await server.close(0.1)

@@ -31,9 +31,9 @@ from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.metrics import endpoint
 from dlrover.python.rl.runtime.process.result_files import RunFolder
 from dlrover.python.rl.runtime.ray.cluster import cluster, open_ray
-from dlrover.python.rl.service import auth, client, command, server, submissions
+from dlrover.python.rl.service import auth, client, command, server
 from dlrover.python.rl.service.auth import AccessRole, Caller, TokenFile
-from dlrover.python.rl.service.jobs import ledger
+from dlrover.python.rl.service.jobs import ledger, submissions
 from dlrover.python.rl.service.jobs.ledger import Draft, Ledger, Refused
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, StopJob, SubmitJob
 from dlrover.python.rl.service.jobs.scheduling import QueueLimits

@@ -64,7 +64,7 @@ def test_a_job_is_run_left_found_again_and_ends(tmp_path, monkeypatch):
             await until(lambda: manager.get("served").step > left)
             ended = await manager.wait("served", WITHIN_S)
             assert (ended.phase, ended.step, ended.total_steps, ended.restarts) == (JobPhase.FINISHED, 60, 60, 0)
-            events = [event async for event in manager.watch("served", follow=False)]
+            events = [event async for page in manager.watch("served", follow=False) for event in page]
             assert [event.step for event in events if event.kind == "step"] == list(range(1, 61))
             assert events[-1].metrics == {} and events[-2].metrics["reward"] == sum(range(1, 61))
             assert Path(ended.results).parent == tmp_path / "runs" / "served"

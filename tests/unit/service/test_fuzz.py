@@ -15,9 +15,9 @@ from dlrover.python.rl.common.errors import DLRoverRLError, InvalidJob
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.service.jobs.records import SubmitJob
+from dlrover.python.rl.service.jobs.submissions import check_submission
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.service.server import MAX_MESSAGE, SERVICE
-from dlrover.python.rl.service.submissions import check_submission
 from tests.served import JOB, serving
 
 EACH_S = 1.0

@@ -42,7 +42,7 @@ def run(body):
 
 
 async def events(manager, *arguments, **options):
-    return [event async for event in manager.watch(*arguments, **options)]
+    return [event async for page in manager.watch(*arguments, **options) for event in page]
 
 
 def test_a_job_runs_to_its_end(tmp_path):
@@ -294,13 +294,13 @@ def test_what_cannot_be_saved_has_not_happened(tmp_path):
 
 def test_watchers_that_come_and_go_see_each_event_once(tmp_path):
     async def watch(manager, seen):
-        """Leaves and comes back after each third event."""
+        """Leaves and comes back after each third page."""
         while not seen or not (seen[-1].name == "last" and seen[-1].phase.ended):
             after, count = (seen[-1].number if seen else 0), 0
-            async for event in manager.watch(after=after):
-                seen.append(event)
+            async for page in manager.watch(after=after):
+                seen.extend(page)
                 count += 1
-                if count == 3 or (event.name == "last" and event.phase.ended):
+                if count == 3 or (seen[-1].name == "last" and seen[-1].phase.ended):
                     break
 
     async def body():
@@ -341,8 +341,8 @@ def test_a_watcher_of_one_job_is_not_woken_into_a_spin_by_others(tmp_path):
             seen = []
 
             async def watch():
-                async for event in manager.watch("quiet"):
-                    seen.append(event.kind)
+                async for page in manager.watch("quiet"):
+                    seen.extend(event.kind for event in page)
 
             watcher = asyncio.create_task(watch())
             loud = manager.get("loud")

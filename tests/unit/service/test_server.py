@@ -27,9 +27,9 @@ from dlrover.python.rl.common.errors import (
 from dlrover.python.rl.service.auth import AccessRole, Caller
 from dlrover.python.rl.service.client import ClientTls, ServiceClient, has_ended, phase_of
 from dlrover.python.rl.service.jobs.records import JobPhase, JobRecord
+from dlrover.python.rl.service.jobs.submissions import check_process, check_submission
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.service.server import MAX_MESSAGE, RIGHTS, SERVICE, JobServer
-from dlrover.python.rl.service.submissions import check_process, check_submission
 from dlrover.python.rl.service.verbs import _target
 from tests.hostile_paths import PATHS
 from tests.served import JOB, WITHIN_S, Service, serving, until

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -146,7 +147,7 @@ class ServiceClient:
                     metadata=self._metadata,
                     wait_for_ready=True,
                 )
-                for event in stream:
+                for event in chain.from_iterable(message.events for message in stream):
                     after, began_s = event.number, time.monotonic()
                     yield event
                 return

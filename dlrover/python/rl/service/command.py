@@ -77,6 +77,7 @@ async def _serve(
     from dlrover.python.rl.metrics.endpoint import tls_context
     from dlrover.python.rl.service.access.tls import TlsFiles
     from dlrover.python.rl.service.auth import TokenFile, prepare
+    from dlrover.python.rl.service.jobs.reading import SubmissionReader, in_a_process
     from dlrover.python.rl.service.jobs.scheduling import QueueLimits
     from dlrover.python.rl.service.jobs.store import SqliteJobStore
     from dlrover.python.rl.service.manager import JobManager
@@ -93,7 +94,8 @@ async def _serve(
         stopping = _stop_signals()  # Ray has taken SIGTERM when it connected
         manager = JobManager(store, MemoryRunner() if is_dry else _ray_runner(), QueueLimits(**options))
         await manager.start()
-        server = JobServer(manager, TokenFile(state), Path.cwd(), TlsFiles(*tls) if tls else None)
+        reader = SubmissionReader(in_a_process)
+        server = JobServer(manager, TokenFile(state), Path.cwd(), TlsFiles(*tls) if tls else None, reader=reader)
         host = address.rpartition(":")[0].strip("[]")
         try:
             port = await server.start(address)

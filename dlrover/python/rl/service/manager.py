@@ -47,6 +47,7 @@ _PAGE = 1000
 _RECENT = 10_000
 _MOST_FRESH = 1000
 _RETRY_S = 0.5
+_GATHER_S = 0.02  # for a watcher, who then gets more events in fewer messages
 _MAX_WAITING = 5000
 
 
@@ -162,22 +163,23 @@ class JobManager:
                 await asyncio.wait_for(ended, timeout_s)
         return current()
 
-    async def watch(self, name: str = "", after: int = 0, follow: bool = True) -> AsyncIterator[JobEvent]:
-        """Events above ``after``, each once. Ends with the last one there is, or, if it is to ``follow``, when the
-        named job has ended. Raises UnknownJob."""
+    async def watch(self, name: str = "", after: int = 0, follow: bool = True) -> AsyncIterator[list[JobEvent]]:
+        """Pages of the events above ``after``, each once. Ends with the last one there is, or, if it is to ``follow``,
+        when the named job has ended. Raises UnknownJob."""
         run = self._ledger.get(name).run if name else ""
         with self._listening(name) as news:
             while True:
                 news.clear()
                 ended = bool(name) and ((record := self._ledger.by_run(run)) is None or record.phase.ended)
                 page, after = await self._events(after, name)
-                for event in page:
-                    yield event
+                if page:
+                    yield page
                 if page or after < self._ledger.last_event:
                     continue
                 if not follow or ended or self._closed:
                     return
                 await news.wait()  # waits: for news
+                await asyncio.sleep(_GATHER_S)
 
     @contextmanager
     def _listening(self, name: str) -> Iterator[asyncio.Event]:

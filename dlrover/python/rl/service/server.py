@@ -28,11 +28,12 @@ from dlrover.python.rl.service.access.gate import Gate
 from dlrover.python.rl.service.access.limits import FailureLimit
 from dlrover.python.rl.service.access.tls import TlsFiles
 from dlrover.python.rl.service.auth import AccessRole, Caller, Right, TokenFile
+from dlrover.python.rl.service.jobs.reading import SubmissionReader
 from dlrover.python.rl.service.jobs.records import JobRecord, StopJob
+from dlrover.python.rl.service.jobs.submissions import check_name, check_path, check_process, shown
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.messages import RESIZE_S, code_of, details_of, event_message, job_message
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
-from dlrover.python.rl.service.submissions import check_name, check_path, check_process, check_submission, shown
 
 _LOG = get_logger(__name__)
 
@@ -68,6 +69,7 @@ _UNARY_S = 30.0
 _MAX_WAIT_S = 300.0
 _LIMITS_S = {"Wait": _MAX_WAIT_S + _UNARY_S, "Resize": RESIZE_S}
 _MAX_LISTED, _LISTED = 1_000, 100
+_PART = 256 * 1024  # bytes of events in a message, and one event more
 _ROW = 8  # bytes of a row's own frame, at most
 _MAX_TAIL = 100_000
 _LOG_POLL_S = 0.3
@@ -85,10 +87,12 @@ class JobServer:
         root: Path,
         tls: TlsFiles | None = None,
         failures: FailureLimit | None = None,
+        reader: SubmissionReader | None = None,
     ) -> None:
         self.metrics = ServiceMetrics(manager.counts)
         self._manager, self._tokens, self._root, self._tls = manager, tokens, root.resolve(), tls
         self._denials = _Denials()
+        self._reader = reader or SubmissionReader()
         waiting = frozenset({f"/{SERVICE.full_name}/Wait"})
         gate = Gate(lambda headers: self._identify(headers).name, self._denied, waiting, failures or FailureLimit())
         self._server = grpc.aio.server(interceptors=[gate], options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
@@ -117,6 +121,7 @@ class JobServer:
     async def close(self, grace_s: float = 1.0) -> None:
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
+        self._reader.close()
 
     # -- who calls ----------------------------------------------------------------------------------------------------
 
@@ -204,7 +209,7 @@ class JobServer:
     # -- the methods of the protocol ----------------------------------------------------------------------------------
 
     async def _submit(self, request: wire.SubmitRequest, caller: Caller) -> wire.Job:
-        operation = await asyncio.to_thread(check_submission, request, caller.name, self._root)
+        operation = await self._reader.read(request, caller.name, self._root)
         return job_message(await self._manager.submit(operation))
 
     async def _get(self, request: wire.GetRequest, caller: Caller) -> wire.Job:
@@ -221,11 +226,12 @@ class JobServer:
         timeout_s = min(max(request.timeout_s, 0.0), _MAX_WAIT_S) if request.timeout_s == request.timeout_s else 0.0
         return job_message(await self._manager.wait(record.name, timeout_s))
 
-    async def _watch(self, request: wire.WatchRequest, caller: Caller) -> AsyncIterator[wire.Event]:
+    async def _watch(self, request: wire.WatchRequest, caller: Caller) -> AsyncIterator[wire.WatchResponse]:
         name = check_name(request.name) if request.name else ""
-        async for event in self._manager.watch(name, max(request.after, 0), request.follow):
-            if not (request.without_steps and event.kind == "step"):
-                yield event_message(event)
+        async for page in self._manager.watch(name, max(request.after, 0), request.follow):
+            events = (event for event in page if not (request.without_steps and event.kind == "step"))
+            for part in _parts(map(event_message, events)):
+                yield wire.WatchResponse(events=part)
 
     async def _stop(self, request: wire.StopRequest, caller: Caller) -> wire.Job:
         record = self._named(request)
@@ -298,6 +304,19 @@ def _fitting(rows: Iterable[Any]) -> Iterator[Any]:
         if room < 0:
             return
         yield row
+
+
+def _parts(messages: Iterable[Any]) -> Iterator[list[Any]]:
+    """All of the messages, in lists of about ``_PART`` bytes."""
+    part, size = list[Any](), 0
+    for message in messages:
+        part.append(message)
+        size += message.ByteSize()
+        if size >= _PART:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 def _folder(record: JobRecord) -> RunFolder:

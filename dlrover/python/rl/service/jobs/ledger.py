@@ -12,6 +12,7 @@ Several operations share a draft, each deciding on top of the one before.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import chain, islice
 from math import isnan, nan
 
 from dlrover.python.rl.common.errors import (
@@ -35,6 +36,7 @@ from dlrover.python.rl.service.jobs.records import (
 from dlrover.python.rl.service.jobs.scheduling import QueueLimits, schedule
 
 KEPT_ENDED = 10_000
+_MOST_COMPARED = 500
 """Ended jobs that are remembered, and so their client tokens."""
 
 
@@ -64,7 +66,7 @@ class Ledger:
     def get(self, name: str) -> JobRecord:
         record = self.find(name)
         if record is None:
-            raise unknown_job(name, self._newest)
+            raise unknown_job(name, self.names)
         return record
 
     def by_run(self, run: str) -> JobRecord | None:
@@ -88,7 +90,8 @@ class Ledger:
 
     @property
     def names(self) -> Iterable[str]:
-        return self._newest
+        """The newest first."""
+        return reversed(self._newest)
 
     def adopt(self, draft: "Draft") -> list[str]:
         """Take over what a saved draft has changed; return the runs that are forgotten."""
@@ -119,7 +122,7 @@ class Ledger:
 
 
 def unknown_job(name: str, names: Iterable[str]) -> UnknownJob:
-    near = get_close_matches(name, list(names), n=1)
+    near = get_close_matches(name, islice(names, _MOST_COMPARED), n=1)
     return UnknownJob(f"no job named '{name}'" + (f": did you mean '{near[0]}'?" if near else ""))
 
 
@@ -229,7 +232,7 @@ class Draft:
     def _stop(self, wanted: StopJob, at_s: float) -> JobRecord:
         record = self._find(wanted.name)
         if record is None:
-            raise unknown_job(wanted.name, {*self._ledger.names, *(record.name for record in self.changed.values())})
+            raise unknown_job(wanted.name, chain((record.name for record in self.changed.values()), self._ledger.names))
         _check_run(wanted, record)
         if record.phase is JobPhase.QUEUED:
             stopped = replace(record, phase=JobPhase.STOPPED, reason=wanted.reason, ended_s=at_s)

@@ -185,6 +185,12 @@ class Event(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     def __init__(self, number: _Optional[int] = ..., at_s: _Optional[float] = ..., name: _Optional[str] = ..., run: _Optional[str] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
+class WatchResponse(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[Event]
+    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
+
 class StopRequest(_message.Message):
     __slots__ = ("name", "hard", "reason")
     NAME_FIELD_NUMBER: _ClassVar[int]

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Job files are read beside the service: it goes on when the reader dies, and the reader ends with it."""
+
+import asyncio
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dlrover.python.rl.common.errors import InvalidJob, ServiceBusy, ServiceUnavailable
+from dlrover.python.rl.service.jobs import reading
+from dlrover.python.rl.service.jobs.reading import SubmissionReader, in_a_process
+from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
+from tests.served import JOB, serving, until
+
+REQUEST = wire.SubmitRequest(client_token="t", name="job", job_file=JOB)
+
+
+def reader_of(service):
+    """The process in which a service reads job files, beside multiprocessing's own."""
+    children = Path(f"/proc/{service.process.pid}/task/{service.process.pid}/children").read_text().split()
+    (pid,) = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return int(pid)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_dead_reader_costs_one_answer_and_a_dead_service_its_reader(tmp_path):
+    with serving(tmp_path, reads_in="process") as service:
+        with service.client() as client:
+            assert client.submit(JOB, name="first").name == "first"
+            with pytest.raises(InvalidJob, match="job_file"):
+                client.submit("", name="second")
+            os.kill(reader_of(service), signal.SIGKILL)
+            with pytest.raises(ServiceUnavailable, match="try again"):
+                client.submit(JOB, name="second")
+            assert client.submit(JOB, name="second").name == "second"
+        reader = reader_of(service)
+        service.kill()
+        until(lambda: not is_alive(reader))
+        service.start()
+
+
+def test_a_caller_who_submits_too_fast_is_told_and_others_are_not(tmp_path, monkeypatch):
+    free = threading.Event()
+    monkeypatch.setattr(reading, "_MAX_WAITING", 2)
+    monkeypatch.setattr(reading, "_read", lambda request, owner, root: free.wait() and ())
+    reader = SubmissionReader(lambda: ThreadPoolExecutor(1))
+
+    async def body():
+        asks = [asyncio.create_task(reader.read(REQUEST, owner, tmp_path)) for owner in ("ann", "ann", "bob")]
+        await asyncio.sleep(0)
+        with pytest.raises(ServiceBusy, match="'ann' has 2 submissions"):
+            await reader.read(REQUEST, "ann", tmp_path)
+        free.set()
+        assert all(isinstance(found, InvalidJob) for found in await asyncio.gather(*asks, return_exceptions=True))
+
+    asyncio.run(body())
+    reader.close()
+
+
+def test_a_process_reads_what_a_thread_reads(tmp_path):
+    async def body():
+        readers = [SubmissionReader(), SubmissionReader(in_a_process)]
+        found = [await reader.read(REQUEST, "ann", tmp_path) for reader in readers]
+        for reader in readers:
+            reader.close()
+        assert found[0] == found[1] and found[0].owner == "ann"
+
+    asyncio.run(body())
