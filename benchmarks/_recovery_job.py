@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.engine.api.base import Rendezvous
+from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload
 
@@ -86,6 +89,27 @@ class StatefulMember(Member):
         self.weights = state["weights"]
 
 
+class Rank(StatefulMember):
+    """One whose ranks meet in a collective at each call."""
+
+    needs_own_process = True
+
+    @classmethod
+    def keeps_process(cls, config: Any) -> bool:
+        """Ranks that are left form another group."""
+        return True
+
+    def __init__(self, master_handle: Any, config: Any) -> None:
+        super().__init__(master_handle, config)
+        rendezvous = Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
+        self.ranks = Ranks.connect(rendezvous)
+
+    def work(self, step: int, chunks: int, sleep_s: float) -> float:
+        """Like any member's, after all ranks have met."""
+        dist.all_reduce(torch.ones(1))
+        return super().work(step, chunks, sleep_s)
+
+
 class DurableLoop(BaseTrainer):
     """The loop as it is meant to be written."""
 
@@ -117,21 +141,23 @@ class PlainLoop(DurableLoop):
 
 
 def bench_job(name: str, folder: Path, trainer: str = "DurableLoop", standby: int = 0, **config: Any) -> JobSpec:
-    """A job of one stateful ACTOR and ROLLOUT members.
+    """A job of one stateful ACTOR, or several that meet in collectives, and ROLLOUT members.
 
     Args:
         name: of the job.
         folder: where it writes.
         trainer: the class of the loop.
         standby: processes kept ready for each role.
-        config: ``steps``, ``chunks``, ``sleep_s``, ``state_mb``, ``rollouts``, ``nodes``, ``notes``.
+        config: ``steps``, ``chunks``, ``sleep_s``, ``state_mb``, ``ranks`` (of a group, if more than one),
+            ``rollouts``, ``nodes``, ``notes``.
     """
     settings = {"folder": str(folder), "steps": 1_000_000, "chunks": 0, "sleep_s": 0.02, "state_mb": 1, "notes": True}
-    settings |= {"rollouts": 1, "nodes": 1} | config
+    settings |= {"rollouts": 1, "nodes": 1, "ranks": 1} | config
     folder.mkdir(parents=True, exist_ok=True)
     builder = JobBuilder().device_type("CPU").device_per_node(8).node_num(settings["nodes"]).config(settings)
     builder.trainer(_MODULE, trainer).trainer_hang_after(HANG_S)
-    builder.actor(_MODULE, "StatefulMember").total(1).standby(standby).hang_after(HANG_S)
+    actor = "Rank" if settings["ranks"] > 1 else "StatefulMember"
+    builder.actor(_MODULE, actor).total(settings["ranks"]).standby(standby).hang_after(HANG_S)
     builder.rollout(_MODULE, "Member").total(settings["rollouts"]).standby(standby).hang_after(HANG_S)
     if settings["nodes"] > 1:
         builder.per_node(1)

@@ -50,15 +50,18 @@ def per_fault(work: Path, cluster: TwoNodes, sizes: Sizes) -> dict[str, Any]:
     """R and each fault, once a round. Seconds."""
     timings: dict[str, Any] = {"R": []}
     with ExitStack() as stack:
-        warm, cold, plain = lives = tuple(
-            _begun(stack, bench_job(f"bench-{name}", work / name, **more))
-            for name, more in (("warm", {"standby": 1}), ("cold", {}), ("plain", {"trainer": "PlainLoop"}))
+        kinds = {"warm": {"standby": 1}, "cold": {}, "plain": {"trainer": "PlainLoop"}}
+        kinds |= {"group": {"standby": 1, "ranks": 2}, "cold-group": {"ranks": 2}}
+        warm, cold, plain, group, cold_group = lives = tuple(
+            _begun(stack, bench_job(f"bench-{name}", work / name, **more)) for name, more in kinds.items()
         )
         raw = RawRestart(process_env(cold.job))
         stack.callback(raw.close)
         faults: dict[str, Callable[[], Healed]] = {
             "member crash, standby": lambda: warm.strike("ROLLOUT[0]"),
             "stateful member crash, standby": lambda: warm.strike("ACTOR[0]"),
+            "rank of two crash, standby": lambda: _strike_rank(group),
+            "rank of two crash, cold": lambda: _strike_rank(cold_group),
             "member crash, cold": lambda: cold.strike("ROLLOUT[0]"),
             "stateful member crash, cold": lambda: cold.strike("ACTOR[0]"),
             "trainer crash": lambda: cold.strike("trainer"),
@@ -94,6 +97,16 @@ def _until_all_well(lives: Iterable[Live]) -> None:
 def _note(timings: dict[str, Any], name: str, healed: Healed) -> None:
     _say(f"{name}: noticed {healed.noticed_s}, healed {healed.healed_s:.2f} s, {healed.cause}")
     timings.setdefault(name, []).append(asdict(healed))
+
+
+def _strike_rank(group: Live) -> Healed:
+    """Kill rank 1 of a group, whose rank 0 keeps its process."""
+    group.until_well()
+    pid = group.ledger.up["ACTOR[0]"].pid
+    healed = group.strike("ACTOR[1]")
+    if group.ledger.up["ACTOR[0]"].pid != pid:
+        raise RuntimeError("rank 0 has got another process")
+    return replace(healed, cause=f"{healed.cause}, rank 0 kept its process")
 
 
 def _strike_plain(plain: Live) -> Healed:

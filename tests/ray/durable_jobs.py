@@ -119,6 +119,14 @@ class Team(Learner):
     needs_own_process = True
 
 
+class Keepers(Team):
+    """ACTOR whose ranks keep their processes when another is lost."""
+
+    @classmethod
+    def keeps_process(cls, config):
+        return True
+
+
 class Sampler(Told):
     """ROLLOUT: stateless but for the weights of the step."""
 

@@ -252,3 +252,17 @@ def test_a_cluster_that_is_not_there_has_an_exit_code_of_its_own(tmp_path):
     )
     assert done.returncode == 4, done.stderr
     assert "no Ray cluster at 127.0.0.1:1" in done.stderr
+
+
+def test_the_address_of_a_killed_cluster_does_not_hold_a_command_up(tmp_path):
+    """Ray leaves it on the machine, and would try it for minutes."""
+    done = subprocess.run(
+        [*CLI, "status", "nothing"],
+        cwd=tmp_path,
+        env=environment() | {"RAY_ADDRESS": "127.0.0.1:1"},
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode == 4, done.stderr
+    assert "no Ray cluster at 127.0.0.1:1" in done.stderr

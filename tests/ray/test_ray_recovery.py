@@ -118,6 +118,28 @@ def test_the_ranks_of_a_group_restart_together_and_a_standby_takes_over_within_a
     assert job.delay_s("ROLLOUT", 0) < 1.0
 
 
+def test_the_ranks_that_are_left_keep_their_processes_unless_they_do_not_answer(stage):
+    """The first two are lost in turn; then the master, who finds a process under the name that it began with; at last a
+    rank is lost while the other one is busy for ever."""
+    faults = ("ACTOR-1:update:2:kill", "ACTOR-0:update:3:kill", hold := "trainer:end:3:hold")
+    job = stage("keepers", *faults, "ACTOR-0:update:5:loop", "ACTOR-1:update:5:kill", actor="Keepers")
+
+    def strike(job, step):
+        if step == 3:
+            job.kill(job.master_pid())
+            wait_for(lambda: job.ask().masters == 2)
+            job.let_go(hold)
+
+    job.run(strike)
+    assert undisturbed(job)
+    started = [event for event in job.events(MemberStarted) if event.role == "ACTOR"]
+    pids = {(event.rank, event.incarnation): event.process.pid for event in started}
+    assert sorted(pids) == [(rank, number) for rank in (0, 1) for number in (1, 2, 3, 4)]
+    assert pids[0, 1] == pids[0, 2] != pids[0, 3] and pids[1, 1] != pids[1, 2] == pids[1, 3]
+    assert pids[0, 3] != pids[0, 4] and pids[1, 3] != pids[1, 4]
+    assert job.nothing_is_left()
+
+
 def test_a_master_that_dies_comes_back_to_a_job_that_has_gone_on(stage):
     """First the master is stopped, and meanwhile the job goes on; then it is killed, and finds every process again.
     The second time a member dies with it."""

@@ -35,7 +35,7 @@ MUTATIONS = {
     ),
     # -- numbers ------------------------------------------------------------------------------------------------------
     "a member keeps its number": Mutation(
-        "control.state", "return Member(member.incarnation + 1)", "return Member(member.incarnation)"
+        "control.state", "return Member(self.incarnation + 1, ", "return Member(self.incarnation, "
     ),
     "the trainer keeps its number": Mutation(
         "control.recovery",
@@ -47,7 +47,7 @@ MUTATIONS = {
     ),
     "a restart of the job keeps the members' numbers": Mutation(
         "control.recovery",
-        "{process_id: next_incarnation(member) for process_id, member in state.members.items()},",
+        "{process_id: member.next() for process_id, member in state.members.items()},",
         "state.members,",
     ),
     "the job keeps its number": Mutation(
@@ -109,9 +109,7 @@ MUTATIONS = {
     "a new trainer takes old members for new": Mutation(
         "control.recovery", "Trainer(fresh=False, reason", "Trainer(fresh=True, reason"
     ),
-    "a user's error is retried": Mutation(
-        "control.recovery", "    if not failure.cause.retryable:\n", "    if False:\n"
-    ),
+    "a user's error is retried": Mutation("control.recovery", "    elif not cause.retryable:\n", "    elif False:\n"),
     "back-offs outlive a restart of the job": Mutation(
         "control.recovery", "        waits={},\n        restarts_by", "        restarts_by"
     ),
@@ -150,7 +148,7 @@ MUTATIONS = {
         "control.budgets", "return tuple(time_s for time_s in times if time_s > at_s - window_s)", "return times"
     ),
     "a role's own limit is ignored": Mutation(
-        "control.budgets", "settings.roles[subject].max_restart if subject in settings.roles else None", "None"
+        "control.budgets", "    if role.max_restart is not None:\n", "    if False:\n"
     ),
     "no back-off": Mutation("control.budgets", "streak.count < 2:", "streak.count > 0:"),
     "back-off at the first recovery": Mutation("control.budgets", "streak.count < 2:", "streak.count < 1:"),

@@ -60,6 +60,7 @@ class SimExecutor:
         self.world, self.cluster, self.emit, self.here, self.talk = world, cluster, emit, here, talk
         self.members: dict[ProcessId, Proc] = {}
         self.standbys: dict[tuple[str, int], Proc] = {}
+        self.origins: dict[int, tuple[int, int]] = {}  # pid to the standby and the incarnation that it began as
         self.trainer: Proc | None = None
         self.generation = 0
         self.wanted: dict[ProcessId, int] = {}
@@ -144,8 +145,15 @@ class SimExecutor:
             return
         for rank, incarnation in members:
             who, number = ProcessId(command.role, rank), command.standbys.get(rank, -1)
-            proc = self.standbys.pop((command.role, number), None)
+            proc = self._kept(who) if rank in command.kept else None
+            born = 0
             if proc is not None:
+                number, born = self.origins[proc.pid]
+                proc.up, proc.watchers = False, []
+                self.cluster.become(proc, (who, incarnation), batch)
+                took_s = (0.02, 0.2)
+            elif (proc := self.standbys.pop((command.role, number), None)) is not None:
+                self.origins[proc.pid] = number, incarnation
                 proc.up, proc.watchers = False, []
                 self.cluster.become(proc, (who, incarnation), batch)
                 took_s = (0.02, 0.2)
@@ -154,11 +162,21 @@ class SimExecutor:
                 assert node is not None
                 proc = self.cluster.start(("member", str(who), incarnation), node, (who, incarnation), batch)
                 number, took_s = -1, (0.3, 3.0)
+                self.origins[proc.pid] = number, incarnation
             self.members[who] = proc
             self._watch_member(command.role, rank, incarnation, proc)
-            self._later(*took_s, self._member_up, command.role, rank, incarnation, proc, number)
+            self._later(*took_s, self._member_up, command.role, rank, incarnation, proc, number, born)
 
-    def _member_up(self, role: str, rank: int, incarnation: int, proc: Proc, standby: int) -> None:
+    def _kept(self, who: ProcessId) -> Proc | None:
+        """The process of a member that is up; one that does not answer is ended."""
+        proc = self.members[who]
+        if self._hears(proc):
+            return proc
+        proc.watchers = []
+        self.cluster.end(proc)
+        return None
+
+    def _member_up(self, role: str, rank: int, incarnation: int, proc: Proc, standby: int, born: int) -> None:  # noqa: PLR0913
         if self.members.get(ProcessId(role, rank)) is not proc:
             return
         if not self._hears(proc):
@@ -166,7 +184,7 @@ class SimExecutor:
             self._later(4.0, 5.0, self._too_late, proc, late)
             return
         proc.up = True
-        self.emit(MemberStarted(role, rank, incarnation, self._process(proc), standby))
+        self.emit(MemberStarted(role, rank, incarnation, self._process(proc), standby, born))
 
     def _watch_member(self, role: str, rank: int, incarnation: int, proc: Proc) -> None:
         lost = MemberLost(role, rank, incarnation, died(ProcessId(role, rank)), proc.node.name)
@@ -303,6 +321,7 @@ class SimExecutor:
             else:
                 member = state.members[who]
                 self.members[who] = proc
+                self.origins[proc.pid] = member.standby, member.first
                 if there:
                     self._watch_member(who.role, who.rank, member.incarnation, proc)
                 else:

@@ -2,7 +2,7 @@
 """One simulated run of a job: faults first, then none, and then it must go on and come to its end."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sim_cluster import Cluster, Proc
@@ -65,6 +65,7 @@ class SimJob:
             "ACTOR": RoleSettings(rng.randint(1, 3), RecoveryScope.GROUP, rng.choice([0, 0, 1]), limits[2]),
             "ROLLOUT": RoleSettings(rng.randint(1, 3), RecoveryScope.MEMBER, rng.choice([0, 1, 2]), limits[2]),
         }
+        roles["ACTOR"] = replace(roles["ACTOR"], rejoins=self.world.seed % 2 == 1)
         if rng.random() < 0.3:
             roles["REWARD"] = RoleSettings(1)
         return Submitted(

@@ -151,14 +151,16 @@ class SimTrainer:
         whole = True
         for who in list(self.seats):
             member = self.seats[who]  # another one's replacement may have brought this one's along
-            if self._answers(member):
+            refuses = member.identity != (who, self.numbers[who])  # it goes on as a later incarnation
+            if self._answers(member) and not refuses:
                 continue
             whole, self.told = False, False
             # A call to a process that does nothing is pending; only its death ends it.
             gone = not member.alive or not self.cluster.reach(self.proc.node, member.node)
-            if gone or not member.up:
-                self.seats |= self.talk.renew(self.proc, who, self.numbers[who])
-                self.numbers |= {name: seat.identity[1] for name, seat in self.seats.items() if seat.identity}
+            if gone or refuses or not member.up:
+                renewed = self.talk.renew(self.proc, who, self.numbers[who])
+                self.seats |= renewed
+                self.numbers |= {name: seat.identity[1] for name, seat in renewed.items() if seat.identity}
         if not whole:
             self._later(0.1, 0.3, again)
         return whole

@@ -47,8 +47,8 @@ def node_lost(node):
     return NodeLost(node, cause("job", CauseKind.NODE_LOST))
 
 
-def started(role, rank, incarnation=1, node="n", standby=-1):
-    return MemberStarted(role, rank, incarnation, Process(node, 1), standby)
+def started(role, rank, incarnation=1, node="n", standby=-1, born=0):
+    return MemberStarted(role, rank, incarnation, Process(node, 1), standby, born)
 
 
 def ready(number, node="n", role="ROLLOUT"):

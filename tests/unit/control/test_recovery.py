@@ -151,6 +151,39 @@ def test_the_lost_rank_of_a_group_takes_the_standby():
     assert run.state.standbys["ACTOR"] == {}, "one that was becoming a member goes with it"
 
 
+KEEPING = replace(LOOSE, roles={**ROLES, "ACTOR": replace(ROLES["ACTOR"], num=3, standby=1, rejoins=True)})
+KEEPING_UP = [*OPEN[:3], started("ACTOR", 2), *OPEN[3:], ready(0, "d", "ACTOR")]
+
+
+def test_the_other_ranks_of_a_group_keep_their_processes():
+    run = Run(*KEEPING_UP, lost("ACTOR", 1), terms=KEEPING)
+    assert run.commands == (StartMembers("ACTOR", ((0, 2), (1, 2), (2, 2)), {1: 0}, kept=(0, 2)),)
+    run(started("ACTOR", 0, 2, born=1), started("ACTOR", 1, 2, standby=0), started("ACTOR", 2, 2))
+    assert [run.state.members[ProcessId("ACTOR", rank)].first for rank in range(3)] == [1, 2, 2]
+    run(Progressed(1, 2), lost("ACTOR", 2, 2))
+    assert run.commands[-1].kept == (0, 1) and not run.commands[-1].standbys
+    run(started("ACTOR", 0, 3, born=1))
+    assert run.state.members[ProcessId("ACTOR", 0)].first == 1
+
+
+def test_all_ranks_get_new_processes_when_keeping_them_has_not_helped():
+    run = Run(*KEEPING_UP, lost("ACTOR", 1), terms=KEEPING)
+    run(*(started("ACTOR", rank, 2, born=int(rank != 1)) for rank in range(3)), lost("ACTOR", 0, 2))
+    assert run.commands[:2] == (KillMember("ACTOR", 1, 2), KillMember("ACTOR", 2, 2))
+    assert run(WaitOver("ACTOR#3")).commands[0].kept == ()
+
+
+def test_only_ranks_that_are_up_keep_their_processes():
+    run = Run(*KEEPING_UP, lost("ACTOR", 1), Progressed(1, 2), started("ACTOR", 0, 2, born=1), terms=KEEPING)
+    run(lost("ACTOR", 1, 2))
+    assert run.commands[0] == KillMember("ACTOR", 2, 2) and run.commands[-1].kept == (0,)
+
+
+def test_a_master_that_comes_back_gives_ranks_that_were_leaving_new_processes():
+    run = Run(*KEEPING_UP, lost("ACTOR", 1), started("ACTOR", 0, 2, born=1), MasterStarted(), terms=KEEPING)
+    assert run.commands[0] == KillMember("ACTOR", 0, 2) and run.commands[-1].kept == ()
+
+
 # -- the trainer ------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from dlrover.python.rl.common.errors import (
     ReplayDiverged,
     ResultLost,
     StaleCall,
+    WorkloadDied,
 )
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, PersistRequest, RestoreRequest, Roots
@@ -115,8 +116,11 @@ def test_what_is_refused(host):
     call(host, 1, 0, "add", 1, epoch=2)
     with pytest.raises(StaleCall, match=r"ACTOR\[1\].add: the trainer of epoch 1 has been replaced"):
         call(host, 1, 1, "add", 1, epoch=1)
-    with pytest.raises(StaleCall, match="meant for incarnation 2, this is 3"):
+    with pytest.raises(StaleCall, match="meant for incarnation 4, this is 3"):
+        call(host, 1, 1, "add", 1, incarnation=4)
+    with pytest.raises(WorkloadDied, match="joins them") as died:
         call(host, 1, 1, "add", 1, incarnation=2)
+    assert died.value.incarnation == 2
     with pytest.raises(ReplayDiverged, match=r"call \(1, 0\) was add before"):
         call(host, 1, 0, "later", 1)
     with pytest.raises(CallSkipped, match=r"call \(1, 3\) has not run"):

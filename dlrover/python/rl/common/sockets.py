@@ -8,6 +8,7 @@ import ipaddress
 import os
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -16,6 +17,7 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 LISTEN_ON_ALL = "DLROVER_RL_LISTEN_ON_ALL"
 
 _SIOCGIFADDR = 0x8915
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.2
 
 
 def is_loopback(host: str) -> bool:
@@ -42,6 +44,21 @@ def listening_socket(address: str, backlog: int, port: int = 0) -> socket.socket
             raise
         advice = f"not an address of this machine: name one that is, or set {LISTEN_ON_ALL}=1 to listen on all"
         raise InvalidJob([ConfigError(address, advice)]) from error
+
+
+def wait_until_listening(address: str, port: int, timeout_s: float) -> None:
+    """Return when somebody listens there, when the address cannot be reached in another way, or after ``timeout_s``."""
+    deadline_s, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        try:
+            socket.create_connection((address, port), left_s).close()
+        except ConnectionRefusedError:
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+            continue
+        except OSError:  # the client that comes next says it better
+            return
+        return
 
 
 def machine_addresses() -> list[str]:

@@ -23,6 +23,7 @@ class StartMembers:
     members: tuple[tuple[int, int], ...]  # rank and incarnation
     standbys: Mapping[int, int] = field(default_factory=dict)  # rank to the standby that becomes it
     excluded: tuple[str, ...] = ()
+    kept: tuple[int, ...] = ()  # ranks that are up, and go on in their processes if they answer
 
 
 @dataclass(frozen=True)

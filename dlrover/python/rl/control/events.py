@@ -104,6 +104,7 @@ class RoleSettings:
     standby: int = 0
     max_restart: int | None = None  # within the window; None: the job's limit
     least: int = 0  # with how few members the job goes on while the others have no place; 0: with all
+    rejoins: bool = False  # of GROUP: ranks that are still up keep their processes when another is lost
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ class MemberStarted:
     incarnation: int
     process: Process = field(default_factory=Process)
     standby: int = -1  # the standby that it was, -1 for none
+    born: int = 0  # the incarnation with which its process began, 0: this one
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def _member_started(state: JobState, settings: Submitted, event: MemberStarted, 
         return state, ()
     if member.phase is not MemberPhase.STARTING:
         return state, ()
-    up = Member(event.incarnation, MemberPhase.UP, event.process, event.standby)
+    up = Member(event.incarnation, MemberPhase.UP, event.process, event.standby, event.born)
     state = replace(state, members={**state.members, process_id: up})
     if member.standby >= 0:
         state = drop_standby(state, event.role, member.standby)

@@ -35,7 +35,6 @@ from dlrover.python.rl.control.state import (
     add_standby,
     drop_standby,
     has_lost_too_many_standbys,
-    next_incarnation,
     ranks_of,
     standby_subject,
     start_members,
@@ -221,18 +220,28 @@ def _recover_members(state: JobState, settings: Submitted, role: str, ranks: Seq
 
 
 def _recover_group(state: JobState, settings: Submitted, role: str, lost: Sequence[int], at_s: float) -> Result:
-    """Restart all members of the role; the survivors are ended first."""
+    """Restart all members of the role; the survivors are ended first, or keep their processes."""
     ranks = ranks_of(state, role)
-    killed = kill_members(state, role, [rank for rank in ranks if rank not in set(lost)])
-    state = begin_incarnation(state, role, ranks)
+    survivors = [rank for rank in ranks if rank not in set(lost)]
+    kept = _kept(state, settings, role, survivors)
+    killed = kill_members(state, role, [rank for rank in survivors if rank not in kept])
+    state = begin_incarnation(state, role, ranks, kept)
     state = lengthen(replace(state, recoveries=_count(state.recoveries, role)), settings, role, at_s)
     delay_s = backoff_s(state, settings, role)
     if delay_s:
         number = state.members[ProcessId(role, 0)].incarnation
         state, commands = wait(state, f"{role}#{number}", delay_s)
     else:
-        state, commands = start_members(state, role, ranks, spared=[rank for rank in ranks if rank not in set(lost)])
+        state, commands = start_members(state, role, ranks, spared=survivors)
     return state, killed + commands
+
+
+def _kept(state: JobState, settings: Submitted, role: str, survivors: Sequence[int]) -> list[int]:
+    """The ranks that go on in their processes: all that are up, but none if the role was lost since the last progress,
+    since what is wrong may be in them."""
+    if not settings.roles[role].rejoins or role in state.streaks:
+        return []
+    return [rank for rank in survivors if state.members[ProcessId(role, rank)].phase is MemberPhase.UP]
 
 
 def _recover_trainer(state: JobState, settings: Submitted, cause: Cause, at_s: float) -> Result:
@@ -252,13 +261,14 @@ def kill_members(state: JobState, role: str, ranks: Sequence[int]) -> tuple[Comm
     return tuple(KillMember(role, rank, member.incarnation) for rank, member in running)
 
 
-def begin_incarnation(state: JobState, role: str, ranks: Sequence[int]) -> JobState:
-    """Give members their next incarnation; a standby that was becoming one of them is dropped."""
+def begin_incarnation(state: JobState, role: str, ranks: Sequence[int], kept: Sequence[int] = ()) -> JobState:
+    """Give members their next incarnation, the ``kept`` ones in their processes; a standby that was becoming one of
+    them is dropped."""
     members = dict(state.members)
     for process_id in (ProcessId(role, rank) for rank in ranks):
         if members[process_id].standby >= 0:
             state = drop_standby(state, role, members[process_id].standby)
-        members[process_id] = next_incarnation(members[process_id])
+        members[process_id] = members[process_id].next(in_its_process=process_id.rank in kept)
     return replace(state, members=members)
 
 
@@ -277,7 +287,7 @@ def _restart_job(state: JobState, settings: Submitted, failure: Failure, at_s: f
         state,
         phase=Phase.RESTARTING,
         epoch=state.epoch + 1,
-        members={process_id: next_incarnation(member) for process_id, member in state.members.items()},
+        members={process_id: member.next() for process_id, member in state.members.items()},
         standbys={},
         trainer=Trainer(reason=f"{failure.cause.who}: {failure.cause.message}"),
         opened=False,

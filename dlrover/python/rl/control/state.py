@@ -70,6 +70,15 @@ class Member:
     phase: MemberPhase = MemberPhase.WAITING
     process: Process | None = None  # while it is up
     standby: int = -1  # the standby that it is or was, -1 for none
+    born: int = 0  # the incarnation with which its process began, 0: this one
+
+    @property
+    def first(self) -> int:
+        """The incarnation with which its process began."""
+        return self.born or self.incarnation
+
+    def next(self, in_its_process: bool = False) -> "Member":
+        return Member(self.incarnation + 1, born=self.first if in_its_process else 0)
 
 
 @dataclass(frozen=True)
@@ -177,11 +186,8 @@ def _members_command(state: JobState, role: str, ranks: Iterable[int]) -> StartM
         tuple((rank, member.incarnation) for rank, member in members.items()),
         {rank: member.standby for rank, member in members.items() if member.standby >= 0},
         state.excluded,
+        tuple(rank for rank, member in members.items() if member.born),
     )
-
-
-def next_incarnation(member: Member) -> Member:
-    return Member(member.incarnation + 1)
 
 
 def standby_subject(role: str) -> str:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.common.sockets import interface_towards, is_loopback, listening_socket
+from dlrover.python.rl.common.sockets import interface_towards, is_loopback, listening_socket, wait_until_listening
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.api.base import Rendezvous
 
@@ -107,6 +107,7 @@ def meet_at_store(address: str, port: int, rank: int, world_size: int, timeout_s
     """The store of several ranks, at rank 0: returns once all of them have connected."""
     if rank == 0:
         return serve_store(address, port, timeout_s, world_size)
+    wait_until_listening(address, port, timeout_s)  # torch's own client tries again after half a second and more
     return dist.TCPStore(address, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 

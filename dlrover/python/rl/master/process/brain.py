@@ -62,7 +62,14 @@ def submission(job: JobSpec, run: str, inspection: Inspection, brain: Brain) -> 
         job=job.name,
         run=run,
         roles={
-            str(role): RoleSettings(spec.num, inspection.scope_of(role), spec.standby, max_restarts.get(role), spec.min)
+            str(role): RoleSettings(
+                spec.num,
+                inspection.scope_of(role),
+                spec.standby,
+                max_restarts.get(role),
+                spec.min,
+                role in inspection.rejoining,
+            )
             for role, spec in job.workloads.items()
         },
         job_max_restart=limits.job_max_restart,

@@ -139,7 +139,7 @@ def _is_current(beat: Heartbeat, state: JobState) -> bool:
     if beat.process_id == TRAINER_ID:
         return beat.number >= state.epoch
     if beat.process_id in state.members:
-        return beat.number >= state.members[beat.process_id].incarnation
+        return beat.number >= state.members[beat.process_id].first
     return beat.number in state.standbys.get(beat.process_id.role, {})
 
 

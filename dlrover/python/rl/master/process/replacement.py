@@ -5,8 +5,14 @@ from collections.abc import Callable
 
 from dlrover.python.rl.common.errors import JobFailed
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.control.state import JobState, MemberPhase, Phase, ranks_of
+from dlrover.python.rl.control.state import JobState, Member, MemberPhase, Phase, ranks_of
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
+
+
+def find_up(state: JobState, role: str, rank: int, incarnation: int) -> Member | None:
+    member = state.members.get(ProcessId(role, rank))
+    is_up = member is not None and member.incarnation == incarnation and member.phase is MemberPhase.UP
+    return member if is_up else None
 
 
 def replacement(  # noqa: PLR0913 -- one decision
@@ -24,6 +30,4 @@ def replacement(  # noqa: PLR0913 -- one decision
     up = {at: peer for at, peer in group.items() if peer is not None and peer.phase is MemberPhase.UP}
     if whole and len(up) < len(group):
         return None
-    return Replaced(
-        {at: (peer.incarnation, name_of(role, at, peer.incarnation, peer.standby)) for at, peer in up.items()}
-    )
+    return Replaced({at: (peer.incarnation, name_of(role, at, peer.first, peer.standby)) for at, peer in up.items()})

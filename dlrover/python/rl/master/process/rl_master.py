@@ -17,7 +17,7 @@ import asyncio
 import os
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -50,11 +50,11 @@ from dlrover.python.rl.control.events import (
     Unplaced,
 )
 from dlrover.python.rl.control.placement import Placement
-from dlrover.python.rl.control.state import JobState, MemberPhase, Phase
+from dlrover.python.rl.control.state import JobState, Phase
 from dlrover.python.rl.master.process.brain import Brain, earlier_journal, fresh_journal, submission
 from dlrover.python.rl.master.process.hang_detector import HangDetector
 from dlrover.python.rl.master.process.observer import JobObserver
-from dlrover.python.rl.master.process.replacement import replacement
+from dlrover.python.rl.master.process.replacement import find_up, replacement
 from dlrover.python.rl.master.process.resizer import Resizer, size_of
 from dlrover.python.rl.master.process.run_claim import RunClaim
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update, recoveries
@@ -79,6 +79,7 @@ _LINGER_S = 60.0
 _BEGIN_S = 300.0
 _JOURNAL_S = 5.0
 _POLL_S = 0.05
+_ECHO_S = 1.0  # a link that fails is mostly the echo of another rank's death, which is about to show
 
 
 class RLMaster:
@@ -325,15 +326,18 @@ class RLMaster:
         Raises JobFailed if there will be none, or the trainer itself has been replaced."""
         if epoch < self._state.epoch:
             raise JobFailed(f"the trainer of epoch {epoch} has been replaced")
-        member = self._state.members.get(ProcessId(role, rank))
-        if member is not None and member.incarnation == incarnation and member.phase is MemberPhase.UP:
+        if cause.kind is CauseKind.LINK_FAILED and self._inspection.scope_of(role) is RecoveryScope.GROUP:
+            await self._wait_for_news(lambda: find_up(self._state, role, rank, incarnation) is None, _ECHO_S)
+        if (member := find_up(self._state, role, rank, incarnation)) is not None:
             node = member.process.node if member.process else ""
             self._events.put_nowait(MemberLost(role, rank, incarnation, cause, node))
+        await self._wait_for_news(lambda: self._replaced(role, rank, incarnation) is not None, wait_s)
+        return self._replaced(role, rank, incarnation)
+
+    async def _wait_for_news(self, that: Callable[[], bool], timeout_s: float) -> None:
         async with self._news:
             with suppress(TimeoutError):
-                ready = self._news.wait_for(lambda: self._replaced(role, rank, incarnation) is not None)
-                await asyncio.wait_for(ready, wait_s)
-        return self._replaced(role, rank, incarnation)
+                await asyncio.wait_for(self._news.wait_for(that), timeout_s)
 
     def _replaced(self, role: str, rank: int, incarnation: int) -> Replaced | None:
         whole = self._inspection.scope_of(role) is RecoveryScope.GROUP
@@ -380,9 +384,7 @@ class RLMaster:
             is_new = self._state is not state or observer.activity is not activity
             return is_new or observer.end() > since or self._state.phase.terminal
 
-        async with self._news:
-            with suppress(TimeoutError):  # no news is an answer too
-                await asyncio.wait_for(self._news.wait_for(news), timeout_s)
+        await self._wait_for_news(news, timeout_s)
         return observer.update(self._state, since)
 
     async def _tell(self) -> None:

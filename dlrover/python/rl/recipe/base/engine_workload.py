@@ -237,6 +237,11 @@ class TrainedWorkload(EngineWorkload):
         engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
         return world_size // (engine.parallel or ParallelSizes()).replica_size
 
+    @classmethod
+    def keeps_process(cls, config: Any) -> bool:
+        """With FSDP2; other engines have global state."""
+        return require(EngineConfig, config.get("engine") or {}, "config.engine").train == "fsdp2"
+
     def _load(
         self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, seed: int, lora: LoraSettings | None = None
     ) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError, ResultLost, WeightsLost
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import run_of
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import encode_prompt
 from dlrover.python.rl.data.prompts import PromptFaults
@@ -20,8 +21,10 @@ from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEn
 from dlrover.python.rl.recipe.base.config import EngineConfig, RolloutConfig
 from dlrover.python.rl.recipe.base.engine_workload import EngineWorkload, device_of, on_device, use_threads
 from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
+from dlrover.python.rl.recipe.rollout.kept import KeptSamples
 from dlrover.python.rl.recipe.rollout.scheduler import RolloutScheduler
 from dlrover.python.rl.recipe.rollout.stream import InlineLoop, ThreadLoop
+from dlrover.python.rl.runtime.checkpoint.member_state import memory_root
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 _LOG = get_logger(__name__)
@@ -59,12 +62,16 @@ class RolloutWorkload(EngineWorkload):
         self._weights = self._make_weight_transport(engine, device)
         guard = _make_guard(rollout) if rollout.env_path else None
         self._loop: InlineLoop | ThreadLoop = ThreadLoop(engine.threads) if rollout.max_staleness else InlineLoop()
+        kept = self._kept_samples() if rollout.max_staleness and "/" in self.name else None
         self._scheduler = RolloutScheduler(
-            self._engine, guard, engine.max_batch, rollout.max_turns, rollout.chat_template_kwargs
+            self._engine, guard, engine.max_batch, rollout.max_turns, rollout.chat_template_kwargs, kept
         )
         if self._loop.runs_between_calls:
             self._loop.run(self._scheduler.start())
         return type(self._engine).__name__
+
+    def _kept_samples(self) -> KeptSamples:
+        return KeptSamples(memory_root(*run_of(self.name)) / "samples" / self.role.lower(), self.rank)
 
     def receive_weights(self, ticket: Ticket) -> WeightStamp:
         """Fetch, verify and serve the actor's weights; older ones too, since a run that went back repeats a step.

@@ -20,6 +20,7 @@ from dlrover.python.rl.engine.api.base import BaseRolloutEngine, SamplingParams
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.recipe.rollout.episodes import EpisodeRunner, Group, GroupKey, Sample, make_batch
+from dlrover.python.rl.recipe.rollout.kept import KeptSamples
 from dlrover.python.rl.recipe.rollout.stream import EngineStream, Wakeup
 
 _LOG = get_logger(__name__)
@@ -51,7 +52,9 @@ class RolloutScheduler:
         max_generating: int,
         max_turns: int = 1,
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
+        kept: KeptSamples | None = None,
     ) -> None:
+        self._kept = kept
         self.engine, self.guard = engine, guard
         declared = guard.traits.chat_template_kwargs if guard is not None else NO_KWARGS
         self.template_kwargs = {**declared, **template_kwargs}
@@ -103,6 +106,8 @@ class RolloutScheduler:
         self._cancel([group for key, group in self._groups.items() if key not in by_key])
         self._groups = by_key
         self._queue = deque(group for group in by_key.values() if not group.started)
+        if self._kept is not None:
+            self._kept.retain(by_key)
         return groups
 
     def _find_or_create(self, row: dict[str, Any]) -> Group:
@@ -140,6 +145,8 @@ class RolloutScheduler:
         the old ones keep serving."""
         self._stream.preempt()
         stamp, groups = weights.stamp, self._groups.values()
+        if self._kept is not None:
+            self._kept.note(stamp)
         is_known = self._stamps.get(stamp.version, stamp) == stamp
         repeats = self._driver is None and stamp.version <= self.engine.version
         if repeats and any(group.started and not group.complete for group in groups):
@@ -202,6 +209,8 @@ class RolloutScheduler:
         while not should_stop() and (remaining_s := deadline_s - loop.time()) > 0:
             if self._start_queued():
                 await asyncio.sleep(0)  # Their tasks submit the requests of the next step.
+                if should_stop():  # all that was needed was kept
+                    return
             if self._stream.step():
                 await asyncio.sleep(0)
             else:  # waits: for an environment, each of whose calls has a deadline; or for what a call brings
@@ -236,15 +245,25 @@ class RolloutScheduler:
             group.failure = error
             return
         group.started = True
-        group.samples = [Sample(index) for index in range(group.sampling.samples_per_prompt)]
-        self._runner.generating += len(group.samples)
-        for sample in group.samples:
+        group.samples = [self._find_kept(group, index) for index in range(group.sampling.samples_per_prompt)]
+        missing = [sample for sample in group.samples if not sample.ended]
+        if not missing:
+            group.complete = True
+            self._wakeup.notify()
+        self._runner.generating += len(missing)
+        for sample in missing:
             sample.task = asyncio.get_running_loop().create_task(self._run_sample(group, sample, tokens))
             sample.task.add_done_callback(partial(self._forget_task, group, sample))
+
+    def _find_kept(self, group: Group, index: int) -> Sample:
+        kept = self._kept.load(group, index) if self._kept is not None and not group.priority else None
+        return kept or Sample(index)
 
     async def _run_sample(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
         try:
             await self._runner.run(group, sample, tokens)
+            if self._kept is not None and not group.priority:
+                self._kept.save(group, sample)
         except BaseException as error:
             group.failure = group.failure or error
             raise
@@ -286,6 +305,8 @@ class RolloutScheduler:
         self._groups, self._queue = {}, deque()
         if self._cancelled:
             await asyncio.wait(set(self._cancelled), timeout=_CLOSING_S)
+        if self._kept is not None:
+            self._kept.close()
         if self.guard is not None:
             await self.guard.shutdown()
 

@@ -31,6 +31,7 @@ from dlrover.python.rl.common.errors import (
     ReplayDiverged,
     ResultLost,
     StaleCall,
+    WorkloadDied,
     user_traceback,
 )
 from dlrover.python.rl.common.log import cut_middle
@@ -229,7 +230,8 @@ class MemberHost:
         """Run a role group's call, or repeat its answer; ``arguments`` is called only if the method runs.
 
         Raises:
-            StaleCall: from a replaced trainer, or to another incarnation.
+            StaleCall: from a replaced trainer, or to an incarnation that is not there yet.
+            WorkloadDied: to an earlier incarnation.
             ReplayDiverged: the id belongs to another method, or to the past.
             CallSkipped: the call that must have run before has not.
             ResultLost: an argument's value is lost; the call has not run.
@@ -273,7 +275,9 @@ class MemberHost:
     def _admit(self, header: CallHeader) -> None:
         if header.epoch and header.epoch < self._epoch:
             raise self._refusal(StaleCall, header, f"the trainer of epoch {header.epoch} has been replaced")
-        if header.incarnation not in (0, self._incarnation):
+        if 0 < header.incarnation < self._incarnation:
+            raise gone_incarnation(header, self._context.role, self._context.rank)
+        if header.incarnation > self._incarnation:
             reason = f"meant for incarnation {header.incarnation}, this is {self._incarnation}"
             raise self._refusal(StaleCall, header, reason)
         self._epoch = max(self._epoch, header.epoch)
@@ -380,6 +384,13 @@ class MemberHost:
 
     def _drop(self, keeps_step: Callable[[int], bool]) -> None:
         self._answers = {call_id: answer for call_id, answer in self._answers.items() if keeps_step(call_id[0])}
+
+
+def gone_incarnation(header: CallHeader, role: str, rank: int) -> WorkloadDied:
+    """The error of a call to an incarnation whose process goes on as a later one."""
+    died = WorkloadDied("its peers are being replaced, and it joins them", role=role, rank=rank, method=header.method)
+    died.incarnation = header.incarnation
+    return died
 
 
 async def _awaited(result: Any) -> Any:

@@ -37,13 +37,15 @@ _DEVICE = "config.engine.device"
 @dataclass(frozen=True)
 class Inspection:
     """The result of an inspection: errors, methods by role, errors that only arise in one process, the roles whose
-    ranks meet in collectives, which recover together, and the roles whose members have a state that is committed."""
+    ranks meet in collectives, which recover together, the roles whose members have a state that is committed, and those
+    whose ranks keep their processes."""
 
     errors: tuple[ConfigError, ...] = ()
     methods: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     single_process_refusals: tuple[ConfigError, ...] = ()
     collectives: tuple[str, ...] = ()
     stateful: tuple[str, ...] = ()
+    rejoining: tuple[str, ...] = ()
     config: Mapping[str, Any] | None = None
     """The job's config with all defaults, None if its trainer has no schema."""
 
@@ -67,6 +69,7 @@ def inspect_job(job: JobSpec, here: bool = False) -> Inspection:
     methods: dict[str, tuple[str, ...]] = {}
     collectives: list[str] = []
     stateful: dict[str, int] = {}
+    rejoining: list[str] = []
     roles = {role: spec.num for role, spec in job.workloads.items()}
     config: Mapping[str, Any] | None = None
     given: Mapping[str, Any] | None = None
@@ -94,13 +97,29 @@ def inspect_job(job: JobSpec, here: bool = False) -> Inspection:
         if not workload.needs_own_process:
             continue
         collectives.append(str(role))
+        if not errors:
+            errors += _ask(where, partial(_find_rejoining, workload, job.config, role, rejoining))
         if spec.num > 1:
             reason = f"{spec.num} members of {spec.class_} meet in collectives, which one process cannot hold"
             refusals.append(ConfigError(f"{where}.num", f"{reason}; use num=1"))
     errors += _validate_resume(job, stateful) if len(methods) == len(roles) else []
     return Inspection(
-        tuple(errors), methods, tuple(refusals), tuple(collectives), tuple(stateful), config, tuple(about), given
+        tuple(errors),
+        methods,
+        tuple(refusals),
+        tuple(collectives),
+        tuple(stateful),
+        tuple(rejoining),
+        config,
+        tuple(about),
+        given,
     )
+
+
+def _find_rejoining(workload: Any, config: Any, role: str, found: list[str]) -> Iterable[ConfigError]:
+    if workload.keeps_process(config):
+        found.append(str(role))
+    return ()
 
 
 def _with_own_names(trainer: type[BaseTrainer], job: JobSpec) -> tuple[JobSpec, list[str]]:
@@ -229,6 +248,7 @@ def _from_json(data: Mapping[str, Any]) -> Inspection:
         tuple(ConfigError(**item) for item in data["single_process_refusals"]),
         tuple(data["collectives"]),
         tuple(data["stateful"]),
+        tuple(data["rejoining"]),
         data["config"],
         tuple(data["about"]),
         data["given"],

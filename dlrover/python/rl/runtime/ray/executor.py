@@ -49,7 +49,7 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.runtime.process.executor import Emit
 from dlrover.python.rl.runtime.process.heartbeat import HeartbeatSettings
-from dlrover.python.rl.runtime.ray.cluster.api import ClusterApi, kill_process
+from dlrover.python.rl.runtime.ray.cluster.api import ClusterApi
 from dlrover.python.rl.runtime.ray.cluster.nodes import Loss, NodeWatch
 from dlrover.python.rl.runtime.ray.processes.actors import Detached, answer_of, cause_with_log, until_gone
 from dlrover.python.rl.runtime.ray.processes.member import MemberStart
@@ -214,7 +214,12 @@ class RayExecutor:
             self._start_task(self._start_member(entry, entries, all_located, command.excluded, emit), emit, entry)
 
     def _add_member(self, command: StartMembers, rank: int, incarnation: int) -> ProcessEntry:
-        """The entry of a new member, with the actor of a standby if one takes the member's place."""
+        """The entry of a new member, with its own former actor or that of a standby if there is one."""
+        former = self._table.find(ProcessId(command.role, rank)) if rank in command.kept else None
+        if former is not None and former.up:
+            entry = former.follow(incarnation)
+            self._table.put(entry)
+            return entry
         number = command.standbys.get(rank, -1)
         standby = self._table.pop(ProcessId.standby(command.role, number)) if number >= 0 else None
         entry = ProcessEntry(ProcessId(command.role, rank), incarnation, standby=number)
@@ -231,7 +236,7 @@ class RayExecutor:
     def _discard(self, process_id: ProcessId) -> None:
         former = self._table.pop(process_id)
         if former is not None and former.handle is not None:
-            self._detached.run(self._end(former))
+            self._detached.run(self._pool.end(former))
 
     async def _start_actor(self, entry: ProcessEntry, excluded: tuple[str, ...]) -> None:
         preferred = self._job.workloads[entry.role].num if entry.is_standby else entry.process_id.rank
@@ -253,6 +258,9 @@ class RayExecutor:
         emit: Emit,
     ) -> None:
         process_id, timeout_s = entry.process_id, self._job.liveness.start_timeout_s
+        if entry.former is not None and not await self._pool.let_leave(entry):
+            self._detached.run(self._pool.end(entry.former))
+            entry.forget_process()
         if entry.handle is None:
             await self._start_actor(entry, excluded)
         self._watch(entry, emit)
@@ -266,7 +274,7 @@ class RayExecutor:
         ref = entry.handle.dlrover_start.remote(MemberStart(self._job, context, entry.number))
         await answer_of(str(process_id), ref, timeout_s)
         entry.up = True
-        emit(MemberStarted(process_id.role, process_id.rank, entry.number, entry.process, entry.standby))
+        emit(MemberStarted(process_id.role, process_id.rank, entry.number, entry.process, entry.standby, entry.born))
 
     async def _locate(self, entry: ProcessEntry) -> Process:
         """Where a process runs, and a TCP port that is free there."""
@@ -344,18 +352,7 @@ class RayExecutor:
             entry.cancel_tasks()
         else:
             entry = ProcessEntry(process_id, number)
-        self._detached.run(self._detached.retry(partial(self._find_and_end, entry)))
-
-    async def _find_and_end(self, entry: ProcessEntry) -> None:
-        if entry.handle is None:
-            entry.handle = await self._pool.find(self._pool.name_of(entry))
-        await self._end(entry)
-
-    async def _end(self, entry: ProcessEntry) -> None:
-        if entry.handle is not None:
-            self._cluster.kill_actor(entry.handle)
-        if entry.process is not None:
-            await kill_process(self._cluster, entry.process)
+        self._detached.run(self._detached.retry(partial(self._pool.end, entry)))
 
     async def _release(self, command: Release, processes: Sequence[Process], emit: Emit) -> None:
         """End everything of the run. Errors are logged, and the remaining actions run all the same."""

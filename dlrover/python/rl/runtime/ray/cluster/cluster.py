@@ -191,7 +191,13 @@ def _is_own(address: str) -> bool:
 
 
 def _must_listen(address: str) -> None:
-    """Raise at once if nothing listens at ``host:port``; Ray itself would try for minutes."""
+    """Raise at once if nothing listens at ``host:port``; Ray itself would try for minutes, with ``auto`` at the address
+    that the last cluster of this machine has left, even if that was killed."""
+    if address == "auto":
+        try:
+            address = services.get_ray_address_from_environment(address, None)
+        except (ConnectionError, ValueError) as error:
+            raise ClusterUnavailable(f"no Ray cluster: {error}") from error
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return

@@ -11,8 +11,10 @@ of the workload, so that raw handles (``trainer.actors[0].update.remote(...)``) 
     locate -> prepare ... -> locate -> start a standby: its imports are done before it is needed
 """
 
+import gc
 import os
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,8 +32,8 @@ from dlrover.python.rl.runtime.process.executor import enter_folder, load_class,
 from dlrover.python.rl.runtime.process.health import try_devices
 from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat, HeartbeatSender, HeartbeatSettings
 from dlrover.python.rl.runtime.process.held_secrets import held_secrets, take_secrets
-from dlrover.python.rl.runtime.process.host import CallHeader, MemberHost, decode
-from dlrover.python.rl.runtime.process.log_copy import copy_output
+from dlrover.python.rl.runtime.process.host import CallHeader, MemberHost, decode, gone_incarnation
+from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_output
 from dlrover.python.rl.runtime.process.notice import DepartureNotice
 from dlrover.python.rl.trainer.shard import row_count
 from dlrover.python.rl.trainer.workload import MemberContext
@@ -58,6 +60,13 @@ def _accelerators(context: Any) -> list[str]:
     """The ids on the node of those that Ray reserved for this process."""
     reserved: list[str] = next(filter(None, context.get_accelerator_ids().values()), [])
     return reserved
+
+
+def leave_groups() -> None:
+    """Destroy torch's process groups of this process; peers that wait in one of their collectives then fail."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def locate() -> Process:
@@ -93,6 +102,8 @@ class MemberActor:
         self._role, self._master = RLRoleType(process_id.role), master
         self._identity = process_id, number  # one value: the heartbeat thread reads it
         self._host: MemberHost | None = None
+        self._left = 0  # the last incarnation that has left its peers
+        self._log: LogCopier | None = None
         self._port = HeldPort()
         self._notice = DepartureNotice(beats.notice_file) if beats is not None else None
         if beats is not None:
@@ -117,12 +128,24 @@ class MemberActor:
         process_id = ProcessId(self._role, context.rank)
         self._identity = process_id, start.incarnation
         configure_logging(str(process_id))
-        copy_output(start.job.job_dir, process_id.log_name, f"{process_id} incarnation {start.incarnation}")
+        if self._log is not None:
+            self._log.stop()
+        title = f"{process_id} incarnation {start.incarnation}"
+        self._log = copy_output(start.job.job_dir, process_id.log_name, title)
         self._host = host = MemberHost(start.incarnation, ray.get_runtime_context().get_node_id())
         with starting(str(process_id)):
             if context.devices and context.restart.reason.startswith(CauseKind.DEVICE_FAILED):
                 try_devices(context.devices)
             host.start(self._load(start.job), context, self._master, start.job.config)
+
+    def dlrover_leave(self) -> None:
+        """Give up the workload and its process groups. The next start makes another one, of a later incarnation."""
+        host, self._host, self._left = self._host, None, self._identity[1]
+        if host is not None:
+            host.close()
+        leave_groups()
+        del host
+        gc.collect()  # of tensors, which the next workload needs the memory of
 
     def _load(self, job: JobSpec) -> Any:
         spec = job.workloads[self._role]
@@ -149,6 +172,8 @@ class MemberActor:
     def dlrover_invoke(self, header: CallHeader, *values: Any) -> Any:
         """Run a method for a role group; see :func:`serve`."""
         host = self._host
+        if host is None and 0 < header.incarnation <= self._left:
+            raise gone_incarnation(header, self._role, self._identity[0].rank)
         if host is None or host.workload is None:
             raise CallSkipped("it has not started yet", role=self._role, rank=-1, method=header.method)
         return serve(host, header, values)

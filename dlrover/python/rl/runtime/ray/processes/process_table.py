@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import (
@@ -25,7 +25,7 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Cause, Event, Process, make_lost_event
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.runtime.process.heartbeat import HeartbeatSettings
-from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ActorRequest, ClusterApi, awaited
+from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ActorRequest, ClusterApi, awaited, kill_process
 from dlrover.python.rl.runtime.ray.processes.actors import Threads, member_env, process_env
 from dlrover.python.rl.runtime.ray.processes.member import member_class
 from dlrover.python.rl.runtime.ray.processes.trainer import TrainerActor
@@ -41,6 +41,8 @@ class ProcessEntry:
     number: int = 0  # its incarnation or epoch, 0 for a standby
     slot: int = -1  # index of its slot among those of its role
     standby: int = -1  # number of the standby it is or was, -1 for none
+    born: int = 0  # the incarnation with which its process began, 0: this one
+    former: "ProcessEntry | None" = None  # whose process goes on as this one
     handle: Any = None
     process: Process | None = None  # where it runs, None until that is known
     up: bool = False
@@ -57,6 +59,14 @@ class ProcessEntry:
     @property
     def is_member(self) -> bool:
         return self.process_id.kind is ProcessKind.MEMBER
+
+    def follow(self, number: int) -> "ProcessEntry":
+        """The entry of a later incarnation in the same process."""
+        former, born = replace(self, former=None), self.born or self.number
+        return ProcessEntry(self.process_id, number, self.slot, self.standby, born, former, self.handle)
+
+    def forget_process(self) -> None:
+        self.handle, self.slot, self.standby, self.born, self.former = None, -1, -1, 0, None
 
     def cancel_tasks(self) -> None:
         for task in self.tasks:
@@ -127,7 +137,8 @@ def entries_of(state: JobState) -> Iterator[ProcessEntry]:
     for process_id, member in state.members.items():
         if member.process is not None:
             slot = member.process.slot
-            yield ProcessEntry(process_id, member.incarnation, slot, member.standby, process=member.process)
+            number, born = member.incarnation, member.born
+            yield ProcessEntry(process_id, number, slot, member.standby, born, process=member.process)
     for role, standbys in state.standbys.items():
         for number, standby in standbys.items():
             if standby.process is not None:
@@ -140,6 +151,7 @@ def entries_of(state: JobState) -> Iterator[ProcessEntry]:
 _POLL_S = 0.05
 _GONE_S = 20.0
 _CLOSE_GRACE_S = 1.0
+_LEAVE_S = 3.0  # a collective that has lost a rank fails at once
 
 
 @dataclass
@@ -163,7 +175,8 @@ class ActorPool:
     def name_of(self, entry: ProcessEntry) -> str:
         if entry.process_id == TRAINER_ID:
             return trainer_name(self.job.name, self.run, entry.number)
-        return self.member_name(entry.process_id.role, entry.process_id.rank, entry.number, entry.standby)
+        process_id, number = entry.process_id, entry.born or entry.number
+        return self.member_name(process_id.role, process_id.rank, number, entry.standby)
 
     def list_names(self) -> list[str]:
         return self.cluster.list_actors(f"{self.job.name}/{self.run}/")
@@ -186,6 +199,23 @@ class ActorPool:
 
     async def find(self, name: str) -> Any:
         return await asyncio.to_thread(self.cluster.find_actor, name)
+
+    async def let_leave(self, entry: ProcessEntry) -> bool:
+        """Let a process leave its peers, so that it can go on as ``entry``; False if it does not soon."""
+        try:
+            await asyncio.wait_for(awaited(entry.handle.dlrover_leave.remote()), _LEAVE_S)
+        except (TimeoutError, RayError) as error:
+            _LOG.warning("%s gets another process: %s", entry.process_id, error or f"no answer in {_LEAVE_S:g} s")
+            return False
+        return True
+
+    async def end(self, entry: ProcessEntry) -> None:
+        if entry.handle is None:
+            entry.handle = await self.find(self.name_of(entry))
+        if entry.handle is not None:
+            self.cluster.kill_actor(entry.handle)
+        if entry.process is not None:
+            await kill_process(self.cluster, entry.process)
 
     async def end_named(self, names: Sequence[str]) -> None:
         """Kill the actors of these names and wait until all names are free."""
