@@ -2,8 +2,8 @@
 """``python -m tests.chaos.fault_table [--check]``: the tables of ``docs/fault-table.md`` from what was measured.
 
 What is expected of each kind of fault stands here; what was measured stands in ``benchmarks/results/chaos.json``: the
-``report.json`` of one run of :mod:`tests.chaos.run`, or a list of such. Without the file the page says that there are
-no metrics.
+``report.json`` of one run of :mod:`tests.chaos.run`, or a list of such, and in ``chaos-outside.json``, a list of what
+:mod:`tests.chaos.outside` has written as ``results.json``. Without a file the page says that there are no metrics.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from tests.chaos.tables import markdown, percentile
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "fault-table.md"
 RESULTS = REPOSITORY / "benchmarks" / "results" / "chaos.json"
+OUTSIDE = REPOSITORY / "benchmarks" / "results" / "chaos-outside.json"
 BEGIN, END = "<!-- fault table: begin -->", "<!-- fault table: end -->"
 
 Run = Mapping[str, Any]
@@ -129,8 +130,44 @@ def load_runs(path: Path = RESULTS) -> list[Run]:
     return found if isinstance(found, list) else [found]
 
 
-def render(runs: Sequence[Run]) -> str:
+def render_outside(series: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each series of runs whose processes were killed by their pids alone."""
+    if not series:
+        return "No run that was disturbed from outside is kept here yet."
+    head = [
+        "killed",
+        "runs",
+        "in the undisturbed bits",
+        "kills",
+        "of these before the first step",
+        "seconds p50",
+        "max",
+    ]
+    return markdown(head, [_outside_row(results) for results in series])
+
+
+def _outside_row(results: Mapping[str, Any]) -> list[object]:
+    runs = [found for name, found in results.items() if name != "undisturbed"]
+    names = Counter(name.removeprefix("ray::").partition(".")[0] for found in runs for _, name in found["killed"])
+    early = sum(at_s < found["first_step_s"] for found in runs for at_s, _ in found["killed"])
+    seconds = [found["seconds"] for found in runs]
+    return [
+        ", ".join(f"{name} {count}" for name, count in sorted(names.items())),
+        len(runs),
+        sum(found["same"] for found in runs),
+        names.total(),
+        early,
+        f"{percentile(seconds, 0.5):.0f}",
+        f"{max(seconds):.0f}",
+    ]
+
+
+def render(runs: Sequence[Run], outside: Sequence[Mapping[str, Any]] = ()) -> str:
     """What stands between the page's markers."""
+    return f"{_render_chosen(runs)}\n\nKilled from outside (`make chaos-outside`):\n\n{render_outside(outside)}"
+
+
+def _render_chosen(runs: Sequence[Run]) -> str:
     rows = [[f"{kind.value}", *EXPECTED[kind]] for kind in Kind]
     expected = markdown(["fault", "done by", "expected", "noticed by", "recovery"], rows)
     if not runs:
@@ -219,10 +256,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.fault_table", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail when the page would change")
     parser.add_argument("--results", type=Path, default=RESULTS, help="what chaos runs have measured")
+    parser.add_argument("--outside", type=Path, default=OUTSIDE, help="what runs disturbed from outside have measured")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page with the markers")
     options = parser.parse_args(argv)
     page = options.page.read_text(encoding="utf-8")
-    wanted = with_table(page, render(load_runs(options.results)))
+    wanted = with_table(page, render(load_runs(options.results), load_runs(options.outside)))
     if wanted == page:
         return 0
     if options.check:

@@ -10,6 +10,7 @@ line and the process table.
 import argparse
 import hashlib
 import json
+import math
 import os
 import random
 import runpy
@@ -40,6 +41,8 @@ class Ended:
     killed: list[tuple[float, str]] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
+    first_step_s: float = math.inf
+    same: bool = False
 
 
 def process_table() -> dict[int, tuple[int, str]]:
@@ -100,6 +103,8 @@ def run(folder: Path, steps: int, kills: int = 0, mean_s: float = 6.0, seed: int
         if now_s - began_s > _LIMIT_S:
             process.kill()
         seen |= processes_below(process.pid).keys()
+        if ended.first_step_s == math.inf and (folder / "metrics.jsonl").exists():
+            ended.first_step_s = now_s - began_s
         alive = victims(process.pid, rays_own) if len(ended.killed) < kills else {}
         if alive and next_s is None:
             next_s = now_s + choice.expovariate(1 / mean_s)
@@ -168,10 +173,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = [] if expected.code == 0 else ["undisturbed"]
     for seed in options.seeds:
         ended = run(folder / f"seed-{seed}", options.steps, options.kills, options.mean_s, seed, options.rays_own)
-        same = ended.code == 0 and ended.digests == expected.digests and ended.killed and not ended.left
-        wrong += [] if same else [f"seed {seed}"]
+        ended.same = not ended.code and ended.digests == expected.digests and bool(ended.killed) and not ended.left
+        wrong += [] if ended.same else [f"seed {seed}"]
         names = ", ".join(f"{name.removeprefix('ray::')} at {at_s:g} s" for at_s, name in ended.killed)
-        verdict = "the undisturbed bits" if same else "WRONG"
+        verdict = "the undisturbed bits" if ended.same else "WRONG"
         often = f"{len(ended.killed)} of {options.kills} kills before its end"
         say(f"seed {seed}: {verdict}, exit code {ended.code} in {ended.seconds:.0f} s, {often}: {names}")
         for item in ended.left:
