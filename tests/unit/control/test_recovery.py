@@ -173,6 +173,23 @@ def test_all_ranks_get_new_processes_when_keeping_them_has_not_helped():
     assert run(WaitOver("ACTOR#3")).commands[0].kept == ()
 
 
+@pytest.mark.parametrize("kind", [CauseKind.UNKNOWN_ERROR, CauseKind.DEVICE_FAILED])
+def test_what_may_be_wrong_in_other_ranks_too_gives_all_new_processes(kind):
+    run = Run(*KEEPING_UP, lost("ACTOR", 1, kind=kind), terms=KEEPING)
+    assert [command.rank for command in run.commands[:-1]] == [1, 0, 2] and run.commands[-1].kept == ()
+
+
+def test_a_rank_on_a_node_that_is_no_longer_used_leaves_it():
+    run = Run(*KEEPING_UP, node_lost("b"), terms=KEEPING)
+    assert run.commands[-2].kept == (0, 2)
+    run = Run(*KEEPING_UP, terms=KEEPING)
+    run.state = replace(run.state, excluded=("a",))
+    assert run(lost("ACTOR", 1)).commands == (
+        KillMember("ACTOR", 0, 1),
+        StartMembers("ACTOR", ((0, 2), (1, 2), (2, 2)), {1: 0}, ("a",), kept=(2,)),
+    )
+
+
 def test_only_ranks_that_are_up_keep_their_processes():
     run = Run(*KEEPING_UP, lost("ACTOR", 1), Progressed(1, 2), started("ACTOR", 0, 2, born=1), terms=KEEPING)
     run(lost("ACTOR", 1, 2))

@@ -67,6 +67,33 @@ def test_a_caller_who_submits_too_fast_is_told_and_others_are_not(tmp_path, monk
     reader.close()
 
 
+def test_a_file_that_takes_too_long_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "_MAX_S", 0.05)
+    monkeypatch.setattr(reading, "check_submission", lambda *_: [None for _ in iter(int, 1)])  # never ends
+    (error,) = reading._read(REQUEST.SerializeToString(), "ann", tmp_path)
+    assert "takes longer than 0.05 s" in str(error)
+
+
+def test_a_place_is_held_for_as_long_as_the_file_is_read(tmp_path, monkeypatch):
+    free = threading.Event()
+    monkeypatch.setattr(reading, "_MAX_WAITING", 1)
+    monkeypatch.setattr(reading, "_read", lambda request, owner, root: free.wait() and ())
+    reader = SubmissionReader(lambda: ThreadPoolExecutor(1))
+
+    async def body():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(REQUEST, "ann", tmp_path), 0.05)  # its caller has gone
+        with pytest.raises(ServiceBusy):
+            await reader.read(REQUEST, "ann", tmp_path)
+        free.set()
+        await asyncio.sleep(0.1)
+        with pytest.raises(InvalidJob):
+            await reader.read(REQUEST, "ann", tmp_path)
+
+    asyncio.run(body())
+    reader.close()
+
+
 def test_a_process_reads_what_a_thread_reads(tmp_path):
     async def body():
         readers = [SubmissionReader(), SubmissionReader(in_a_process)]

@@ -42,6 +42,8 @@ from dlrover.python.rl.control.state import (
     wait,
 )
 
+_IN_FRESH_PROCESSES = frozenset({CauseKind.UNKNOWN_ERROR, CauseKind.DEVICE_FAILED})
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -75,8 +77,10 @@ def recover(state: JobState, settings: Submitted, failure: Failure, at_s: float)
     for role, ranks in failure.members.items():
         if cause.kind in LEFT_ALIVE:
             commands += kill_members(state, role, ranks)
-        by_scope = _recover_group if settings.roles[role].scope is RecoveryScope.GROUP else _recover_members
-        state, more = by_scope(state, settings, role, ranks, at_s)
+        if settings.roles[role].scope is RecoveryScope.GROUP:
+            state, more = _recover_group(state, settings, role, ranks, cause.kind, at_s)
+        else:
+            state, more = _recover_members(state, settings, role, ranks, at_s)
         commands += more
     if failure.trainer:
         state, more = _recover_trainer(state, settings, cause, at_s)
@@ -219,11 +223,13 @@ def _recover_members(state: JobState, settings: Submitted, role: str, ranks: Seq
     return state, commands
 
 
-def _recover_group(state: JobState, settings: Submitted, role: str, lost: Sequence[int], at_s: float) -> Result:
+def _recover_group(  # noqa: PLR0913 -- one decision
+    state: JobState, settings: Submitted, role: str, lost: Sequence[int], kind: CauseKind, at_s: float
+) -> Result:
     """Restart all members of the role; the survivors are ended first, or keep their processes."""
     ranks = ranks_of(state, role)
     survivors = [rank for rank in ranks if rank not in set(lost)]
-    kept = _kept(state, settings, role, survivors)
+    kept = [] if kind in _IN_FRESH_PROCESSES else _kept(state, settings, role, survivors)
     killed = kill_members(state, role, [rank for rank in survivors if rank not in kept])
     state = begin_incarnation(state, role, ranks, kept)
     state = lengthen(replace(state, recoveries=_count(state.recoveries, role)), settings, role, at_s)
@@ -237,11 +243,13 @@ def _recover_group(state: JobState, settings: Submitted, role: str, lost: Sequen
 
 
 def _kept(state: JobState, settings: Submitted, role: str, survivors: Sequence[int]) -> list[int]:
-    """The ranks that go on in their processes: all that are up, but none if the role was lost since the last progress,
-    since what is wrong may be in them."""
+    """The ranks that go on in their processes: all that are up on nodes in use, but none if the role was lost since the
+    last progress, since what is wrong may be in them."""
     if not settings.roles[role].rejoins or role in state.streaks:
         return []
-    return [rank for rank in survivors if state.members[ProcessId(role, rank)].phase is MemberPhase.UP]
+    members = {rank: state.members[ProcessId(role, rank)] for rank in survivors}
+    up = {rank: member.process for rank, member in members.items() if member.phase is MemberPhase.UP}
+    return [rank for rank, process in up.items() if process is not None and process.node not in state.excluded]
 
 
 def _recover_trainer(state: JobState, settings: Submitted, cause: Cause, at_s: float) -> Result:

@@ -16,6 +16,7 @@ from dlrover.python.rl.common.errors import (
     CheckpointMissing,
     InvocationError,
     InvocationTimeout,
+    WorkloadDied,
 )
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
@@ -284,6 +285,13 @@ class Checkpoints(Protocol):
     def persisted(self, answers: Mapping[ProcessId, Any]) -> None:
         """Publish the copy, of which every member has finished its part."""
         ...
+
+
+def gone_incarnation(incarnation: int, role: str, rank: int, method: str) -> WorkloadDied:
+    """The error of a call to an incarnation whose process goes on as a later one."""
+    died = WorkloadDied("its peers are being replaced, and it joins them", role=role, rank=rank, method=method)
+    died.incarnation = incarnation
+    return died
 
 
 def is_damage(error: BaseException) -> bool:

@@ -91,6 +91,18 @@ def test_what_earlier_weights_have_drawn_still_counts(tmp_path, lost):
     assert drawn(made) == {0, 1, 2} - lost
 
 
+def test_stamps_that_cannot_be_written_make_nothing_valid(tmp_path, lost, monkeypatch):
+    def full(path, text):
+        raise OSError("no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        KeptSamples(tmp_path, 1).note(WeightStamp(0, "bb"))
+    made = member(tmp_path, WeightStamp(1, "cc"))
+    made.fetch(WANTED, samples=3)
+    assert drawn(made) == {0, 1, 2}
+
+
 def test_other_questions_get_other_samples(tmp_path, lost):
     made = member(tmp_path)
     made.fetch(groups({}, {}, {}, prompt="another "), samples=3)

@@ -5,6 +5,7 @@ import hashlib
 import os
 import random
 import struct
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -107,8 +108,10 @@ def meet_at_store(address: str, port: int, rank: int, world_size: int, timeout_s
     """The store of several ranks, at rank 0: returns once all of them have connected."""
     if rank == 0:
         return serve_store(address, port, timeout_s, world_size)
+    deadline_s = time.monotonic() + timeout_s
     wait_until_listening(address, port, timeout_s)  # torch's own client tries again after half a second and more
-    return dist.TCPStore(address, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
+    left_s = max(deadline_s - time.monotonic(), 1.0)
+    return dist.TCPStore(address, port, world_size, is_master=False, timeout=timedelta(seconds=left_s))
 
 
 def use_interface_towards(address: str) -> None:

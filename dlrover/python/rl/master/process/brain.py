@@ -68,7 +68,7 @@ def submission(job: JobSpec, run: str, inspection: Inspection, brain: Brain) -> 
                 spec.standby,
                 max_restarts.get(role),
                 spec.min,
-                role in inspection.rejoining,
+                role in inspection.rejoining and not job.preferred_ports(role),  # torch keeps a left group's port
             )
             for role, spec in job.workloads.items()
         },

@@ -102,6 +102,7 @@ class EngineWorkload(BaseWorkload):
     """The function of ``recipe.base.warmup`` that warms a standby up."""
 
     _engine: Any = None
+    _transport: WeightTransport | None = None
     _device_locks: tuple[DeviceLock, ...] = ()
     _memory: DeviceMemory | None = None
 
@@ -188,13 +189,22 @@ class EngineWorkload(BaseWorkload):
             timeout_s=_PATIENCE_S,
             device=device,
         )
-        return make_transport(engine.weight_sync, engine.weight_sync_options, settings)
+        self._transport = transport = make_transport(engine.weight_sync, engine.weight_sync_options, settings)
+        return transport
 
     def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-        for lock in self._device_locks:
-            lock.close()
+        """Release everything: the process may go on with another object of this class."""
+        with ExitStack() as stack:
+            for lock in self._device_locks:
+                stack.callback(lock.close)
+            if self._engine is not None:
+                stack.callback(self._engine.close)
+            stack.callback(self._finish)
+            if self._transport is not None:
+                stack.callback(self._transport.close)
+
+    def _finish(self) -> None:
+        """Wait for what still uses the engine. Raises EngineError if it does not end."""
 
 
 def on_device(method: F) -> F:
@@ -239,8 +249,9 @@ class TrainedWorkload(EngineWorkload):
 
     @classmethod
     def keeps_process(cls, config: Any) -> bool:
-        """With FSDP2; other engines have global state."""
-        return require(EngineConfig, config.get("engine") or {}, "config.engine").train == "fsdp2"
+        """With FSDP2 on CPUs. Other engines have global state, and nccl does not tell of a lost rank."""
+        engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
+        return engine.train == "fsdp2" and engine.device == "cpu"
 
     def _load(
         self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, seed: int, lora: LoraSettings | None = None

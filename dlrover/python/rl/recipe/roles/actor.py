@@ -3,7 +3,7 @@
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import ClassVar
@@ -12,6 +12,7 @@ import torch
 
 from dlrover.python.rl.algorithm.base import Algorithm, EngineLoss
 from dlrover.python.rl.algorithm.losses.values import ValueLoss, shift_to_actions, shift_to_states
+from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
 from dlrover.python.rl.engine.api.weights import WeightStamp
@@ -34,6 +35,8 @@ from dlrover.python.rl.recipe.base.engine_workload import (
 from dlrover.python.rl.recipe.offline.examples import ExampleData, Examples, Measured, compute_outputs, load_examples
 from dlrover.python.rl.recipe.online.batch import cast_columns, find_nonfinite_rows
 from dlrover.python.rl.trainer.workload import trainer_invocation
+
+_SENT_S = 2.0
 
 
 class ActorWorkload(TrainedWorkload):
@@ -125,6 +128,10 @@ class ActorWorkload(TrainedWorkload):
             threading.Thread(target=self._send_weights, args=(ticket, self._sending), daemon=True).start()
         return ticket
 
+    def _finish(self) -> None:
+        if self._sending is not None and not wait([self._sending], _SENT_S).done:
+            raise EngineError("weights are still being sent")  # by a thread, from the engine
+
     def _send_weights(self, ticket: Ticket, sending: "Future[WeightStamp | None]") -> None:
         try:
             if torch.device(self._runs_on[0]).type == "cuda":
@@ -140,11 +147,6 @@ class ActorWorkload(TrainedWorkload):
             self._published = self._sending.result()  # waits: as long as the transport's own timeout
             self._sending = None
         return self._published
-
-    def close(self) -> None:
-        if hasattr(self, "_weights"):
-            self._weights.close()
-        super().close()
 
 
 class ScorerWorkload(ActorWorkload):

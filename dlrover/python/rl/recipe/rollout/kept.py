@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,8 @@ class KeptSamples:
         earlier = {version: mark for version, mark in self._read_stamps().items() if int(version) < stamp.version}
         newest = sorted(earlier, key=int)[-_MOST_STAMPS:]
         self._stamps = {version: earlier[version] for version in newest} | {str(stamp.version): stamp.fingerprint}
-        _write(self._stamps_file, self._stamps)
+        if not _write(self._stamps_file, self._stamps):
+            self._stamps_file.unlink(missing_ok=True)  # else later ones would still count
 
     def save(self, group: Group, sample: Sample) -> None:
         data = {
@@ -49,7 +49,7 @@ class KeptSamples:
             "sampling": repr(group.sampling),
             "prompt": group.text,
             "stamps": {str(version): self._stamps.get(str(version)) for version in _versions(sample.sequences)},
-            "sequences": [asdict(sequence) for sequence in sample.sequences],
+            "sequences": [dict(vars(sequence)) for sequence in sample.sequences],
             "turns": sample.turns,
             "error": sample.error,
             "versions": sample.versions,
@@ -105,8 +105,8 @@ def _versions(sequences: Iterable[TokenSequence]) -> set[int]:
     return {version for sequence in sequences for version in sequence.versions if version >= 0}
 
 
-def _write(file: Path, data: Any) -> None:
-    """Replace a file as a whole."""
+def _write(file: Path, data: Any) -> bool:
+    """Replace a file as a whole, if there is space."""
     new = file.with_suffix(f".{os.getpid()}")
     try:
         new.write_text(json.dumps(data, default=lambda number: number.item()))  # of numpy
@@ -114,3 +114,5 @@ def _write(file: Path, data: Any) -> None:
     except OSError as error:
         _LOG.warning("%s is not kept: %s", file.name, error)
         new.unlink(missing_ok=True)
+        return False
+    return True

@@ -31,20 +31,24 @@ from dlrover.python.rl.common.errors import (
     ReplayDiverged,
     ResultLost,
     StaleCall,
-    WorkloadDied,
     user_traceback,
 )
 from dlrover.python.rl.common.log import cut_middle
 from dlrover.python.rl.common.progress import last_progress_s, noted_progress
 from dlrover.python.rl.control.liveness import Work
-from dlrover.python.rl.runtime.checkpoint.member_state import (
-    CommitAnswer,
-    CommitRequest,
-    MemberState,
-    RestoreRequest,
-)
+from dlrover.python.rl.runtime.checkpoint.member_state import CommitAnswer, CommitRequest, MemberState, RestoreRequest
 from dlrover.python.rl.runtime.process.heartbeat import CONSTRUCTING
-from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RESTORE, WHERE, Call, Ref, Standing
+from dlrover.python.rl.trainer.port import (
+    COMMIT,
+    FORGET,
+    PERSIST,
+    RESTORE,
+    WHERE,
+    Call,
+    Ref,
+    Standing,
+    gone_incarnation,
+)
 from dlrover.python.rl.trainer.shard import Rows, row_count, take_rows
 from dlrover.python.rl.trainer.workload import MemberContext, member_context
 
@@ -204,6 +208,11 @@ class MemberHost:
         with member_context(context), self._in(CONSTRUCTING, _NEVER):
             self.workload = workload_class(master_handle, config)
 
+    @property
+    def is_rebuilt(self) -> bool:
+        """Whether a trainer has called it: an object that is new in an old process gets its state in such calls."""
+        return self._epoch > 0
+
     def current_call(self) -> CurrentCall | None:
         now, progress = self._now, noted_progress()
         if progress != self._progress:
@@ -276,7 +285,7 @@ class MemberHost:
         if header.epoch and header.epoch < self._epoch:
             raise self._refusal(StaleCall, header, f"the trainer of epoch {header.epoch} has been replaced")
         if 0 < header.incarnation < self._incarnation:
-            raise gone_incarnation(header, self._context.role, self._context.rank)
+            raise gone_incarnation(header.incarnation, self._context.role, self._context.rank, header.method)
         if header.incarnation > self._incarnation:
             reason = f"meant for incarnation {header.incarnation}, this is {self._incarnation}"
             raise self._refusal(StaleCall, header, reason)
@@ -384,13 +393,6 @@ class MemberHost:
 
     def _drop(self, keeps_step: Callable[[int], bool]) -> None:
         self._answers = {call_id: answer for call_id, answer in self._answers.items() if keeps_step(call_id[0])}
-
-
-def gone_incarnation(header: CallHeader, role: str, rank: int) -> WorkloadDied:
-    """The error of a call to an incarnation whose process goes on as a later one."""
-    died = WorkloadDied("its peers are being replaced, and it joins them", role=role, rank=rank, method=header.method)
-    died.incarnation = header.incarnation
-    return died
 
 
 async def _awaited(result: Any) -> Any:

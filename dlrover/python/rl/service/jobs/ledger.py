@@ -36,8 +36,9 @@ from dlrover.python.rl.service.jobs.records import (
 from dlrover.python.rl.service.jobs.scheduling import QueueLimits, schedule
 
 KEPT_ENDED = 10_000
-_MOST_COMPARED = 500
 """Ended jobs that are remembered, and so their client tokens."""
+
+_MOST_COMPARED = 500
 
 
 class Ledger:

@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, ServiceUnavailable
@@ -18,6 +19,9 @@ from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 
 _MAX_WAITING = 64
 """Submissions of one caller that are being read, or wait for it."""
+
+_MAX_S = 5.0
+"""Hundreds of times what a job file takes."""
 
 
 def in_a_thread() -> Executor:
@@ -41,9 +45,13 @@ class SubmissionReader:
     async def read(self, request: wire.SubmitRequest, owner: str, root: Path) -> SubmitJob:
         """See :func:`check_submission`."""
         executor, loop = self._executor, asyncio.get_running_loop()
-        with self._waiting.hold(owner):
+        with ExitStack() as stack:
+            stack.enter_context(self._waiting.hold(owner))
             try:
-                found = await loop.run_in_executor(executor, _read, request.SerializeToString(), owner, root)
+                reading = executor.submit(_read, request.SerializeToString(), owner, root)
+                place = stack.pop_all()
+                reading.add_done_callback(lambda _: loop.call_soon_threadsafe(place.close))  # not when nobody waits
+                found = await asyncio.wrap_future(reading)
             except BrokenExecutor as error:
                 if executor is self._executor:
                     self._executor = self._make()
@@ -58,9 +66,34 @@ class SubmissionReader:
 
 def _read(request: bytes, owner: str, root: Path) -> SubmitJob | tuple[ConfigError, ...]:
     try:
-        return check_submission(wire.SubmitRequest.FromString(request), owner, root)
+        with _at_most(_MAX_S):
+            return check_submission(wire.SubmitRequest.FromString(request), owner, root)
     except InvalidJob as error:
         return error.errors
+    except _TooLong:
+        return (ConfigError("job_file", f"takes longer than {_MAX_S:g} s to read"),)
+
+
+class _TooLong(BaseException):
+    """Not an error that code which reads might handle."""
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Ends the block with _TooLong; only a process's main thread can be interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise _TooLong
+
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _end_with_the_service() -> None:

@@ -16,7 +16,7 @@ from dlrover.python.rl.service.jobs.records import JobDescription, SubmitJob
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 
 MAX_TEXT = 256 * 1024
-_MAX_OVERRIDES, _MAX_OVERRIDE = 200, 10_000
+_MAX_OVERRIDES, _MAX_OVERRIDE, _MAX_OVERRIDDEN = 200, 10_000, 65_536
 _MAX_PRIORITY = 100
 _MAX_REASON = 500
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -54,11 +54,12 @@ def check_submission(request: wire.SubmitRequest, owner: str, root: Path) -> Sub
 
 def _faults(request: wire.SubmitRequest) -> list[ConfigError]:
     size = len(request.job_file.encode())
-    overrides = len(request.overrides)
+    overrides, length = len(request.overrides), sum(map(len, request.overrides))
     checks = {
         "client_token": (bool(_TOKEN.fullmatch(request.client_token)), "is 1 to 128 letters, digits, '-' or '_'"),
         "job_file": (0 < size <= MAX_TEXT, f"has {size} bytes; it has 1 to {MAX_TEXT}"),
         "overrides": (overrides <= _MAX_OVERRIDES, f"are {overrides}, more than {_MAX_OVERRIDES}"),
+        "override": (length <= _MAX_OVERRIDDEN, f"all together have {length} letters, more than {_MAX_OVERRIDDEN}"),
         "priority": (abs(request.priority) <= _MAX_PRIORITY, f"is between -{_MAX_PRIORITY} and {_MAX_PRIORITY}"),
     }
     errors = [ConfigError(where, what) for where, (is_right, what) in checks.items() if not is_right]

@@ -32,9 +32,10 @@ from dlrover.python.rl.runtime.process.executor import enter_folder, load_class,
 from dlrover.python.rl.runtime.process.health import try_devices
 from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat, HeartbeatSender, HeartbeatSettings
 from dlrover.python.rl.runtime.process.held_secrets import held_secrets, take_secrets
-from dlrover.python.rl.runtime.process.host import CallHeader, MemberHost, decode, gone_incarnation
+from dlrover.python.rl.runtime.process.host import CallHeader, MemberHost, decode
 from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_output
 from dlrover.python.rl.runtime.process.notice import DepartureNotice
+from dlrover.python.rl.trainer.port import gone_incarnation
 from dlrover.python.rl.trainer.shard import row_count
 from dlrover.python.rl.trainer.workload import MemberContext
 
@@ -173,12 +174,14 @@ class MemberActor:
         """Run a method for a role group; see :func:`serve`."""
         host = self._host
         if host is None and 0 < header.incarnation <= self._left:
-            raise gone_incarnation(header, self._role, self._identity[0].rank)
+            raise gone_incarnation(header.incarnation, self._role, self._identity[0].rank, header.method)
         if host is None or host.workload is None:
             raise CallSkipped("it has not started yet", role=self._role, rank=-1, method=header.method)
         return serve(host, header, values)
 
     def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self._left and (self._host is None or not self._host.is_rebuilt):
+            raise gone_incarnation(self._left, self._role, self._identity[0].rank, method)
         assert self._host is not None, "dlrover_start comes first"
         return self._host.run(method, args, kwargs)
 

@@ -157,7 +157,7 @@ class RayPort:
 
 def is_loss(error: BaseException) -> bool:
     """Whether an error of ``ray.get`` says that a process or a result is lost."""
-    lost = RayActorError | NodeDiedError | WorkerCrashedError | ObjectLostError
+    lost = RayActorError | NodeDiedError | WorkerCrashedError | ObjectLostError | WorkloadDied
     return any(isinstance(link, lost) for link in _chain(error))
 
 

@@ -60,6 +60,11 @@ class ProcessEntry:
     def is_member(self) -> bool:
         return self.process_id.kind is ProcessKind.MEMBER
 
+    @property
+    def located(self) -> Process | None:
+        """Where it runs, or has run as the former incarnation."""
+        return self.process or (self.former.process if self.former is not None else None)
+
     def follow(self, number: int) -> "ProcessEntry":
         """The entry of a later incarnation in the same process."""
         former, born = replace(self, former=None), self.born or self.number
@@ -104,7 +109,7 @@ class ProcessTable:
         entries = list(self._entries.values())
         for entry in entries:
             self.pop(entry.process_id)
-        return [entry.process for entry in entries if entry.process is not None]
+        return [process for entry in entries if (process := entry.located) is not None]
 
     def free_slot(self, role: str, preferred: int, slots: int, lacking: Collection[int] = ()) -> int:
         """One of the role's ``slots`` that none of its processes has, if possible none of the ``lacking`` ones."""
@@ -205,7 +210,8 @@ class ActorPool:
         try:
             await asyncio.wait_for(awaited(entry.handle.dlrover_leave.remote()), _LEAVE_S)
         except (TimeoutError, RayError) as error:
-            _LOG.warning("%s gets another process: %s", entry.process_id, error or f"no answer in {_LEAVE_S:g} s")
+            why = str(error).partition("\n")[0] or f"no answer in {_LEAVE_S:g} s"
+            _LOG.warning("%s gets another process: %s", entry.process_id, why)
             return False
         return True
 
@@ -214,8 +220,8 @@ class ActorPool:
             entry.handle = await self.find(self.name_of(entry))
         if entry.handle is not None:
             self.cluster.kill_actor(entry.handle)
-        if entry.process is not None:
-            await kill_process(self.cluster, entry.process)
+        if (process := entry.located) is not None:
+            await kill_process(self.cluster, process)
 
     async def end_named(self, names: Sequence[str]) -> None:
         """Kill the actors of these names and wait until all names are free."""
