@@ -24,6 +24,7 @@ from dlrover.python.rl.control.events import (
     TrainerStarted,
 )
 from tests.chaos.damage import clear, flip_bit, tear
+from tests.chaos.fault_table import OUTSIDE, PAGE, RESULTS, load_runs, render, render_outside, with_table
 from tests.chaos.faults import QUICK, Kind, schedule
 from tests.chaos.findings import NOTHING, confusion, false_alarms, findings_of, lost_commits
 from tests.chaos.gates import Gates
@@ -266,3 +267,13 @@ def test_what_a_killed_run_has_left_is_cleared_away_with_its_small_disk(tmp_path
     clear(folder)
     assert list(folder.iterdir()) == []
     assert str(folder) not in Path("/proc/self/mounts").read_text()
+
+
+def test_the_page_of_faults_is_what_was_measured_and_counts_runs_from_outside():
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_table(page, render(load_runs(RESULTS), load_runs(OUTSIDE))) == page
+    killed = [[12.5, "ray::RLMaster.follow"], [50, "raylet"]]
+    run = {"seconds": 170.0, "first_step_s": 40.0, "same": True, "killed": killed}
+    series = {"undisturbed": {}, "seed 1": run, "seed 2": run | {"same": False}, "seed 3": run | {"seconds": 200.0}}
+    cells = [cell.strip() for cell in render_outside([series]).splitlines()[-1].strip("|").split("|")]
+    assert cells == ["RLMaster 3, raylet 3", "3", "2", "6", "3", "170", "200"]
