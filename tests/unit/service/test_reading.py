@@ -13,6 +13,7 @@ import pytest
 from dlrover.python.rl.common.errors import InvalidJob, ServiceBusy, ServiceUnavailable
 from dlrover.python.rl.service.jobs import reading
 from dlrover.python.rl.service.jobs.reading import SubmissionReader, in_a_process
+from dlrover.python.rl.service.jobs.submissions import check_submission
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from tests.served import JOB, serving, until
 
@@ -74,6 +75,14 @@ def test_a_file_that_takes_too_long_is_refused(tmp_path, monkeypatch):
     assert "takes longer than 0.05 s" in str(error)
 
 
+def test_overrides_are_limited_together(tmp_path):
+    request = wire.SubmitRequest(
+        client_token="t", job_file=JOB, overrides=[f"config.k{at}={'1' * 9000}" for at in range(8)]
+    )
+    with pytest.raises(InvalidJob, match="overrides: have .* letters together"):
+        check_submission(request, "ann", tmp_path)
+
+
 def test_a_place_is_held_for_as_long_as_the_file_is_read(tmp_path, monkeypatch):
     free = threading.Event()
     monkeypatch.setattr(reading, "_MAX_WAITING", 1)
@@ -86,7 +95,7 @@ def test_a_place_is_held_for_as_long_as_the_file_is_read(tmp_path, monkeypatch):
         with pytest.raises(ServiceBusy):
             await reader.read(REQUEST, "ann", tmp_path)
         free.set()
-        await asyncio.sleep(0.1)
+        await asyncio.to_thread(until, lambda: not reader._waiting._held)
         with pytest.raises(InvalidJob):
             await reader.read(REQUEST, "ann", tmp_path)
 

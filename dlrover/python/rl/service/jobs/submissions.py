@@ -54,17 +54,18 @@ def check_submission(request: wire.SubmitRequest, owner: str, root: Path) -> Sub
 
 def _faults(request: wire.SubmitRequest) -> list[ConfigError]:
     size = len(request.job_file.encode())
-    overrides, length = len(request.overrides), sum(map(len, request.overrides))
+    overrides = len(request.overrides)
     checks = {
         "client_token": (bool(_TOKEN.fullmatch(request.client_token)), "is 1 to 128 letters, digits, '-' or '_'"),
         "job_file": (0 < size <= MAX_TEXT, f"has {size} bytes; it has 1 to {MAX_TEXT}"),
         "overrides": (overrides <= _MAX_OVERRIDES, f"are {overrides}, more than {_MAX_OVERRIDES}"),
-        "override": (length <= _MAX_OVERRIDDEN, f"all together have {length} letters, more than {_MAX_OVERRIDDEN}"),
         "priority": (abs(request.priority) <= _MAX_PRIORITY, f"is between -{_MAX_PRIORITY} and {_MAX_PRIORITY}"),
     }
     errors = [ConfigError(where, what) for where, (is_right, what) in checks.items() if not is_right]
     if any(len(override) > _MAX_OVERRIDE for override in request.overrides):
         errors.append(ConfigError("overrides", f"one has more than {_MAX_OVERRIDE} letters"))
+    if (length := sum(map(len, request.overrides))) > _MAX_OVERRIDDEN:
+        errors.append(ConfigError("overrides", f"have {length} letters together, more than {_MAX_OVERRIDDEN}"))
     if request.name:
         errors += name_faults(request.name)
     return errors

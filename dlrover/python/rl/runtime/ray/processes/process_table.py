@@ -156,7 +156,7 @@ def entries_of(state: JobState) -> Iterator[ProcessEntry]:
 _POLL_S = 0.05
 _GONE_S = 20.0
 _CLOSE_GRACE_S = 1.0
-_LEAVE_S = 3.0  # a collective that has lost a rank fails at once
+_LEAVE_S = 3.0  # a gloo collective that has lost a rank fails at once
 
 
 @dataclass
