@@ -35,7 +35,7 @@ MUTATIONS = {
     ),
     # -- numbers ------------------------------------------------------------------------------------------------------
     "a member keeps its number": Mutation(
-        "control.state", "return Member(self.incarnation + 1, ", "return Member(self.incarnation, "
+        "control.members", "return Member(self.incarnation + 1, ", "return Member(self.incarnation, "
     ),
     "the trainer keeps its number": Mutation(
         "control.recovery",
@@ -47,7 +47,7 @@ MUTATIONS = {
     ),
     "a restart of the job keeps the members' numbers": Mutation(
         "control.recovery",
-        "{process_id: member.next() for process_id, member in state.members.items()},",
+        "Members({process_id: member.next() for process_id, member in state.members.items()}),",
         "state.members,",
     ),
     "the job keeps its number": Mutation(
@@ -70,13 +70,13 @@ MUTATIONS = {
     # -- recovery by scope --------------------------------------------------------------------------------------------
     "a group is recovered member by member": Mutation(
         "control.recovery",
-        "by_scope = _recover_group if settings.roles[role].scope is RecoveryScope.GROUP else _recover_members",
-        "by_scope = _recover_members",
+        "if settings.roles[role].scope is RecoveryScope.GROUP:\n            state, more = _recover_group",
+        "if False:\n            state, more = _recover_group",
     ),
     "a member is recovered with its whole role": Mutation(
         "control.recovery",
-        "by_scope = _recover_group if settings.roles[role].scope is RecoveryScope.GROUP else _recover_members",
-        "by_scope = _recover_group",
+        "if settings.roles[role].scope is RecoveryScope.GROUP:\n            state, more = _recover_group",
+        "if True:\n            state, more = _recover_group",
     ),
     "the rest of a group is not ended": Mutation(
         "control.recovery", "return state, killed + commands", "return state, commands"
@@ -242,13 +242,13 @@ MUTATIONS = {
     ),
     "an event that orders something is not written down": Mutation(
         "master.process.brain",
-        "        self._store.append(encode(at_s, event))\n",
-        "        if not commands:\n            self._store.append(encode(at_s, event))\n",
+        "if each.after is not each.before]",
+        "if each.after is not each.before and not each.commands]",
     ),
     "the state before the journal": Mutation(
         "master.process.brain",
-        "        self._store.append(encode(at_s, event))\n        self.state = state\n",
-        "        self.state = state\n        self._store.append(encode(at_s, event))\n",
+        "        if lines:\n            self._store.append(*lines)\n        self.state = state\n",
+        "        self.state = state\n        if lines:\n            self._store.append(*lines)\n",
     ),
     # -- the journal --------------------------------------------------------------------------------------------------
     "events are written without their time": Mutation("control.journal", '"at_s": at_s,', '"at_s": 0.0,'),

@@ -25,9 +25,9 @@ class WatchedStore:
         self.inner = inner
         self.appended: bool | None = False
 
-    def append(self, line: bytes) -> None:
+    def append(self, *lines: bytes) -> None:
         self.appended = None
-        self.inner.append(line)
+        self.inner.append(*lines)
         self.appended = True
 
     def read(self) -> list[bytes]:

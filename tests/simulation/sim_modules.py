@@ -14,6 +14,7 @@ ROOT = "dlrover.python.rl"
 HERE = Path(__file__).resolve().parents[2]
 
 PRIVATE = (
+    "control.members",
     "control.state",
     "control.budgets",
     "control.recovery",
@@ -40,6 +41,14 @@ class Mutation:
         return source.replace(self.old, self.new)
 
 
+def source_of(name: str) -> str:
+    return path_of(name).read_text(encoding="utf-8")
+
+
+def path_of(name: str) -> Path:
+    return HERE.joinpath(*ROOT.split("."), *name.split(".")).with_suffix(".py")
+
+
 def load(*mutations: Mutation) -> types.SimpleNamespace:
     """A set of production modules of its own, by the last part of their names: ``load().machine.step``."""
     return by_last_name(load_all(*mutations))
@@ -54,12 +63,11 @@ def load_all(*mutations: Mutation) -> dict[str, types.ModuleType]:
     """The same, by their full names."""
     loaded: dict[str, types.ModuleType] = {}
     for name in PRIVATE:
-        path = HERE.joinpath(*ROOT.split("."), *name.split(".")).with_suffix(".py")
-        source = path.read_text(encoding="utf-8")
+        source = source_of(name)
         for mutation in mutations:
             if mutation.module == name:
                 source = mutation.apply(source)
-        loaded[f"{ROOT}.{name}"] = execute(f"{ROOT}.{name}", source, str(path), loaded)
+        loaded[f"{ROOT}.{name}"] = execute(f"{ROOT}.{name}", source, str(path_of(name)), loaded)
     return loaded
 
 

@@ -13,6 +13,13 @@ from sim_mutants import caught_by
 LEAST, SHARE = 30, 0.95
 
 
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_seeded_bug_changes_the_code(name):
+    mutation = MUTATIONS[name]
+    source = sim_modules.source_of(mutation.module)
+    assert mutation.apply(source) != source
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_at_least_95_of_100_seeded_bugs_are_caught():

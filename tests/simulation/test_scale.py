@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""1,000 nodes and 8,000 members: what a mass failure costs the machine itself."""
+"""1,000 nodes and 10,000 members: what starts, failures and heartbeats cost the machine itself."""
 
 import time
 
+from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.commands import StartMembers
 from dlrover.python.rl.control.events import (
     Cause,
@@ -18,8 +19,11 @@ from dlrover.python.rl.control.events import (
     Submitted,
     TrainerStarted,
 )
-from dlrover.python.rl.control.machine import step
+from dlrover.python.rl.control.machine import replay, step
 from dlrover.python.rl.control.state import JobState, Phase
+from dlrover.python.rl.master.process.hang_detector import HangDetector
+from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSettings
+from tests.toy_jobs import toy_job
 
 NODES, PER_NODE = 1000, 8
 GROUP = 2000
@@ -60,3 +64,60 @@ def test_a_tenth_of_8000_members_and_100_nodes_lost_take_less_than_a_second():
     assert started == GROUP + state.recoveries["ROLLOUT"]
     assert set(state.excluded) == lost_nodes
     assert took_s < WITHIN_S
+
+
+def of_size(members):
+    """The events of a start with this number of members, a quarter of them one group."""
+    group = max(members // 4, 1)
+    roles = {"ACTOR": RoleSettings(group, RecoveryScope.GROUP), "ROLLOUT": RoleSettings(members - group)}
+    ranks = [(role, rank) for role, settings in roles.items() for rank in range(settings.num)]
+    started = [MemberStarted(role, rank, 1, Process(f"n{at // PER_NODE}", at)) for at, (role, rank) in enumerate(ranks)]
+    return [Submitted("big", roles), Placed(1), *started, TrainerStarted(1, Process("head", 1)), StepsOpened(1)]
+
+
+def fastest(work, tries=3):
+    """The least processor time of some tries, in seconds, and the last result."""
+    times = []
+    for _ in range(tries):
+        began_s = time.process_time()
+        result = work()
+        times.append(time.process_time() - began_s)
+    return min(times), result
+
+
+def test_the_start_of_10000_members_is_replayed_in_a_second():
+    events = [(0.0, event) for event in of_size(10_000)]
+    took_s, state = fastest(lambda: replay(events), tries=2)
+    assert state.opened and state.members.up == 10_000
+    assert took_s < WITHIN_S
+
+
+def test_an_event_costs_about_the_same_with_10_and_with_10000_members():
+    cost_s = {}
+    for size in (10, 10_000):
+        state = replay((0.0, event) for event in of_size(size))
+        lost = MemberLost("ROLLOUT", 3, 1, Cause(CauseKind.PROCESS_DIED, "ROLLOUT[3]", "gone"))
+        back = MemberStarted("ROLLOUT", 3, 2, Process("n0", 7))
+
+        def both(state=state, lost=lost, back=back):
+            for _ in range(100):
+                after, _ = step(state, lost, 1.0)
+                after, _ = step(after, back, 2.0)
+            return after
+
+        cost_s[size], after = fastest(both)
+        assert after.members[ProcessId("ROLLOUT", 3)].incarnation == 2
+    assert cost_s[10_000] < 4 * cost_s[10], cost_s
+
+
+def test_a_heartbeat_takes_the_master_20_microseconds_with_10000_members(tmp_path):
+    state = replay((0.0, event) for event in of_size(10_000))
+    detector = HangDetector(toy_job(tmp_path), HeartbeatSettings(0.5, 60.0), lambda process_id: None, read_nothing)
+    beats = [Heartbeat(process_id, 1, "", 0.0, 0) for process_id in state.members]
+    took_s, taken = fastest(lambda: sum(detector.take(beat, state) for beat in beats))
+    assert taken == len(beats) == 10_000
+    assert took_s / len(beats) < 20e-6
+
+
+async def read_nothing(process):
+    return ""

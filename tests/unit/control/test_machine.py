@@ -28,7 +28,8 @@ from dlrover.python.rl.control.events import (
     WaitOver,
 )
 from dlrover.python.rl.control.machine import outstanding, replay, step
-from dlrover.python.rl.control.state import EndReason, JobState, MemberPhase, Phase
+from dlrover.python.rl.control.members import MemberPhase
+from dlrover.python.rl.control.state import EndReason, JobState, Phase
 
 # -- a run that nothing disturbs --------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 """The brain: saved before ordered, replayed after a restart, silent about what changes nothing."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ from dlrover.python.rl.control.events import (
     WaitOver,
 )
 from dlrover.python.rl.control.journal import decode
-from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.control.state import JobState, Phase
 from dlrover.python.rl.master.process.brain import Brain, earlier_journal, fresh_journal, submission
 from dlrover.python.rl.master.process.status import status_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore
@@ -48,7 +49,7 @@ RUNNING = (SUBMITTED, Placed(1), MemberStarted("ACTOR", 0, 1, HERE), TrainerStar
 
 
 class FullDisk(MemoryStateStore):
-    def append(self, line):
+    def append(self, *lines):
         raise OSError("no space left on device")
 
 
@@ -64,6 +65,30 @@ def test_an_event_is_saved_with_its_time_before_its_commands_are_handed_out():
     clock.advance(0.25)
     brain.handle(Placed(1))
     assert decode(store.read()) == [(12.5, SUBMITTED), (12.75, Placed(1))]
+
+
+def test_events_that_come_together_are_decided_one_by_one_and_saved_at_once():
+    class Counting(MemoryStateStore):
+        appends = 0
+
+        def append(self, *lines):
+            self.appends += 1
+            super().append(*lines)
+
+    store = Counting()
+    brain = Brain(store)
+    handled = brain.handle_all([*RUNNING, RUNNING[-1]])
+    assert [each.event for each in handled] == [*RUNNING, RUNNING[-1]]
+    assert handled[1].commands == (StartMembers("ACTOR", ((0, 1),)),) and not handled[-1].commands
+    assert all(later.before is each.after for each, later in pairwise(handled)) and brain.state is handled[-1].after
+    assert store.appends == 1 and saved(store) == list(RUNNING)
+
+
+def test_of_events_that_cannot_be_saved_none_has_an_effect():
+    brain = Brain(FullDisk())
+    with pytest.raises(OSError, match="no space"):
+        brain.handle_all(RUNNING)
+    assert brain.state == JobState()
 
 
 def test_what_cannot_be_saved_did_not_happen():

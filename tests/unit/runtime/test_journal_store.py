@@ -232,6 +232,30 @@ def test_a_last_line_that_was_cut_short_never_counted(path):
         assert read_lines(path) == lines
 
 
+def test_of_lines_that_were_appended_together_a_crash_leaves_the_first_ones(path):
+    lines = some_lines(4)
+    with opened(path) as store:
+        store.append(lines[0])
+        before = path.stat().st_size
+        store.append(*lines[1:])
+        content = path.read_bytes()
+    for size in range(before, len(content) + 1, 7):
+        path.write_bytes(content[:size])
+        left = read_lines(path)
+        assert left and left == lines[: len(left)]
+    path.write_bytes(content)
+    assert read_lines(path) == lines
+
+
+def test_lines_that_are_appended_together_are_synced_once(path, monkeypatch):
+    synced = []
+    with opened(path) as store:
+        monkeypatch.setattr(journal_store.os, "fsync", synced.append)
+        store.append(*some_lines(100))
+        assert len(synced) == 1
+    assert len(read_lines(path)) == 100
+
+
 @pytest.mark.parametrize("last", [b"", *(bytes([10 ^ 1 << bit]) for bit in range(8))], ids=repr)
 def test_a_last_line_that_is_whole_but_for_its_newline_is_kept(path, last):
     lines = some_lines(4)

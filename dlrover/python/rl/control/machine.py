@@ -38,6 +38,7 @@ from dlrover.python.rl.control.events import (
     Unplaced,
     WaitOver,
 )
+from dlrover.python.rl.control.members import Member, MemberPhase, Members
 from dlrover.python.rl.control.recovery import (
     begin_incarnation,
     end,
@@ -52,8 +53,6 @@ from dlrover.python.rl.control.resizing import resized, unplaced
 from dlrover.python.rl.control.state import (
     EndReason,
     JobState,
-    Member,
-    MemberPhase,
     Phase,
     Result,
     StandbyPhase,
@@ -114,9 +113,9 @@ def _before_submission(state: JobState, event: Event) -> Result:
         return replace(state, phase=stopped, outcome=stopped, ended_by=EndReason.STOPPED, reason=event.reason), ()
     if not isinstance(event, Submitted):
         return state, ()
-    members = {
-        ProcessId(role, rank): Member(1) for role, settings in event.roles.items() for rank in range(settings.num)
-    }
+    members = Members(
+        {ProcessId(role, rank): Member(1) for role, settings in event.roles.items() for rank in range(settings.num)}
+    )
     return _begin(replace(state, settings=event, members=members, epoch=1))
 
 
@@ -147,7 +146,7 @@ def _member_started(state: JobState, settings: Submitted, event: MemberStarted, 
     if member.phase is not MemberPhase.STARTING:
         return state, ()
     up = Member(event.incarnation, MemberPhase.UP, event.process, event.standby, event.born)
-    state = replace(state, members={**state.members, process_id: up})
+    state = replace(state, members=state.members.replacing({process_id: up}))
     if member.standby >= 0:
         state = drop_standby(state, event.role, member.standby)
     if state.phase is Phase.RUNNING:
@@ -158,7 +157,7 @@ def _member_started(state: JobState, settings: Submitted, event: MemberStarted, 
 def _start_trainer_once_all_up(state: JobState, settings: Submitted) -> Result:
     if state.trainer.phase is not MemberPhase.WAITING:
         return state, ()
-    if any(member.phase is not MemberPhase.UP for member in state.members.values()):
+    if state.members.up < len(state.members):
         return state, ()
     state, commands = start_trainer(state)
     for role in settings.roles:
@@ -240,7 +239,7 @@ def _wait_over(state: JobState, settings: Submitted, event: WaitOver, at_s: floa
 def _released(state: JobState, settings: Submitted, event: Released, at_s: float) -> Result:
     """The incarnation is released: the job has ended, or its next incarnation begins."""
     if state.phase is Phase.ENDING and state.outcome is not None:
-        members = {process_id: Member(member.incarnation) for process_id, member in state.members.items()}
+        members = Members({process_id: Member(member.incarnation) for process_id, member in state.members.items()})
         trainer = replace(state.trainer, phase=MemberPhase.WAITING, process=None)
         return replace(state, phase=state.outcome, members=members, standbys={}, trainer=trainer, released=True), ()
     if state.phase is not Phase.RESTARTING or state.released:

@@ -24,10 +24,10 @@ from dlrover.python.rl.control.events import (
     Submitted,
     TrainerLost,
 )
+from dlrover.python.rl.control.members import MemberPhase, Members
 from dlrover.python.rl.control.state import (
     EndReason,
     JobState,
-    MemberPhase,
     Phase,
     Result,
     StandbyPhase,
@@ -272,12 +272,13 @@ def kill_members(state: JobState, role: str, ranks: Sequence[int]) -> tuple[Comm
 def begin_incarnation(state: JobState, role: str, ranks: Sequence[int], kept: Sequence[int] = ()) -> JobState:
     """Give members their next incarnation, the ``kept`` ones in their processes; a standby that was becoming one of
     them is dropped."""
-    members = dict(state.members)
+    changes = {}
     for process_id in (ProcessId(role, rank) for rank in ranks):
-        if members[process_id].standby >= 0:
-            state = drop_standby(state, role, members[process_id].standby)
-        members[process_id] = members[process_id].next(in_its_process=process_id.rank in kept)
-    return replace(state, members=members)
+        member = state.members[process_id]
+        if member.standby >= 0:
+            state = drop_standby(state, role, member.standby)
+        changes[process_id] = member.next(in_its_process=process_id.rank in kept)
+    return replace(state, members=state.members.replacing(changes))
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------
@@ -295,7 +296,7 @@ def _restart_job(state: JobState, settings: Submitted, failure: Failure, at_s: f
         state,
         phase=Phase.RESTARTING,
         epoch=state.epoch + 1,
-        members={process_id: member.next() for process_id, member in state.members.items()},
+        members=Members({process_id: member.next() for process_id, member in state.members.items()}),
         standbys={},
         trainer=Trainer(reason=f"{failure.cause.who}: {failure.cause.message}"),
         opened=False,

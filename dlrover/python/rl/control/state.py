@@ -8,6 +8,7 @@ from enum import StrEnum
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.control.commands import Command, StartMembers, StartStandby, StartTrainer, Wait
 from dlrover.python.rl.control.events import Cause, Process, Submitted
+from dlrover.python.rl.control.members import MemberPhase, Members
 
 STANDBY_TRIES = 5
 """Standbys that a role may lose without progress in between; then it gets no further ones."""
@@ -44,12 +45,6 @@ class Phase(StrEnum):
         return self in (Phase.PLACED, Phase.RUNNING)
 
 
-class MemberPhase(StrEnum):
-    WAITING = "waiting"  # no process: it is not due yet, or a back-off runs
-    STARTING = "starting"
-    UP = "up"
-
-
 class StandbyPhase(StrEnum):
     WAITING = "waiting"  # no process: a back-off runs
     STARTING = "starting"
@@ -62,23 +57,6 @@ class EndReason(StrEnum):
     STOPPED = "stopped"  # on request
     NOT_RETRYABLE = "not_retryable"
     RESTART_LIMIT = "restart_limit"  # more restarts within the window than allowed
-
-
-@dataclass(frozen=True)
-class Member:
-    incarnation: int  # of its process, or of the next one
-    phase: MemberPhase = MemberPhase.WAITING
-    process: Process | None = None  # while it is up
-    standby: int = -1  # the standby that it is or was, -1 for none
-    born: int = 0  # the incarnation with which its process began, 0: this one
-
-    @property
-    def first(self) -> int:
-        """The incarnation with which its process began."""
-        return self.born or self.incarnation
-
-    def next(self, in_its_process: bool = False) -> "Member":
-        return Member(self.incarnation + 1, born=self.first if in_its_process else 0)
 
 
 @dataclass(frozen=True)
@@ -112,7 +90,7 @@ class JobState:
     incarnation: int = 0  # 0 before it is submitted, then 1, one more for each restart of the job
     epoch: int = 0  # of the trainer's process, or of the next one
     settings: Submitted | None = None
-    members: Mapping[ProcessId, Member] = field(default_factory=dict)
+    members: Members = field(default_factory=Members)
     standbys: Mapping[str, Mapping[int, Standby]] = field(default_factory=dict)  # by role and number
     next_standby: Mapping[str, int] = field(default_factory=dict)  # role to number
     trainer: Trainer = field(default_factory=Trainer)
@@ -163,16 +141,17 @@ def start_members(state: JobState, role: str, ranks: Sequence[int], spared: Iter
     """Start waiting members; a ready standby becomes each of them, except for the ``spared`` ranks."""
     if not ranks:
         return state, ()
-    pool = state.standbys.get(role, {})
+    pool, left_out = state.standbys.get(role, {}), set(spared)
     ready = (number for number in sorted(pool) if pool[number].phase is StandbyPhase.READY)
-    taking = dict(zip((rank for rank in ranks if rank not in set(spared)), ready, strict=False))
+    in_fresh_processes = (rank for rank in ranks if rank not in left_out)
+    taking = dict(zip(in_fresh_processes, ready, strict=False))
     starting = {
         ProcessId(role, rank): replace(
             state.members[ProcessId(role, rank)], phase=MemberPhase.STARTING, standby=taking.get(rank, -1)
         )
         for rank in ranks
     }
-    state = replace(state, members={**state.members, **starting})
+    state = replace(state, members=state.members.replacing(starting))
     if taking:
         used = {number: replace(pool[number], phase=StandbyPhase.TAKING) for number in taking.values()}
         state = replace(state, standbys={**state.standbys, role: {**pool, **used}})

@@ -19,7 +19,8 @@ from prometheus_client.core import (
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, package_version
 from dlrover.python.rl.control.events import CauseKind, Event, Failed, MemberStarted, TrainerStarted
 from dlrover.python.rl.control.machine import step
-from dlrover.python.rl.control.state import JobState, MemberPhase, Phase
+from dlrover.python.rl.control.members import MemberPhase
+from dlrover.python.rl.control.state import JobState, Phase
 from dlrover.python.rl.metrics.goodput import LOSSES, TimeAccount, TimeUse
 from dlrover.python.rl.trainer.call_counts import BUCKETS_S
 from dlrover.python.rl.trainer.trainer import StepReport
@@ -257,9 +258,9 @@ class JobMetrics:
 
 def _lost(before: JobState, after: JobState) -> Iterator[ProcessId]:
     """The processes that were up before and are not any more."""
-    for process_id, member in before.members.items():
+    for process_id in after.members.changed_since(before.members):
         now = after.members.get(process_id)
-        if member.phase is MemberPhase.UP and (now is None or now.phase is not MemberPhase.UP):
+        if before.members[process_id].phase is MemberPhase.UP and (now is None or now.phase is not MemberPhase.UP):
             yield process_id
 
 

@@ -3,9 +3,10 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import NamedTuple
 
 from dlrover.python.rl.common.errors import JobConflict
 from dlrover.python.rl.config.spec import JobSpec
@@ -26,6 +27,13 @@ from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport, a
 JOURNAL = "journal.jsonl"
 
 
+class Handled(NamedTuple):
+    event: Event
+    before: JobState
+    after: JobState
+    commands: tuple[Command, ...]
+
+
 class Brain:
     """Replays the journal of ``store``, then journals events and returns their commands. Raises JournalCorrupt."""
 
@@ -37,13 +45,20 @@ class Brain:
 
     def handle(self, event: Event) -> tuple[Command, ...]:
         """Save ``event``, unless it changes nothing, and return its commands; after an OSError nothing has changed."""
-        at_s = self._wall_s()
-        state, commands = step(self.state, event, at_s)
-        if state is self.state:
-            return ()
-        self._store.append(encode(at_s, event))
+        return self.handle_all((event,))[0].commands
+
+    def handle_all(self, events: Sequence[Event]) -> list[Handled]:
+        """Like :meth:`handle` for each, but what is saved is saved together."""
+        at_s, state, handled = self._wall_s(), self.state, []
+        for event in events:
+            after, commands = step(state, event, at_s)
+            handled.append(Handled(event, state, after, commands))
+            state = after
+        lines = [encode(at_s, each.event) for each in handled if each.after is not each.before]
+        if lines:
+            self._store.append(*lines)
         self.state = state
-        return commands
+        return handled
 
     def outstanding(self) -> tuple[Command, ...]:
         return outstanding(self.state)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, ProcessKind
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import (
     Cause,
@@ -18,7 +18,8 @@ from dlrover.python.rl.control.events import (
     make_lost_event,
 )
 from dlrover.python.rl.control.liveness import Hang, Listening, Paces, Sign, hangs, odd_one_out
-from dlrover.python.rl.control.state import JobState, MemberPhase, StandbyPhase
+from dlrover.python.rl.control.members import MemberPhase
+from dlrover.python.rl.control.state import JobState, StandbyPhase
 from dlrover.python.rl.runtime.process.heartbeat import CONSTRUCTING, Heartbeat, HeartbeatSettings
 
 _LOG = get_logger(__name__)
@@ -60,7 +61,7 @@ class HangDetector:
         """Record a heartbeat; False when the state has a later process in its place."""
         if not _is_current(beat, state):
             return False
-        if beat.process_id not in _numbers_up(state) or beat.method == CONSTRUCTING:
+        if not _is_up(beat.process_id, state) or beat.method == CONSTRUCTING:
             return True  # starting has a separate limit, also when the event of its end has come first
         now_s = self._now_s()
         self._paces.note(beat.process_id, beat.number, beat.work)
@@ -135,11 +136,23 @@ def _numbers_up(state: JobState) -> dict[ProcessId, int]:
     return up
 
 
+def _is_up(process_id: ProcessId, state: JobState) -> bool:
+    match process_id.kind:
+        case ProcessKind.TRAINER:
+            return state.trainer.phase is MemberPhase.UP
+        case ProcessKind.STANDBY:
+            standby = state.standbys.get(process_id.role, {}).get(process_id.rank)
+            return standby is not None and standby.phase is StandbyPhase.READY
+    member = state.members.get(process_id)
+    return member is not None and member.phase is MemberPhase.UP
+
+
 def _is_current(beat: Heartbeat, state: JobState) -> bool:
     if beat.process_id == TRAINER_ID:
         return beat.number >= state.epoch
-    if beat.process_id in state.members:
-        return beat.number >= state.members[beat.process_id].first
+    member = state.members.get(beat.process_id)
+    if member is not None:
+        return beat.number >= member.first
     return beat.number in state.standbys.get(beat.process_id.role, {})
 
 

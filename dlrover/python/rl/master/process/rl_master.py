@@ -17,7 +17,7 @@ import asyncio
 import os
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.common.redaction import hide_values
 from dlrover.python.rl.config.secrets import Secrets, hidden_in, unseal
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.commands import Command, Release
+from dlrover.python.rl.control.commands import Release
 from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
@@ -51,7 +51,7 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState, Phase
-from dlrover.python.rl.master.process.brain import Brain, earlier_journal, fresh_journal, submission
+from dlrover.python.rl.master.process.brain import Brain, Handled, earlier_journal, fresh_journal, submission
 from dlrover.python.rl.master.process.hang_detector import HangDetector
 from dlrover.python.rl.master.process.observer import JobObserver
 from dlrover.python.rl.master.process.replacement import find_up, replacement
@@ -79,6 +79,7 @@ _LINGER_S = 60.0
 _BEGIN_S = 300.0
 _JOURNAL_S = 5.0
 _POLL_S = 0.05
+_MOST_EVENTS = 256
 _ECHO_S = 1.0  # a link that fails is mostly the echo of another rank's death, which is about to show
 
 
@@ -160,7 +161,7 @@ class RLMaster:
 
     async def _come_back(self) -> None:
         try:
-            await self._journalled(MasterStarted(pid=os.getpid()))
+            await self._journalled([MasterStarted(pid=os.getpid())])
             state = self._state
             _LOG.warning("the master of %s is back: the job is %s", self._job.name, state.phase.value)
             alive = await self._executor.adopt(state, self._events.put_nowait)
@@ -215,9 +216,13 @@ class RLMaster:
     async def _run(self) -> None:
         try:
             while not self._state.phase.terminal:
-                event = await self._events.get()  # waits: for the next event, as long as the job runs
-                await self._take(event)
+                events = [await self._events.get()]  # waits: for the next event, as long as the job runs
+                while len(events) < _MOST_EVENTS and not self._events.empty():
+                    events.append(self._events.get_nowait())
+                for handled in await self._journalled(events):
+                    self._carry_out(handled)
                 await self._tell()
+                await asyncio.sleep(0)  # requests come in between
         except StaleEpoch as error:
             leave(f"another process of this master has taken over: {error}")  # the rest is the other's task
         except Exception as error:  # noqa: BLE001 -- a broken loop must not leave a job that looks alive
@@ -225,39 +230,37 @@ class RLMaster:
             await self._fall(error)
         self._brain.close()
 
-    async def _take(self, event: Event) -> None:
-        before = self._state
-        commands = await self._journalled(event)
-        if isinstance(event, Resized | Unplaced) and self._state is not before:
-            self._executor.resize(self._state)
-            _LOG.warning("%s: %s has %d members", self._job.name, event.role, size_of(self._state, event.role))
-        if isinstance(event, MemberLost) and self._state is not before:
+    def _carry_out(self, handled: Handled) -> None:
+        event, before, after = handled.event, handled.before, handled.after
+        if isinstance(event, Resized | Unplaced) and after is not before:
+            self._executor.resize(after)
+            _LOG.warning("%s: %s has %d members", self._job.name, event.role, size_of(after, event.role))
+        if isinstance(event, MemberLost) and after is not before:
             self._executor.last_causes[ProcessId(event.role, event.rank)] = f"{event.cause.kind}: {event.cause.message}"
-        for command in commands:
+        for command in handled.commands:
             self._executor.execute(command, self._events.put_nowait)
-        after = self._state
         self._observer.take(before, after, event)
         if after.phase is not before.phase:
             _LOG.info("%s is %s %s", self._job.name, after.phase.value, after.reason)
         for line in recoveries(before, after, event):
             _LOG.warning("%s: %s", self._job.name, line)
-        if after.phase.terminal:
+        if after.phase.terminal and not before.phase.terminal:
             self._leave()  # before it is told: this process may be ended then
         condemned = self._condemned.pop(event, None)
         if condemned is not None and after is not before:
             # Only after the event is journalled: a master that has been replaced must not act.
             self._spawn(kill_process(self._cluster, condemned))
 
-    async def _journalled(self, event: Event) -> tuple[Command, ...]:
-        """The brain's commands. While the journal cannot be written, for example on a full disk, nothing is decided."""
+    async def _journalled(self, events: Sequence[Event]) -> list[Handled]:
+        """What the brain decides. While the journal cannot be written, for example on a full disk, that is nothing."""
         for attempt in range(_JOURNAL_TRIES):
             try:
-                return self._brain.handle(event)
+                return self._brain.handle_all(events)
             except OSError as error:
                 if not attempt:
                     _LOG.error("%s waits: its journal cannot be written: %s", self._job.name, error)
                 await asyncio.sleep(_JOURNAL_PAUSE_S)
-        return self._brain.handle(event)
+        return self._brain.handle_all(events)
 
     async def _fall(self, error: Exception) -> None:
         """End the job when the loop cannot go on: release it, then report the failure."""

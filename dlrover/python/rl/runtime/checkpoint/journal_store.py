@@ -34,7 +34,7 @@ _LOG = get_logger(__name__)
 class StateStore(Protocol):
     """An append-only list of lines."""
 
-    def append(self, line: bytes) -> None: ...  # durable when this returns, absent when it raises
+    def append(self, *lines: bytes) -> None: ...  # durable when this returns, absent when it raises
 
     def read(self) -> list[bytes]: ...
 
@@ -45,8 +45,8 @@ class MemoryStateStore:
     def __init__(self) -> None:
         self._lines: list[bytes] = []
 
-    def append(self, line: bytes) -> None:
-        self._lines.append(line)
+    def append(self, *lines: bytes) -> None:
+        self._lines += lines
 
     def read(self) -> list[bytes]:
         return list(self._lines)
@@ -91,29 +91,32 @@ class FileStateStore:
             os.close(self._file)
             raise
 
-    def append(self, line: bytes) -> None:
-        """Add a line without a newline.
+    def append(self, *lines: bytes) -> None:
+        """Add lines, without their newlines, in one write.
 
         Raises:
             StaleEpoch: another process has taken the journal over.
             JournalCorrupt: another process has changed the file, or an earlier line may not have reached the disk.
             OSError: the disk is full, or failed. The file is as before.
         """
-        if b"\n" in line:
-            raise ValueError("a line of the journal holds a newline")
-        record, chain = _record(line, self._chain)
+        records, chain = b"", self._chain
+        for line in lines:
+            if b"\n" in line:
+                raise ValueError("a line of the journal holds a newline")
+            record, chain = _record(line, chain)
+            records += record
         with self._locked():
             self._check_ours()
             header = _header(self._owner, len(self._lines))
             try:
-                _write(self._file, record, self._end)
+                _write(self._file, records, self._end)
                 _write(self._file, header, 0)
                 os.fsync(self._file)
             except OSError as error:
                 self._undo(error)
                 raise
-        self._lines.append(line)
-        self._header, self._chain, self._end = header, chain, self._end + len(record)
+        self._lines += lines
+        self._header, self._chain, self._end = header, chain, self._end + len(records)
 
     def read(self) -> list[bytes]:
         return list(self._lines)
@@ -172,7 +175,7 @@ class FileStateStore:
             raise JournalCorrupt(f"the journal {self._path} was changed or removed by another process")
 
     def _undo(self, error: OSError) -> None:
-        """Remove a half-written line. After a failed sync for another reason than space, the content on the disk is
+        """Remove half-written lines. After a failed sync for another reason than space, the content on the disk is
         unknown: the store is then broken."""
         self._broken = error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         try:

@@ -53,7 +53,13 @@ from dlrover.python.rl.runtime.ray.cluster.api import ClusterApi
 from dlrover.python.rl.runtime.ray.cluster.nodes import Loss, NodeWatch
 from dlrover.python.rl.runtime.ray.processes.actors import Detached, answer_of, cause_with_log, until_gone
 from dlrover.python.rl.runtime.ray.processes.member import MemberStart
-from dlrover.python.rl.runtime.ray.processes.process_table import ActorPool, ProcessEntry, ProcessTable, entries_of
+from dlrover.python.rl.runtime.ray.processes.process_table import (
+    ActorPool,
+    ProcessEntry,
+    ProcessTable,
+    StartingTogether,
+    entries_of,
+)
 from dlrover.python.rl.runtime.ray.processes.trainer import MemberHandle, TrainerStart
 from dlrover.python.rl.runtime.ray.reservations import Reservations, RunPlan
 from dlrover.python.rl.trainer.port import RestartInfo
@@ -209,9 +215,9 @@ class RayExecutor:
 
     async def _start_members(self, command: StartMembers, emit: Emit) -> None:
         entries = [self._add_member(command, rank, number) for rank, number in command.members]
-        all_located = asyncio.Event()
+        together = StartingTogether(self._table, entries)
         for entry in entries:
-            self._start_task(self._start_member(entry, entries, all_located, command.excluded, emit), emit, entry)
+            self._start_task(self._start_member(entry, together, command.excluded, emit), emit, entry)
 
     def _add_member(self, command: StartMembers, rank: int, incarnation: int) -> ProcessEntry:
         """The entry of a new member, with its own former actor or that of a standby if there is one."""
@@ -241,7 +247,7 @@ class RayExecutor:
     async def _start_actor(self, entry: ProcessEntry, excluded: tuple[str, ...]) -> None:
         preferred = self._job.workloads[entry.role].num if entry.is_standby else entry.process_id.rank
         slots, lacking = len(self.reservations.slots(entry.role)), self.reservations.lacking_slots(entry.role)
-        entry.slot = self._table.free_slot(entry.role, preferred, slots, lacking)
+        self._table.take_slot(entry, preferred, slots, lacking)
         placement = await self.reservations.place(entry.role, entry.slot, excluded)
         try:
             entry.handle = await self._pool.start_member(entry, placement)
@@ -250,12 +256,7 @@ class RayExecutor:
             raise
 
     async def _start_member(
-        self,
-        entry: ProcessEntry,
-        peers: Sequence[ProcessEntry],
-        all_located: asyncio.Event,
-        excluded: tuple[str, ...],
-        emit: Emit,
+        self, entry: ProcessEntry, together: StartingTogether, excluded: tuple[str, ...], emit: Emit
     ) -> None:
         process_id, timeout_s = entry.process_id, self._job.liveness.start_timeout_s
         if entry.former is not None and not await self._pool.let_leave(entry):
@@ -265,12 +266,10 @@ class RayExecutor:
             await self._start_actor(entry, excluded)
         self._watch(entry, emit)
         entry.process = await self._locate(entry)
-        if all(peer.process is not None for peer in peers):
-            all_located.set()
-        await asyncio.wait_for(all_located.wait(), timeout_s)
+        neighbours = await together.wait(entry, timeout_s)
         reason = self.last_causes.get(process_id, "others of its role had to restart") if entry.number > 1 else ""
         restart = RestartInfo(entry.number - 1, reason, max(self.open_step - 1, 0))
-        context = self._table.context(entry, self._pool.name_of(entry), restart)
+        context = self._table.context(entry, self._pool.name_of(entry), restart, neighbours)
         ref = entry.handle.dlrover_start.remote(MemberStart(self._job, context, entry.number))
         await answer_of(str(process_id), ref, timeout_s)
         entry.up = True

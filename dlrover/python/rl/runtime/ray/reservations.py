@@ -119,7 +119,8 @@ class Reservations:
 
     def lacking_slots(self, role: RLRoleType) -> list[int]:
         """Those for which there was no place when it was last tried."""
-        return [number for number, slot in enumerate(self.slots(role)) if self._node_of(slot) in self._lacking]
+        slots = enumerate(self.slots(role)) if self._lacking else ()
+        return [number for number, slot in slots if self._node_of(slot) in self._lacking]
 
     async def places(self, role: RLRoleType, wanted: int) -> int:
         """How many members of ``role``, up to ``wanted``, have a place now. What had none has an open request."""

@@ -5,6 +5,7 @@ Every process is a detached, named actor, so a master that has restarted finds t
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -90,10 +91,12 @@ class ProcessTable:
     def __init__(self, job: JobSpec) -> None:
         self.job = job
         self._entries: dict[ProcessId, ProcessEntry] = {}
+        self._slots: dict[tuple[str, int], ProcessEntry] = {}  # who had a slot last
 
     def put(self, entry: ProcessEntry) -> None:
         self.pop(entry.process_id)
         self._entries[entry.process_id] = entry
+        self._slots[entry.process_id.role, entry.slot] = entry
 
     def pop(self, process_id: ProcessId) -> ProcessEntry | None:
         entry = self._entries.pop(process_id, None)
@@ -111,31 +114,75 @@ class ProcessTable:
             self.pop(entry.process_id)
         return [process for entry in entries if (process := entry.located) is not None]
 
-    def free_slot(self, role: str, preferred: int, slots: int, lacking: Collection[int] = ()) -> int:
-        """One of the role's ``slots`` that none of its processes has, if possible none of the ``lacking`` ones."""
-        used = {entry.slot for entry in self._entries.values() if entry.process_id.role == role}
-        free = [slot for slot in range(slots) if slot not in used]
-        free = [slot for slot in free if slot not in lacking] or free
-        return preferred if preferred in free or not free else free[0]
+    def take_slot(self, entry: ProcessEntry, preferred: int, slots: int, lacking: Collection[int] = ()) -> None:
+        """Give ``entry`` one of its role's ``slots`` that no other process has, if possible none of the ``lacking``
+        ones."""
+        role = entry.process_id.role
+        free = [preferred] if preferred < slots and self._is_free(role, preferred) else []
+        if not free or preferred in lacking:
+            free += [slot for slot in range(slots) if self._is_free(role, slot)]
+        entry.slot = next((slot for slot in free if slot not in lacking), free[0] if free else preferred)
+        self._slots[role, entry.slot] = entry
 
-    def context(self, entry: ProcessEntry, name: str, restart: RestartInfo) -> MemberContext:
-        role, rank = entry.role, entry.process_id.rank
-        peers = [peer for peer in self._entries.values() if peer.process_id.pool == entry.process_id.pool]
-        processes = {peer.process_id.rank: peer.process or Process() for peer in peers}
-        ranks_on_node = sorted(peer for peer, process in processes.items() if process.node == processes[rank].node)
-        first = processes.get(0, Process())
+    def _is_free(self, role: str, slot: int) -> bool:
+        holder = self._slots.get((role, slot))
+        return holder is None or holder.slot != slot or self._entries.get(holder.process_id) is not holder
+
+    def neighbours(self, pool: str) -> "Neighbours":
+        peers = [peer for peer in self._entries.values() if peer.process_id.pool == pool]
+        return Neighbours({peer.process_id.rank: peer.process or Process() for peer in peers})
+
+    def context(self, entry: ProcessEntry, name: str, restart: RestartInfo, neighbours: "Neighbours") -> MemberContext:
+        role, rank, first = entry.role, entry.process_id.rank, neighbours.first
+        local_rank, local_world_size = neighbours.on_node(rank)
         return MemberContext(
             name=name,
             role=role,
             rank=rank,
             world_size=self.job.workloads[role].num,
-            local_rank=ranks_on_node.index(rank),
-            local_world_size=len(ranks_on_node),
+            local_rank=local_rank,
+            local_world_size=local_world_size,
             master_addr=first.address,
             master_port=first.port,
             collocation=",".join(self.job.collocation_of(role)),
             restart=restart,
         )
+
+
+class Neighbours:
+    """Where the members of a role are, by rank."""
+
+    def __init__(self, processes: Mapping[int, Process]) -> None:
+        self.first = processes.get(0, Process())
+        self._nodes = {rank: process.node for rank, process in processes.items()}
+        self._local: dict[int, int] = {}
+        self._sizes: Counter[str] = Counter()
+        for rank in sorted(processes):
+            self._local[rank] = self._sizes[self._nodes[rank]]
+            self._sizes[self._nodes[rank]] += 1
+
+    def on_node(self, rank: int) -> tuple[int, int]:
+        """The rank among those on its node, and their number."""
+        return self._local[rank], self._sizes[self._nodes[rank]]
+
+
+class StartingTogether:
+    """Members of a role that start together: none begins before all are located."""
+
+    def __init__(self, table: ProcessTable, entries: Sequence[ProcessEntry]) -> None:
+        self._table, self._missing = table, {entry.process_id for entry in entries}
+        self._located = asyncio.Event()
+        self._neighbours: Neighbours | None = None
+
+    async def wait(self, entry: ProcessEntry, timeout_s: float) -> Neighbours:
+        """``entry`` is located. Raises TimeoutError if another one is not in time."""
+        self._missing.discard(entry.process_id)
+        if not self._missing:
+            self._located.set()
+        await asyncio.wait_for(self._located.wait(), timeout_s)
+        if self._neighbours is None:
+            self._neighbours = self._table.neighbours(entry.process_id.pool)
+        return self._neighbours
 
 
 def entries_of(state: JobState) -> Iterator[ProcessEntry]:
