@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.commits import roots_of
-from dlrover.python.rl.runtime.checkpoint.member_state import memory_path
+from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from tests.chaos.ledger import Generation, Ledger, generations, read_ledger
 
 _LOOK_S = 0.01

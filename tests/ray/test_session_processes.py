@@ -160,7 +160,7 @@ def test_init_starts_a_cluster_and_shutdown_leaves_no_process(tmp_path):
     code = """
     import json, os
     import dlrover.rl as rl
-    from dlrover.python.rl.runtime.checkpoint.member_state import memory_path
+    from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
     from dlrover.python.rl.session.session import MEMORY
     from session_toys import EchoEngine
     from two_nodes import descendants, users_of

@@ -11,6 +11,7 @@ from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.sampler import PromptCursor
+from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
 from dlrover.python.rl.runtime.checkpoint.member_state import Roots
 from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort, LocalRecovery, process_environment
@@ -202,13 +203,22 @@ class Stage:
     """
 
     def __init__(  # noqa: PLR0913
-        self, path, trainer=Training, steps=3, every=2, port=FaultyPort, classes=CLASSES, nodes=None, shared=False
+        self,
+        path,
+        trainer=Training,
+        steps=3,
+        every=2,
+        port=FaultyPort,
+        classes=CLASSES,
+        nodes=None,
+        shared=False,
+        commit_every=1,
     ):
         self.nodes, self.shared = nodes, shared
         self.path, self.trainer_class, self.classes = path, trainer, classes
         self.sizes = dict.fromkeys(classes, 2)
         self.config = {"steps": steps, "end": []}
-        self.every, self.epoch, self.logs, self.attempts = every, 0, {}, []
+        self.every, self.commit_every, self.epoch, self.logs, self.attempts = every, commit_every, 0, {}, []
         self.progress = []
         self.on_opened = lambda: None
         members = {RLRoleType(role): [] for role in self.sizes}
@@ -267,7 +277,7 @@ class Stage:
                 on_opened=lambda: self.on_opened(),
                 on_progress=self.progress.append,
             ),
-            checkpoints=StoreCheckpoints(self.roots(), self.every),
+            checkpoints=StoreCheckpoints(self.roots(), self.every, cadence=Cadence(self.commit_every)),
         )
 
     def make(self):

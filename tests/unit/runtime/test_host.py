@@ -18,8 +18,10 @@ from dlrover.python.rl.common.errors import (
     WorkloadDied,
 )
 from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.runtime.checkpoint.manifest import Piece
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, PersistRequest, RestoreRequest, Roots
-from dlrover.python.rl.runtime.process.host import CallHeader, CurrentCall, MemberHost
+from dlrover.python.rl.runtime.process.arguments import CallHeader
+from dlrover.python.rl.runtime.process.host import CurrentCall, MemberHost
 from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RAW_CALL, RESTORE, WHERE, Standing
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
 from tests.manual_clock import ManualClock
@@ -190,7 +192,7 @@ class TestState:
         return Roots("job", "run1", 1, tmp_path / "durable", tmp_path / "memory")
 
     def restore(self, host, roots, step, file):
-        source = (f"step-{step:08d}.e1", {"ACTOR-1": file})
+        source = {"ACTOR-1": (Piece(f"step-{step:08d}.e1", file),)}
         return ask(host, RESTORE, RestoreRequest(step, (source,), roots))
 
     def test_committed_and_restored_in_another_process(self, host, roots):
@@ -245,8 +247,8 @@ class TestState:
 
     def test_a_copy_is_made_in_the_background_or_when_it_is_asked_for(self, host, roots):
         answer = ask(host, COMMIT, CommitRequest(2, roots, persist=True))
-        request = PersistRequest(2, "step-00000002.e1", {"ACTOR-1": answer.file}, roots)
-        copied = ask(host, PERSIST, request)
+        request = PersistRequest(2, {"ACTOR-1": (Piece("step-00000002.e1", answer.file),)}, roots)
+        (copied,) = ask(host, PERSIST, request)
         durable = roots.durable / "step-00000002.e1" / copied.name
         assert durable.read_bytes() == (roots.commits / "step-00000002.e1" / copied.name).read_bytes()
         later = ask(host, COMMIT, CommitRequest(3, roots, copying=2))
@@ -254,6 +256,6 @@ class TestState:
         durable.unlink()
         other = MemberHost(4)
         other.start(Work, MemberContext(role=RLRoleType.ACTOR, rank=1), None, {})
-        assert ask(other, PERSIST, request) == copied
+        assert ask(other, PERSIST, request) == (copied,)
         assert durable.exists()
         other.close()

@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
-from dlrover.python.rl.runtime.checkpoint import member_state
-from dlrover.python.rl.runtime.checkpoint.member_state import Roots, forget_memory, memory_root
+from dlrover.python.rl.runtime.checkpoint import node_memory
+from dlrover.python.rl.runtime.checkpoint.member_state import Roots
+from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory, memory_root
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 
-HOLDER = "import sys, time; from dlrover.python.rl.runtime.checkpoint.member_state import memory_root; "
+HOLDER = "import sys, time; from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root; "
 HOLDER += "memory_root(*sys.argv[1:]); print('held', flush=True); time.sleep(600)"
 
 
@@ -52,8 +53,8 @@ def test_a_folder_of_somebody_else_is_refused(memory, place, how, monkeypatch):
         folder.chmod(0o770 if how == "open" else 0o700)
     if how == "foreign":
         somebody = os.geteuid() + 1
-        monkeypatch.setattr(member_state.os, "geteuid", lambda: somebody)
-        monkeypatch.setattr(member_state, "_own_name", lambda: memory.name)
+        monkeypatch.setattr(node_memory.os, "geteuid", lambda: somebody)
+        monkeypatch.setattr(node_memory, "_own_name", lambda: memory.name)
     with pytest.raises(PermissionError, match="is not a folder that only you can use"):
         memory_root("job", "1")
     assert how != "link" or not list((memory.parent / "theirs").iterdir())

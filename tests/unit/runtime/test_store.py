@@ -46,7 +46,7 @@ def commit(store, step, epoch=1, size=600):
         name: store.write(step, epoch, f"{name}.{epoch}.state", {"who": name, "step": step}, state_of(name, step, size))
         for name in MEMBERS
     }
-    return store.commit(step, epoch, files, {"note": step})
+    return store.commit(step, epoch, files)
 
 
 def is_whole(store, manifest, size=600):
@@ -83,7 +83,7 @@ def test_a_committed_generation_is_found_by_another_process(store):
     again = CheckpointStore(store.root, "run1", store.durable)
     found = newest_valid(again)
     assert found == manifest
-    assert (found.step, found.epoch, found.run, found.extra) == (7, 1, "run1", {"note": 7})
+    assert (found.step, found.epoch, found.run) == (7, 1, "run1")
     assert set(found.files) == set(MEMBERS)
     assert before <= found.committed_at <= time.time()
     assert is_whole(again, found)
@@ -162,7 +162,7 @@ def test_a_pinned_generation_is_kept_until_it_is_copied(store, tmp_path):
 
 def test_committing_again_what_is_committed_changes_nothing(store):
     manifest = commit(store, 1)
-    assert store.commit(1, 1, manifest.files, {"note": 1}) == manifest
+    assert store.commit(1, 1, manifest.files) == manifest
     assert store.manifests() == [manifest]
 
 

@@ -16,8 +16,9 @@ from typing import Any
 from dlrover.python.rl.common.errors import InvocationError, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.runtime.process.arguments import CallHeader, Stored
 from dlrover.python.rl.runtime.process.executor import load_class, restore_environment
-from dlrover.python.rl.runtime.process.host import Arguments, CallHeader, MemberHost, Stored
+from dlrover.python.rl.runtime.process.host import Arguments, MemberHost
 from dlrover.python.rl.trainer.port import RAW_CALL, Call, Outcome, Port, Ref, Renewed, RestartInfo
 from dlrover.python.rl.trainer.shard import Rows, take_rows
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink

@@ -31,7 +31,7 @@ from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, Inva
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import RUNS, JobSpec
-from dlrover.python.rl.runtime.checkpoint.member_state import memory_path
+from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of
 from dlrover.python.rl.runtime.checkpoint.state_file import new_file
 

@@ -14,7 +14,7 @@ from dlrover.python.rl.engine.weight_sync.collective import BroadcastTransport
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 from dlrover.python.rl.engine.weight_sync.disk import DiskTransport
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
-from dlrover.python.rl.runtime.checkpoint.member_state import memory_root
+from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
 from dlrover.python.rl.session.session import MEMORY, Members, Session
 
 Way: TypeAlias = Literal["device memory", "shared memory", "broadcast", "disk"]

@@ -6,7 +6,8 @@
     submit --> log: setup (init's calls, for the whole run), step (the open step's, until its commit)
     wait ----> a member died, or a result is lost?
                  renew: replace the member, or all members of its role
-                 rebuild each: its setup calls again, the last commit, its calls of this step again, in order
+                 rebuild each: its setup calls again, the last commit (a state, and the calls after it), its calls of
+                               this step again, in order
                  retry the other calls that failed because of it
                  and wait again
 
@@ -43,6 +44,7 @@ from dlrover.python.rl.trainer.call_log import (
 )
 from dlrover.python.rl.trainer.port import (
     RAW_CALL,
+    REPLAY,
     RESTORE,
     STRAGGLER_LOG_INTERVAL_S,
     WHERE,
@@ -312,11 +314,8 @@ class DurablePort:
         """Repeat the log on new members. Returns a further failure meanwhile."""
         setup = [call for call in self.log.setup if call.member in self._unbuilt]
         runs = [self._repeat(call) for call in setup]
-        restores = [
-            self._sender.ask(member, RESTORE, self._restore_request())
-            for member in self._unbuilt
-            if self._has_committed_state(member)
-        ]
+        restored = [member for member in self._unbuilt if self._has_committed_state(member)]
+        restores = [self._sender.ask(member, RESTORE, self._restore_request()) for member in restored]
         outcomes = self._sender.finish([*(run.probe() for run in runs), *restores], patient=True)
         deaths = [outcome.error for outcome in outcomes if isinstance(outcome.error, WorkloadDied)]
         failure = deaths[0] if deaths else self._record_setup(setup, outcomes)
@@ -325,6 +324,13 @@ class DurablePort:
         for outcome in outcomes[len(setup) :]:
             if outcome.error is not None:
                 self._discard_commit(outcome.error)
+        behind = [member for member, outcome in zip(restored, outcomes[len(setup) :], strict=True) if outcome.value]
+        outcomes = self._sender.finish([self._sender.ask(member, REPLAY, None) for member in behind])
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+        for error in sorted(errors, key=lambda error: not isinstance(error, WorkloadDied))[:1]:
+            if not isinstance(error, WorkloadDied):
+                raise error
+            return error
         for call in self.log.step:
             if call.member in self._unbuilt:
                 self._repeat(call)

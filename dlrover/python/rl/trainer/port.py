@@ -28,7 +28,8 @@ STRAGGLER_LOG_INTERVAL_S = 15.0
 RAW_CALL = (-1, -1)
 """The call id of a call through a raw handle, which belongs to no step."""
 
-COMMIT, RESTORE, PERSIST, FORGET, WHERE = "!commit", "!restore", "!persist", "!forget", "!where"
+COMMIT, RESTORE, REPLAY, PERSIST = "!commit", "!restore", "!replay", "!persist"
+FORGET, WHERE = "!forget", "!where"
 """Requests to a member beside its workload's methods; no method can have such a name. See ``MemberHost``."""
 
 
@@ -267,7 +268,7 @@ class Checkpoints(Protocol):
         ...
 
     def restore_request(self, step: int) -> Any:
-        """The argument of ``RESTORE``: go back to ``step``."""
+        """The argument of ``RESTORE``: go back to ``step``. The answer is how many calls ``REPLAY`` has to repeat."""
         ...
 
     def commit_request(self, step: int, last: bool) -> Any:

@@ -21,6 +21,7 @@ from dlrover.python.rl.trainer.port import (
     COMMIT,
     FORGET,
     PERSIST,
+    REPLAY,
     RESTORE,
     WHERE,
     Checkpoints,
@@ -217,7 +218,8 @@ class Steps:
         self.port.ask(ahead, FORGET)
         while behind := self._members_not_at(step):
             self._as_new.difference_update(behind)
-            self.port.ask(behind, RESTORE, self._checkpoints.restore_request(step))
+            restored = self.port.ask(behind, RESTORE, self._checkpoints.restore_request(step))
+            self.port.ask([member for member, calls in restored.items() if calls], REPLAY)
 
     def _members_not_at(self, step: int) -> list[ProcessId]:
         """The stateful members that must be restored to ``step``. Ranks that meet in collectives are restored together:

@@ -34,9 +34,10 @@ class InvocationOptions:
     auto_shard: bool = True
     pre_func: Callable[..., Any] | None = None
     post_func: Callable[..., Any] | None = None
+    changes_state: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("blocking", "is_async", "auto_shard"):
+        for name in ("blocking", "is_async", "auto_shard", "changes_state"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"trainer_invocation({name}=...) takes True or False, not {getattr(self, name)!r}")
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float):
@@ -80,6 +81,8 @@ def trainer_invocation(**options: Any) -> Callable[[F], F]:
             argument (a tuple: the arguments).
         post_func: ``post_func(results)`` runs in the trainer on the gathered results; what it returns is the call's
             value.
+        changes_state: False says that the method leaves what ``state_dict`` returns as it is, random states included:
+            a recovery that repeats the calls after an earlier commit leaves it out.
 
     Raises:
         TypeError: an unknown option (the nearest name is given) or one of the wrong type.

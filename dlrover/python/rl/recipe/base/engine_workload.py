@@ -50,7 +50,7 @@ from dlrover.python.rl.engine.model.ranks import get_random_state, seed_random, 
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTransport
 from dlrover.python.rl.engine.weight_sync.transports import check_collocation, make_transport
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.runtime.checkpoint.member_state import memory_root
+from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
 from dlrover.python.rl.runtime.checkpoint.run_files import local_folder
 from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
 
@@ -111,7 +111,7 @@ class EngineWorkload(BaseWorkload):
         # Imported on demand: only standbys need the classes that it loads.
         getattr(importlib.import_module("dlrover.python.rl.recipe.base.warmup"), cls.warmup)()
 
-    @trainer_invocation(target="RANK0")
+    @trainer_invocation(target="RANK0", changes_state=False)
     def vocabulary(self) -> str:
         """Equal for models whose tokenizers give every token the same id."""
         vocabulary = json.dumps(sorted(self._engine.tokenizer.get_vocab().items()))
@@ -149,8 +149,7 @@ class EngineWorkload(BaseWorkload):
 
     @contextmanager
     def _bare_turn(self) -> Iterator[None]:
-        """Lock the device inside the block; the engine stays in host memory, and moves tensors to the device one at a
-        time where ranks have to join them."""
+        """Like :meth:`_turn`, but the engine moves tensors to the device one at a time, where ranks join them."""
         with ExitStack() as stack:
             for lock in self._device_locks:
                 stack.enter_context(lock.acquired(_LONGEST_TURN_S))
@@ -264,6 +263,7 @@ class TrainedWorkload(EngineWorkload):
         self._make_train_engine(model, engine, optimizer, rendezvous, parallel=sizes, lora=lora, **heads)
         seed_random(seed, self.role, self.rank)
 
+    @trainer_invocation(changes_state=False)
     def save(self, path: Path) -> None:
         """Write the model in Hugging Face format (rank 0 does); waits for space on a full disk."""
         retry_io(lambda: self._save(path), path)

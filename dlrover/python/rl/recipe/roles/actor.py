@@ -55,7 +55,7 @@ class ActorWorkload(TrainedWorkload):
         self._runs_on = device, engine.precision
         return type(self._engine).__name__
 
-    @trainer_invocation(target="RANK0")
+    @trainer_invocation(target="RANK0", changes_state=False)
     def machine(self) -> Machine:
         return Machine.of(self._engine, *self._runs_on)
 
@@ -77,6 +77,7 @@ class ActorWorkload(TrainedWorkload):
         peak = peak_memory(self._runs_on[0])
         return [replace(result, metrics={**result.metrics, **peak}) for result in results]
 
+    @trainer_invocation(changes_state=False)
     def token_columns(self, rollouts: Batch, names: Sequence[str], temperature: float) -> Batch:
         """The ragged columns that an algorithm annotates from: ``action_mask`` or ``old_logprobs``."""
         if "old_logprobs" not in names:
@@ -98,10 +99,12 @@ class ActorWorkload(TrainedWorkload):
     def train(self, batch: Batch) -> UpdateResult:
         return self._measured([self._engine.step(batch, EngineLoss(self._algorithm))])[0]
 
+    @trainer_invocation(changes_state=False)
     @on_device
     def measure(self, batch: Batch) -> Measured:
         return Measured.of(self._engine, batch, EngineLoss(self._algorithm))
 
+    @trainer_invocation(changes_state=False)
     @on_device
     def find_nonfinite(self, batch: Batch, names: tuple[str, ...]) -> Batch:
         """The columns ``names`` and the ``text`` of the rows with a non-finite value in a column or an output."""
@@ -109,11 +112,12 @@ class ActorWorkload(TrainedWorkload):
         texts = [self._engine.tokenizer.decode(batch.ragged("tokens")[row]) for row in offending]
         return batch.select(*names).take(offending).with_columns(text=texts)
 
+    @trainer_invocation(changes_state=False)
     def encode(self, model: str, data: ExampleData, evaluates: bool, seed: int) -> Examples:
         """Tokenise examples, and hold some out if the run ``evaluates``; needs no loaded model."""
         return load_examples(data, load_tokenizer(model), evaluates, seed)
 
-    @trainer_invocation(blocking=False)
+    @trainer_invocation(blocking=False, changes_state=False)
     def publish_weights(self) -> Ticket:
         """Send the current weights with the ticket that rank 0 returns.
 
@@ -141,7 +145,7 @@ class ActorWorkload(TrainedWorkload):
         except BaseException as error:  # noqa: BLE001 - raised by published_stamp()
             sending.set_exception(error)
 
-    @trainer_invocation(target="RANK0")
+    @trainer_invocation(target="RANK0", changes_state=False)
     def published_stamp(self) -> WeightStamp | None:
         if self._sending is not None:
             self._published = self._sending.result()  # waits: as long as the transport's own timeout
@@ -168,7 +172,7 @@ class CriticWorkload(TrainedWorkload):
         self._loss = loss
         self._load(model, engine, optimizer, seed)
 
-    @trainer_invocation(blocking=False)
+    @trainer_invocation(blocking=False, changes_state=False)
     @on_device
     def values(self, rollouts: Batch) -> Batch:
         scores = self._engine.evaluate(shift_to_states(rollouts.select(*TRAINED))).ragged("scores")

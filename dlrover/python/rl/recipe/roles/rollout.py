@@ -24,7 +24,7 @@ from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
 from dlrover.python.rl.recipe.rollout.kept import KeptSamples
 from dlrover.python.rl.recipe.rollout.scheduler import RolloutScheduler
 from dlrover.python.rl.recipe.rollout.stream import InlineLoop, ThreadLoop
-from dlrover.python.rl.runtime.checkpoint.member_state import memory_root
+from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 _LOG = get_logger(__name__)

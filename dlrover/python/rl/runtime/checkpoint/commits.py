@@ -3,8 +3,8 @@
 
 ::
 
-    COMMIT --> members write their files --> trainer.state --> manifest: committed
-                  '- every few steps, in threads: copies to the job's checkpoints
+    COMMIT --> members write their states, or the calls of the step --> trainer.state --> manifest: committed
+                  '- every few steps, in threads: copies of the states to the job's checkpoints
     a later COMMIT --> all copies complete? --> the trainer's file --> manifest: durable
 """
 
@@ -20,7 +20,9 @@ from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.runtime.checkpoint.manifest import Manifest
+from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
+from dlrover.python.rl.runtime.checkpoint.copies import gathered
+from dlrover.python.rl.runtime.checkpoint.manifest import Manifest, Piece, folder_name
 from dlrover.python.rl.runtime.checkpoint.member_state import (
     CommitAnswer,
     CommitRequest,
@@ -28,6 +30,7 @@ from dlrover.python.rl.runtime.checkpoint.member_state import (
     RestoreRequest,
     Roots,
     incarnation_of,
+    is_calls,
 )
 from dlrover.python.rl.runtime.checkpoint.object_store import ObjectStore, stores_below
 from dlrover.python.rl.runtime.checkpoint.run_files import RunFiles, files_of
@@ -84,7 +87,15 @@ def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "Store
     if resumed is not None and resumed[0].run != run:
         before, manifest = resumed
         _LOG.info("continuing from step %d of run %s", manifest.step, before.run)
-    return StoreCheckpoints(roots, job.checkpoint.every, job.checkpoint.keep, before, files=files_of(job))
+    every = job.checkpoint.commit_every
+    return StoreCheckpoints(
+        roots,
+        job.checkpoint.every,
+        job.checkpoint.keep,
+        before,
+        files=files_of(job),
+        cadence=Cadence(every if isinstance(every, int) else None),
+    )
 
 
 def resumed_layout(job: JobSpec) -> tuple[str, dict[str, int]] | None:
@@ -116,10 +127,13 @@ class StoreCheckpoints:
     files: RunFiles | None = None
     """Uploaded before each copy is published, which then has the files of its step."""
 
+    cadence: Cadence = field(default_factory=lambda: Cadence(every=1))
     committed_bytes: int = 0
     """In the files of all commits so far, without their copies."""
 
     _latest: Manifest | None = None
+    _at: Manifest | None = None  # the commit that the members' states are those of, or of later calls
+    _kept: list[Manifest] = field(default_factory=list, repr=False)
     _last: LastCommit | None = None
     _copying: Manifest | None = None
     _copy_asked: bool = False
@@ -136,6 +150,8 @@ class StoreCheckpoints:
         self._publish_complete()
         self._newest = newest = retry_io(self._find_newest, self._commits.root, self.disk_wait)
         self._offered = [newest] if newest is not None else []
+        self._at = newest.manifest if newest is not None and newest.store is self._commits else None
+        self._kept = self._commits.manifests()[: self._commits.keep]
         if newest is not None:
             step = newest.manifest.step
             if newest.store is self._durable:
@@ -191,14 +207,13 @@ class StoreCheckpoints:
         for generation in self._offered:
             if generation.manifest.step == step:
                 generation.store.quarantine(generation.manifest, why)
-        self._newest, self._offered = None, []
+        self._newest, self._offered, self._at = None, [], None
         if self._copying is not None and self._copying.step == step:
             self._end_copy()
 
     def restore_request(self, step: int) -> RestoreRequest:
         self._offered = retry_io(partial(self._find, step), self._commits.root, self.disk_wait)
-        sources = ((self._folder_of(item), item.manifest.files) for item in self._offered)
-        return RestoreRequest(step, tuple(sources), self.roots)
+        return RestoreRequest(step, tuple(map(self._pieces_of, self._offered)), self.roots)
 
     def _find(self, step: int) -> list[_Generation]:
         return [
@@ -209,39 +224,66 @@ class StoreCheckpoints:
             if manifest.step == step
         ]
 
-    def _folder_of(self, generation: _Generation) -> str:
-        folder = generation.manifest.folder
-        return folder if generation.store is self._commits else f"{generation.store.root}/{folder}"
+    def _pieces_of(self, generation: _Generation) -> dict[str, tuple[Piece, ...]]:
+        """The files of each process; those in the members' own roots have relative folders."""
+        store, manifest = generation.store, generation.manifest
+        if store is self._commits:
+            return {name: manifest.pieces_of(name) for name in manifest.files}
+        return {
+            name: tuple(Piece(f"{store.root}/{folder}", file) for folder, file in manifest.pieces_of(name))
+            for name in manifest.files
+        }
 
     def commit_request(self, step: int, last: bool) -> CommitRequest:
         self._publish_complete()
         due = step > 0 and (last or step % self.every == 0)
         self._copy_asked = due and self._copying is None
-        return CommitRequest(step, self.roots, self._copy_asked, self._copying.step if self._copying else None)
+        follows = self._at is not None and self._at.step == step - 1
+        calls = follows and not due and not self.cadence.is_due()
+        copying = self._copying.step if self._copying is not None else None
+        first_kept = min((manifest.since for manifest in self._kept), default=step - 1)
+        return CommitRequest(
+            step, self.roots, self._copy_asked, copying, calls, first_kept, first_needed=self._first_needed(step)
+        )
+
+    def _first_needed(self, step: int) -> int:
+        """The first step whose files the commit before ``step`` needs."""
+        return self._at.since if self._at is not None else step - 1
 
     def commit(self, step: int, answers: Mapping[ProcessId, CommitAnswer], state: Mapping[str, Any]) -> None:
         if self._copy_asked:
             self._commits.pinned.add(step)
         files = {member.file_name: answer.file for member, answer in answers.items()}
-        write, free_space = partial(self._write, step, files, dict(state)), partial(self._commits.free_space, step - 1)
-        self._latest = retry_io(write, self._commits.root, self.disk_wait, free_space)
+        earlier = {name: self._at.pieces_of(name) for name in files if is_calls(files[name]) and self._at is not None}
+        write = partial(self._write, step, files, earlier, dict(state))
+        free_space = partial(self._commits.free_space, self._first_needed(step))
+        self._latest = self._at = retry_io(write, self._commits.root, self.disk_wait, free_space)
+        self._kept = [self._at, *self._kept][: self._commits.keep]
+        slowest_s = max((answer.seconds for answer in answers.values()), default=0.0)
+        self.cadence.note(files.values(), slowest_s, whole=not earlier)
         self.committed_bytes += sum(file.nbytes for file in self._latest.files.values())
         self._remember_writers(self._latest)
         self._check_copies(answers)
         if self._copy_asked:
             self._copying = self._latest
 
-    def _write(self, step: int, files: Mapping[str, StateFile], state: Mapping[str, Any]) -> Manifest:
+    def _write(
+        self,
+        step: int,
+        files: Mapping[str, StateFile],
+        earlier: Mapping[str, tuple[Piece, ...]],
+        state: Mapping[str, Any],
+    ) -> Manifest:
         header: Header = {"role": _TRAINER, "step": step}
         own = self._commits.write(step, self.roots.epoch, f"{_TRAINER}.state", header, state)
         own = replace(own, node=self.roots.owner(self.roots.node))
-        return self._commits.commit(step, self.roots.epoch, {**files, _TRAINER: own})
+        return self._commits.commit(step, self.roots.epoch, {**files, _TRAINER: own}, earlier)
 
     def _check_copies(self, answers: Mapping[ProcessId, CommitAnswer]) -> None:
         """Publish the copy under way once all members have finished theirs; abandon it if one has failed."""
         if self._copying is None:
             return
-        copies = {member.file_name: answer.copied for member, answer in answers.items() if answer.copied is not None}
+        copies = {member.file_name: (answer.copied,) for member, answer in answers.items() if answer.copied is not None}
         if len(copies) == len(answers):
             self._publish(self._copying, copies)
         elif all(answer.copied is not None or answer.running for answer in answers.values()):
@@ -259,7 +301,7 @@ class StoreCheckpoints:
                 self._durable.check(self._copying.folder, copy)
         except (CheckpointCorrupt, CheckpointMissing, OSError):
             return
-        self._publish(self._copying, copies)
+        self._publish(self._copying, {name: (copy,) for name, copy in copies.items()})
         self._end_copy()
 
     def _end_copy(self) -> None:
@@ -272,20 +314,22 @@ class StoreCheckpoints:
         if newest is None or any(manifest.step >= newest.manifest.step for manifest in self._durable.manifests()):
             return None
         self._latest = manifest = newest.manifest
-        return PersistRequest(manifest.step, manifest.folder, manifest.files, self.roots)
+        return PersistRequest(manifest.step, self._pieces_of(newest), self.roots)
 
-    def persisted(self, answers: Mapping[ProcessId, StateFile]) -> None:
+    def persisted(self, answers: Mapping[ProcessId, tuple[StateFile, ...]]) -> None:
         if self._latest is not None:
-            self._publish(self._latest, {member.file_name: copy for member, copy in answers.items()})
+            self._publish(self._latest, {member.file_name: copies for member, copies in answers.items()})
 
-    def _publish(self, manifest: Manifest, copies: Mapping[str, StateFile]) -> None:
+    def _publish(self, manifest: Manifest, copies: Mapping[str, tuple[StateFile, ...]]) -> None:
         try:
-            own = self._durable.put(
+            trainers = self._durable.put(
                 self._commits.root / manifest.folder, manifest.step, self.roots.epoch, manifest.files[_TRAINER]
             )
             if self.files is not None:
                 self.files.upload()
-            self._durable.commit(manifest.step, self.roots.epoch, {**copies, _TRAINER: own})
+            files = {name: own[-1] for name, own in copies.items()}
+            earlier = gathered(folder_name(manifest.step, self.roots.epoch), copies)
+            self._durable.commit(manifest.step, self.roots.epoch, {**files, _TRAINER: trainers}, earlier)
             self._prune_earlier_runs()
         except (CheckpointCorrupt, CheckpointMissing, OSError) as error:
             _LOG.warning("step %d was not copied to %s: %s", manifest.step, self._durable.root, error)

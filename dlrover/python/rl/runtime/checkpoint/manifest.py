@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
 from dlrover.python.rl.common.log import get_logger
@@ -28,9 +28,22 @@ _FOLDER = re.compile(r"step-(?P<step>\d{8,})\.e(?P<epoch>\d+)")
 _LARGEST = 1 << 28
 
 
+class Piece(NamedTuple):
+    """A file of an earlier generation in the same root, or of this one."""
+
+    folder: str
+    file: StateFile
+
+
+NOTHING: Mapping[str, tuple[Piece, ...]] = {}
+
+
 @dataclass(frozen=True)
 class Manifest:
-    """One generation: the state of every stateful member and of the trainer after ``step``."""
+    """One generation: the state of every stateful member and of the trainer after ``step``.
+
+    A member's file is its state, or its calls of the step. Before the latter ``earlier`` has the files that it goes on
+    from: a state, then the calls of the steps after that."""
 
     step: int
     epoch: int
@@ -39,10 +52,28 @@ class Manifest:
     extra: Mapping[str, Any] = field(default_factory=dict)
     serial: int = 0  # rises with each commit in its folder; the highest is the newest
     committed_at: float = 0.0
+    earlier: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
 
     @property
     def folder(self) -> str:
         return folder_name(self.step, self.epoch)
+
+    def pieces_of(self, name: str) -> tuple[Piece, ...]:
+        """The files of a process, of which the first is a state. Raises KeyError."""
+        return (*self.earlier.get(name, ()), Piece(self.folder, self.files[name]))
+
+    def pieces(self) -> Iterator[Piece]:
+        return (piece for name in self.files for piece in self.pieces_of(name))
+
+    @property
+    def folders(self) -> set[str]:
+        """All that it needs."""
+        return {self.folder, *(piece.folder for pieces in self.earlier.values() for piece in pieces)}
+
+    @property
+    def since(self) -> int:
+        """The step of the first folder that it needs."""
+        return min((ids[0] for folder in self.folders if (ids := step_and_epoch(folder))), default=self.step)
 
 
 def folder_name(step: int, epoch: int) -> str:
@@ -55,7 +86,10 @@ def step_and_epoch(name: str) -> tuple[int, int] | None:
 
 
 def encode(manifest: Manifest) -> bytes:
-    body = json.dumps({"version": VERSION, **asdict(manifest)}, sort_keys=True, allow_nan=False)
+    fields = asdict(manifest)
+    if not manifest.earlier:
+        del fields["earlier"]
+    body = json.dumps({"version": VERSION, **fields}, sort_keys=True, allow_nan=False)
     return b'{"crc32": "%08x", "manifest": %s}\n' % (zlib.crc32(body.encode()), body.encode())
 
 
@@ -66,7 +100,11 @@ def decode(content: bytes) -> Manifest:
     if version != VERSION:
         raise ValueError(f"format {version!r} instead of {VERSION}")
     files = {name: StateFile(**file) for name, file in fields.pop("files").items()}
-    manifest = Manifest(files=files, **fields)
+    earlier = {
+        name: tuple(Piece(folder, StateFile(**file)) for folder, file in pieces)
+        for name, pieces in fields.pop("earlier", {}).items()
+    }
+    manifest = Manifest(files=files, earlier=earlier, **fields)
     if encode(manifest) != content:  # more than the checksum: JSON has many spellings of one value
         raise ValueError("it does not match its checksum")
     return manifest

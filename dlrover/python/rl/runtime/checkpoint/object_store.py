@@ -30,7 +30,9 @@ from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.runtime.checkpoint.manifest import (
     MANIFEST,
+    NOTHING,
     Manifest,
+    Piece,
     decode,
     encode,
     folder_name,
@@ -76,14 +78,17 @@ class ObjectStore:
             pass_through(source, file, target.write)
         return StateFile(file.name, file.nbytes, file.checksum)
 
-    def commit(self, step: int, epoch: int, files: Mapping[str, StateFile]) -> Manifest:
-        """Make the uploaded files the newest generation, and remove superfluous ones. Idempotent. Raises StaleEpoch,
-        or CheckpointMissing, CheckpointCorrupt and OSError, after which the generation is not valid."""
+    def commit(
+        self, step: int, epoch: int, files: Mapping[str, StateFile], earlier: Mapping[str, tuple[Piece, ...]] = NOTHING
+    ) -> Manifest:
+        """Make the uploaded files, after ``earlier`` ones in the same folder, the newest generation, and remove
+        superfluous ones. Idempotent. Raises StaleEpoch, or CheckpointMissing, CheckpointCorrupt and OSError, after
+        which the generation is not valid."""
         self._check(epoch)
-        for file in files.values():
-            self.check(folder_name(step, epoch), file)
+        manifest = Manifest(step, epoch, self.run, dict(files), earlier=dict(earlier))
+        for folder, file in manifest.pieces():
+            self.check(folder, file)
         existing = self.manifests()
-        manifest = Manifest(step, epoch, self.run, dict(files))
         for old in existing:
             if replace(old, serial=0, committed_at=0.0) == manifest:
                 return old
@@ -130,8 +135,8 @@ class ObjectStore:
         """Whether every file is there in its length; else the generation is set aside. Whoever reads one checks its
         bytes."""
         try:
-            for file in manifest.files.values():
-                self.check(manifest.folder, file)
+            for folder, file in manifest.pieces():
+                self.check(folder, file)
         except (CheckpointCorrupt, CheckpointMissing) as error:
             self._set_aside(manifest.folder, str(error))
             return False

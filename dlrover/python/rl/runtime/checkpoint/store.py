@@ -8,7 +8,7 @@
       EPOCH                       the highest epoch that has claimed the folder; lower ones are refused
       step-00000007.e1/           a generation
         manifest.json             its appearance makes the generation valid
-        ACTOR-0.1.state
+        ACTOR-0.1.state           or ACTOR-0.7.1.calls, of step 7, after files of earlier generations
         trainer.state
       step-00000008.e1/           no manifest: being written, or left by a crash
       step-00000006.e1.bad.1/     damaged: set aside, never loaded
@@ -31,8 +31,10 @@ from typing import Any, Protocol, TypeVar
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.runtime.checkpoint.manifest import (
+    NOTHING,
     EpochFence,
     Manifest,
+    Piece,
     folder_name,
     read_manifest,
     step_and_epoch,
@@ -103,27 +105,28 @@ class CheckpointStore:
         return folder
 
     def write(self, step: int, epoch: int, name: str, header: Header, tree: Any) -> StateFile:
-        """Write file ``name`` of generation ``step``; raises as :meth:`folder` and ``write_state``. In memory it
-        overwrites an old file: new pages take three times as long."""
+        """Write file ``name`` of generation ``step``; raises as :meth:`folder` and ``write_state``. In memory a state
+        overwrites an old one: new pages take three times as long."""
         path = self.folder(step, epoch) / name
-        return write_state(path, header, tree, self.durable, self._spare(name.partition(".")[0]))
+        return write_state(path, header, tree, self.durable, self._spare(path))
 
     def put(self, source: Path, step: int, epoch: int, file: StateFile) -> StateFile:
         """Copy a file of generation ``step`` from another folder; raises as :meth:`folder` and ``copy_file``."""
         return copy_file(source, self.folder(step, epoch), file, self.durable)
 
     def commit(
-        self, step: int, epoch: int, files: Mapping[str, StateFile], extra: Mapping[str, Any] | None = None
+        self, step: int, epoch: int, files: Mapping[str, StateFile], earlier: Mapping[str, tuple[Piece, ...]] = NOTHING
     ) -> Manifest:
-        """Make the members' files the newest generation, and remove superfluous ones. Idempotent. Raises StaleEpoch, or
-        CheckpointMissing, CheckpointCorrupt and OSError, after which the generation is not valid."""
+        """Make the members' files, after ``earlier`` ones, the newest generation, and remove superfluous ones.
+        Idempotent. Raises StaleEpoch, or CheckpointMissing, CheckpointCorrupt and OSError, after which the generation
+        is not valid."""
         with self._fence.locked():
             self._fence.claim(epoch)
             folder = self.root / folder_name(step, epoch)
-            for file in self._files_here(files):
-                check_size(folder, file)
+            manifest = Manifest(step, epoch, self.run, dict(files), earlier=dict(earlier))
+            for place, file in self._pieces_here(manifest):
+                check_size(place, file)
             existing = self.manifests()
-            manifest = Manifest(step, epoch, self.run, dict(files), dict(extra or {}))
             for old in existing:
                 if replace(old, serial=0, committed_at=0.0) == manifest:
                     return old
@@ -176,12 +179,12 @@ class CheckpointStore:
         return sorted(manifests, key=lambda manifest: (manifest.serial, manifest.epoch), reverse=True)
 
     def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None] = check_file) -> bool:
-        """Return True if every file is intact; otherwise the generation is set aside. :func:`check_size` is a quicker
-        and less strict ``verify``."""
+        """Return True if every file that it needs is intact; otherwise the generation is set aside.
+        :func:`check_size` is a quicker and less strict ``verify``."""
         folder = self.root / manifest.folder
         try:
-            for file in self._files_here(manifest.files):
-                verify(folder, file)
+            for place, file in self._pieces_here(manifest):
+                verify(place, file)
         except (CheckpointCorrupt, CheckpointMissing) as error:
             self._set_aside(folder, str(error))  # does nothing if it was just removed as superfluous
             return False
@@ -216,20 +219,22 @@ class CheckpointStore:
             return []
         return [ids for ids in map(step_and_epoch, names) if ids]
 
-    def _files_here(self, files: Mapping[str, StateFile]) -> list[StateFile]:
-        return [file for file in files.values() if file.node in ("", self._node)]
+    def _pieces_here(self, manifest: Manifest) -> list[tuple[Path, StateFile]]:
+        pieces = manifest.pieces()
+        return [(self.root / folder, file) for folder, file in pieces if file.node in ("", self._node)]
 
     def _prune(self, newest: Manifest, existing: list[Manifest]) -> None:
         """Keep the newest generations, pinned ones, and folders that may still become one."""
-        recent = {newest.folder}
+        recent = [newest]
         for manifest in existing:
             if len(recent) < self.keep and self.valid(manifest, check_size):
-                recent.add(manifest.folder)
+                recent.append(manifest)
+        needed = {folder for manifest in recent for folder in manifest.folders}
         committed = {manifest.folder for manifest in existing}
         for step, epoch in self._folders():
             name = folder_name(step, epoch)
             old = name in committed or (step <= newest.step and epoch <= newest.epoch)
-            if old and name not in recent and step not in self.pinned:
+            if old and name not in needed and step not in self.pinned:
                 self._retire(self.root / name)
         self._sweep(self.root / newest.folder)
 
@@ -267,9 +272,11 @@ class CheckpointStore:
         except OSError:  # another process has removed it, or retires another one
             self._remove(folder)
 
-    def _spare(self, process: str) -> Path | None:
+    def _spare(self, path: Path) -> Path | None:
+        if path.suffix != ".state":
+            return None
         with suppress(OSError):  # another process replaces it with a newer generation
-            return next((self.root / _SPARE).glob(f"{process}.*"), None)
+            return next((self.root / _SPARE).glob(f"{path.name.partition('.')[0]}.*.state"), None)
         return None
 
     def _remove(self, folder: Path) -> None:

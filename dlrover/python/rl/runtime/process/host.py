@@ -8,18 +8,17 @@
          --> the call before it has not run: skipped
          --> the workload's method; the result or error is kept under the id until the step is committed
 
-Beside the workload's methods a host answers ``COMMIT``, ``RESTORE``, ``PERSIST``, ``FORGET`` and ``WHERE``
+Beside the workload's methods a host answers ``COMMIT``, ``RESTORE``, ``REPLAY``, ``PERSIST``, ``FORGET`` and ``WHERE``
 (``trainer/port.py``). Calls come one at a time; :meth:`MemberHost.current_call` may be called from any thread.
 """
 
 import asyncio
 import inspect
-import pickle
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -34,123 +33,34 @@ from dlrover.python.rl.common.errors import (
     user_traceback,
 )
 from dlrover.python.rl.common.log import cut_middle
-from dlrover.python.rl.common.progress import last_progress_s, noted_progress
+from dlrover.python.rl.common.progress import last_progress_s, note_progress, noted_progress
 from dlrover.python.rl.control.liveness import Work
-from dlrover.python.rl.runtime.checkpoint.member_state import CommitAnswer, CommitRequest, MemberState, RestoreRequest
+from dlrover.python.rl.runtime.checkpoint.calls import CallRecord, RecordedCall
+from dlrover.python.rl.runtime.checkpoint.member_state import (
+    CommitAnswer,
+    CommitRequest,
+    MemberState,
+    RestoreRequest,
+    is_calls,
+)
+from dlrover.python.rl.runtime.process.arguments import CallHeader, CallId, Stored
 from dlrover.python.rl.runtime.process.heartbeat import CONSTRUCTING
 from dlrover.python.rl.trainer.port import (
     COMMIT,
     FORGET,
     PERSIST,
+    REPLAY,
     RESTORE,
     WHERE,
-    Call,
-    Ref,
     Standing,
     gone_incarnation,
 )
-from dlrover.python.rl.trainer.shard import Rows, row_count, take_rows
-from dlrover.python.rl.trainer.workload import MemberContext, member_context
+from dlrover.python.rl.trainer.workload import MemberContext, get_invocation_options, is_stateful, member_context
 
-CallId: TypeAlias = tuple[int, int]
 Arguments: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 
 _MOST_TEXT, _MOST_TRACEBACK = 2000, 20_000  # characters of an error that travel
 _NEVER: CallId = (-1, -1)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A serialized value: every reader gets a copy, but shares large buffers read-only."""
-
-    data: bytes
-    buffers: tuple[memoryview, ...]
-    rows: int | None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (self.data, tuple(map(pickle.PickleBuffer, self.buffers)), self.rows)
-
-    @classmethod
-    def of(cls, value: Any, own: bool = False) -> "Stored":
-        """Serialize ``value``. ``own``: copy large buffers as well, so that later changes to it have no effect."""
-        buffers: list[pickle.PickleBuffer] = []
-        data = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-        views = [memoryview(buffer.raw()).toreadonly() for buffer in buffers]
-        return cls(data, tuple(memoryview(bytes(view)) if own else view for view in views), row_count(value))
-
-    def load(self) -> Any:
-        return pickle.loads(self.data, buffers=self.buffers)
-
-
-def _received(data: bytes, buffers: Sequence[Any], rows: int | None) -> Stored:
-    return Stored(data, tuple(memoryview(buffer).toreadonly() for buffer in buffers), rows)
-
-
-@dataclass(frozen=True)
-class ListOfRefs:
-    """A list argument that mixes values and tokens."""
-
-    items: tuple[Any, ...]
-    is_ref: tuple[bool, ...]
-
-
-@dataclass(frozen=True)
-class RowsOfRefs:
-    """One shard of pending results, and the tokens of its parts' row counts."""
-
-    rows: Rows
-    sizes: tuple[Any, ...]
-
-
-def encode(value: Any) -> Any:
-    """Encode one argument. A :class:`Ref` becomes its token, which Ray resolves before the call."""
-    if isinstance(value, Ref):
-        return value.token
-    if isinstance(value, Rows):
-        tokens = tuple(ref.token for ref in value.parts)
-        return RowsOfRefs(replace(value, parts=tokens), tuple(ref.size for ref in value.parts))
-    if isinstance(value, list) and any(isinstance(item, Ref) for item in value):
-        is_ref = tuple(isinstance(item, Ref) for item in value)
-        return ListOfRefs(tuple(item.token if isinstance(item, Ref) else item for item in value), is_ref)
-    return value
-
-
-def decode(value: Any, get: Callable[[Any], Any]) -> Any:
-    """Decode one argument; ``get`` fetches the value of a token, or the values of a list of tokens."""
-    if isinstance(value, ListOfRefs):
-        return [get(item) if is_ref else item for item, is_ref in zip(value.items, value.is_ref, strict=True)]
-    if isinstance(value, RowsOfRefs):
-        return take_rows(value.rows, get(list(value.sizes)), get)
-    return value
-
-
-@dataclass(frozen=True)
-class CallHeader:
-    """A call without its arguments; see :class:`~dlrover.python.rl.trainer.port.Call`."""
-
-    call_id: CallId
-    method: str
-    keywords: tuple[str, ...] = ()  # names of the trailing keyword arguments
-    sized: bool = False
-    epoch: int = 0
-    incarnation: int = 0  # of the member that is called, 0 for any
-    committed: int = 0
-    keep: bool = False
-    after: CallId | None = None
-
-    @classmethod
-    def of(cls, call: Call, incarnation: int) -> "CallHeader":
-        return cls(
-            call.call_id,
-            call.method,
-            tuple(call.kwargs),
-            call.sized,
-            call.epoch,
-            incarnation,
-            call.committed,
-            call.keep,
-            call.after,
-        )
 
 
 @dataclass(frozen=True)
@@ -184,12 +94,14 @@ class MemberHost:
         self.executed: Counter[str] = Counter()  # how often each method ran, repeated answers not counted
         self._incarnation, self._node = incarnation, node
         self._now_s = now_s
-        self._context = MemberContext()
+        self._context, self._is_stateful = MemberContext(), False
         self._state = MemberState(self._context.role, self._context.rank, incarnation, node)
         self._epoch = 0
         self._answers: dict[CallId, _Answer] = {}
         self._latest, self._settled = _NEVER, 0
         self._standing = Standing()
+        self._record, self._raw_calls = CallRecord(), False  # raw: since the last commit of the state
+        self._restored: tuple[int, list[RecordedCall]] | None = None  # a step, and what is to be repeated to be there
         self._now: tuple[str, CallId, float] | None = None
         self._progress, self._progressed_s = 0, 0.0
         self.work = Work()
@@ -197,6 +109,7 @@ class MemberHost:
         self._verbs: dict[str, Callable[..., Any]] = {
             COMMIT: self._commit,
             RESTORE: self._restore,
+            REPLAY: self._replay,
             PERSIST: lambda request: self._state.persist(request),
             FORGET: self._forget,
             WHERE: lambda: self._standing,
@@ -207,6 +120,7 @@ class MemberHost:
         self._state = MemberState(context.role, context.rank, self._incarnation, self._node)
         with member_context(context), self._in(CONSTRUCTING, _NEVER):
             self.workload = workload_class(master_handle, config)
+        self._is_stateful = is_stateful(type(self.workload))
 
     @property
     def is_rebuilt(self) -> bool:
@@ -259,8 +173,12 @@ class MemberHost:
 
     def run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a call through a raw handle: it belongs to no step, nothing is kept, and errors are raised unchanged."""
-        self._standing = replace(self._standing, since=None, at=None)
+        self._note_raw_call()
         return self._call(method, _NEVER, args, kwargs)
+
+    def _note_raw_call(self) -> None:
+        self._raw_calls = True
+        self._standing = replace(self._standing, since=None, at=None)
 
     def failure(self, method: str, error: BaseException) -> InvocationError:
         """``error``, which is being handled, as the trainer receives it."""
@@ -313,9 +231,10 @@ class MemberHost:
 
     def _execute(self, header: CallHeader, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not header.keep:
-            self._standing = replace(self._standing, since=None, at=None)
+            self._note_raw_call()
         try:
-            result = self._call(header.method, header.call_id, args, kwargs)
+            with self._recording(header, args, kwargs):
+                result = self._call(header.method, header.call_id, args, kwargs)
             stored = Stored.of(result, own=True) if header.keep else None
         except ResultLost:  # an argument's value is lost: nothing has run
             raise
@@ -325,6 +244,14 @@ class MemberHost:
             raise failure from error
         self._keep(header, _Answer(header.method, stored))
         return result
+
+    def _recording(
+        self, header: CallHeader, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> AbstractContextManager[None]:
+        method = getattr(type(self.workload), header.method, None)
+        if not header.keep or not self._is_stateful or not get_invocation_options(method).changes_state:
+            return nullcontext()
+        return self._record.recording(header.call_id[0], header.method, args, kwargs)
 
     def _keep(self, header: CallHeader, answer: _Answer) -> None:
         if not header.keep:
@@ -345,12 +272,12 @@ class MemberHost:
 
     @contextmanager
     def _in(self, method: str, call_id: CallId) -> Iterator[None]:
-        began_s, noted = self._now_s(), noted_progress()
+        began_s, noted, around = self._now_s(), noted_progress(), self._now
         self._now = (method, call_id, began_s)
         try:
             yield
         finally:
-            self._now = None
+            self._now = around
             units = noted_progress() - noted
             ended_s = last_progress_s() if units else self._now_s()
             self.work = Work(self.work.units + max(units, 1), self.work.busy_s + max(ended_s - began_s, 0.0))
@@ -364,26 +291,50 @@ class MemberHost:
             raise self.failure(verb.removeprefix("!"), error) from error
 
     def _commit(self, request: CommitRequest) -> CommitAnswer:
-        answer = self._state.commit(self.workload, request)
+        calls = None if self._raw_calls else self._record.calls_of(request.step)
+        answer = self._state.commit(self.workload, request, calls)
+        self._raw_calls = self._raw_calls and is_calls(answer.file)
         since = request.step if self._standing.since is None else self._standing.since
         self._standing = Standing(since, request.step, max(self._standing.touched, request.step))
         return answer
 
-    def _restore(self, request: RestoreRequest) -> None:
+    def _restore(self, request: RestoreRequest) -> int:
+        """Returns how many calls :meth:`_replay` has to repeat."""
         self._forget()
-        self._state.restore(self.workload, request)
-        self._standing = Standing(request.step, request.step, request.step)
+        calls = self._state.restore(self.workload, request)
+        self._raw_calls, self._restored = False, (request.step, calls)
+        if not calls:
+            self._replay()
+        return len(calls)
+
+    def _replay(self) -> None:
+        """Repeat the calls up to the step that was restored; all ranks do so together."""
+        if self._restored is None:
+            return
+        step, calls = self._restored
+        self._restored = None
+        for call in calls:
+            args, kwargs = call.load()
+            try:
+                self._call(call.method, _NEVER, args, kwargs)
+            except (Exception, SystemExit):
+                if not call.raised:
+                    raise
+            note_progress()
+        self._standing = Standing(step, step, step)
 
     def _forget(self) -> None:
         """Forget the steps: the state is no longer that of a commit. The answers to calls of ``init`` stay."""
         self._drop(lambda step: step == 0)
-        self._settled = 0
+        self._record.forget()
+        self._settled, self._restored = 0, None
         self._latest = max(self._answers, default=_NEVER)
         self._standing = Standing(None, None)
 
     def _settle(self, committed: int) -> None:
         """The calls of the steps up to ``committed`` will not be repeated."""
         self._settled = committed
+        self._record.forget(committed)
         self._drop(lambda step: step == 0 or step > committed)
         at = self._standing.at
         if at is None or at < committed:

@@ -27,7 +27,7 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.config.spec import JobSpec, TrainerSpec, WorkloadSpec
 from dlrover.python.rl.control.events import Process
-from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
+from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.process.executor import Device, own_search_path
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ON_CPU, VISIBLE_DEVICES_OFF

@@ -27,12 +27,12 @@ from dlrover.python.rl.common.names import member_name
 from dlrover.python.rl.common.sockets import HeldPort
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of, roots_of
-from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
+from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of, results_of
 from dlrover.python.rl.runtime.local_port import trainer_maker
+from dlrover.python.rl.runtime.process.arguments import Stored
 from dlrover.python.rl.runtime.process.curve import redraw
 from dlrover.python.rl.runtime.process.executor import cause_of
-from dlrover.python.rl.runtime.process.host import Stored
 from dlrover.python.rl.runtime.process.interrupts import insistent_interrupts
 from dlrover.python.rl.runtime.run_folder import (
     BEAT_S,

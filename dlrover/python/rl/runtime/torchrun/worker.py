@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 from dlrover.python.rl.common.errors import InvocationError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
+from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.local_port import process_environment
+from dlrover.python.rl.runtime.process.arguments import CallHeader, Stored, decode
 from dlrover.python.rl.runtime.process.executor import load_class, starting
-from dlrover.python.rl.runtime.process.host import Arguments, CallHeader, MemberHost, Stored, decode
+from dlrover.python.rl.runtime.process.host import Arguments, MemberHost
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 from dlrover.python.rl.trainer.workload import MemberContext
 

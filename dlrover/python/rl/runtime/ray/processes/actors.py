@@ -35,7 +35,7 @@ from dlrover.python.rl.common.redaction import HIDDEN
 from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Cause, CauseKind, Process
-from dlrover.python.rl.runtime.checkpoint.member_state import forget_memory
+from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.process.executor import cause_of
 from dlrover.python.rl.runtime.process.heartbeat import ray_worker_log_tail
 from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE, REMOVED, RayClusterApi, awaited

@@ -23,7 +23,7 @@ from ray.exceptions import (
 from dlrover.python.rl.common.errors import DLRoverRLError, InvocationError, ResultLost, Scope, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.faults import Fault, fault_in, fault_of
-from dlrover.python.rl.runtime.process.host import CallHeader, encode
+from dlrover.python.rl.runtime.process.arguments import CallHeader, encode
 from dlrover.python.rl.runtime.ray.processes.call_times import CallTimes
 from dlrover.python.rl.trainer.port import Call, Outcome, Ref
 

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder in a node's memory that has a run's commits."""
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import is_url
+from dlrover.python.rl.runtime.checkpoint.copies import open_copies, save_generation
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
+
+_LOG = get_logger(__name__)
+
+_HELD, _SAVED_TO = "held", "saved-to"
+_PAUSE_S = 0.05
+_SHARED_MEMORY = Path("/dev/shm")
+_MEMORY_VARIABLE = "DLROVER_RL_MEMORY"
+_LEAST_SHARED_MEMORY = 1 << 28  # containers often come with 64 MB, which is no place for a model
+
+
+def memory_path(job: str, run: str) -> Path:
+    """The path of :func:`memory_root`: in the folder of the environment variable ``DLROVER_RL_MEMORY``, else in
+    ``/dev/shm``, or in the temporary folder if that is missing or too small to hold a model."""
+    return _memory_folder() / f"{job}-{run}"
+
+
+def memory_root(job: str, run: str, durable: Path | str | None = None) -> Path:
+    """Create the folder of a run's memory-backed generations on this node, for this user only, and lock it until this
+    process ends. ``durable`` is where its newest generation is saved when it is removed. Raises PermissionError if
+    somebody else has made it, or a folder above it, or has put a link there."""
+    root = memory_path(job, run)
+    own = root.parent
+    for _ in range(100):
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_own(own)
+        with suppress(FileNotFoundError):  # the last job that was in it has just removed it
+            root.mkdir(mode=0o700, exist_ok=True)
+            break
+    _check_own(root)
+    _warn_of_disk(own)
+    if durable is not None:
+        with suppress(FileExistsError, FileNotFoundError):  # made by another process; or the run has ended
+            (root / _SAVED_TO).symlink_to(durable)
+    _hold(root)
+    return root
+
+
+def _check_own(folder: Path) -> None:
+    state = folder.lstat()
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
+        raise PermissionError(
+            errno.EPERM, "is not a folder that only you can use: commits do not go there", str(folder)
+        )
+
+
+@cache
+def _warn_of_disk(folder: Path) -> None:
+    if _MEMORY_VARIABLE not in os.environ and not folder.is_relative_to(_SHARED_MEMORY):
+        _LOG.warning(
+            "%s is missing or smaller than %d MB: every step's commit is written to %s, which may be a disk",
+            _SHARED_MEMORY,
+            _LEAST_SHARED_MEMORY >> 20,
+            folder,
+        )
+
+
+def forget_memory(job: str, run: str | None = None, patience_s: float = 0.0) -> None:
+    """Remove the files of a run from this node's memory; without ``run``, those of all runs without living processes: a
+    job of the same name may run in another directory or cluster. Killed processes get ``patience_s`` seconds to end.
+    A commit that goes beyond the copies in the run's folder is saved there first."""
+    deadline_s = time.monotonic() + patience_s
+    roots = [root for root in _memory_folder().glob(f"{job}-*") if root.name.rpartition("-")[0] == job]
+    for root in roots:
+        while run in (None, root.name.rpartition("-")[2]) and _is_held(root) and time.monotonic() < deadline_s:
+            time.sleep(_PAUSE_S)
+        if root.name.rpartition("-")[2] == run or (run is None and not _is_held(root)):
+            try:
+                _save(root)
+            except OSError as error:
+                _LOG.error("the last step of run %s stays in %s: %s", root.name.rpartition("-")[2], root, error)
+            else:
+                shutil.rmtree(root, ignore_errors=True)
+    with suppress(OSError):
+        _memory_folder().rmdir()  # only when it was the last one there
+
+
+def _save(root: Path) -> None:
+    """Copy the newest generation of an ended run to the disk, if all of it was on this node and no later copy exists.
+    Raises OSError."""
+    run, target = root.name.rpartition("-")[2], root / _SAVED_TO
+    if not target.is_symlink():
+        return
+    place = os.readlink(target)
+    if not is_url(place) and not Path(place).parent.parent.is_dir():
+        return
+    memory, copies = (
+        CheckpointStore(root, run, durable=False),
+        open_copies(place if is_url(place) else Path(place), run),
+    )
+    newest = max((copy.step for copy in copies.manifests() if copies.valid(copy)), default=0)
+    for manifest in memory.manifests():
+        if manifest.step > newest and save_generation(memory, manifest, copies):
+            _LOG.warning("step %d of run %s was only in memory: saved to %s", manifest.step, run, copies.root)
+            return
+
+
+_locks: dict[Path, int] = {}
+"""Folder to the descriptor of its lock file, which this process holds until it ends."""
+
+
+def _hold(root: Path) -> None:
+    path = root / _HELD
+    if root in _locks and path.exists():
+        return
+    if root in _locks:
+        os.close(_locks.pop(root))
+    with suppress(FileNotFoundError):  # the run has ended
+        _locks[root] = os.open(path, os.O_CREAT | os.O_RDONLY, 0o600)
+        fcntl.flock(_locks[root], fcntl.LOCK_SH)  # waits: while another process checks the lock
+
+
+def _is_held(root: Path) -> bool:
+    try:
+        with (root / _HELD).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _memory_folder() -> Path:
+    if folder := os.environ.get(_MEMORY_VARIABLE):
+        return Path(folder) / _own_name()
+    memory = _SHARED_MEMORY if _is_usable(_SHARED_MEMORY) else Path(tempfile.gettempdir())
+    return memory / _own_name()
+
+
+def _own_name() -> str:
+    """A folder of another user could be renamed under the files in it."""
+    return f"dlrover-rl-{os.geteuid()}"
+
+
+def _is_usable(folder: Path) -> bool:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    disk = os.statvfs(folder)
+    return disk.f_blocks * disk.f_frsize >= _LEAST_SHARED_MEMORY

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls on their way to a member: what is kept of a value, and the arguments among which are results of other calls."""
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import cloudpickle
+
+from dlrover.python.rl.trainer.port import Call, Ref
+from dlrover.python.rl.trainer.shard import Rows, row_count, take_rows
+
+CallId: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A serialized value: every reader gets a copy, but shares large buffers read-only."""
+
+    data: bytes
+    buffers: tuple[memoryview, ...]
+    rows: int | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.data, tuple(map(pickle.PickleBuffer, self.buffers)), self.rows)
+
+    @classmethod
+    def of(cls, value: Any, own: bool = False) -> "Stored":
+        """Serialize ``value``. ``own``: copy large buffers as well, so that later changes to it have no effect."""
+        buffers: list[pickle.PickleBuffer] = []
+        data = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        views = [memoryview(buffer.raw()).toreadonly() for buffer in buffers]
+        return cls(data, tuple(memoryview(bytes(view)) if own else view for view in views), row_count(value))
+
+    def load(self) -> Any:
+        return pickle.loads(self.data, buffers=self.buffers)
+
+
+def _received(data: bytes, buffers: Sequence[Any], rows: int | None) -> Stored:
+    return Stored(data, tuple(memoryview(buffer).toreadonly() for buffer in buffers), rows)
+
+
+@dataclass(frozen=True)
+class ListOfRefs:
+    """A list argument that mixes values and tokens."""
+
+    items: tuple[Any, ...]
+    is_ref: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class RowsOfRefs:
+    """One shard of pending results, and the tokens of its parts' row counts."""
+
+    rows: Rows
+    sizes: tuple[Any, ...]
+
+
+def encode(value: Any) -> Any:
+    """Encode one argument. A :class:`Ref` becomes its token, which Ray resolves before the call."""
+    if isinstance(value, Ref):
+        return value.token
+    if isinstance(value, Rows):
+        tokens = tuple(ref.token for ref in value.parts)
+        return RowsOfRefs(replace(value, parts=tokens), tuple(ref.size for ref in value.parts))
+    if isinstance(value, list) and any(isinstance(item, Ref) for item in value):
+        is_ref = tuple(isinstance(item, Ref) for item in value)
+        return ListOfRefs(tuple(item.token if isinstance(item, Ref) else item for item in value), is_ref)
+    return value
+
+
+def decode(value: Any, get: Callable[[Any], Any]) -> Any:
+    """Decode one argument; ``get`` fetches the value of a token, or the values of a list of tokens."""
+    if isinstance(value, ListOfRefs):
+        return [get(item) if is_ref else item for item, is_ref in zip(value.items, value.is_ref, strict=True)]
+    if isinstance(value, RowsOfRefs):
+        return take_rows(value.rows, get(list(value.sizes)), get)
+    return value
+
+
+@dataclass(frozen=True)
+class CallHeader:
+    """A call without its arguments; see :class:`~dlrover.python.rl.trainer.port.Call`."""
+
+    call_id: CallId
+    method: str
+    keywords: tuple[str, ...] = ()  # names of the trailing keyword arguments
+    sized: bool = False
+    epoch: int = 0
+    incarnation: int = 0  # of the member that is called, 0 for any
+    committed: int = 0
+    keep: bool = False
+    after: CallId | None = None
+
+    @classmethod
+    def of(cls, call: Call, incarnation: int) -> "CallHeader":
+        return cls(
+            call.call_id,
+            call.method,
+            tuple(call.kwargs),
+            call.sized,
+            call.epoch,
+            incarnation,
+            call.committed,
+            call.keep,
+            call.after,
+        )

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls as plain values: what is written is what comes back, and what cannot be written is said."""
+
+import enum
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dlrover.python.rl.common.errors import DataError, ResultLost
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.data.state_tree import dump, load
+from dlrover.python.rl.recipe.base.engine_workload import UpdatePlan
+from dlrover.python.rl.runtime.checkpoint.calls import CallRecord, RecordedCall, load_calls
+
+
+class Kind(enum.StrEnum):
+    GOOD = "good"
+
+
+@dataclass(frozen=True)
+class Inner:
+    ratio: float
+    kinds: tuple[Kind, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outer:
+    inner: Inner
+    names: list[str] = field(default_factory=list)
+    made: int = field(init=False, default=0)
+
+    def __post_init__(self):
+        object.__setattr__(self, "made", 7)
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    value: int
+
+
+@dataclass
+class Loaded:
+    """One whose construction would show."""
+
+    value: int
+    constructed = 0
+
+    def __post_init__(self):
+        type(self).constructed += 1
+
+
+def written(*args, **kwargs):
+    """The arguments of a call that was written to a file and read."""
+    tree = dump({"calls": [RecordedCall.of("update", args, kwargs).dump()]})
+    (call,) = load_calls(load(tree.skeleton, [memoryview(bytes(buffer)) for buffer in tree.buffers]))
+    assert (call.method, call.raised) == ("update", False)
+    return call.load()
+
+
+def test_what_trainers_pass_comes_back_the_same():
+    batch = Batch({"tokens": Ragged.from_rows([[1, 2], [3]]), "weight": np.float32([0.5, 1]), "text": ["a", "b"]})
+    plan = UpdatePlan(0.7, 3, dtypes={"values": "float32"})
+    outer = Outer(Inner(0.1, (Kind.GOOD,)), ["x"])
+    args, kwargs = written(batch, plan, [outer, None], seed=(1, 2), table={"a": {1: True}})
+    assert args[1] == plan and args[2] == [outer, None] and kwargs == {"seed": (1, 2), "table": {"a": {1: True}}}
+    assert args[2][0].inner.kinds[0] is Kind.GOOD
+    assert args[0].objects("text") == ["a", "b"] and args[0].dense("weight").tobytes() == batch["weight"].tobytes()
+    assert [row.tolist() for row in args[0].ragged("tokens")] == [[1, 2], [3]]
+
+
+def test_tensors_and_slots_come_back_too():
+    (tensor, slotted), _ = written(torch.arange(3), Slotted(4))
+    assert tensor.tolist() == [0, 1, 2] and slotted == Slotted(4)
+
+
+def test_no_constructor_runs_when_arguments_are_read():
+    value = Loaded(3)
+    before = Loaded.constructed
+    (read,), _ = written(value)
+    assert read == value and Loaded.constructed == before
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Path("x"),
+        {1, 2},
+        lambda: None,
+        SimpleNamespace(a=1),
+        torch.ones(1, requires_grad=True),
+        {("dataclass", "a:B"): {}},
+        Batch({"x": [object()]}),
+        dataclass(type("Local", (), {"__annotations__": {"x": int}}))(1),
+    ],
+    ids=str,
+)
+def test_what_has_no_plain_form_is_refused(value):
+    with pytest.raises(DataError):
+        written(value)
+
+
+def test_an_object_with_more_than_its_fields_is_refused():
+    value = Loaded(1)
+    value.more = 2
+    with pytest.raises(DataError, match="more than its fields"):
+        written(value)
+
+
+def test_what_contains_itself_is_refused():
+    value = []
+    value.append(value)
+    with pytest.raises(DataError, match="contains itself"):
+        written(value)
+
+
+def test_arguments_are_those_before_the_call():
+    rows, array = [1], np.zeros(2)
+    call = RecordedCall.of("update", (rows, array), {})
+    rows.append(2)
+    array[0] = 9
+    assert [part if isinstance(part, list) else part.tolist() for part in call.load()[0]] == [[1], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "name", ["os:system", "subprocess:Popen", "nowhere:Thing", "dlrover.python.rl.nowhere:Thing", "builtins:int"]
+)
+def test_a_file_cannot_name_what_is_no_dataclass(name):
+    with pytest.raises(DataError):
+        load_calls({"calls": [["update", [[{("dataclass", name): {}}], {}], False]]})
+
+
+def test_a_file_cannot_make_this_process_import_anything():
+    sys.modules.pop("colorsys", None)
+    with pytest.raises(DataError):
+        load_calls({"calls": [["update", [[{("dataclass", "colorsys:Thing"): {}}], {}], False]]})
+    assert "colorsys" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "tree", [None, {}, {"calls": 3}, {"calls": [1]}, {"calls": [["update", 3, False]]}], ids=json.dumps
+)
+def test_what_is_no_file_of_calls_is_refused(tree):
+    with pytest.raises(DataError):
+        load_calls(tree)
+
+
+def test_the_calls_of_a_step_are_kept_until_they_are_not_needed():
+    record = CallRecord()
+    for step in (1, 1, 2):
+        with record.recording(step, "update", (step,), {}):
+            pass
+    assert len(record.calls_of(1)) == 2 and record.calls_of(2) == [["update", [[2], {}], False]]
+    record.forget(1)
+    assert record.calls_of(1) == [] and len(record.calls_of(2)) == 1
+    record.forget()
+    assert record.calls_of(2) == []
+
+
+def test_one_call_without_a_plain_form_takes_its_step_along():
+    record = CallRecord()
+    for value in (1, object()):
+        with record.recording(1, "update", (value,), {}):
+            pass
+    assert record.calls_of(1) is None and record.calls_of(2) == []
+    record.forget(1)
+    assert record.calls_of(1) == []
+
+
+def test_a_call_that_raised_is_repeated_and_one_that_did_not_run_is_not():
+    record = CallRecord()
+    with pytest.raises(ZeroDivisionError), record.recording(1, "update", (), {}):
+        raise ZeroDivisionError
+    with pytest.raises(ResultLost), record.recording(1, "update", (), {}):
+        raise ResultLost("gone", role="ACTOR", rank=0, method="update")
+    assert record.calls_of(1) == [["update", [[], {}], True]]

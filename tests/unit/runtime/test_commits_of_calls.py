@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commits of which most have the calls of a step: what is lost comes back by repeating them, to the bit."""
+
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from durable_toys import CLASSES, Pipelined, Policy, Stage, Training, both, kill, kill_trainer
+
+from dlrover.python.rl.common.errors import CheckpointMissing
+from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
+from dlrover.python.rl.runtime.checkpoint.member_state import Roots
+from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
+from dlrover.python.rl.runtime.process.host import MemberHost
+from dlrover.python.rl.trainer.workload import MemberContext, trainer_invocation
+
+OPENED = 9
+"""Number of the first call in ``steps()``: what is before is not recovered."""
+
+FAULTS = {
+    "an actor": kill("ACTOR", 1),
+    "the trainer": kill_trainer,
+    "the trainer and an actor": both(kill("ACTOR", 0), kill_trainer),
+    "the trainer and both actors": both(kill("ACTOR", 0), kill("ACTOR", 1), kill_trainer),
+}
+
+
+@pytest.fixture
+def folder():
+    """A folder in memory: many jobs sync their files."""
+    memory = Path("/dev/shm")
+    path = Path(tempfile.mkdtemp(prefix="dlrover-rl-test-", dir=memory if memory.is_dir() else None))
+    yield path
+    shutil.rmtree(path)
+
+
+def staged(path, trainer=Training, **options):
+    return Stage(path, trainer, **{"steps": 6, "every": 100, "commit_every": 4, **options})
+
+
+def same(outcome, expected):
+    assert (outcome["end"], outcome["logs"]) == (expected["end"], expected["logs"])
+    assert all(expected["members"][name] == state for name, state in outcome["members"].items())
+
+
+def call_of(stage, step, method="update", rank=1):
+    """The number of a call of the actor in ``step``."""
+    numbers = [number for number, call in enumerate(stage.port.calls) if call == ("ACTOR", rank, method)]
+    return numbers[step - 1]
+
+
+def files(folder, step):
+    return sorted(path.name for path in folder.glob(f"step-{step:08d}.*/*") if "ACTOR" in path.name)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("trainer", [Training, Pipelined])
+def test_whatever_dies_between_states_the_end_is_the_same(folder, trainer, fault):
+    reference = staged(folder / "undisturbed", trainer)
+    expected = reference.run()
+    for number in range(OPENED, len(reference.port.calls), 5):
+        stage = staged(folder / str(number), trainer)
+        same(stage.run({(number, "before"): FAULTS[fault]}), expected)
+
+
+def test_most_commits_have_only_the_calls(folder):
+    stage = staged(folder / "job")
+    seen = {}
+    stage.progress = type("Seen", (), {"append": lambda self, step: seen.update({step: newest(stage)})})()
+    stage.run()
+    assert {step: {path.suffix for path in found} for step, found in seen.items()} == {
+        **dict.fromkeys((1, 2, 3, 5), {".calls"}),
+        **dict.fromkeys((4, 6), {".state"}),  # the fourth, and the last one
+    }
+
+
+def newest(stage):
+    folders = sorted((stage.path / "memory").glob("step-*"))
+    return [path for path in folders[-1].iterdir() if path.name.startswith("ACTOR")]
+
+
+def test_a_recovery_repeats_the_calls_since_the_last_state(folder):
+    reference = staged(folder / "undisturbed")
+    expected = reference.run()
+    stage = staged(folder / "job")
+    same(stage.run({(call_of(reference, 4), "before"): kill("ACTOR", 1)}), expected)
+    # Steps 1 to 3 again, the open one, and 5 and 6; nobody else does anything again.
+    assert [stage.executed()["ACTOR", rank]["update"] for rank in (0, 1)] == [6, 6]
+    others = [("ROLLOUT", 0), ("ROLLOUT", 1), ("REWARD", 0), ("REWARD", 1)]
+    assert [stage.executed()[other] for other in others] == [reference.executed()[other] for other in others]
+
+
+def test_at_most_two_states_are_kept(folder):
+    stage = staged(folder / "job", steps=14)
+    most = []
+
+    def count(step):
+        states = list((stage.path / "memory").rglob("ACTOR-0.*.state"))
+        most.append(len(states))
+
+    stage.progress = type("Count", (), {"append": lambda self, step: count(step)})()
+    stage.run()
+    assert max(most) == 2
+
+
+@pytest.mark.parametrize(("damaged", "left"), [("*.calls", 2), ("manifest.json", 2), ("trainer.state", 2)])
+def test_a_damaged_commit_of_calls_costs_one_more_step(folder, damaged, left, caplog):
+    reference = staged(folder / "undisturbed")
+    expected = reference.run()
+
+    def strike(port):
+        path = next((stage.path / "memory" / "step-00000003.e1").glob(damaged))
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+        kill_trainer(port)
+
+    stage = staged(folder / "job")
+    with caplog.at_level(logging.WARNING, "dlrover"):
+        same(stage.run({(call_of(reference, 4), "before"): strike}), expected)
+    assert "is not used" in caplog.text
+    assert [trainer.restart_info.step for trainer in stage.attempts] == [0, left]
+
+
+def test_a_damaged_state_takes_the_commits_after_it_along(folder):
+    def strike(port):
+        path = next((stage.path / "memory" / "step-00000000.e1").glob("ACTOR-0.*.state"))
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+        kill_trainer(port)
+
+    stage = staged(folder / "job")
+    with pytest.raises(CheckpointMissing, match="no commit of run run1 is left"):
+        stage.run({(40, "before"): strike})
+
+
+def test_after_a_damaged_state_the_last_copy_counts(folder):
+    options = {"every": 3, "commit_every": 6, "steps": 7}
+    reference = staged(folder / "undisturbed", **options)
+    expected = reference.run()
+
+    def strike(port):
+        for path in (stage.path / "memory" / "step-00000003.e1").glob("ACTOR-0.*.state"):
+            path.write_bytes(path.read_bytes()[:-1] + b"!")
+        kill_trainer(port)
+
+    stage = staged(folder / "job", **options)
+    same(stage.run({(call_of(reference, 6), "before"): strike}), expected)
+    assert stage.attempts[1].restart_info.step == 3
+
+
+def test_a_state_that_was_read_from_a_copy_is_written_anew(folder):
+    """Calls go on only from what is in the same folder."""
+    options = {"every": 3, "commit_every": 6, "steps": 7}
+    reference = staged(folder / "undisturbed", **options)
+    expected = reference.run()
+
+    def strike(port):
+        shutil.rmtree(stage.path / "memory")
+        both(kill("ACTOR", 0), kill("ACTOR", 1), kill_trainer)(port)
+
+    stage = staged(folder / "job", **options)
+    number = call_of(reference, 6)
+    same(stage.run({(number, "before"): strike, (number + 30, "before"): kill("ACTOR", 0)}), expected)
+
+
+class Selective(Policy):
+    """Of its calls only the updates change its state."""
+
+    @trainer_invocation(blocking=False, target="RANK0", changes_state=False)
+    def publish(self):
+        return super().publish()
+
+
+def test_a_method_that_changes_no_state_is_not_repeated(folder):
+    reference = staged(folder / "undisturbed")
+    expected = reference.run()
+    number = call_of(reference, 4)
+    counts = {}
+    for name, actor in (("any", Policy), ("selective", Selective)):
+        stage = staged(folder / name, classes={**CLASSES, "ACTOR": actor})
+        same(stage.run({(number, "before"): kill("ACTOR", 1)}), expected)
+        counts[name] = stage.executed()["ACTOR", 0]["publish"]
+    assert counts["any"] == counts["selective"] + 3
+
+
+class WithPaths(Training):
+    """Passes what cannot be written down."""
+
+    def body(self, step):
+        self.RG_ACTOR.look_at(Path("x"))
+        super().body(step)
+
+
+class Looking(Policy):
+    def look_at(self, path):
+        self.seen = path
+
+
+class WithHandles(Training):
+    """Calls its actor behind the role group's back."""
+
+    def body(self, step):
+        super().body(step)
+        if step == 2:
+            self.actors[0].look_at.remote(None)
+
+
+@pytest.mark.parametrize(("trainer", "states"), [(WithPaths, {1, 2, 3, 4, 5, 6}), (WithHandles, {2, 4, 6})])
+def test_after_a_call_that_cannot_be_repeated_there_is_the_state(folder, trainer, states):
+    classes = {**CLASSES, "ACTOR": Looking}
+    seen = {}
+    stage = staged(folder / "job", trainer, classes=classes)
+    look = lambda self, step: seen.update({step: newest(stage)})  # noqa: E731
+    stage.progress = type("Seen", (), {"append": look})()
+    expected = stage.run()
+    assert {step for step, found in seen.items() if any(path.name == "ACTOR-0.1.state" for path in found)} == states
+    again = staged(folder / "again", trainer, classes=classes)
+    same(again.run({(call_of(stage, 4), "before"): kill("ACTOR", 1)}), expected)
+
+
+class Refused(ValueError):
+    pass
+
+
+class Refusing(Policy):
+    def refuse(self, amount):
+        self.weights += amount
+        raise Refused("not this one")
+
+
+class Trying(Training):
+    """Goes on after an error of its actor, which has changed the state."""
+
+    def body(self, step):
+        super().body(step)
+        with pytest.raises(Exception, match="not this one"):
+            self.RG_ACTOR.refuse(0.5)
+
+
+def test_a_call_that_raised_after_it_had_changed_the_state_is_repeated(folder):
+    classes = {**CLASSES, "ACTOR": Refusing}
+    reference = staged(folder / "undisturbed", Trying, classes=classes)
+    expected = reference.run()
+    stage = staged(folder / "job", Trying, classes=classes)
+    same(stage.run({(call_of(reference, 4), "before"): kill("ACTOR", 1)}), expected)
+
+
+class Breaking(Training):
+    def fit(self):
+        self.RG_REWARD.mark_from(0.25)
+        for step in self.steps(self.config["steps"]):
+            self.body(step)
+            if step == self.config.get("last", 3):
+                break
+
+
+def states_after(folder, steps):
+    reference = staged(folder / f"reference-{steps}", steps=steps)
+    reference.run()
+    return reference.states()
+
+
+def load_into(checkpoints, rank, step):
+    host = MemberHost(9)
+    host.start(Policy, MemberContext(role="ACTOR", rank=rank), None, {})
+    host.workload.init_model(7)
+    host._restore(checkpoints.restore_request(step))
+    host._replay()
+    return host.workload.state_dict()
+
+
+def test_a_loop_that_was_left_early_is_copied_whole_to_the_jobs_directory(folder):
+    stage = staged(folder / "job", Breaking)
+    with pytest.raises(IndexError):
+        stage.run()  # it ends before what the others do at their end
+    shutil.rmtree(stage.path / "memory")
+    roots = Roots("job", "run1", 5, stage.path / "durable", stage.path / "memory")
+    checkpoints = StoreCheckpoints(roots, 100)
+    assert checkpoints.newest() == 2, "the step that was left has no commit"
+    expected = states_after(folder, 2)
+    for rank in (0, 1):
+        loaded = load_into(checkpoints, rank, 2)
+        assert loaded["weights"].tobytes() == expected[f"ACTOR-{rank}"]["weights"].tobytes()
+        assert loaded["updates"] == 2
+
+
+def test_what_is_only_in_memory_at_the_end_is_saved_with_all_that_it_goes_on_from(folder, monkeypatch):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(folder / "shm"))
+    stage = staged(folder / "job")
+    (folder / "job" / "out" / "checkpoints").mkdir(parents=True)
+    place = folder / "job" / "out" / "checkpoints" / "run1"
+    stage.roots = lambda: Roots("job", "run1", stage.epoch, place)
+
+    class Ended(BaseException):
+        pass
+
+    def end(port):
+        raise Ended
+
+    reference = staged(folder / "undisturbed")
+    reference.run()
+    with pytest.raises(Ended):
+        stage.run({(call_of(reference, 4), "before"): end})
+    forget_memory("job", "run1")
+    copies = CheckpointStore(place, "run1", durable=True)
+    (manifest,) = copies.manifests()
+    assert manifest.step == 3 and len(manifest.pieces_of("ACTOR-0")) == 4 and manifest.folders == {manifest.folder}
+    checkpoints = StoreCheckpoints(Roots("job", "run2", 1, folder / "other", folder / "mem"), 100, before=copies)
+    assert checkpoints.newest() == 3
+    expected = states_after(folder, 3)
+    for rank in (0, 1):
+        assert load_into(checkpoints, rank, 3)["weights"].tobytes() == expected[f"ACTOR-{rank}"]["weights"].tobytes()
