@@ -35,7 +35,7 @@ MUTATIONS = {
     ),
     # -- numbers ------------------------------------------------------------------------------------------------------
     "a member keeps its number": Mutation(
-        "control.members", "return Member(self.incarnation + 1, ", "return Member(self.incarnation, "
+        "control.state", "return Member(self.incarnation + 1, ", "return Member(self.incarnation, "
     ),
     "the trainer keeps its number": Mutation(
         "control.recovery",
@@ -47,7 +47,7 @@ MUTATIONS = {
     ),
     "a restart of the job keeps the members' numbers": Mutation(
         "control.recovery",
-        "Members({process_id: member.next() for process_id, member in state.members.items()}),",
+        "MemberMap({process_id: member.next() for process_id, member in state.members.items()}),",
         "state.members,",
     ),
     "the job keeps its number": Mutation(

@@ -14,7 +14,6 @@ ROOT = "dlrover.python.rl"
 HERE = Path(__file__).resolve().parents[2]
 
 PRIVATE = (
-    "control.members",
     "control.state",
     "control.budgets",
     "control.recovery",

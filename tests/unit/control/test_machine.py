@@ -28,8 +28,7 @@ from dlrover.python.rl.control.events import (
     WaitOver,
 )
 from dlrover.python.rl.control.machine import outstanding, replay, step
-from dlrover.python.rl.control.members import MemberPhase
-from dlrover.python.rl.control.state import EndReason, JobState, Phase
+from dlrover.python.rl.control.state import EndReason, JobState, MemberPhase, Phase
 
 # -- a run that nothing disturbs --------------------------------------------------------------------------------------
 

@@ -47,8 +47,7 @@ from dlrover.python.rl.control.events import (
     WaitOver,
 )
 from dlrover.python.rl.control.machine import outstanding
-from dlrover.python.rl.control.members import MemberPhase
-from dlrover.python.rl.control.state import STANDBY_TRIES, EndReason, Phase, processes
+from dlrover.python.rl.control.state import STANDBY_TRIES, EndReason, MemberPhase, Phase, processes
 
 LOOSE = replace(TERMS, job_max_restart=99, trainer_max_restart=99, node_max_failures=99)
 ALONE = replace(LOOSE, roles={**ROLES, "ROLLOUT": replace(ROLES["ROLLOUT"], standby=0)})

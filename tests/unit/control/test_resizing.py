@@ -20,10 +20,9 @@ from dlrover.python.rl.control.events import (
     Unplaced,
 )
 from dlrover.python.rl.control.machine import outstanding, replay, step
-from dlrover.python.rl.control.members import MemberPhase
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.control.resizing import can_resize
-from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.control.state import MemberPhase, Phase
 
 
 def of(kind, commands):

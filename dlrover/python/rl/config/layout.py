@@ -14,7 +14,7 @@
     env: {KEY: value}
     config: {...}                      # the user's own
     restart: {job_max_restart, ...}
-    checkpoint: {every, keep, resume, commit_to}
+    checkpoint: {every, keep, resume, commit_to, commit_every}
     liveness: {beat_s, ...}
 """
 

@@ -116,10 +116,6 @@ class CheckpointSpec:
     every: Positive = 10
     """Steps between permanent copies in ``job_dir``. The last two steps are always kept, see ``commit_to``."""
 
-    commit_every: Positive | Literal["auto"] = "auto"
-    """Steps between commits of the whole state. In between a commit has the calls that changed the state, which a
-    recovery repeats. ``auto``: as often as it takes a hundredth of the time, at least every tenth step. 1: always."""
-
     keep: Positive = 2
     """Number of newest copies to keep."""
 
@@ -136,6 +132,10 @@ class CheckpointSpec:
     keep_runs: NonNegative = 5
     """Of the ended runs of this name with folders of their own, the newest ones that keep their checkpoints; models,
     metrics and logs of the others stay."""
+
+    commit_every: Positive | Literal["auto"] = "auto"
+    """Steps between commits of the whole state. In between a commit has the calls that changed the state, which a
+    recovery repeats. ``auto``: as often as it takes a hundredth of the time, at least every tenth step. 1: always."""
 
 
 @dataclass(frozen=True)

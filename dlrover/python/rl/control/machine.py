@@ -38,7 +38,6 @@ from dlrover.python.rl.control.events import (
     Unplaced,
     WaitOver,
 )
-from dlrover.python.rl.control.members import Member, MemberPhase, Members
 from dlrover.python.rl.control.recovery import (
     begin_incarnation,
     end,
@@ -53,6 +52,9 @@ from dlrover.python.rl.control.resizing import resized, unplaced
 from dlrover.python.rl.control.state import (
     EndReason,
     JobState,
+    Member,
+    MemberMap,
+    MemberPhase,
     Phase,
     Result,
     StandbyPhase,
@@ -113,7 +115,7 @@ def _before_submission(state: JobState, event: Event) -> Result:
         return replace(state, phase=stopped, outcome=stopped, ended_by=EndReason.STOPPED, reason=event.reason), ()
     if not isinstance(event, Submitted):
         return state, ()
-    members = Members(
+    members = MemberMap(
         {ProcessId(role, rank): Member(1) for role, settings in event.roles.items() for rank in range(settings.num)}
     )
     return _begin(replace(state, settings=event, members=members, epoch=1))
@@ -239,7 +241,7 @@ def _wait_over(state: JobState, settings: Submitted, event: WaitOver, at_s: floa
 def _released(state: JobState, settings: Submitted, event: Released, at_s: float) -> Result:
     """The incarnation is released: the job has ended, or its next incarnation begins."""
     if state.phase is Phase.ENDING and state.outcome is not None:
-        members = Members({process_id: Member(member.incarnation) for process_id, member in state.members.items()})
+        members = MemberMap({process_id: Member(member.incarnation) for process_id, member in state.members.items()})
         trainer = replace(state.trainer, phase=MemberPhase.WAITING, process=None)
         return replace(state, phase=state.outcome, members=members, standbys={}, trainer=trainer, released=True), ()
     if state.phase is not Phase.RESTARTING or state.released:

@@ -24,10 +24,11 @@ from dlrover.python.rl.control.events import (
     Submitted,
     TrainerLost,
 )
-from dlrover.python.rl.control.members import MemberPhase, Members
 from dlrover.python.rl.control.state import (
     EndReason,
     JobState,
+    MemberMap,
+    MemberPhase,
     Phase,
     Result,
     StandbyPhase,
@@ -296,7 +297,7 @@ def _restart_job(state: JobState, settings: Submitted, failure: Failure, at_s: f
         state,
         phase=Phase.RESTARTING,
         epoch=state.epoch + 1,
-        members=Members({process_id: member.next() for process_id, member in state.members.items()}),
+        members=MemberMap({process_id: member.next() for process_id, member in state.members.items()}),
         standbys={},
         trainer=Trainer(reason=f"{failure.cause.who}: {failure.cause.message}"),
         opened=False,

@@ -12,9 +12,19 @@ from dataclasses import replace
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.commands import Command, KillTrainer
 from dlrover.python.rl.control.events import RecoveryScope, Resized, Submitted, Unplaced
-from dlrover.python.rl.control.members import Member, MemberPhase, Members
 from dlrover.python.rl.control.recovery import Failure, begin_incarnation, kill_members, recover
-from dlrover.python.rl.control.state import JobState, Phase, Result, Trainer, ranks_of, start_members, start_trainer
+from dlrover.python.rl.control.state import (
+    JobState,
+    Member,
+    MemberMap,
+    MemberPhase,
+    Phase,
+    Result,
+    Trainer,
+    ranks_of,
+    start_members,
+    start_trainer,
+)
 
 
 def can_resize(state: JobState, role: str) -> bool:
@@ -68,7 +78,7 @@ def _with_ranks(state: JobState, settings: Submitted, role: str, num: int) -> Re
     return replace(
         state,
         settings=replace(settings, roles=roles),
-        members=Members({**others, **kept, **added}),
+        members=MemberMap({**others, **kept, **added}),
         retired={**{key: number for key, number in state.retired.items() if key not in added}, **gone},
         most={**state.most, role: max(num, len(old), state.most.get(role, 0))},
         waits={timer: delay for timer, delay in state.waits.items() if not _is_of_member(timer, role)},

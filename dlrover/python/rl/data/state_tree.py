@@ -95,6 +95,8 @@ class _Dumper:
         return self._leaf(value, kind, at)
 
     def _items(self, value: Sequence[Any], at: _At | str, depth: int) -> list[Any]:
+        if set(map(type, value)) == {int} and min(value) >= -_JSON_INT and max(value) < _JSON_INT:
+            return list(value)  # such as the state of a random generator
         return [self.node(item, _At(at, index), depth) for index, item in enumerate(value)]
 
     def _pairs(self, value: dict[Any, Any], at: _At | str, depth: int) -> list[Any]:

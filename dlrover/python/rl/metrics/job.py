@@ -19,8 +19,7 @@ from prometheus_client.core import (
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, package_version
 from dlrover.python.rl.control.events import CauseKind, Event, Failed, MemberStarted, TrainerStarted
 from dlrover.python.rl.control.machine import step
-from dlrover.python.rl.control.members import MemberPhase
-from dlrover.python.rl.control.state import JobState, Phase
+from dlrover.python.rl.control.state import JobState, MemberPhase, Phase
 from dlrover.python.rl.metrics.goodput import LOSSES, TimeAccount, TimeUse
 from dlrover.python.rl.trainer.call_counts import BUCKETS_S
 from dlrover.python.rl.trainer.trainer import StepReport

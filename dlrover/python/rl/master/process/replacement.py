@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 from dlrover.python.rl.common.errors import JobFailed
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.control.members import Member, MemberPhase
-from dlrover.python.rl.control.state import JobState, Phase, ranks_of
+from dlrover.python.rl.control.state import JobState, Member, MemberPhase, Phase, ranks_of
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
 
 

@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,9 +86,12 @@ def step_and_epoch(name: str) -> tuple[int, int] | None:
 
 
 def encode(manifest: Manifest) -> bytes:
-    fields = asdict(manifest)
-    if not manifest.earlier:
-        del fields["earlier"]
+    fields = dict(vars(manifest), files={name: vars(file) for name, file in manifest.files.items()})
+    del fields["earlier"]
+    if manifest.earlier:
+        fields["earlier"] = {
+            name: [(folder, vars(file)) for folder, file in pieces] for name, pieces in manifest.earlier.items()
+        }
     body = json.dumps({"version": VERSION, **fields}, sort_keys=True, allow_nan=False)
     return b'{"crc32": "%08x", "manifest": %s}\n' % (zlib.crc32(body.encode()), body.encode())
 

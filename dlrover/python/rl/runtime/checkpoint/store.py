@@ -31,6 +31,7 @@ from typing import Any, Protocol, TypeVar
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.runtime.checkpoint.manifest import (
+    MANIFEST,
     NOTHING,
     EpochFence,
     Manifest,
@@ -76,6 +77,7 @@ class CheckpointStore:
         self.root, self.run, self.durable = root, run, durable
         self.pinned: set[int] = set()
         self.keep, self._node = keep, node
+        self._known: dict[str, tuple[tuple[int, int, int], Manifest]] = {}
         self._fence = EpochFence(root, durable, lambda: max((epoch for _, epoch in self._folders()), default=0))
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -171,12 +173,25 @@ class CheckpointStore:
         for step, epoch in self._folders():
             folder = self.root / folder_name(step, epoch)
             try:
-                manifests.append(read_manifest(folder, self.run))
+                manifests.append(self._manifest_in(folder))
             except CheckpointMissing:
                 continue
             except CheckpointCorrupt as error:
                 self._set_aside(folder, str(error))
         return sorted(manifests, key=lambda manifest: (manifest.serial, manifest.epoch), reverse=True)
+
+    def _manifest_in(self, folder: Path) -> Manifest:
+        """Read again only if its file is another one, or was changed."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            status = os.stat(folder / MANIFEST)
+            version = status.st_ino, status.st_mtime_ns, status.st_size
+            known, manifest = self._known.get(folder.name, (None, None))
+            if manifest is None or known != version:
+                manifest = read_manifest(folder, self.run)
+                self._known[folder.name] = version, manifest
+            return manifest
+        self._known.pop(folder.name, None)
+        raise CheckpointMissing(f"{folder} has no manifest")
 
     def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None] = check_file) -> bool:
         """Return True if every file that it needs is intact; otherwise the generation is set aside.

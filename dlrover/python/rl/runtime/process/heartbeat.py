@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats of a process to the master, the lease without which it ends itself, and the stacks of one that hangs.
+"""Heartbeats of a process to the master, the lease without which it ends itself, the stacks of one that hangs, and the
+notice that its node will go.
 
 ::
 
@@ -13,6 +14,7 @@ Ray leaves the processes of a partitioned node running beside their replacements
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
@@ -228,3 +231,25 @@ def _tail(file: Path | None, lines: int) -> list[str]:
         return []
     tail = [line.rstrip() for line in text.splitlines() if line.strip() and not line.startswith(_RAYS_MARKS)]
     return tail[-lines:]
+
+
+class DepartureNotice:
+    """What this process was told; ``file`` is looked for at each reading, ``""`` for none. SIGTERM is taken once, where
+    this is made in the main thread: a second one does what it did before."""
+
+    def __init__(self, file: str = "") -> None:
+        self._file = Path(file) if file else None
+        self._told, self._before = "", signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._take)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self._told = "it was sent SIGTERM"
+        signal.signal(number, self._before or signal.SIG_DFL)
+
+    def read(self) -> str:
+        """The notice, "" for none."""
+        with contextlib.suppress(OSError):
+            if not self._told and self._file is not None and self._file.exists():
+                self._told = f"{self._file} is there"
+        return self._told

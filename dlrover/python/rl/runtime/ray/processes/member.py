@@ -31,11 +31,16 @@ from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.runtime.process.arguments import CallHeader, decode
 from dlrover.python.rl.runtime.process.executor import enter_folder, load_class, starting
 from dlrover.python.rl.runtime.process.health import try_devices
-from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat, HeartbeatSender, HeartbeatSettings
+from dlrover.python.rl.runtime.process.heartbeat import (
+    BeatAnswer,
+    DepartureNotice,
+    Heartbeat,
+    HeartbeatSender,
+    HeartbeatSettings,
+)
 from dlrover.python.rl.runtime.process.held_secrets import held_secrets, take_secrets
 from dlrover.python.rl.runtime.process.host import MemberHost
 from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_output
-from dlrover.python.rl.runtime.process.notice import DepartureNotice
 from dlrover.python.rl.trainer.port import gone_incarnation
 from dlrover.python.rl.trainer.shard import row_count
 from dlrover.python.rl.trainer.workload import MemberContext

@@ -23,10 +23,9 @@ from dlrover.python.rl.control.events import Cause, Process
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of, results_of
 from dlrover.python.rl.runtime.process.executor import cause_of, death_kind, enter_folder, load_class, starting
-from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSender, HeartbeatSettings
+from dlrover.python.rl.runtime.process.heartbeat import DepartureNotice, Heartbeat, HeartbeatSender, HeartbeatSettings
 from dlrover.python.rl.runtime.process.held_secrets import take_secrets
 from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_output
-from dlrover.python.rl.runtime.process.notice import DepartureNotice
 from dlrover.python.rl.runtime.ray.processes.actors import ask, find
 from dlrover.python.rl.runtime.ray.processes.call_times import CallTimes
 from dlrover.python.rl.runtime.ray.processes.member import locate, send_to
