@@ -4,6 +4,7 @@
 from dataclasses import dataclass, field
 
 from dlrover.python.rl.common.names import RLRoleType, member_name
+from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
 from dlrover.python.rl.runtime.checkpoint.member_state import Roots
 from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort, LocalRecovery
@@ -100,7 +101,7 @@ class Stage:
         self.epoch += 1
         recovery = LocalRecovery(self.port, self.member, epoch=self.epoch, fresh=self.epoch == 1)
         roots = Roots("job", "run1", self.epoch, self.folder / "durable", self.folder / "memory")
-        checkpoints = StoreCheckpoints(roots, 2)
+        checkpoints = StoreCheckpoints(roots, 4, cadence=Cadence(3))
         return TrainerLink(
             self.port, lambda report: None, "job", self.folder, recovery=recovery, checkpoints=checkpoints
         )

@@ -256,7 +256,7 @@ class Breaking(Training):
 
 
 def states_after(folder, steps):
-    reference = staged(folder / f"reference-{steps}", steps=steps)
+    reference = staged(folder / f"reference-{steps}", steps=steps)  # 0: as init leaves them
     reference.run()
     return reference.states()
 
@@ -304,10 +304,14 @@ def test_what_is_only_in_memory_at_the_end_is_saved_with_all_that_it_goes_on_fro
         stage.run({(call_of(reference, 4), "before"): end})
     forget_memory("job", "run1")
     copies = CheckpointStore(place, "run1", durable=True)
-    (manifest,) = copies.manifests()
-    assert manifest.step == 3 and len(manifest.pieces_of("ACTOR-0")) == 4 and manifest.folders == {manifest.folder}
-    checkpoints = StoreCheckpoints(Roots("job", "run2", 1, folder / "other", folder / "mem"), 100, before=copies)
-    assert checkpoints.newest() == 3
-    expected = states_after(folder, 3)
-    for rank in (0, 1):
-        assert load_into(checkpoints, rank, 3)["weights"].tobytes() == expected[f"ACTOR-{rank}"]["weights"].tobytes()
+    last, first = copies.manifests()
+    assert last.step == 3 and len(last.pieces_of("ACTOR-0")) == 4 and last.folders == {last.folder}
+    assert first.step == 0 and not first.earlier
+    for settings, step in (("", 3), ("others", 0)):
+        roots = Roots("job", "run2", 1, folder / f"other{step}", folder / f"mem{step}")
+        checkpoints = StoreCheckpoints(roots, 100, before=copies, settings=settings)
+        assert checkpoints.newest() == step, "calls are repeated with the settings that they were made with"
+        expected = states_after(folder, step)
+        for rank in (0, 1):
+            loaded = load_into(checkpoints, rank, step)
+            assert loaded["weights"].tobytes() == expected[f"ACTOR-{rank}"]["weights"].tobytes()

@@ -8,8 +8,9 @@
     a later COMMIT --> all copies complete? --> the trainer's file --> manifest: durable
 """
 
+import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,8 @@ from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, ret
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.config.layout import job_to_yaml
+from dlrover.python.rl.config.spec import RUNS, CheckpointSpec, JobSpec, LivenessSpec, MasterSpec, RestartSpec
 from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
 from dlrover.python.rl.runtime.checkpoint.copies import gathered
 from dlrover.python.rl.runtime.checkpoint.manifest import Manifest, Piece, folder_name
@@ -40,7 +42,7 @@ from dlrover.python.rl.trainer.port import LastCommit
 
 _LOG = get_logger(__name__)
 
-_TRAINER = "trainer"
+_TRAINER, _SETTINGS = "trainer", "settings"
 _FOLDER, _COMMITS = "checkpoints", "commits"
 
 
@@ -85,8 +87,8 @@ def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "Store
     resumed = newest_commit(job.job_dir, job.archive) if job.checkpoint.resume == "latest" else None
     before = None
     if resumed is not None and resumed[0].run != run:
-        before, manifest = resumed
-        _LOG.info("continuing from step %d of run %s", manifest.step, before.run)
+        before = resumed[0]
+        _LOG.info("continuing run %s", before.run)
     every = job.checkpoint.commit_every
     return StoreCheckpoints(
         roots,
@@ -94,8 +96,23 @@ def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "Store
         job.checkpoint.keep,
         before,
         files=files_of(job),
+        settings=_settings_of(job),
         cadence=Cadence(every if isinstance(every, int) else None),
     )
+
+
+def _settings_of(job: JobSpec) -> str:
+    """Of what a run computes, not of how it is kept up."""
+    alike = replace(
+        job,
+        job_dir=RUNS,
+        archive="",
+        checkpoint=CheckpointSpec(),
+        restart=RestartSpec(),
+        liveness=LivenessSpec(),
+        master=MasterSpec(),
+    )
+    return hashlib.sha256(job_to_yaml(alike, hide_secrets=True).encode()).hexdigest()[:16]
 
 
 def resumed_layout(job: JobSpec) -> tuple[str, dict[str, int]] | None:
@@ -127,6 +144,9 @@ class StoreCheckpoints:
     files: RunFiles | None = None
     """Uploaded before each copy is published, which then has the files of its step."""
 
+    settings: str = ""
+    """Digest of the settings on which results depend; with others, calls of an earlier run are not repeated."""
+
     cadence: Cadence = field(default_factory=lambda: Cadence(every=1))
     committed_bytes: int = 0
     """In the files of all commits so far, without their copies."""
@@ -151,7 +171,6 @@ class StoreCheckpoints:
         self._newest = newest = retry_io(self._find_newest, self._commits.root, self.disk_wait)
         self._offered = [newest] if newest is not None else []
         self._at = newest.manifest if newest is not None and newest.store is self._commits else None
-        self._kept = self._commits.manifests()[: self._commits.keep]
         if newest is not None:
             step = newest.manifest.step
             if newest.store is self._durable:
@@ -165,10 +184,14 @@ class StoreCheckpoints:
         return None
 
     def _find_newest(self) -> _Generation | None:
+        self._kept = self._commits.manifests()[: self._commits.keep]
         for store in (self._commits, self._durable):
             for manifest in store.manifests():
                 self._remember_writers(manifest, self._last.step if self._last is not None else 0)
-        return self._newest_in(self._commits, self._durable) or self._newest_in(self.before)
+        return self._newest_in(self._commits, self._durable) or self._newest_in(self.before, usable=self._can_repeat)
+
+    def _can_repeat(self, manifest: Manifest) -> bool:
+        return not manifest.earlier or manifest.extra.get(_SETTINGS, "") == self.settings
 
     def last_known(self) -> LastCommit | None:
         return self._last
@@ -183,14 +206,16 @@ class StoreCheckpoints:
                 writers[member] = max(incarnation_of(file), writers.get(member, 0))
         self._last = LastCommit(max(manifest.step, step), writers)
 
-    def _newest_in(self, *stores: CheckpointStore | ObjectStore | None) -> _Generation | None:
-        """The generation of the latest step; the first, faster store has precedence."""
+    def _newest_in(
+        self, *stores: CheckpointStore | ObjectStore | None, usable: Callable[[Manifest], bool] = lambda manifest: True
+    ) -> _Generation | None:
+        """The ``usable`` generation of the latest step; the first, faster store has precedence."""
         best: _Generation | None = None
         for store in stores:
             for manifest in store.manifests() if store is not None else ():
                 if best is not None and manifest.step <= best.manifest.step:
                     break
-                if store is not None and store.valid(manifest):
+                if store is not None and usable(manifest) and store.valid(manifest):
                     best = _Generation(store, manifest)
                     break
         return best
@@ -221,7 +246,7 @@ class StoreCheckpoints:
             for store in (self._commits, self._durable, self.before)
             if store is not None
             for manifest in store.manifests()
-            if manifest.step == step
+            if manifest.step == step and (store is not self.before or self._can_repeat(manifest))
         ]
 
     def _pieces_of(self, generation: _Generation) -> dict[str, tuple[Piece, ...]]:
@@ -277,7 +302,11 @@ class StoreCheckpoints:
         header: Header = {"role": _TRAINER, "step": step}
         own = self._commits.write(step, self.roots.epoch, f"{_TRAINER}.state", header, state)
         own = replace(own, node=self.roots.owner(self.roots.node))
-        return self._commits.commit(step, self.roots.epoch, {**files, _TRAINER: own}, earlier)
+        return self._commits.commit(step, self.roots.epoch, {**files, _TRAINER: own}, earlier, self._extra)
+
+    @property
+    def _extra(self) -> dict[str, Any]:
+        return {_SETTINGS: self.settings}
 
     def _check_copies(self, answers: Mapping[ProcessId, CommitAnswer]) -> None:
         """Publish the copy under way once all members have finished theirs; abandon it if one has failed."""
@@ -329,7 +358,8 @@ class StoreCheckpoints:
                 self.files.upload()
             files = {name: own[-1] for name, own in copies.items()}
             earlier = gathered(folder_name(manifest.step, self.roots.epoch), copies)
-            self._durable.commit(manifest.step, self.roots.epoch, {**files, _TRAINER: trainers}, earlier)
+            files[_TRAINER] = trainers
+            self._durable.commit(manifest.step, self.roots.epoch, files, earlier, self._extra)
             self._prune_earlier_runs()
         except (CheckpointCorrupt, CheckpointMissing, OSError) as error:
             _LOG.warning("step %d was not copied to %s: %s", manifest.step, self._durable.root, error)

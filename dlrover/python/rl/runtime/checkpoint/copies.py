@@ -31,17 +31,26 @@ def gathered(folder: str, files: Mapping[str, tuple[StateFile, ...]]) -> Mapping
 
 
 def save_generation(memory: CheckpointStore, manifest: Manifest, copies: CheckpointStore | ObjectStore) -> bool:
-    """Copy a whole generation; returns False if it is not intact, or not all of it is here. Raises OSError."""
+    """Copy a whole generation, and the states that it goes on from as one of their own; returns False if it is not
+    intact, or not all of it is here. Raises OSError."""
     # A later trainer may have claimed the copies and ended before its first commit.
     epoch = max(manifest.epoch, copies.epoch)
     try:
         copies.claim(epoch)
-        files = {
-            name: copy_pieces(memory.root, copies, manifest.step, epoch, manifest.pieces_of(name))
-            for name in manifest.files
-        }
-        folder = folder_name(manifest.step, epoch)
-        copies.commit(manifest.step, epoch, {name: own[-1] for name, own in files.items()}, gathered(folder, files))
+        for each in (*_states_before(memory, manifest), manifest):
+            files = {
+                name: copy_pieces(memory.root, copies, each.step, epoch, each.pieces_of(name)) for name in each.files
+            }
+            earlier = gathered(folder_name(each.step, epoch), files)
+            last = {name: own[-1] for name, own in files.items()}
+            copies.commit(each.step, epoch, last, earlier, each.extra)
     except (CheckpointCorrupt, CheckpointMissing, StaleEpoch):
         return False
     return True
+
+
+def _states_before(memory: CheckpointStore, manifest: Manifest) -> list[Manifest]:
+    """The generation of states from which a job with other settings can go on: it cannot repeat the calls."""
+    firsts = {pieces[0].folder for pieces in manifest.earlier.values()}
+    found = [each for each in memory.manifests() if {each.folder} == firsts and not each.earlier]
+    return [each for each in found if memory.valid(each)]

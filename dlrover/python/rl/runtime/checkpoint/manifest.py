@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     file: StateFile
 
 
-NOTHING: Mapping[str, tuple[Piece, ...]] = {}
+NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)

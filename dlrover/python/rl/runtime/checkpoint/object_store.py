@@ -79,13 +79,18 @@ class ObjectStore:
         return StateFile(file.name, file.nbytes, file.checksum)
 
     def commit(
-        self, step: int, epoch: int, files: Mapping[str, StateFile], earlier: Mapping[str, tuple[Piece, ...]] = NOTHING
+        self,
+        step: int,
+        epoch: int,
+        files: Mapping[str, StateFile],
+        earlier: Mapping[str, tuple[Piece, ...]] = NOTHING,
+        extra: Mapping[str, Any] = NOTHING,
     ) -> Manifest:
         """Make the uploaded files, after ``earlier`` ones in the same folder, the newest generation, and remove
         superfluous ones. Idempotent. Raises StaleEpoch, or CheckpointMissing, CheckpointCorrupt and OSError, after
         which the generation is not valid."""
         self._check(epoch)
-        manifest = Manifest(step, epoch, self.run, dict(files), earlier=dict(earlier))
+        manifest = Manifest(step, epoch, self.run, dict(files), dict(extra), earlier=dict(earlier))
         for folder, file in manifest.pieces():
             self.check(folder, file)
         existing = self.manifests()

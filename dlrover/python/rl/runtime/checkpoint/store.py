@@ -117,7 +117,12 @@ class CheckpointStore:
         return copy_file(source, self.folder(step, epoch), file, self.durable)
 
     def commit(
-        self, step: int, epoch: int, files: Mapping[str, StateFile], earlier: Mapping[str, tuple[Piece, ...]] = NOTHING
+        self,
+        step: int,
+        epoch: int,
+        files: Mapping[str, StateFile],
+        earlier: Mapping[str, tuple[Piece, ...]] = NOTHING,
+        extra: Mapping[str, Any] = NOTHING,
     ) -> Manifest:
         """Make the members' files, after ``earlier`` ones, the newest generation, and remove superfluous ones.
         Idempotent. Raises StaleEpoch, or CheckpointMissing, CheckpointCorrupt and OSError, after which the generation
@@ -125,7 +130,7 @@ class CheckpointStore:
         with self._fence.locked():
             self._fence.claim(epoch)
             folder = self.root / folder_name(step, epoch)
-            manifest = Manifest(step, epoch, self.run, dict(files), earlier=dict(earlier))
+            manifest = Manifest(step, epoch, self.run, dict(files), dict(extra), earlier=dict(earlier))
             for place, file in self._pieces_here(manifest):
                 check_size(place, file)
             existing = self.manifests()
