@@ -73,7 +73,7 @@ class Stage:
 
     def __init__(self, folder, trainer, roles, config, collocation=""):
         self.folder, self.trainer, self.roles, self.config, self.epoch = folder, trainer, roles, config, 0
-        self.collocation = collocation
+        self.collocation, self.commit_every = collocation, 3
         self.port = FaultyPort({RLRoleType(role): [] for role in roles})
         for role, (_, size) in roles.items():
             self.port.members[RLRoleType(role)].extend(self.member(role, rank, 1) for rank in range(size))
@@ -101,7 +101,7 @@ class Stage:
         self.epoch += 1
         recovery = LocalRecovery(self.port, self.member, epoch=self.epoch, fresh=self.epoch == 1)
         roots = Roots("job", "run1", self.epoch, self.folder / "durable", self.folder / "memory")
-        checkpoints = StoreCheckpoints(roots, 4, cadence=Cadence(3))
+        checkpoints = StoreCheckpoints(roots, 4, cadence=Cadence(self.commit_every))
         return TrainerLink(
             self.port, lambda report: None, "job", self.folder, recovery=recovery, checkpoints=checkpoints
         )

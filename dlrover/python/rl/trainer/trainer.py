@@ -293,7 +293,7 @@ def _run_attempts(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) ->
         except Exception as error:
             if not _is_retryable(error) and not link.is_loss(error):
                 raise
-            step, cause = steps.port.step, error
+            step, cause = steps.port.step or (steps.port.committed or 0) + 1, error
         failures = 1 if steps.commits else failures + 1
         if failures > _MAX_ATTEMPTS or not (steps.can_go_back() or attempt.number):
             raise cause
