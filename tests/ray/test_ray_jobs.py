@@ -231,10 +231,10 @@ def test_a_job_that_can_never_fit_is_refused_before_anything_starts(tmp_path, mo
 
 def test_a_master_whose_own_loop_breaks_releases_everything_and_says_that_it_failed(tmp_path, monkeypatch):
     class FragileMaster(RLMaster):
-        async def _take(self, event):
-            if type(event).__name__ == "TrainerStarted":
+        def _carry_out(self, handled):
+            if type(handled.event).__name__ == "TrainerStarted":
                 raise RuntimeError("the loop's own mistake")
-            await super()._take(event)
+            super()._carry_out(handled)
 
     checked = check_job(describe(tmp_path, monkeypatch, "endless", "fragile"))
     arguments = (begin(checked.job), checked.placement, checked.inspection)

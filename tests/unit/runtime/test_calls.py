@@ -2,6 +2,7 @@
 """Calls as plain values: what is written is what comes back, and what cannot be written is said."""
 
 import enum
+import importlib
 import json
 import sys
 from dataclasses import dataclass, field
@@ -16,11 +17,16 @@ from dlrover.python.rl.common.errors import DataError, ResultLost
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.state_tree import dump, load
 from dlrover.python.rl.recipe.base.engine_workload import UpdatePlan
-from dlrover.python.rl.runtime.checkpoint.calls import CallRecord, RecordedCall, load_calls
+from dlrover.python.rl.runtime.checkpoint.calls import CallRecord, RecordedCall, load_calls, note_modules
 
 
 class Kind(enum.StrEnum):
     GOOD = "good"
+
+
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,10 @@ class Loaded:
 
 def written(*args, **kwargs):
     """The arguments of a call that was written to a file and read."""
+    note_modules()
     tree = dump({"calls": [RecordedCall.of("update", args, kwargs).dump()]})
     (call,) = load_calls(load(tree.skeleton, [memoryview(bytes(buffer)) for buffer in tree.buffers]))
-    assert (call.method, call.raised) == ("update", False)
+    assert call.method == "update"
     return call.load()
 
 
@@ -86,20 +93,23 @@ def test_no_constructor_runs_when_arguments_are_read():
     assert read == value and Loaded.constructed == before
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        Path("x"),
-        {1, 2},
-        lambda: None,
-        SimpleNamespace(a=1),
-        torch.ones(1, requires_grad=True),
-        {("dataclass", "a:B"): {}},
-        Batch({"x": [object()]}),
-        dataclass(type("Local", (), {"__annotations__": {"x": int}}))(1),
-    ],
-    ids=str,
-)
+PLAINLESS = {
+    "a path": Path("x"),
+    "a set": {1, 2},
+    "a function": lambda: None,
+    "an object": SimpleNamespace(a=1),
+    "a tensor with a gradient": torch.ones(1, requires_grad=True),
+    "what looks like a class": {("dataclass", "a:B"): {}},
+    "an array in another order": np.zeros((2, 3), order="F"),
+    "a tensor in another order": torch.zeros(2, 3).t(),
+    "two flags": Access.READ | Access.WRITE,
+    "no flag": Access(0),
+    "an object in a batch": Batch({"x": [object()]}),
+    "a class of a function": dataclass(type("Local", (), {"__annotations__": {"x": int}}))(1),
+}
+
+
+@pytest.mark.parametrize("value", PLAINLESS.values(), ids=PLAINLESS)
 def test_what_has_no_plain_form_is_refused(value):
     with pytest.raises(DataError):
         written(value)
@@ -132,13 +142,13 @@ def test_arguments_are_those_before_the_call():
 )
 def test_a_file_cannot_name_what_is_no_dataclass(name):
     with pytest.raises(DataError):
-        load_calls({"calls": [["update", [[{("dataclass", name): {}}], {}], False]]})
+        load_calls({"calls": [["update", [[{("dataclass", name): {}}], {}]]]})
 
 
 def test_a_file_cannot_make_this_process_import_anything():
     sys.modules.pop("colorsys", None)
     with pytest.raises(DataError):
-        load_calls({"calls": [["update", [[{("dataclass", "colorsys:Thing"): {}}], {}], False]]})
+        load_calls({"calls": [["update", [[{("dataclass", "colorsys:Thing"): {}}], {}]]]})
     assert "colorsys" not in sys.modules
 
 
@@ -150,32 +160,89 @@ def test_what_is_no_file_of_calls_is_refused(tree):
         load_calls(tree)
 
 
-def test_the_calls_of_a_step_are_kept_until_they_are_not_needed():
-    record = CallRecord()
-    for step in (1, 1, 2):
-        with record.recording(step, "update", (step,), {}):
+def test_a_class_that_came_with_an_argument_may_not_be_there_in_another_process(tmp_path, monkeypatch):
+    note_modules()
+    (tmp_path / "module_of_a_plan.py").write_text(
+        "from dataclasses import dataclass\n@dataclass\nclass Plan:\n  x: int\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    plan = importlib.import_module("module_of_a_plan").Plan(1)
+    with pytest.raises(DataError, match="may not have"):
+        RecordedCall.of("update", (plan,), {})
+    note_modules()
+    RecordedCall.of("update", (plan,), {})
+
+
+def of_step(step):
+    return [["update", [[step], {}]]]
+
+
+def record(calls, *steps):
+    for step in steps:
+        with calls.recording(step, "update", (step,), {}):
             pass
-    assert len(record.calls_of(1)) == 2 and record.calls_of(2) == [["update", [[2], {}], False]]
-    record.forget(1)
-    assert record.calls_of(1) == [] and len(record.calls_of(2)) == 1
-    record.forget()
-    assert record.calls_of(2) == []
+
+
+def test_the_calls_of_a_step_are_kept_until_it_is_settled():
+    calls = CallRecord()
+    record(calls, 1, 1, 2)
+    assert calls.calls_of(1) == of_step(1) * 2 and calls.calls_of(2) == of_step(2)
+    calls.settle(1)
+    assert calls.calls_of(1) == [] and calls.calls_of(2) == of_step(2)
+    calls.clear()
+    assert calls.calls_of(2) == []
+
+
+def test_a_call_after_the_commit_of_its_step_is_part_of_the_next_one():
+    calls = CallRecord()
+    record(calls, 1)
+    assert calls.calls_of(1) == of_step(1)
+    record(calls, 1)
+    calls.settle(1)
+    record(calls, 2)
+    assert calls.calls_of(2) == of_step(1) + of_step(2)
 
 
 def test_one_call_without_a_plain_form_takes_its_step_along():
-    record = CallRecord()
-    for value in (1, object()):
-        with record.recording(1, "update", (value,), {}):
-            pass
-    assert record.calls_of(1) is None and record.calls_of(2) == []
-    record.forget(1)
-    assert record.calls_of(1) == []
+    calls = CallRecord()
+    with calls.recording(1, "update", (object(),), {}):
+        pass
+    record(calls, 1)
+    assert calls.calls_of(1) is None and calls.calls_of(2) == []
+    calls.settle(1)
+    assert calls.calls_of(2) == []
 
 
-def test_a_call_that_raised_is_repeated_and_one_that_did_not_run_is_not():
-    record = CallRecord()
-    with pytest.raises(ZeroDivisionError), record.recording(1, "update", (), {}):
+def test_one_after_the_commit_of_its_step_takes_the_next_one_along():
+    calls = CallRecord()
+    assert calls.calls_of(1) == []
+    with calls.recording(1, "update", (object(),), {}):
+        pass
+    calls.settle(1)
+    assert calls.calls_of(2) is None
+
+
+def test_a_call_whose_arguments_raise_runs_all_the_same():
+    class Touchy:
+        @property
+        def __dict__(self):
+            raise ZeroDivisionError
+
+    calls, ran = CallRecord(), []
+    with calls.recording(1, "update", (dataclass(Touchy)(),), {}):
+        ran.append(1)
+    assert ran and calls.calls_of(1) is None
+
+
+def test_whether_an_error_would_come_again_is_not_known():
+    calls = CallRecord()
+    with pytest.raises(ZeroDivisionError), calls.recording(1, "update", (), {}):
         raise ZeroDivisionError
-    with pytest.raises(ResultLost), record.recording(1, "update", (), {}):
+    assert calls.calls_of(1) is None
+
+
+def test_a_call_that_did_not_run_is_not_repeated():
+    calls = CallRecord()
+    with pytest.raises(ResultLost), calls.recording(1, "update", (), {}):
         raise ResultLost("gone", role="ACTOR", rank=0, method="update")
-    assert record.calls_of(1) == [["update", [[], {}], True]]
+    assert calls.calls_of(1) == []

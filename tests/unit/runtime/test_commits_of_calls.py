@@ -7,7 +7,18 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from durable_toys import CLASSES, Pipelined, Policy, Stage, Training, both, kill, kill_trainer
+from durable_toys import (
+    CLASSES,
+    Pipelined,
+    Policy,
+    Stage,
+    TrainerKilled,
+    Training,
+    both,
+    kill,
+    kill_trainer,
+    wait_for_copies,
+)
 
 from dlrover.python.rl.common.errors import CheckpointMissing
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
@@ -78,8 +89,9 @@ def test_most_commits_have_only_the_calls(folder):
 
 
 def newest(stage):
-    folders = sorted((stage.path / "memory").glob("step-*"))
-    return [path for path in folders[-1].iterdir() if path.name.startswith("ACTOR")]
+    """The actors' files of the last commit."""
+    (manifest, *_) = CheckpointStore(stage.path / "memory", "run1", durable=False).manifests()
+    return [Path(file.name) for name, file in manifest.files.items() if name.startswith("ACTOR")]
 
 
 def test_a_recovery_repeats_the_calls_since_the_last_state(folder):
@@ -206,7 +218,7 @@ class WithHandles(Training):
             self.actors[0].look_at.remote(None)
 
 
-@pytest.mark.parametrize(("trainer", "states"), [(WithPaths, {1, 2, 3, 4, 5, 6}), (WithHandles, {2, 4, 6})])
+@pytest.mark.parametrize(("trainer", "states"), [(WithPaths, {1, 2, 3, 4, 5, 6}), (WithHandles, {2, 6})])
 def test_after_a_call_that_cannot_be_repeated_there_is_the_state(folder, trainer, states):
     classes = {**CLASSES, "ACTOR": Looking}
     seen = {}
@@ -238,12 +250,196 @@ class Trying(Training):
             self.RG_ACTOR.refuse(0.5)
 
 
-def test_a_call_that_raised_after_it_had_changed_the_state_is_repeated(folder):
+def test_a_call_that_raised_after_it_had_changed_the_state_is_in_the_next_state(folder):
     classes = {**CLASSES, "ACTOR": Refusing}
     reference = staged(folder / "undisturbed", Trying, classes=classes)
     expected = reference.run()
     stage = staged(folder / "job", Trying, classes=classes)
     same(stage.run({(call_of(reference, 4), "before"): kill("ACTOR", 1)}), expected)
+
+
+class Shifted(Policy):
+    def shift(self, amount):
+        self.weights += amount
+
+    @trainer_invocation(target="RANK0")
+    def look_at(self, path):
+        self.seen = path
+
+
+class OfOneRank(Training):
+    """Only rank 0 gets what cannot be written down."""
+
+    def body(self, step):
+        self.RG_ACTOR.look_at(Path("x"))
+        super().body(step)
+
+
+def test_all_ranks_have_states_or_all_have_calls(folder):
+    classes = {**CLASSES, "ACTOR": Shifted}
+    seen = {}
+    reference = staged(folder / "undisturbed", OfOneRank, classes=classes)
+    reference.progress = type("Seen", (), {"append": lambda self, step: seen.update({step: newest(reference)})})()
+    expected = reference.run()
+    assert all({path.suffix for path in found} == {".state"} for found in seen.values())
+    stage = staged(folder / "job", OfOneRank, classes=classes)
+    same(stage.run({(call_of(reference, 4), "before"): kill("ACTOR", 1)}), expected)
+    assert [stage.executed()["ACTOR", rank]["update"] for rank in (0, 1)] == [3, 3], "they meet in collectives"
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_call_after_the_commit_of_its_step_is_not_lost(folder, step):
+    """Another thread of the trainer calls while it commits."""
+
+    def made(name):
+        stage = staged(folder / name, classes={**CLASSES, "ACTOR": Shifted})
+        done = []
+
+        def late(self, committed):
+            if committed == 2 and not done:
+                done.append(stage.attempts[-1].RG_ACTOR.shift(0.5))
+
+        stage.progress = type("Late", (), {"append": late})()
+        return stage
+
+    reference = made("undisturbed")
+    expected = reference.run()
+    same(made("job").run({(call_of(reference, step), "before"): kill("ACTOR", 0)}), expected)
+
+
+class WithCritic(Training):
+    """Changes its actors behind the role group's back in step 2."""
+
+    def init(self):
+        super().init()
+        self.RG_CRITIC.init_model(3)
+
+    def body(self, step):
+        super().body(step)
+        if step == 2:
+            for actor in self.actors:
+                actor.shift.remote(0.5)
+
+
+class Alone(Policy):
+    needs_own_process = False
+
+
+def test_what_raw_calls_did_stays_when_their_commit_is_repeated(folder):
+    def made(name):
+        return staged(folder / name, WithCritic, classes={**CLASSES, "ACTOR": Shifted, "CRITIC": Alone})
+
+    reference = made("undisturbed")
+    expected = reference.run()
+    commits = [number for number, call in enumerate(reference.port.calls) if call == ("CRITIC", 0, "!commit")]
+    stage, struck = made("job"), []
+    submit = stage.port.submit
+
+    def striking(role, rank, call):
+        if (call.method, rank, call.call_id[0]) == ("update", 1, 4) and role == "ACTOR" and not struck:
+            struck.append(stage.port.kill("ACTOR", 0))
+        return submit(role, rank, call)
+
+    stage.port.submit = striking
+    same(stage.run({(commits[2], "before"): kill("CRITIC", 0)}), expected)
+    assert struck
+
+
+@pytest.mark.parametrize("then", ["the trainer", "another actor"])
+def test_a_commit_that_is_repeated_goes_on_only_from_what_was_committed(folder, then):
+    """A node is lost while step 3 is committed; its actor restores step 2 from the copy, and the commit is repeated."""
+    nodes = {("ACTOR", 0): "a", ("ACTOR", 1): "b", "trainer": "a"}
+
+    def made(name):
+        classes = {**CLASSES, "ACTOR": Alone}
+        return staged(folder / name, steps=8, every=2, classes=classes, nodes=dict(nodes))
+
+    expected = made("undisturbed").run()
+    stage, struck = made("job"), []
+    submit = stage.port.submit
+
+    def striking(role, rank, call):
+        who, step = (str(role), rank, call.method), stage.attempts[-1]._steps.port.step if stage.attempts else 0
+        if who == ("ACTOR", 1, "!commit") and step == 3 and not struck:
+            struck.append("node")
+            wait_for_copies()
+            shutil.rmtree(stage.path / "b", ignore_errors=True)
+            stage.nodes["ACTOR", 1] = "c"
+            stage.port.kill("ACTOR", 1)
+        elif who == ("ACTOR", 0, "!commit") and step == 3 and struck == ["node"]:
+            struck.append(then)
+            if then == "the trainer":
+                raise TrainerKilled
+            stage.port.kill("ACTOR", 0)
+        elif who == ("ACTOR", 1, "update") and call.call_id[0] == 4 and len(struck) == 2:
+            struck.append("again")
+            stage.port.kill("ACTOR", 1)
+        return submit(role, rank, call)
+
+    stage.port.submit = striking
+    same(stage.run(), expected)
+    assert len(struck) == 3 and all(trainer.restart_info.step in (0, 2) for trainer in stage.attempts)
+
+
+def test_trainers_that_die_do_not_make_the_calls_more(folder):
+    stage, struck, chain = staged(folder / "job", steps=16), set(), {}
+    submit = stage.port.submit
+
+    def striking(role, rank, call):
+        step = call.call_id[0]
+        if (
+            (str(role), rank, call.method) == ("ACTOR", 0, "update")
+            and step > 1
+            and not step % 3
+            and step not in struck
+        ):
+            struck.add(step)
+            raise TrainerKilled
+        return submit(role, rank, call)
+
+    def look(self, step):
+        (manifest, *_) = CheckpointStore(stage.path / "memory", "run1", durable=False).manifests()
+        chain[step] = len(manifest.pieces_of("ACTOR-0"))
+
+    stage.port.submit = striking
+    stage.progress = type("Look", (), {"append": look})()
+    stage.run()
+    assert len(struck) == 5 and max(chain.values()) <= 4
+
+
+class Failing(Policy):
+    """Its next update fails, in the process that is made when ``left`` is 1."""
+
+    left = 0
+
+    def update(self, rollouts, rewards):
+        if type(self).left:
+            type(self).left -= 1
+            raise Refused("this time only")
+        return super().update(rollouts, rewards)
+
+
+class Swallowing(Training):
+    def body(self, step):
+        try:
+            super().body(step)
+        except Exception as error:
+            raise AssertionError("a user's except has seen it") from error
+
+
+def test_an_error_in_a_repeated_call_is_no_error_of_the_trainers_code(folder):
+    Failing.left = 0
+    classes = {**CLASSES, "ACTOR": Failing}
+    reference = staged(folder / "undisturbed", Swallowing, classes=classes)
+    expected = reference.run()
+
+    def strike(port):
+        Failing.left = 1
+        port.kill("ACTOR", 1)
+
+    stage = staged(folder / "job", Swallowing, classes=classes)
+    same(stage.run({(call_of(reference, 4), "before"): strike}), expected)
+    assert len(stage.attempts) == 2
 
 
 class Breaking(Training):
@@ -275,14 +471,33 @@ def test_a_loop_that_was_left_early_is_copied_whole_to_the_jobs_directory(folder
     with pytest.raises(IndexError):
         stage.run()  # it ends before what the others do at their end
     shutil.rmtree(stage.path / "memory")
-    roots = Roots("job", "run1", 5, stage.path / "durable", stage.path / "memory")
-    checkpoints = StoreCheckpoints(roots, 100)
-    assert checkpoints.newest() == 2, "the step that was left has no commit"
-    expected = states_after(folder, 2)
-    for rank in (0, 1):
-        loaded = load_into(checkpoints, rank, 2)
-        assert loaded["weights"].tobytes() == expected[f"ACTOR-{rank}"]["weights"].tobytes()
-        assert loaded["updates"] == 2
+    copies = CheckpointStore(stage.path / "durable", "run1", durable=True)
+    assert [manifest.step for manifest in copies.manifests()] == [2, 0], "the step that was left has no commit"
+    continue_with(folder, copies, {"": 2, "others": 0})
+
+
+def continue_with(folder, copies, steps):
+    """Calls are repeated only with the settings that they were made with."""
+    for settings, step in steps.items():
+        roots = Roots("job", "run2", 1, folder / f"other{step}", folder / f"mem{step}")
+        checkpoints = StoreCheckpoints(roots, 100, before=copies, settings=settings)
+        assert checkpoints.newest() == step
+        expected = states_after(folder, step)
+        for rank in (0, 1):
+            loaded = load_into(checkpoints, rank, step)
+            assert loaded["weights"].tobytes() == expected[f"ACTOR-{rank}"]["weights"].tobytes()
+            assert loaded["updates"] == step
+
+
+def test_a_run_that_cannot_be_continued_is_no_new_beginning(folder):
+    stage = staged(folder / "job", Breaking)
+    with pytest.raises(IndexError):
+        stage.run()
+    shutil.rmtree(stage.path / "durable" / "step-00000000.e1")
+    copies = CheckpointStore(stage.path / "durable", "run1", durable=True)
+    roots = Roots("job", "run2", 1, folder / "other", folder / "mem")
+    with pytest.raises(CheckpointMissing, match="run run1 cannot be continued: it has calls without the states"):
+        StoreCheckpoints(roots, 100, before=copies, settings="others").newest()
 
 
 def test_what_is_only_in_memory_at_the_end_is_saved_with_all_that_it_goes_on_from(folder, monkeypatch):
@@ -307,11 +522,4 @@ def test_what_is_only_in_memory_at_the_end_is_saved_with_all_that_it_goes_on_fro
     last, first = copies.manifests()
     assert last.step == 3 and len(last.pieces_of("ACTOR-0")) == 4 and last.folders == {last.folder}
     assert first.step == 0 and not first.earlier
-    for settings, step in (("", 3), ("others", 0)):
-        roots = Roots("job", "run2", 1, folder / f"other{step}", folder / f"mem{step}")
-        checkpoints = StoreCheckpoints(roots, 100, before=copies, settings=settings)
-        assert checkpoints.newest() == step, "calls are repeated with the settings that they were made with"
-        expected = states_after(folder, step)
-        for rank in (0, 1):
-            loaded = load_into(checkpoints, rank, step)
-            assert loaded["weights"].tobytes() == expected[f"ACTOR-{rank}"]["weights"].tobytes()
+    continue_with(folder, copies, {"": 3, "others": 0})

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain, islice
 
-from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, ProcessKind
 from dlrover.python.rl.control.commands import Command, StartMembers, StartStandby, StartTrainer, Wait
 from dlrover.python.rl.control.events import Cause, Process, Submitted
 
@@ -154,7 +154,7 @@ class MemberMap(Mapping[ProcessId, Member]):
 
     def _chunk(self, process_id: ProcessId) -> tuple[Member, ...]:
         chunks, number = self._roles.get(process_id.role, ()), process_id.rank // _CHUNK
-        if process_id.kind is not process_id.kind.MEMBER or not 0 <= number < len(chunks):
+        if process_id.kind is not ProcessKind.MEMBER or not 0 <= number < len(chunks):
             raise KeyError(process_id)
         if process_id.rank % _CHUNK >= len(chunks[number]):
             raise KeyError(process_id)

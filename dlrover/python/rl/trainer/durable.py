@@ -6,8 +6,7 @@
     submit --> log: setup (init's calls, for the whole run), step (the open step's, until its commit)
     wait ----> a member died, or a result is lost?
                  renew: replace the member, or all members of its role
-                 rebuild each: its setup calls again, the last commit (a state, and the calls after it), its calls of
-                               this step again, in order
+                 rebuild each: its setup calls, the last commit (a state, then calls), its calls of this step, in order
                  retry the other calls that failed because of it
                  and wait again
 
@@ -327,10 +326,11 @@ class DurablePort:
         behind = [member for member, outcome in zip(restored, outcomes[len(setup) :], strict=True) if outcome.value]
         outcomes = self._sender.finish([self._sender.ask(member, REPLAY, None) for member in behind])
         errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-        for error in sorted(errors, key=lambda error: not isinstance(error, WorkloadDied))[:1]:
-            if not isinstance(error, WorkloadDied):
-                raise error
-            return error
+        deaths = [error for error in errors if isinstance(error, WorkloadDied)]
+        if errors and not deaths:
+            raise self._abandoned(errors[0])
+        if deaths:
+            return deaths[0]
         for call in self.log.step:
             if call.member in self._unbuilt:
                 self._repeat(call)

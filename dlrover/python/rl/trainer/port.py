@@ -275,6 +275,10 @@ class Checkpoints(Protocol):
         """The argument of ``COMMIT``: write the state after ``step``. ``last``: no step follows."""
         ...
 
+    def commit_request_for_states(self, answers: Mapping[ProcessId, Any]) -> Any:
+        """The argument of another ``COMMIT`` of all members, if one could not do the last one; else None."""
+        ...
+
     def commit(self, step: int, answers: Mapping[ProcessId, Any], state: Mapping[str, Any]) -> None:
         """Make ``step`` a generation of the members' answers and the trainer's state. Raises StaleEpoch."""
         ...

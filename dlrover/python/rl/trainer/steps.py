@@ -140,8 +140,10 @@ class Steps:
             self.port.settle()
             answers = {}
             if self._checkpoints is not None:
-                request = self._checkpoints.commit_request(step, last)
-                answers = self.port.ask(self.port.members(stateful_only=True), COMMIT, request)
+                members = self.port.members(stateful_only=True)
+                answers = self.port.ask(members, COMMIT, self._checkpoints.commit_request(step, last))
+                again = self._checkpoints.commit_request_for_states(answers)
+                answers = self.port.ask(members, COMMIT, again) if again is not None else answers
             if self.port.recoveries == recoveries:
                 break
         if self._checkpoints is not None:
@@ -156,12 +158,11 @@ class Steps:
         if not self._is_open:
             return
         self.port.settle()
-        request = self._checkpoints.persist_request() if self._checkpoints is not None else None
-        if self._checkpoints is None or request is None:
+        if self._checkpoints is None:
             return
         try:
-            answers = self.port.ask(self.port.members(stateful_only=True), PERSIST, request)
-            self._checkpoints.persisted(answers)
+            while (request := self._checkpoints.persist_request()) is not None:
+                self._checkpoints.persisted(self.port.ask(self.port.members(stateful_only=True), PERSIST, request))
         except (InvocationError, CheckpointCorrupt, CheckpointMissing, OSError) as error:
             _LOG.warning("the last commit is not in the job's directory: %s", error)
 
@@ -219,7 +220,10 @@ class Steps:
         while behind := self._members_not_at(step):
             self._as_new.difference_update(behind)
             restored = self.port.ask(behind, RESTORE, self._checkpoints.restore_request(step))
-            self.port.ask([member for member, calls in restored.items() if calls], REPLAY)
+            try:
+                self.port.ask([member for member, calls in restored.items() if calls], REPLAY)
+            except InvocationError as error:
+                raise StepAbandoned(step + 1, error) from error
 
     def _members_not_at(self, step: int) -> list[ProcessId]:
         """The stateful members that must be restored to ``step``. Ranks that meet in collectives are restored together:

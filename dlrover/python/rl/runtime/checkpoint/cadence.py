@@ -14,8 +14,8 @@ _MOST = 10  # steps that a recovery repeats, with the open one
 
 @dataclass
 class Cadence:
-    """Whole states at every ``every``-th commit; None: such that they take a hundredth of the time, at most every tenth
-    step, and before the calls take more room than the states."""
+    """Whole states at every ``every``-th commit; None: such that they take a hundredth of the time, at least at every
+    tenth step, and before the calls take more room than the states."""
 
     every: int | None = None
     now_s: Callable[[], float] = time.monotonic
@@ -33,6 +33,10 @@ class Cadence:
         wanted = math.ceil(self._state_s / (_SHARE * self._step_s)) if self._step_s < math.inf else _MOST
         per_step = self._call_bytes / self._calls if self._calls else 0.0
         return self._calls + 1 >= min(wanted, _MOST) or self._call_bytes + per_step > self._state_bytes
+
+    def go_on(self, calls: int) -> None:
+        """The last commit is the one of ``calls`` steps after the states."""
+        self._calls = calls
 
     def note(self, files: Collection[StateFile], seconds: float, whole: bool) -> None:
         """A commit of these files, of which the slowest took ``seconds``."""

@@ -2,7 +2,8 @@
 """The calls of a step as plain values: a commit of them stands for the state after them.
 
 Kept besides the values of ``data/state_tree.py``: dataclasses and enums, as the names of their classes and their
-values. So nothing is unpickled: whoever can write a commit can choose values, but no code.
+values. Nothing is unpickled: whoever can write a commit can choose values and the workload's methods, but brings no
+code along.
 """
 
 import dataclasses
@@ -25,12 +26,10 @@ _OURS = "dlrover.python.rl."
 
 @dataclass(eq=False)
 class RecordedCall:
-    """``arguments`` is as :func:`to_plain` made it, the positional and the keyword ones; ``raised``: it ended in an
-    error, which the trainer has handled."""
+    """``arguments`` is as :func:`to_plain` made it, the positional and the keyword ones."""
 
     method: str
     arguments: Any
-    raised: bool = False
 
     @classmethod
     def of(cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "RecordedCall":
@@ -43,7 +42,7 @@ class RecordedCall:
         return args, kwargs
 
     def dump(self) -> list[Any]:
-        return [self.method, self.arguments, self.raised]
+        return [self.method, self.arguments]
 
 
 def to_plain(value: Any, depth: int = 0) -> Any:
@@ -51,6 +50,8 @@ def to_plain(value: Any, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         raise _unsaved(f"nested more than {MAX_DEPTH} levels deep, or it contains itself")
     if isinstance(value, Enum):
+        if value.name not in type(value).__members__:
+            raise _unsaved(f"a {type(value).__name__} without a name")
         return {(_ENUM, _class_name(type(value))): value.name}
     if type(value) in (list, tuple):
         return type(value)(to_plain(item, depth + 1) for item in value)
@@ -69,10 +70,12 @@ def to_plain(value: Any, depth: int = 0) -> Any:
 def _leaf(value: Any) -> Any:
     torch = sys.modules.get("torch")
     if isinstance(value, np.ndarray):
+        if not value.flags.c_contiguous:
+            raise _unsaved("an array in another order: sums over it may have other last bits")
         return value.copy() if value.flags.writeable else value
     if torch is not None and isinstance(value, torch.Tensor):
-        if value.device.type != "cpu" or value.requires_grad:
-            raise _unsaved("a tensor that is on a device, or has a gradient")
+        if value.device.type != "cpu" or value.requires_grad or not value.is_contiguous():
+            raise _unsaved("a tensor that is on a device, has a gradient, or is in another order")
         return value.clone()
     if value is not None and not isinstance(value, str | int | float | bytes | np.generic):
         raise _unsaved(f"a {type(value).__name__}")
@@ -103,10 +106,20 @@ def from_plain(value: Any) -> Any:
     return loaded
 
 
+_known_modules: set[str] = set()
+"""Those that are imported where a workload of this kind has been made: another process has them, too."""
+
+
+def note_modules() -> None:
+    """The workload of this process is made. What is imported later may come with the arguments of a call."""
+    _known_modules.update(sys.modules)
+
+
 def _class_name(found: type[Any]) -> str:
-    name = f"{found.__module__}:{found.__qualname__}"
-    if found.__module__ == "__main__" or _find_class(name) is not found:
-        raise _unsaved(f"a {found.__qualname__}, which other processes cannot import")
+    module, name = found.__module__, f"{found.__module__}:{found.__qualname__}"
+    is_elsewhere = module != "__main__" and (module in _known_modules or module.startswith(_OURS))
+    if not is_elsewhere or _find_class(name) is not found:
+        raise _unsaved(f"a {found.__qualname__}, which other processes may not have")
     return name
 
 
@@ -132,41 +145,55 @@ class CallRecord:
 
     def __init__(self) -> None:
         self._steps: dict[int, list[RecordedCall]] = {}
-        self._unrecorded: set[int] = set()  # steps with a call that has no plain form
+        self._written: dict[int, int] = {}  # how many calls of a step its commit has
+        self._unrecorded: set[int] = set()  # steps with a call that cannot be repeated
 
     @contextmanager
     def recording(self, step: int, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """A call of ``step``, which runs inside."""
+        """A call of ``step``, which runs inside. Whether an error would come again is unknown."""
+        call = None
         try:
             call = RecordedCall.of(method, args, kwargs)
-        except DataError:
-            self._unrecorded.add(step)
-            yield
-            return
-        self._steps.setdefault(step, []).append(call)
+        except Exception:  # noqa: BLE001 -- a property of the user's may raise anything
+            self._leave_out(step)
+        else:
+            self._steps.setdefault(step, []).append(call)
         try:
             yield
         except ResultLost:  # an argument's value: it has not run
-            self._steps[step].remove(call)
+            if call is not None:
+                self._steps[step].remove(call)
             raise
         except (Exception, SystemExit):
-            call.raised = True
+            self._leave_out(step)
             raise
+
+    def _leave_out(self, step: int) -> None:
+        self._unrecorded |= {step, step + 1} if step in self._written else {step}
 
     def calls_of(self, step: int) -> list[list[Any]] | None:
         """Those of ``step``, to be written; None if one of them cannot be."""
-        return None if step in self._unrecorded else [call.dump() for call in self._steps.get(step, ())]
+        calls = self._steps.get(step, [])
+        self._written[step] = len(calls)
+        return None if step in self._unrecorded else [call.dump() for call in calls]
 
-    def forget(self, up_to: int | None = None) -> None:
-        """The calls of the steps ``up_to`` one, or of all, will not be asked for."""
-        self._steps = {step: calls for step, calls in self._steps.items() if up_to is not None and step > up_to}
-        self._unrecorded = {step for step in self._unrecorded if up_to is not None and step > up_to}
+    def settle(self, step: int) -> None:
+        """``step`` is committed. Calls that came after its commit are part of the next one's."""
+        late = self._steps.get(step, [])[self._written.get(step, 0) :]
+        self._steps = {other: calls for other, calls in self._steps.items() if other > step}
+        if late:
+            self._steps[step + 1] = [*late, *self._steps.get(step + 1, [])]
+        self._written = {other: count for other, count in self._written.items() if other > step}
+        self._unrecorded = {other for other in self._unrecorded if other > step}
+
+    def clear(self) -> None:
+        self.__init__()  # type: ignore[misc]
 
 
 def load_calls(tree: Any) -> list[RecordedCall]:
-    """The calls in a file of them; raises DataError."""
+    """The calls in a file of them. Raises DataError: it is none, or a class is not there."""
     try:
-        calls = [RecordedCall(method, arguments, raised) for method, arguments, raised in tree["calls"]]
+        calls = [RecordedCall(method, arguments) for method, arguments in tree["calls"]]
         for call in calls:
             call.load()
     except (TypeError, KeyError, ValueError, AttributeError, ImportError) as error:

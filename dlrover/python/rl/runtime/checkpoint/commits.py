@@ -8,7 +8,6 @@
     a later COMMIT --> all copies complete? --> the trainer's file --> manifest: durable
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,10 +19,10 @@ from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, ret
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.config.layout import job_to_yaml
-from dlrover.python.rl.config.spec import RUNS, CheckpointSpec, JobSpec, LivenessSpec, MasterSpec, RestartSpec
+from dlrover.python.rl.config.layout import digest_of_results
+from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
-from dlrover.python.rl.runtime.checkpoint.copies import gathered
+from dlrover.python.rl.runtime.checkpoint.copies import gathered, states_before
 from dlrover.python.rl.runtime.checkpoint.manifest import Manifest, Piece, folder_name
 from dlrover.python.rl.runtime.checkpoint.member_state import (
     CommitAnswer,
@@ -96,23 +95,9 @@ def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "Store
         job.checkpoint.keep,
         before,
         files=files_of(job),
-        settings=_settings_of(job),
+        settings=digest_of_results(job),
         cadence=Cadence(every if isinstance(every, int) else None),
     )
-
-
-def _settings_of(job: JobSpec) -> str:
-    """Of what a run computes, not of how it is kept up."""
-    alike = replace(
-        job,
-        job_dir=RUNS,
-        archive="",
-        checkpoint=CheckpointSpec(),
-        restart=RestartSpec(),
-        liveness=LivenessSpec(),
-        master=MasterSpec(),
-    )
-    return hashlib.sha256(job_to_yaml(alike, hide_secrets=True).encode()).hexdigest()[:16]
 
 
 def resumed_layout(job: JobSpec) -> tuple[str, dict[str, int]] | None:
@@ -152,8 +137,10 @@ class StoreCheckpoints:
     """In the files of all commits so far, without their copies."""
 
     _latest: Manifest | None = None
-    _at: Manifest | None = None  # the commit that the members' states are those of, or of later calls
+    _at: Manifest | None = None  # the last commit, if it is in the folder of the next one
+    _asked: CommitRequest | None = None
     _kept: list[Manifest] = field(default_factory=list, repr=False)
+    _persisting: list[int] = field(default_factory=list, repr=False)
     _last: LastCommit | None = None
     _copying: Manifest | None = None
     _copy_asked: bool = False
@@ -171,6 +158,11 @@ class StoreCheckpoints:
         self._newest = newest = retry_io(self._find_newest, self._commits.root, self.disk_wait)
         self._offered = [newest] if newest is not None else []
         self._at = newest.manifest if newest is not None and newest.store is self._commits else None
+        if self._at is not None:
+            self.cadence.go_on(max(map(len, self._at.earlier.values()), default=0))
+        if newest is None and self.before is not None and self.before.manifests():
+            what = "it has calls without the states before them, which other settings cannot repeat"
+            raise CheckpointMissing(f"run {self.before.run} cannot be continued: {what}")
         if newest is not None:
             step = newest.manifest.step
             if newest.store is self._durable:
@@ -267,9 +259,16 @@ class StoreCheckpoints:
         calls = follows and not due and not self.cadence.is_due()
         copying = self._copying.step if self._copying is not None else None
         first_kept = min((manifest.since for manifest in self._kept), default=step - 1)
-        return CommitRequest(
+        self._asked = CommitRequest(
             step, self.roots, self._copy_asked, copying, calls, first_kept, first_needed=self._first_needed(step)
         )
+        return self._asked
+
+    def commit_request_for_states(self, answers: Mapping[ProcessId, CommitAnswer]) -> CommitRequest | None:
+        if self._asked is None or all(answer.file is not None for answer in answers.values()):
+            return None
+        self._asked = replace(self._asked, calls=False)
+        return self._asked
 
     def _first_needed(self, step: int) -> int:
         """The first step whose files the commit before ``step`` needs."""
@@ -278,7 +277,7 @@ class StoreCheckpoints:
     def commit(self, step: int, answers: Mapping[ProcessId, CommitAnswer], state: Mapping[str, Any]) -> None:
         if self._copy_asked:
             self._commits.pinned.add(step)
-        files = {member.file_name: answer.file for member, answer in answers.items()}
+        files = {member.file_name: answer.file for member, answer in answers.items() if answer.file is not None}
         earlier = {name: self._at.pieces_of(name) for name in files if is_calls(files[name]) and self._at is not None}
         write = partial(self._write, step, files, earlier, dict(state))
         free_space = partial(self._commits.free_space, self._first_needed(step))
@@ -340,10 +339,15 @@ class StoreCheckpoints:
 
     def persist_request(self) -> PersistRequest | None:
         newest = self._newest_in(self._commits)
-        if newest is None or any(manifest.step >= newest.manifest.step for manifest in self._durable.manifests()):
+        if newest is None:
             return None
-        self._latest = manifest = newest.manifest
-        return PersistRequest(manifest.step, self._pieces_of(newest), self.roots)
+        tried = max([*self._persisting, *(manifest.step for manifest in self._durable.manifests())], default=-1)
+        for manifest in (*states_before(self._commits, newest.manifest), newest.manifest):
+            if manifest.step > tried:
+                self._latest = manifest
+                self._persisting.append(manifest.step)
+                return PersistRequest(manifest.step, self._pieces_of(replace(newest, manifest=manifest)), self.roots)
+        return None
 
     def persisted(self, answers: Mapping[ProcessId, tuple[StateFile, ...]]) -> None:
         if self._latest is not None:

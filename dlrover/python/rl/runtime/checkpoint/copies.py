@@ -37,7 +37,7 @@ def save_generation(memory: CheckpointStore, manifest: Manifest, copies: Checkpo
     epoch = max(manifest.epoch, copies.epoch)
     try:
         copies.claim(epoch)
-        for each in (*_states_before(memory, manifest), manifest):
+        for each in (*states_before(memory, manifest), manifest):
             files = {
                 name: copy_pieces(memory.root, copies, each.step, epoch, each.pieces_of(name)) for name in each.files
             }
@@ -49,7 +49,7 @@ def save_generation(memory: CheckpointStore, manifest: Manifest, copies: Checkpo
     return True
 
 
-def _states_before(memory: CheckpointStore, manifest: Manifest) -> list[Manifest]:
+def states_before(memory: CheckpointStore, manifest: Manifest) -> list[Manifest]:
     """The generation of states from which a job with other settings can go on: it cannot repeat the calls."""
     firsts = {pieces[0].folder for pieces in manifest.earlier.values()}
     found = [each for each in memory.manifests() if {each.folder} == firsts and not each.earlier]

@@ -6,9 +6,9 @@ The file, one line each::
     rl-journal 1 owner=0000000002 lines=000000000041 1f0c22aa     current owner; number of lines safe on disk; crc32
     <line> 5d3aa810                                               each ends with the crc32 of all lines up to itself
 
-Lines that were changed, lost, repeated or exchanged are detected anywhere in the file. Only the loss of the last line
-is not, if its writer crashed before the next one: it looks like a line that a crash cut short, and such a line was
-never acted upon.
+Lines that were changed, lost, repeated or exchanged are detected anywhere in the file. Only the loss of the last ones,
+which were appended together, is not, if their writer crashed before the next ones: they look like lines that a crash
+cut short, and such lines were never acted upon.
 """
 
 import errno

@@ -58,7 +58,7 @@ class Roots:
 
 @dataclass(frozen=True)
 class CommitRequest:
-    """Write the state after ``step``, or if ``calls`` will do, the calls of the step; ``persist``: begin to copy the
+    """Write the state after ``step``, or with ``calls`` those of the step; ``persist``: begin to copy the
     state to the job's directory; ``copying``: the step whose copy is under way; ``first_kept``: the first step whose
     files stay, or ``first_needed`` where there is no room."""
 
@@ -73,9 +73,10 @@ class CommitRequest:
 
 @dataclass(frozen=True)
 class CommitAnswer:
-    """The file, how long it took, and the copy of ``CommitRequest.copying``: finished, or still running."""
+    """The file, None where the calls are not enough, and how long it took; the copy of ``CommitRequest.copying``:
+    finished, or still running."""
 
-    file: StateFile
+    file: StateFile | None
     copied: StateFile | None = None
     running: bool = False
     seconds: float = 0.0
@@ -126,23 +127,25 @@ class MemberState:
         self._incarnation, self._node = incarnation, node
         self._header: dict[str, str | int] = {"role": str(role), "rank": rank}
         self._copy: _Copy | None = None
-        self._has_written = False  # the last commit is in this node's folder, for calls to go on from
+        self._since: int | None = None  # the first of the commits in this node's folder that calls can go on from
 
     def commit(self, workload: Any, request: CommitRequest, calls: list[Any] | None = None) -> CommitAnswer:
-        """Write the workload's ``state_dict``, or the ``calls`` of the step if they will do. Raises DataError for
-        values that cannot be saved, StaleEpoch, OSError."""
+        """Write the workload's ``state_dict``, or the ``calls`` of the step. Raises DataError for values that cannot be
+        saved, StaleEpoch, OSError."""
         roots, copy, began_s = request.roots, self._copy, time.monotonic()
         store = roots.commit_store(self._node)
         if request.copying is not None:
             store.pinned.add(request.copying)
         if copy is not None and copy.thread.is_alive():
             store.pinned.add(copy.step)
-        goes_on = request.calls and self._has_written and calls is not None
-        file = self._write_calls(store, request, calls) if goes_on else None
-        if file is None:
+        if request.calls:
+            file = self._write_calls(store, request, calls)
+            if file is None:
+                return CommitAnswer(None)
+        else:
             # Only once: ranks may meet in it.
             file = self._write(store, request, f"{self.key}.{self._incarnation}.state", workload.state_dict())
-        self._has_written = True
+            self._since = request.step if self._since is None else self._since
         if not roots.shared and self._node != roots.node:
             store.drop_older(request.first_kept)
         if request.persist:
@@ -154,7 +157,9 @@ class MemberState:
         return CommitAnswer(file, copy.file, copy.thread.is_alive(), seconds)
 
     def _write_calls(self, store: CheckpointStore, request: CommitRequest, calls: Any) -> StateFile | None:
-        """None if an argument cannot be saved."""
+        """None if there are none, an argument cannot be saved, or the commit before is not in this folder."""
+        if calls is None or self._since is None or self._since >= request.step:
+            return None
         name = f"{self.key}.{request.step}.{self._incarnation}{CALLS}"
         try:
             return self._write(store, request, name, {"calls": calls})
@@ -171,7 +176,7 @@ class MemberState:
 
     def restore(self, workload: Any, request: RestoreRequest) -> list[RecordedCall]:
         """Load the state from the first intact source; returns the calls after which it is that of the request. Raises
-        CheckpointCorrupt or CheckpointMissing if there is none."""
+        CheckpointCorrupt or CheckpointMissing if there is none, DataError if this code cannot repeat the calls."""
         failure: CheckpointCorrupt | CheckpointMissing = CheckpointMissing(f"step {request.step} has no {self.key}")
         for pieces in (source[self.key] for source in request.sources if self.key in source):
             try:
@@ -179,10 +184,10 @@ class MemberState:
                 calls = [call for tree in trees for call in load_calls(tree)]
             except (CheckpointCorrupt, CheckpointMissing) as error:
                 failure = error
-            except (OSError, DataError) as error:
+            except OSError as error:
                 failure = CheckpointCorrupt(f"{pieces[-1].folder}/{self.key}", f"it cannot be read: {error}")
             else:
-                self._has_written = "/" not in pieces[-1].folder
+                self._since = request.step if "/" not in pieces[-1].folder else None
                 workload.load_state_dict(state)
                 return calls
         raise failure

@@ -175,7 +175,10 @@ class CheckpointStore:
     def manifests(self) -> list[Manifest]:
         """All generations, newest first. One whose manifest is damaged is set aside."""
         manifests = []
-        for step, epoch in self._folders():
+        folders = self._folders()
+        names = {folder_name(*ids) for ids in folders}
+        self._known = {name: known for name, known in self._known.items() if name in names}
+        for step, epoch in folders:
             folder = self.root / folder_name(step, epoch)
             try:
                 manifests.append(self._manifest_in(folder))
@@ -195,7 +198,6 @@ class CheckpointStore:
                 manifest = read_manifest(folder, self.run)
                 self._known[folder.name] = version, manifest
             return manifest
-        self._known.pop(folder.name, None)
         raise CheckpointMissing(f"{folder} has no manifest")
 
     def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None] = check_file) -> bool:
@@ -251,7 +253,7 @@ class CheckpointStore:
                 recent.append(manifest)
         needed = {folder for manifest in recent for folder in manifest.folders}
         committed = {manifest.folder for manifest in existing}
-        for step, epoch in self._folders():
+        for step, epoch in sorted(self._folders(), reverse=True):  # the states, which are first, are retired last
             name = folder_name(step, epoch)
             old = name in committed or (step <= newest.step and epoch <= newest.epoch)
             if old and name not in needed and step not in self.pinned:

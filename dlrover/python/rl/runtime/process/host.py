@@ -14,6 +14,7 @@ Beside the workload's methods a host answers ``COMMIT``, ``RESTORE``, ``REPLAY``
 
 import asyncio
 import inspect
+import math
 import socket
 import time
 from collections import Counter
@@ -26,6 +27,7 @@ import cloudpickle
 
 from dlrover.python.rl.common.errors import (
     CallSkipped,
+    DataError,
     InvocationError,
     ReplayDiverged,
     ResultLost,
@@ -35,13 +37,12 @@ from dlrover.python.rl.common.errors import (
 from dlrover.python.rl.common.log import cut_middle
 from dlrover.python.rl.common.progress import last_progress_s, note_progress, noted_progress
 from dlrover.python.rl.control.liveness import Work
-from dlrover.python.rl.runtime.checkpoint.calls import CallRecord, RecordedCall
+from dlrover.python.rl.runtime.checkpoint.calls import CallRecord, RecordedCall, note_modules
 from dlrover.python.rl.runtime.checkpoint.member_state import (
     CommitAnswer,
     CommitRequest,
     MemberState,
     RestoreRequest,
-    is_calls,
 )
 from dlrover.python.rl.runtime.process.arguments import CallHeader, CallId, Stored
 from dlrover.python.rl.runtime.process.heartbeat import CONSTRUCTING
@@ -100,7 +101,8 @@ class MemberHost:
         self._answers: dict[CallId, _Answer] = {}
         self._latest, self._settled = _NEVER, 0
         self._standing = Standing()
-        self._record, self._raw_calls = CallRecord(), False  # raw: since the last commit of the state
+        self._record = CallRecord()
+        self._raw_in: float | None = None  # the step whose committed state has all raw calls, infinity for none yet
         self._restored: tuple[int, list[RecordedCall]] | None = None  # a step, and what is to be repeated to be there
         self._now: tuple[str, CallId, float] | None = None
         self._progress, self._progressed_s = 0, 0.0
@@ -121,6 +123,7 @@ class MemberHost:
         with member_context(context), self._in(CONSTRUCTING, _NEVER):
             self.workload = workload_class(master_handle, config)
         self._is_stateful = is_stateful(type(self.workload))
+        note_modules()
 
     @property
     def is_rebuilt(self) -> bool:
@@ -177,7 +180,7 @@ class MemberHost:
         return self._call(method, _NEVER, args, kwargs)
 
     def _note_raw_call(self) -> None:
-        self._raw_calls = True
+        self._raw_in = math.inf
         self._standing = replace(self._standing, since=None, at=None)
 
     def failure(self, method: str, error: BaseException) -> InvocationError:
@@ -249,9 +252,11 @@ class MemberHost:
         self, header: CallHeader, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> AbstractContextManager[None]:
         method = getattr(type(self.workload), header.method, None)
-        if not header.keep or not self._is_stateful or not get_invocation_options(method).changes_state:
+        is_kept = header.keep and header.call_id[0] > 0  # before the first step there is the state
+        if not is_kept or not self._is_stateful or not get_invocation_options(method).changes_state:
             return nullcontext()
-        return self._record.recording(header.call_id[0], header.method, args, kwargs)
+        step = max(header.call_id[0], self._settled + 1)  # it may come late
+        return self._record.recording(step, header.method, args, kwargs)
 
     def _keep(self, header: CallHeader, answer: _Answer) -> None:
         if not header.keep:
@@ -291,9 +296,12 @@ class MemberHost:
             raise self.failure(verb.removeprefix("!"), error) from error
 
     def _commit(self, request: CommitRequest) -> CommitAnswer:
-        calls = None if self._raw_calls else self._record.calls_of(request.step)
-        answer = self._state.commit(self.workload, request, calls)
-        self._raw_calls = self._raw_calls and is_calls(answer.file)
+        calls = self._record.calls_of(request.step)
+        answer = self._state.commit(self.workload, request, calls if self._raw_in is None else None)
+        if answer.file is None:
+            return answer
+        if self._raw_in == math.inf:
+            self._raw_in = request.step
         since = request.step if self._standing.since is None else self._standing.since
         self._standing = Standing(since, request.step, max(self._standing.touched, request.step))
         return answer
@@ -302,7 +310,7 @@ class MemberHost:
         """Returns how many calls :meth:`_replay` has to repeat."""
         self._forget()
         calls = self._state.restore(self.workload, request)
-        self._raw_calls, self._restored = False, (request.step, calls)
+        self._raw_in, self._restored = None, (request.step, calls)
         if not calls:
             self._replay()
         return len(calls)
@@ -315,18 +323,16 @@ class MemberHost:
         self._restored = None
         for call in calls:
             args, kwargs = call.load()
-            try:
-                self._call(call.method, _NEVER, args, kwargs)
-            except (Exception, SystemExit):
-                if not call.raised:
-                    raise
+            if call.method.startswith("_") or not callable(getattr(type(self.workload), call.method, None)):
+                raise DataError(f"the workload has no public method '{call.method}', which is to be repeated")
+            self._call(call.method, _NEVER, args, kwargs)
             note_progress()
         self._standing = Standing(step, step, step)
 
     def _forget(self) -> None:
         """Forget the steps: the state is no longer that of a commit. The answers to calls of ``init`` stay."""
         self._drop(lambda step: step == 0)
-        self._record.forget()
+        self._record.clear()
         self._settled, self._restored = 0, None
         self._latest = max(self._answers, default=_NEVER)
         self._standing = Standing(None, None)
@@ -334,7 +340,9 @@ class MemberHost:
     def _settle(self, committed: int) -> None:
         """The calls of the steps up to ``committed`` will not be repeated."""
         self._settled = committed
-        self._record.forget(committed)
+        self._record.settle(committed)
+        if self._raw_in is not None and committed >= self._raw_in:
+            self._raw_in = None
         self._drop(lambda step: step == 0 or step > committed)
         at = self._standing.at
         if at is None or at < committed:

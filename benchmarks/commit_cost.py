@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What commits cost a job that nothing disturbs, by the size of its model: ``make bench-commits``.
+
+GRPO in one process, as many steps with commits (``checkpoint.commit_every: auto``, in memory) as without, in processes
+of their own, in turn. Compared are the wall times of the steps; the first ones are a figure of their own, since memory
+that was never used takes several times as long.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks._results import RESULTS, keep, machine
+from tests.chaos.tables import markdown
+
+_SIZES = {  # hidden, layers, intermediate
+    "0.3 M": (96, 2, 384),
+    "3 M": (216, 4, 864),
+    "30 M": (544, 6, 2304),
+    "100 M": (864, 8, 3456),
+}
+_FIRST = 20  # steps
+
+
+def _prepare(folder: Path) -> None:
+    """Models with random weights, and additions."""
+    from dlrover.python.rl.recipe.tiny import write_tiny_model
+
+    for name, (hidden, layers, intermediate) in _SIZES.items():
+        shape = {"hidden": hidden, "heads": hidden // 8, "kv_heads": hidden // 8, "intermediate": intermediate}
+        write_tiny_model(folder / name, layers=layers, max_positions=64, seed=0, **shape)
+    pairs = random.Random(0).sample([(a, b) for a in range(10, 60) for b in range(10, 60)], 1000)
+    rows = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a, b in pairs]
+    (folder / "problems.jsonl").write_text("\n".join(rows))
+
+
+def _run_job(folder: Path, name: str, steps: int, commits: bool, threads: int) -> dict[str, Any]:
+    """Seconds of each step, of its commit, and the most that the commits took in memory."""
+    from dlrover.python.rl.config.load import load_job
+    from dlrover.python.rl.master.checked_job import check_job
+    from dlrover.python.rl.master.process.brain import run_local
+    from dlrover.python.rl.runtime import local_executor
+    from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
+    from dlrover.python.rl.runtime.run_folder import new_run
+
+    overrides = {
+        "model": folder / name,
+        "data.train": folder / "problems.jsonl",
+        "steps": steps,
+        "prompts_per_step": 4,
+        "engine.threads": threads,
+        "job_dir": folder / "out",
+        "overwrite": "true",
+        "checkpoint.every": 10 * steps,
+        "checkpoint.commit_to": "memory",
+    }
+    job_file = Path(__file__).parents[1] / "examples" / "arithmetic" / "grpo.yaml"
+    job = load_job(job_file, [f"{key}={value}" for key, value in overrides.items()])
+    checked = check_job(job, local=True)
+    times, commit_s, sizes = [time.perf_counter()], list[float](), [0]
+    run = new_run()
+    memory = memory_path(job.name, run)
+
+    def report(step: Any) -> None:
+        times.append(time.perf_counter())
+        commit_s.append(step.metrics.get("time/commit", 0.0))
+        sizes.append(sum(path.stat().st_size for path in memory.rglob("*.state")))
+
+    job = replace(checked.job, run=run)
+    if commits:
+        run_local(job, checked.placement, report)
+    else:
+        with patch.object(local_executor, "checkpoints_of", lambda *of: None):
+            run_local(job, checked.placement, report)
+    step_s = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    return {"step_s": step_s, "commit_s": commit_s, "bytes": max(sizes)}
+
+
+def _child(folder: Path, name: str, steps: int, commits: bool, threads: int) -> dict[str, Any]:
+    arguments = ["--child", str(folder), name, str(steps), str(int(commits)), str(threads)]
+    command = [sys.executable, "-m", "benchmarks.commit_cost", *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _measure(folder: Path, name: str, steps: int, rounds: int, threads: int) -> dict[str, Any]:
+    sides: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for number in range(rounds):
+        for commits in (True, False) if number % 2 else (False, True):
+            sides[commits].append(_child(folder, name, steps, commits, threads))
+    parts = {"all": slice(None), "first": slice(0, _FIRST), "later": slice(_FIRST, None)}
+    ratios = {
+        part: [
+            sum(own["step_s"][of]) / sum(bare["step_s"][of])
+            for own, bare in zip(sides[True], sides[False], strict=True)
+        ]
+        for part, of in parts.items()
+    }
+    return {
+        "step_s": median(second for side in sides[False] for second in side["step_s"][_FIRST:]),
+        "commit_share": median(sum(side["commit_s"][_FIRST:]) / sum(side["step_s"][_FIRST:]) for side in sides[True]),
+        "bytes": max(side["bytes"] for side in sides[True]),
+        "ratios": ratios,
+    }
+
+
+def _table(results: dict[str, Any]) -> str:
+    head = ["parameters", "step, s", "wall time with commits", f"first {_FIRST} steps", "later", "in commits, later"]
+    rows = [
+        [
+            name,
+            f"{found['step_s']:.3f}",
+            *(f"{median(found['ratios'][part]):.3f}x" for part in ("all", "first", "later")),
+            f"{100 * found['commit_share']:.2f} %",
+        ]
+        for name, found in results["sizes"].items()
+    ]
+    return markdown(head, rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.commit_cost", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="One round of the two small models, to try it.")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.child:
+        folder, name, steps, commits, threads = options.child
+        found = _run_job(Path(folder), name, int(steps), bool(int(commits)), int(threads))
+        sys.stdout.write(f"\n{json.dumps(found)}\n")
+        return
+    names = list(_SIZES)[:2] if options.quick else list(_SIZES)
+    steps, rounds = (30, 1) if options.quick else (100, options.rounds)
+    results: dict[str, Any] = {"machine": machine(options.threads), "steps": steps, "rounds": rounds, "sizes": {}}
+    with tempfile.TemporaryDirectory(prefix="dlrover-rl-commits-") as name:
+        _prepare(Path(name))
+        for size in names:
+            results["sizes"][size] = _measure(Path(name), size, steps, rounds, options.threads)
+    keep(options.out, "commit_cost", results, _table(results))
+
+
+if __name__ == "__main__":
+    main()

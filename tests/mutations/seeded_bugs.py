@@ -1,0 +1,492 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs to be put into trainer, hosts, stores, master and executor, and the tests that must see them.
+
+What the pure machine and its journal can get wrong is in ``tests/simulation/mutations.py``.
+"""
+
+from dataclasses import dataclass
+
+TESTS = {
+    "trainer/durable.py": (
+        "trainer/test_durable.py",
+        "runtime/test_local_durable.py",
+        "runtime/test_commits_of_calls.py",
+    ),
+    "trainer/call_log.py": ("trainer/test_call_log.py", "trainer/test_durable.py", "runtime/test_local_durable.py"),
+    "trainer/steps.py": (
+        "trainer/test_durable.py",
+        "runtime/test_local_durable.py",
+        "runtime/test_commits_of_calls.py",
+    ),
+    "trainer/trainer.py": ("trainer/test_trainer.py", "trainer/test_durable.py", "runtime/test_local_durable.py"),
+    "trainer/role_group.py": ("trainer/test_role_group.py",),
+    "trainer/port.py": ("trainer/test_role_group.py", "trainer/test_durable.py"),
+    "runtime/process/host.py": (
+        "runtime/test_host.py",
+        "runtime/test_commits_of_calls.py",
+        "runtime/test_local_durable.py",
+    ),
+    "runtime/process/arguments.py": (
+        "runtime/test_host.py",
+        "runtime/test_local_port.py",
+        "runtime/test_local_durable.py",
+    ),
+    "runtime/process/heartbeat.py": ("runtime/test_heartbeat.py",),
+    "runtime/checkpoint/calls.py": ("runtime/test_calls.py", "runtime/test_commits_of_calls.py"),
+    "runtime/checkpoint/cadence.py": ("runtime/test_cadence.py",),
+    "runtime/checkpoint/member_state.py": (
+        "runtime/test_host.py",
+        "runtime/test_commits.py",
+        "runtime/test_commits_of_calls.py",
+        "runtime/test_local_durable.py",
+    ),
+    "runtime/checkpoint/commits.py": (
+        "runtime/test_commits.py",
+        "runtime/test_commits_of_calls.py",
+        "runtime/test_local_durable.py",
+    ),
+    "runtime/checkpoint/copies.py": ("runtime/test_commits_of_calls.py", "runtime/test_node_memory.py"),
+    "runtime/checkpoint/store.py": (
+        "runtime/test_store.py",
+        "runtime/test_commits_of_calls.py",
+        "runtime/test_commits.py",
+    ),
+    "runtime/checkpoint/manifest.py": ("runtime/test_store.py", "runtime/test_commits_of_calls.py"),
+    "runtime/checkpoint/state_file.py": ("runtime/test_state_file.py", "runtime/test_store.py"),
+    "runtime/checkpoint/node_memory.py": ("runtime/test_node_memory.py", "runtime/test_commits_of_calls.py"),
+    "runtime/ray/executor.py": ("runtime/ray/test_ray_executor.py", "runtime/ray/test_leaving.py"),
+    "runtime/ray/processes/process_table.py": ("runtime/ray/test_ray_executor.py", "runtime/ray/test_leaving.py"),
+    "runtime/ray/reservations.py": ("runtime/ray/test_reservations.py", "runtime/ray/test_ray_executor.py"),
+    "master/process/hang_detector.py": ("master/test_hang_detector.py",),
+    "master/process/replacement.py": ("master/test_replacement.py",),
+    "control/state.py": ("control/test_members.py",),
+}
+"""The files of ``tests/unit`` that are run against a bug in a file of the package."""
+
+
+@dataclass(frozen=True)
+class Bug:
+    """``old``, which is once in ``file``, becomes ``new``."""
+
+    file: str
+    old: str
+    new: str
+
+    def apply(self, source: str) -> str:
+        if source.count(self.old) != 1:
+            raise LookupError(f"{self.file} holds {source.count(self.old)} times: {self.old!r}")
+        return source.replace(self.old, self.new)
+
+
+_DURABLE, _LOG, _STEPS = "trainer/durable.py", "trainer/call_log.py", "trainer/steps.py"
+_HOST, _ARGUMENTS, _BEATS = "runtime/process/host.py", "runtime/process/arguments.py", "runtime/process/heartbeat.py"
+_MEMBER, _COMMITS = "runtime/checkpoint/member_state.py", "runtime/checkpoint/commits.py"
+_STORE, _MANIFEST = "runtime/checkpoint/store.py", "runtime/checkpoint/manifest.py"
+_FILE, _CALLS, _COPIES = (
+    "runtime/checkpoint/state_file.py",
+    "runtime/checkpoint/calls.py",
+    "runtime/checkpoint/copies.py",
+)
+_CADENCE, _MEMORY = "runtime/checkpoint/cadence.py", "runtime/checkpoint/node_memory.py"
+_EXECUTOR, _TABLE = "runtime/ray/executor.py", "runtime/ray/processes/process_table.py"
+_HANGS, _REPLACED = "master/process/hang_detector.py", "master/process/replacement.py"
+
+BUGS = {
+    # -- durable calls ------------------------------------------------------------------------------------------------
+    "a death that was told before is a new one": Bug(
+        _DURABLE,
+        "if 0 < death.incarnation < self._incarnations.get(ProcessId(death.role, death.rank), 0):",
+        "if False:",
+    ),
+    "a new member does not load the commit": Bug(_DURABLE, "if self._has_committed_state(member)]", "if False]"),
+    "the calls after a state are not repeated": Bug(
+        _DURABLE, "strict=True) if outcome.value]", "strict=True) if False]"
+    ),
+    "an error of a repeated call after a state is ignored": Bug(
+        _DURABLE, "            if not isinstance(error, WorkloadDied):\n                raise error\n", ""
+    ),
+    "a new member does not get the calls of the step": Bug(
+        _DURABLE, "            if call.member in self._unbuilt:\n                self._repeat(call)", "            pass"
+    ),
+    "a new member does not get the calls of init": Bug(
+        _DURABLE, "[call for call in self.log.setup if call.member in self._unbuilt]", "[]"
+    ),
+    "a rebuilt member is rebuilt again": Bug(_DURABLE, "        self._unbuilt.clear()\n", ""),
+    "a repeated call that newly fails is ignored": Bug(
+        _DURABLE, "if not call.end(run, error):", "if call.end(run, error) is None:"
+    ),
+    "an error that nobody waited for is lost": Bug(
+        _DURABLE, "if call.state is CallState.FAILED and call.error is not None:", "if False:"
+    ),
+    "a request is not sent again after a recovery": Bug(
+        _DURABLE,
+        "isinstance(error, WorkloadDied)])\n                    continue\n",
+        "isinstance(error, WorkloadDied)])\n",
+    ),
+    "calls that took a lost result are not retried": Bug(
+        _DURABLE, "        for call in self.log.sort(lost):\n            self._retry(call, *lost[call])", "        pass"
+    ),
+    "the source of a lost argument is not issued again": Bug(
+        _DURABLE,
+        "        if isinstance(error, ResultLost):\n            self._issue_sources(call)\n        call.retry",
+        "        call.retry",
+    ),
+    "the echo of a death is a user's error": Bug(
+        _DURABLE, "for outcome in self.inner.wait(questions, GRACE_S):", "for outcome in ():"
+    ),
+    "a late member is not replaced": Bug(_DURABLE, "            self._recover({}, deaths)\n", ""),
+    "a late call is issued again": Bug(_DURABLE, "if logged.rank in ranks or self.roles[role].together", "if False"),
+    "a damaged commit is not given up": Bug(
+        _DURABLE, "            self.checkpoints.discard(self._sender.committed, str(error.original))\n", ""
+    ),
+    "a commit keeps the log": Bug(_DURABLE, "            self.log.close_step()\n", ""),
+    # -- the log ------------------------------------------------------------------------------------------------------
+    "a replaced trainer object goes on calling": Bug(_LOG, "if self.closed is not None:", "if False:"),
+    "requests have no epoch": Bug(
+        _LOG, "Call(RAW_CALL, verb, args, {}, epoch=self.epoch,", "Call(RAW_CALL, verb, args, {}, epoch=0,"
+    ),
+    "calls have no epoch": Bug(_LOG, "            epoch=self.epoch,\n", ""),
+    "a call waits for one that has failed": Bug(
+        _LOG, "while before is not None and before.error is not None:", "while False:"
+    ),
+    "a call waits for none before it": Bug(_LOG, "            after=logged.predecessor_id(),\n", ""),
+    "members are not told what is committed": Bug(
+        _LOG, "            committed=self.committed or 0,\n            after", "            after"
+    ),
+    "arguments may change before they are sent again": Bug(
+        _LOG, "            return value.copy()\n", "            return value\n"
+    ),
+    "a step begins with the log of the last one": Bug(_LOG, "        self.step.clear()\n", ""),
+    "results are not kept": Bug(
+        _LOG, "for name, value in call.kwargs.items()}, keep=True)", "for name, value in call.kwargs.items()})"
+    ),
+    "an answer is lost with a replay": Bug(
+        _LOG, "if self.state in (CallState.ANSWERED, CallState.RAISED):", "if self.state is CallState.RAISED:"
+    ),
+    "calls are retried for ever": Bug(
+        _LOG, "return self.call is not None and self._retries < _MAX_RETRIES", "return self.call is not None"
+    ),
+    # -- steps --------------------------------------------------------------------------------------------------------
+    "ranks that meet are not restored together": Bug(
+        _STEPS, "if member in behind or member.role in roles]", "if member in behind]"
+    ),
+    "a commit is not repeated after a recovery": Bug(
+        _STEPS, "            if self.port.recoveries == recoveries:\n                break", "            break"
+    ),
+    "members that are ahead keep their answers": Bug(_STEPS, "        self.port.ask(ahead, FORGET)\n", ""),
+    "calls are not repeated when a trainer goes back": Bug(
+        _STEPS, "            self.port.ask([member for member, calls in restored.items() if calls], REPLAY)\n", ""
+    ),
+    "members that hold a later state begin again": Bug(_STEPS, "        if survivors:\n", "        if False:\n"),
+    "the last commit is not copied": Bug(_STEPS, "if self._checkpoints is None or request is None:", "if True:"),
+    "calls of two steps have the same ids": Bug(_STEPS, "        self.counter.open(step)\n", ""),
+    "a damaged commit ends the trainer": Bug(
+        _STEPS, "                if not is_damage(error):\n                    raise\n", "                raise\n"
+    ),
+    "the trainer's state is not loaded": Bug(_STEPS, "                load_state(self.state, saved)\n", ""),
+    "a commit does not wait for the calls": Bug(
+        _STEPS,
+        "            recoveries = self.port.recoveries\n            self.port.settle()\n",
+        "            recoveries = self.port.recoveries\n",
+    ),
+    "attempts are never forgiven": Bug(
+        "trainer/trainer.py", "failures = 1 if steps.commits else failures + 1", "failures = failures + 1"
+    ),
+    "attempts have no limit": Bug("trainer/trainer.py", "if failures > _MAX_ATTEMPTS or not", "if not"),
+    "a number is given twice": Bug(
+        "trainer/role_group.py",
+        "number, self._next = self._next, self._next + 1",
+        "number, self._next = self._next, self._next",
+    ),
+    "each rank of a replica gives a result": Bug(
+        "trainer/role_group.py",
+        "settings.timeout if settings.is_async else None)[::replica]",
+        "settings.timeout if settings.is_async else None)",
+    ),
+    "late ranks are left out": Bug(
+        "trainer/port.py",
+        "        if timeout_s is not None:\n            arrived",
+        "        if timeout_s is not None:\n            return [each.value for each in outcomes]\n            arrived",
+    ),
+    # -- hosts --------------------------------------------------------------------------------------------------------
+    "an earlier trainer is obeyed": Bug(_HOST, "if header.epoch and header.epoch < self._epoch:", "if False:"),
+    "a call to an earlier incarnation runs": Bug(_HOST, "if 0 < header.incarnation < self._incarnation:", "if False:"),
+    "a call to a later incarnation runs": Bug(_HOST, "if header.incarnation > self._incarnation:", "if False:"),
+    "another method is answered": Bug(_HOST, "if answer.method != header.method:", "if False:"),
+    "a call of the past runs": Bug(_HOST, "if header.call_id < self._latest:", "if False:"),
+    "a call runs before the one before it": Bug(
+        _HOST, "if header.after is not None and header.after not in self._answers:", "if False:"
+    ),
+    "a kept result changes with the workload": Bug(_HOST, "Stored.of(result, own=True)", "Stored.of(result)"),
+    "answers of init are dropped": Bug(
+        _HOST, "self._drop(lambda step: step == 0 or step > committed)", "self._drop(lambda step: step > committed)"
+    ),
+    "answers are kept for ever": Bug(_HOST, "        self._drop(lambda step: step == 0 or step > committed)\n", ""),
+    "a raw call leaves no trace": Bug(_HOST, "        self._raw_calls = True\n", ""),
+    "a raw call leaves the state a commit's": Bug(
+        _HOST,
+        "        self._raw_calls = True\n        self._standing = replace(self._standing, since=None, at=None)\n",
+        "        self._raw_calls = True\n",
+    ),
+    "calls of a step that is given up stay on record": Bug(
+        _HOST,
+        "        self._drop(lambda step: step == 0)\n        self._record.forget()\n",
+        "        self._drop(lambda step: step == 0)\n",
+    ),
+    "a call that raised ends its repetition": Bug(
+        _HOST, "                if not call.raised:\n                    raise\n", "                raise\n"
+    ),
+    "a call that did not raise may raise when it is repeated": Bug(
+        _HOST, "                if not call.raised:\n                    raise\n", "                pass\n"
+    ),
+    "what changes nothing is repeated": Bug(_HOST, " or not get_invocation_options(method).changes_state", ""),
+    "a state stands for its commit before its calls are repeated": Bug(
+        _HOST,
+        "        if not calls:\n            self._replay()\n",
+        "        self._standing = Standing(request.step, request.step, request.step)\n",
+    ),
+    "a failed call is not remembered": Bug(
+        _HOST, "            self._keep(header, _Answer(header.method, error=failure))\n", ""
+    ),
+    "an error without its cause": Bug(_HOST, "        failure.original = failure.__cause__ = error\n", ""),
+    "stored values share their memory": Bug(
+        _ARGUMENTS, "tuple(memoryview(bytes(view)) if own else view for view in views)", "tuple(views)"
+    ),
+    "readers may write into what they share": Bug(
+        _ARGUMENTS,
+        "[memoryview(buffer.raw()).toreadonly() for buffer in buffers]",
+        "[memoryview(buffer.raw()) for buffer in buffers]",
+    ),
+    # -- heartbeats ---------------------------------------------------------------------------------------------------
+    "an answer does not renew the lease": Bug(
+        _BEATS, "            reached_s = self._now_s()\n            if not is_current", "            if not is_current"
+    ),
+    "there is no lease": Bug(_BEATS, "if silent_s > self._settings.lease_s:", "if False:"),
+    "a replaced process goes on": Bug(_BEATS, "            if not is_current:\n", "            if False:\n"),
+    # -- a member's part of a commit ----------------------------------------------------------------------------------
+    "calls go on from a state in another folder": Bug(
+        _MEMBER, 'self._has_written = "/" not in pieces[-1].folder', "self._has_written = True"
+    ),
+    "a file of another member is loaded": Bug(
+        _MEMBER,
+        'header = self._header if file is not pieces[-1].file else {**self._header, "step": request.step}',
+        "header = {}",
+    ),
+    "a node keeps all its commits": Bug(
+        _MEMBER, "            store.drop_older(request.first_kept)\n", "            pass\n"
+    ),
+    "a node drops the last commit before the next": Bug(
+        _MEMBER, "store.drop_older(request.first_kept)", "store.drop_older(request.step)"
+    ),
+    "another step's copy is taken for the one under way": Bug(
+        _MEMBER, "if copy is None or copy.step != request.copying:", "if copy is None:"
+    ),
+    "what is being copied is removed by its member": Bug(
+        _MEMBER,
+        "        if request.copying is not None:\n"
+        "            store.pinned.add(request.copying)\n"
+        "        if copy is not None and copy.thread.is_alive():\n"
+        "            store.pinned.add(copy.step)\n",
+        "",
+    ),
+    "a call that cannot be written ends the job": Bug(
+        _MEMBER,
+        "        except DataError:\n            return None\n",
+        "        except ZeroDivisionError:\n            return None\n",
+    ),
+    "a second source is not tried": Bug(
+        _MEMBER,
+        "            except (CheckpointCorrupt, CheckpointMissing) as error:\n                failure = error\n",
+        "            except (CheckpointCorrupt, CheckpointMissing) as error:\n                raise error\n",
+    ),
+    # -- commits ------------------------------------------------------------------------------------------------------
+    "a copy is published when one member has it": Bug(_COMMITS, "if len(copies) == len(answers):", "if copies:"),
+    "what is being copied is not pinned": Bug(
+        _COMMITS, "            self._commits.pinned.add(step)\n", "            pass\n"
+    ),
+    "only the first place of a damaged commit is set aside": Bug(
+        _COMMITS, "for generation in self._offered:", "for generation in self._offered[:1]:"
+    ),
+    "calls follow any commit": Bug(
+        _COMMITS, "follows = self._at is not None and self._at.step == step - 1", "follows = self._at is not None"
+    ),
+    "calls go on from a commit that was given up": Bug(
+        _COMMITS, "self._newest, self._offered, self._at = None, [], None", "self._newest, self._offered = None, []"
+    ),
+    "calls are repeated with other settings": Bug(
+        _COMMITS, 'return not manifest.earlier or manifest.extra.get(_SETTINGS, "") == self.settings', "return True"
+    ),
+    "the last step may have calls alone": Bug(
+        _COMMITS, "due = step > 0 and (last or step % self.every == 0)", "due = step > 0 and step % self.every == 0"
+    ),
+    "what calls go on from makes room": Bug(
+        _COMMITS, "return self._at.since if self._at is not None else step - 1", "return step - 1"
+    ),
+    "a copy has precedence over its commit": Bug(
+        _COMMITS, "self._newest_in(self._commits, self._durable) or", "self._newest_in(self._durable, self._commits) or"
+    ),
+    "commits of an ended run go though they are ahead": Bug(
+        _COMMITS, "if max(_steps(commits), default=0) <= max(_steps(copies), default=0):", "if True:"
+    ),
+    "states are never due": Bug(_CADENCE, "return self._calls + 1 >= self.every", "return False"),
+    "the room of calls does not count": Bug(_CADENCE, " or self._call_bytes + per_step > self._state_bytes", ""),
+    "a commit of states is one of calls": Bug(_CADENCE, "            self._calls = self._call_bytes = 0\n", ""),
+    # -- calls as values ----------------------------------------------------------------------------------------------
+    "a recorded array changes with the caller's": Bug(
+        _CALLS, "return value.copy() if value.flags.writeable else value", "return value"
+    ),
+    "a file of calls imports what it names": Bug(
+        _CALLS, "if module.startswith(_OURS) and module not in sys.modules:", "if module not in sys.modules:"
+    ),
+    "constructors run when calls are read": Bug(
+        _CALLS,
+        "    loaded = object.__new__(found)",
+        "    found(**{field.name: fields[field.name] for field in dataclasses.fields(found) if field.init})\n"
+        "    loaded = object.__new__(found)",
+    ),
+    "what a class has beside its fields is left out": Bug(
+        _CALLS, 'if fields.keys() != getattr(value, "__dict__", fields).keys():', "if False:"
+    ),
+    "a call that did not run is repeated": Bug(_CALLS, "            self._steps[step].remove(call)\n", ""),
+    "a call that cannot be written is left out": Bug(_CALLS, "            self._unrecorded.add(step)\n", ""),
+    # -- stores -------------------------------------------------------------------------------------------------------
+    "an earlier trainer may write": Bug(_STORE, "        self._fence.check(epoch)\n", ""),
+    "an earlier trainer may commit": Bug(_STORE, "            self._fence.claim(epoch)\n", ""),
+    "damaged generations count as kept": Bug(
+        _STORE, "if len(recent) < self.keep and self.valid(manifest, check_size):", "if len(recent) < self.keep:"
+    ),
+    "what calls go on from is removed": Bug(
+        _STORE,
+        "needed = {folder for manifest in recent for folder in manifest.folders}",
+        "needed = {manifest.folder for manifest in recent}",
+    ),
+    "what is being copied is removed": Bug(
+        _STORE, "if old and name not in needed and step not in self.pinned:", "if old and name not in needed:"
+    ),
+    "a commit of missing files counts": Bug(
+        _STORE,
+        "            for place, file in self._pieces_here(manifest):\n"
+        "                check_size(place, file)\n"
+        "            existing",
+        "            existing",
+    ),
+    "the step decides instead of the order": Bug(
+        _STORE,
+        "key=lambda manifest: (manifest.serial, manifest.epoch)",
+        "key=lambda manifest: (manifest.step, manifest.epoch)",
+    ),
+    "a changed manifest is not read again": Bug(
+        _STORE, "if manifest is None or known != version:", "if manifest is None:"
+    ),
+    "files on other nodes are missing": Bug(_STORE, 'if file.node in ("", self._node)]', "if True]"),
+    "a damaged generation stays in place": Bug(
+        _STORE, "            self._set_aside(folder, str(error))  # does", "            pass  # does"
+    ),
+    "a manifest of another run counts": Bug(_MANIFEST, "    if manifest.run != run:\n", "    if False:\n"),
+    "a manifest in another's folder counts": Bug(
+        _MANIFEST, "    if manifest.folder != folder.name:\n", "    if False:\n"
+    ),
+    "a flipped bit in a manifest is not seen": Bug(_MANIFEST, "    if encode(manifest) != content:", "    if False:"),
+    "the files before calls are forgotten": Bug(
+        _MANIFEST,
+        "return (*self.earlier.get(name, ()), Piece(self.folder, self.files[name]))",
+        "return (Piece(self.folder, self.files[name]),)",
+    ),
+    "a flipped bit in a state is not seen": Bug(_FILE, "    if checksum != _RESIDUE or nbytes", "    if nbytes"),
+    "another file with a right checksum is taken": Bug(
+        _FILE, "if expected is not None and _CRC.unpack(ending) != (expected.checksum,):", "if False:"
+    ),
+    "a state is not synced": Bug(
+        _FILE, "            if durable:\n                file.flush()\n                os.fsync(file.fileno())\n", ""
+    ),
+    "a state has its name before it is whole": Bug(
+        _FILE, 'temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")', "temporary = path"
+    ),
+    "the rest of an overwritten file stays": Bug(_FILE, "            file.truncate()\n", ""),
+    "states can be read by others": Bug(
+        _FILE, "return os.open(path, flags, 0o600)", "return os.open(path, flags, 0o644)"
+    ),
+    "a copy lacks what its calls go on from": Bug(
+        _COPIES, "for name, own in files.items() if len(own) > 1}", "for name, own in files.items() if False}"
+    ),
+    "the states before calls are not saved": Bug(
+        _COPIES, "for each in (*_states_before(memory, manifest), manifest):", "for each in (manifest,):"
+    ),
+    "a folder of another user is used": Bug(_MEMORY, "    _check_own(root)\n    _warn", "    _warn"),
+    "what is only in memory goes with its run": Bug(_MEMORY, "                _save(root)\n", "                pass\n"),
+    "the memory of a living run is removed": Bug(_MEMORY, "(run is None and not _is_held(root))", "run is None"),
+    # -- master and executor ------------------------------------------------------------------------------------------
+    "unknown processes survive the master's return": Bug(
+        _EXECUTOR, "[name for name in names if name not in entries]", "[]"
+    ),
+    "a standby is ready before it is made": Bug(
+        _EXECUTOR,
+        "        await answer_of(str(entry.process_id), ref, self._job.liveness.start_timeout_s)\n"
+        "        emit(StandbyReady",
+        "        emit(StandbyReady",
+    ),
+    "a member is up before it is made": Bug(
+        _EXECUTOR,
+        "        await answer_of(str(process_id), ref, timeout_s)\n        entry.up = True",
+        "        entry.up = True",
+    ),
+    "a predecessor is not ended": Bug(
+        _EXECUTOR, "            self._detached.run(self._pool.end(former))\n", "            pass\n"
+    ),
+    "a lost process is not noticed after the master's return": Bug(
+        _EXECUTOR,
+        "            if entry.handle is None:\n                emit(entry.loss(",
+        "            if entry.handle is None:\n                str(entry.loss(",
+    ),
+    "an adopted process is not watched": Bug(
+        _EXECUTOR,
+        "            self.reservations.add_node(entry.process.node)\n"
+        "        self._watch(entry, emit)\n"
+        "        if entry.process_id == TRAINER_ID:",
+        "            self.reservations.add_node(entry.process.node)\n        if entry.process_id == TRAINER_ID:",
+    ),
+    "the death of a process is not noticed": Bug(
+        _EXECUTOR,
+        "            raise await until_gone(str(entry.process_id), entry.handle)",
+        "            await until_gone(str(entry.process_id), entry.handle)",
+    ),
+    "two processes have one slot": Bug(
+        _TABLE,
+        "return holder is None or holder.slot != slot or self._entries.get(holder.process_id) is not holder",
+        "return True",
+    ),
+    "members begin before the others are located": Bug(
+        _TABLE, "        await asyncio.wait_for(self._located.wait(), timeout_s)\n", ""
+    ),
+    "local ranks count over all nodes": Bug(
+        _TABLE, "self._local[rank] = self._sizes[self._nodes[rank]]", "self._local[rank] = rank"
+    ),
+    "an earlier incarnation is heard": Bug(_HANGS, "return beat.number >= member.first", "return True"),
+    "what is not up is watched": Bug(
+        _HANGS,
+        "if not _is_up(beat.process_id, state) or beat.method == CONSTRUCTING:",
+        "if beat.method == CONSTRUCTING:",
+    ),
+    "all ranks that wait for one hang": Bug(
+        _HANGS, "settings.scope is RecoveryScope.GROUP and len(of_role) > 1:", "False:"
+    ),
+    "a master that was paused kills everybody": Bug(
+        _HANGS, "            self._listening_since_s = now_s  # this", "            pass  # this"
+    ),
+    "a part of a group is ready": Bug(_REPLACED, "    if whole and len(up) < len(group):\n", "    if False:\n"),
+    "the lost incarnation is its own replacement": Bug(
+        _REPLACED, "member.incarnation <= incarnation or", "member.incarnation < incarnation or"
+    ),
+    "a loss of another incarnation counts": Bug(_REPLACED, "member.incarnation == incarnation and ", ""),
+    "a job that ends replaces its members": Bug(
+        _REPLACED, "    if state.phase is not Phase.RUNNING:\n", "    if False:\n"
+    ),
+    "a change of a member changes its former ones": Bug(
+        "control/state.py",
+        "chunk = changed[place] = list(self._chunk(process_id))",
+        "chunk = changed[place] = list(self._chunk(process_id))[::-1]",
+    ),
+    "members that are up are not counted anew": Bug(
+        "control/state.py", "            up += (member.phase is MemberPhase.UP) - (", "            up += 0 * ("
+    ),
+}
