@@ -79,14 +79,15 @@ def victims(pid: int, rays_own: bool = False) -> dict[int, str]:
     return actors | more
 
 
-def left_over(seen: Iterable[int]) -> list[str]:
-    """What is left, after some time, of the processes that a run had, and of its memory."""
+def left_over(seen: Iterable[int], folder: Path) -> list[str]:
+    """What is left, after some time, of the processes that a run into ``folder`` had, and of its memory."""
     until_s, left = time.monotonic() + _GONE_S, [""]
     while left and time.monotonic() < until_s:
         time.sleep(_POLL_S)
         table = process_table()
         left = [f"process {pid}: {table[pid][1][:100]}" for pid in seen if pid in table and table[pid][1]]
-        left += map(str, MEMORY.glob("arithmetic-grpo-*"))
+        runs = [json.loads(file.read_text())["run"] for file in folder.glob("owner.*.json")]
+        left += [str(path) for path in MEMORY.glob("arithmetic-grpo-*") if path.name.rpartition("-")[2] in runs]
     return left
 
 
@@ -115,7 +116,7 @@ def run(folder: Path, steps: int, kills: int = 0, mean_s: float = 6.0, seed: int
             next_s = now_s + choice.expovariate(1 / mean_s)
         time.sleep(_POLL_S)
     ended.code, ended.seconds = process.wait(), time.monotonic() - began_s
-    ended.digests, ended.left = digests(folder), left_over(seen)
+    ended.digests, ended.left = digests(folder), left_over(seen, folder)
     return ended
 
 

@@ -103,7 +103,10 @@ BUGS = {
         _DURABLE, "strict=True) if outcome.value]", "strict=True) if False]"
     ),
     "an error of a repeated call after a state is ignored": Bug(
-        _DURABLE, "            if not isinstance(error, WorkloadDied):\n                raise error\n", ""
+        _DURABLE, "        if errors and not deaths:\n            raise self._abandoned(errors[0])\n", ""
+    ),
+    "an error of a repeated call is the user's": Bug(
+        _DURABLE, "            raise self._abandoned(errors[0])\n", "            raise errors[0]\n"
     ),
     "a new member does not get the calls of the step": Bug(
         _DURABLE, "            if call.member in self._unbuilt:\n                self._repeat(call)", "            pass"
@@ -175,10 +178,17 @@ BUGS = {
     ),
     "members that are ahead keep their answers": Bug(_STEPS, "        self.port.ask(ahead, FORGET)\n", ""),
     "calls are not repeated when a trainer goes back": Bug(
-        _STEPS, "            self.port.ask([member for member, calls in restored.items() if calls], REPLAY)\n", ""
+        _STEPS, "[member for member, calls in restored.items() if calls], REPLAY)", "[], REPLAY)"
+    ),
+    "some members have states and some have calls": Bug(
+        _STEPS, "self.port.ask(members, COMMIT, again) if again is not None else answers", "answers"
+    ),
+    "the last commit is not copied": Bug(
+        _STEPS,
+        "while (request := self._checkpoints.persist_request()) is not None:",
+        "while (request := None) is not None:",
     ),
     "members that hold a later state begin again": Bug(_STEPS, "        if survivors:\n", "        if False:\n"),
-    "the last commit is not copied": Bug(_STEPS, "if self._checkpoints is None or request is None:", "if True:"),
     "calls of two steps have the same ids": Bug(_STEPS, "        self.counter.open(step)\n", ""),
     "a damaged commit ends the trainer": Bug(
         _STEPS, "                if not is_damage(error):\n                    raise\n", "                raise\n"
@@ -222,22 +232,24 @@ BUGS = {
         _HOST, "self._drop(lambda step: step == 0 or step > committed)", "self._drop(lambda step: step > committed)"
     ),
     "answers are kept for ever": Bug(_HOST, "        self._drop(lambda step: step == 0 or step > committed)\n", ""),
-    "a raw call leaves no trace": Bug(_HOST, "        self._raw_calls = True\n", ""),
+    "a raw call leaves no trace": Bug(_HOST, "        self._raw_in = math.inf\n", ""),
     "a raw call leaves the state a commit's": Bug(
         _HOST,
-        "        self._raw_calls = True\n        self._standing = replace(self._standing, since=None, at=None)\n",
-        "        self._raw_calls = True\n",
+        "        self._raw_in = math.inf\n        self._standing = replace(self._standing, since=None, at=None)\n",
+        "        self._raw_in = math.inf\n",
     ),
-    "calls of a step that is given up stay on record": Bug(
-        _HOST,
-        "        self._drop(lambda step: step == 0)\n        self._record.forget()\n",
-        "        self._drop(lambda step: step == 0)\n",
+    "a repeated commit forgets raw calls": Bug(
+        _HOST, "            self._raw_in = request.step\n", "            self._raw_in = None\n"
     ),
-    "a call that raised ends its repetition": Bug(
-        _HOST, "                if not call.raised:\n                    raise\n", "                raise\n"
+    "raw calls are never forgotten": Bug(
+        _HOST, "        if self._raw_in is not None and committed >= self._raw_in:\n", "        if False:\n"
     ),
-    "a call that did not raise may raise when it is repeated": Bug(
-        _HOST, "                if not call.raised:\n                    raise\n", "                pass\n"
+    "calls of a step that is given up stay on record": Bug(_HOST, "        self._record.clear()\n", ""),
+    "a call after the commit of its step is lost": Bug(
+        _HOST, "step = max(header.call_id[0], self._settled + 1)", "step = header.call_id[0]"
+    ),
+    "a file of calls may name anything": Bug(
+        _HOST, 'if call.method.startswith("_") or not callable(', "if not callable("
     ),
     "what changes nothing is repeated": Bug(_HOST, " or not get_invocation_options(method).changes_state", ""),
     "a state stands for its commit before its calls are repeated": Bug(
@@ -265,7 +277,10 @@ BUGS = {
     "a replaced process goes on": Bug(_BEATS, "            if not is_current:\n", "            if False:\n"),
     # -- a member's part of a commit ----------------------------------------------------------------------------------
     "calls go on from a state in another folder": Bug(
-        _MEMBER, 'self._has_written = "/" not in pieces[-1].folder', "self._has_written = True"
+        _MEMBER, 'self._since = request.step if "/" not in pieces[-1].folder else None', "self._since = request.step"
+    ),
+    "a repeated commit goes on from what was not committed": Bug(
+        _MEMBER, "or self._since >= request.step:", "or self._since > request.step:"
     ),
     "a file of another member is loaded": Bug(
         _MEMBER,
@@ -330,10 +345,20 @@ BUGS = {
     ),
     "states are never due": Bug(_CADENCE, "return self._calls + 1 >= self.every", "return False"),
     "the room of calls does not count": Bug(_CADENCE, " or self._call_bytes + per_step > self._state_bytes", ""),
+    "trainers that die make the calls more": Bug(_CADENCE, "        self._calls = calls\n", "        pass\n"),
     "a commit of states is one of calls": Bug(_CADENCE, "            self._calls = self._call_bytes = 0\n", ""),
     # -- calls as values ----------------------------------------------------------------------------------------------
     "a recorded array changes with the caller's": Bug(
-        _CALLS, "return value.copy() if value.flags.writeable else value", "return value"
+        _CALLS, "        return value.copy() if value.flags.writeable else value", "        return value"
+    ),
+    "an array comes back in another order": Bug(
+        _CALLS, "        if not value.flags.c_contiguous:\n", "        if False:\n"
+    ),
+    "a flag without a name is written": Bug(
+        _CALLS, "        if value.name not in type(value).__members__:\n", "        if False:\n"
+    ),
+    "a class that another process may not have is written": Bug(
+        _CALLS, "(module in _known_modules or module.startswith(_OURS))", "True"
     ),
     "a file of calls imports what it names": Bug(
         _CALLS, "if module.startswith(_OURS) and module not in sys.modules:", "if module not in sys.modules:"
@@ -347,8 +372,6 @@ BUGS = {
     "what a class has beside its fields is left out": Bug(
         _CALLS, 'if fields.keys() != getattr(value, "__dict__", fields).keys():', "if False:"
     ),
-    "a call that did not run is repeated": Bug(_CALLS, "            self._steps[step].remove(call)\n", ""),
-    "a call that cannot be written is left out": Bug(_CALLS, "            self._unrecorded.add(step)\n", ""),
     # -- stores -------------------------------------------------------------------------------------------------------
     "an earlier trainer may write": Bug(_STORE, "        self._fence.check(epoch)\n", ""),
     "an earlier trainer may commit": Bug(_STORE, "            self._fence.claim(epoch)\n", ""),
@@ -378,6 +401,9 @@ BUGS = {
     "a changed manifest is not read again": Bug(
         _STORE, "if manifest is None or known != version:", "if manifest is None:"
     ),
+    "known manifests are kept for ever": Bug(
+        _STORE, "for name, known in self._known.items() if name in names}", "for name, known in self._known.items()}"
+    ),
     "files on other nodes are missing": Bug(_STORE, 'if file.node in ("", self._node)]', "if True]"),
     "a damaged generation stays in place": Bug(
         _STORE, "            self._set_aside(folder, str(error))  # does", "            pass  # does"
@@ -406,11 +432,31 @@ BUGS = {
     "states can be read by others": Bug(
         _FILE, "return os.open(path, flags, 0o600)", "return os.open(path, flags, 0o644)"
     ),
+    "a call that did not run is repeated": Bug(
+        _CALLS, "                self._steps[step].remove(call)\n", "                pass\n"
+    ),
+    "a call that cannot be written is left out": Bug(
+        _CALLS, "            self._leave_out(step)\n        else:", "            pass\n        else:"
+    ),
+    "an error is taken for one that comes again": Bug(
+        _CALLS, "            self._leave_out(step)\n            raise\n", "            raise\n"
+    ),
+    "calls after the commit of their step are dropped": Bug(_CALLS, "        if late:\n", "        if False:\n"),
+    "the states before calls are not saved": Bug(
+        _COPIES, "for each in (*states_before(memory, manifest), manifest):", "for each in (manifest,):"
+    ),
+    "the states before calls are not copied at the end": Bug(
+        _COMMITS,
+        "for manifest in (*states_before(self._commits, newest.manifest), newest.manifest):",
+        "for manifest in (newest.manifest,):",
+    ),
+    "a run that cannot be continued begins anew": Bug(
+        _COMMITS,
+        "        if newest is None and self.before is not None and self.before.manifests():\n",
+        "        if False:\n",
+    ),
     "a copy lacks what its calls go on from": Bug(
         _COPIES, "for name, own in files.items() if len(own) > 1}", "for name, own in files.items() if False}"
-    ),
-    "the states before calls are not saved": Bug(
-        _COPIES, "for each in (*_states_before(memory, manifest), manifest):", "for each in (manifest,):"
     ),
     "a folder of another user is used": Bug(_MEMORY, "    _check_own(root)\n    _warn", "    _warn"),
     "what is only in memory goes with its run": Bug(_MEMORY, "                _save(root)\n", "                pass\n"),
