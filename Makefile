@@ -22,7 +22,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-backends test-peers chaos chaos-outside bench-recovery bench-rollout bench-training bench-weight-sync bench-async example-trl example-verl example-openrlhf trace-step check lint types docs lock audit format clean
+.PHONY: help demo test test-slow test-backends test-peers chaos chaos-outside bench-recovery bench-rollout bench-training bench-weight-sync bench-commits bench-async example-trl example-verl example-openrlhf trace-step check lint types docs lock audit format clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -107,6 +107,9 @@ chaos-outside: $(VENV)/dev ## Kill processes of runs from their first second on,
 
 bench-recovery: $(VENV)/dev ## Measure detection, recovery and their cost (ARGS=--quick to try it)
 	$(BIN)/python -m benchmarks.recovery $(ARGS)
+
+bench-commits: $(VENV)/dev ## Measure what commits cost, by the size of the model (ARGS=--quick to try it)
+	$(ALONE) $(BIN)/python -m benchmarks.commit_cost $(ARGS)
 
 bench-rollout: $(VENV)/dev ## Measure rollout against transformers, and vLLM if .venv-vllm is there (ARGS=--quick to try it)
 	$(ALONE) $(BIN)/python -m benchmarks.rollout $(addprefix --vllm-python ,$(wildcard .venv-vllm/bin/python)) $(ARGS)

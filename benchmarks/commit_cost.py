@@ -63,6 +63,7 @@ def _run_job(folder: Path, name: str, steps: int, commits: bool, threads: int) -
         "overwrite": "true",
         "checkpoint.every": 10 * steps,
         "checkpoint.commit_to": "memory",
+        "checkpoint.commit_every": "auto",
     }
     job_file = Path(__file__).parents[1] / "examples" / "arithmetic" / "grpo.yaml"
     job = load_job(job_file, [f"{key}={value}" for key, value in overrides.items()])

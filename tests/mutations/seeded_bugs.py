@@ -329,7 +329,7 @@ BUGS = {
         _COMMITS, "self._newest, self._offered, self._at = None, [], None", "self._newest, self._offered = None, []"
     ),
     "calls are repeated with other settings": Bug(
-        _COMMITS, 'return not manifest.earlier or manifest.extra.get(_SETTINGS, "") == self.settings', "return True"
+        _COMMITS, 'return not manifest.earlier or manifest.extra.get(_SETTINGS, "") == settings', "return True"
     ),
     "the last step may have calls alone": Bug(
         _COMMITS, "due = step > 0 and (last or step % self.every == 0)", "due = step > 0 and step % self.every == 0"

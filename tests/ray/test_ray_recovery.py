@@ -29,10 +29,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 ROLLOUT_1_STEP_2 = {("ROLLOUT-1", "receive", 2), ("ROLLOUT-1", "generate", 2)}
 
 
-STATES = CheckpointSpec(commit_every=1)
-"""Nothing but the calls of the open step is repeated."""
-
-
 @pytest.fixture
 def stage(tmp_path, monkeypatch):
     """Set a job up: its name, what its own processes do to themselves, and what is particular about it."""
@@ -82,7 +78,7 @@ def test_a_death_costs_what_its_own_scope_has_done_in_this_step(stage):
         "ACTOR-0:update:4:kill",
         hold := "trainer:end:5:hold",
     )
-    job, refusals = stage("by-member", *faults, checkpoint=STATES), []
+    job, refusals = stage("by-member", *faults), []
 
     def strike(job, step):
         if step == 4:
@@ -105,7 +101,7 @@ def test_a_death_costs_what_its_own_scope_has_done_in_this_step(stage):
 
 def test_the_ranks_of_a_group_restart_together_and_a_standby_takes_over_within_a_second(stage):
     faults = ("ACTOR-1:update:2:kill", hold := "trainer:end:3:hold", "ROLLOUT-0:generate:4:kill")
-    job = stage("by-group", *faults, actor="Team", standby=1, checkpoint=STATES)
+    job = stage("by-group", *faults, actor="Team", standby=1)
 
     def strike(job, step):
         if step == 2:

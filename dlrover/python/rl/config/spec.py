@@ -133,9 +133,9 @@ class CheckpointSpec:
     """Of the ended runs of this name with folders of their own, the newest ones that keep their checkpoints; models,
     metrics and logs of the others stay."""
 
-    commit_every: Positive | Literal["auto"] = "auto"
+    commit_every: Positive | Literal["auto"] = 1
     """Steps between commits of the whole state. In between a commit has the calls that changed the state, which a
-    recovery repeats. ``auto``: as often as it takes a hundredth of the time, at least every tenth step. 1: always."""
+    recovery repeats. ``auto``: as often as it takes a hundredth of the time, at least every tenth step."""
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], local: bool | None, **w
     if local and owner.work_dir:
         os.chdir(owner.work_dir)
     checked = check_described(lambda: saved_job(saved, overrides), local)
-    step = last_commit(owner.job, folder)
+    step = last_commit(checked.job, folder)
     if step is None and owner.state == FINISHED:
         what = "has finished, and its commits were removed (checkpoint.keep_runs): nothing is left to go on from"
         raise InvalidJob([ConfigError(name_or_dir, what)])
@@ -336,7 +336,7 @@ def _run(checked: CheckedJob, place: _Place) -> None:
             else:
                 ended = run_on_ray(checked, view, place.address, announce=show, supervise=place.supervise)
     except SystemExit:  # SIGTERM
-        _show_how_to_go_on(job.name, job.job_dir, job.archive)
+        _show_how_to_go_on(job, job.job_dir)
         raise
     if ended.phase is Phase.FINISHED:
         _print_summary(ended)
@@ -344,16 +344,16 @@ def _run(checked: CheckedJob, place: _Place) -> None:
     if ended.cause is not None and ended.cause.detail:
         click.echo(f"\n{ended.cause.detail}", err=True)
     if ended.phase is not Phase.FINISHED and ended.folder:
-        _show_how_to_go_on(ended.name, Path(ended.folder), job.archive)
+        _show_how_to_go_on(job, Path(ended.folder))
     if ended.phase is Phase.FAILED:
         sys.exit(EXIT_FAILED)
     if ended.phase is not Phase.FINISHED:
         sys.exit(EXIT_INTERRUPTED if ended.reason == INTERRUPTED else EXIT_STOPPED)
 
 
-def _show_how_to_go_on(job: str, folder: Path, archive: str) -> None:
-    if last_commit(job, folder, archive) is not None:
-        click.echo(f"to go on after its last committed step: dlrover-rl resume {archive or folder}", err=True)
+def _show_how_to_go_on(job: JobSpec, folder: Path) -> None:
+    if last_commit(job, folder, job.archive) is not None:
+        click.echo(f"to go on after its last committed step: dlrover-rl resume {job.archive or folder}", err=True)
 
 
 def _print_summary(ended: JobStatus) -> None:

@@ -13,6 +13,7 @@ import fsspec
 from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.config.layout import digest_of_results
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.secrets import hidden_in, unseal
 from dlrover.python.rl.config.spec import RUNS, JobSpec
@@ -103,11 +104,11 @@ def archived_job(url: str, overrides: Sequence[str] = ()) -> JobSpec:
     return _with_secrets(load_job_text(text, "", ["checkpoint.resume=latest", *overrides]))
 
 
-def last_commit(job: str, folder: Path, archive: str = "") -> int | None:
-    """The step from which a run goes on; what its last process has left in this node's memory is saved first. None for
-    none."""
-    forget_memory(job)
-    newest = newest_commit(folder, archive)
+def last_commit(job: JobSpec, folder: Path, archive: str = "") -> int | None:
+    """The step from which ``job`` goes on in a run's folder; what its last process has left in this node's memory is
+    saved first. None for none."""
+    forget_memory(job.name)
+    newest = newest_commit(folder, archive, digest_of_results(job))
     return newest[1].step if newest is not None else None
 
 

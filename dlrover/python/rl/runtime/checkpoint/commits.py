@@ -72,12 +72,21 @@ def _steps(store: CheckpointStore) -> list[int]:
     return [manifest.step for manifest in store.manifests() if store.valid(manifest, check_size)]
 
 
-def newest_commit(job_dir: Path, archive: str = "") -> tuple[CheckpointStore | ObjectStore, Manifest] | None:
-    """The valid commit or copy made last by any run in the folder, or at the URL of its archive."""
+def newest_commit(
+    job_dir: Path, archive: str = "", settings: str | None = None
+) -> tuple[CheckpointStore | ObjectStore, Manifest] | None:
+    """The valid commit or copy made last by any run in the folder, or at the URL of its archive, that a job of these
+    ``settings`` can go on from."""
     folder = job_dir.absolute()
     roots = [root for name in (_FOLDER, _COMMITS) for root in (folder / name).glob("*") if root.is_dir()]
     stores = [CheckpointStore(root, root.name, durable=True) for root in roots if root.suffix != ".gone"]
-    return newest_of([*stores, *(stores_below(f"{archive}/{_FOLDER}") if archive else ())])
+    found = [*stores, *(stores_below(f"{archive}/{_FOLDER}") if archive else ())]
+    return newest_of(found, lambda manifest: settings is None or _can_repeat(manifest, settings))
+
+
+def _can_repeat(manifest: Manifest, settings: str) -> bool:
+    """Calls are repeated with the settings that they were made with."""
+    return not manifest.earlier or manifest.extra.get(_SETTINGS, "") == settings
 
 
 def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "StoreCheckpoints":
@@ -183,7 +192,7 @@ class StoreCheckpoints:
         return self._newest_in(self._commits, self._durable) or self._newest_in(self.before, usable=self._can_repeat)
 
     def _can_repeat(self, manifest: Manifest) -> bool:
-        return not manifest.earlier or manifest.extra.get(_SETTINGS, "") == self.settings
+        return _can_repeat(manifest, self.settings)
 
     def last_known(self) -> LastCommit | None:
         return self._last

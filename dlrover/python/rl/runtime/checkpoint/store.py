@@ -332,13 +332,16 @@ class AnyStore(Protocol):
 S = TypeVar("S", bound=AnyStore)
 
 
-def newest_of(stores: Iterable[S]) -> tuple[S, Manifest] | None:
-    """The valid generation of the latest step of the run that committed last; a copy is younger than its commit."""
+def newest_of(
+    stores: Iterable[S], usable: Callable[[Manifest], bool] = lambda manifest: True
+) -> tuple[S, Manifest] | None:
+    """The valid and ``usable`` generation of the latest step of the run that committed last; a copy is younger than its
+    commit."""
     pairs = [(store, manifest) for store in stores for manifest in store.manifests()]
     ended: dict[str, float] = {}
     for store, manifest in pairs:
         ended[store.run] = max(manifest.committed_at, ended.get(store.run, 0.0))
     for store, manifest in sorted(pairs, key=lambda pair: (ended[pair[0].run], pair[1].step), reverse=True):
-        if store.valid(manifest, check_size):
+        if usable(manifest) and store.valid(manifest, check_size):
             return store, manifest
     return None
