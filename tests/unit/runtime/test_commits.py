@@ -307,7 +307,7 @@ def test_a_disk_that_falters_once_at_any_point_costs_nothing(tmp_path, monkeypat
         assert again.checkpoints.newest() == 2
         assert again.checkpoints.load(2) == {"step": 2}
         again.restore(2)
-        assert not [path for path in folder.rglob("*") if "bad" in path.name], "and nothing is taken for damaged"
+        assert not [path for path in folder.rglob("*") if ".bad." in path.name], "and nothing is taken for damaged"
         if not fault.happened:
             break
     assert at > 3
