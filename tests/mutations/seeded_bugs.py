@@ -244,7 +244,11 @@ BUGS = {
     "raw calls are never forgotten": Bug(
         _HOST, "        if self._raw_in is not None and committed >= self._raw_in:\n", "        if False:\n"
     ),
-    "calls of a step that is given up stay on record": Bug(_HOST, "        self._record.clear()\n", ""),
+    "calls of a step that is given up stay on record": Bug(
+        _HOST,
+        "        self._record = CallRecord()\n        self._settled",
+        "        self._settled",
+    ),
     "a call after the commit of its step is lost": Bug(
         _HOST, "step = max(header.call_id[0], self._settled + 1)", "step = header.call_id[0]"
     ),
@@ -451,9 +455,7 @@ BUGS = {
         "for manifest in (newest.manifest,):",
     ),
     "a run that cannot be continued begins anew": Bug(
-        _COMMITS,
-        "        if newest is None and self.before is not None and self.before.manifests():\n",
-        "        if False:\n",
+        _COMMITS, "not all(map(self._can_repeat, self.before.manifests())):", "False:"
     ),
     "a copy lacks what its calls go on from": Bug(
         _COPIES, "for name, own in files.items() if len(own) > 1}", "for name, own in files.items() if False}"

@@ -189,8 +189,6 @@ def test_the_calls_of_a_step_are_kept_until_it_is_settled():
     assert calls.calls_of(1) == of_step(1) * 2 and calls.calls_of(2) == of_step(2)
     calls.settle(1)
     assert calls.calls_of(1) == [] and calls.calls_of(2) == of_step(2)
-    calls.clear()
-    assert calls.calls_of(2) == []
 
 
 def test_a_call_after_the_commit_of_its_step_is_part_of_the_next_one():

@@ -408,7 +408,7 @@ def test_trainers_that_die_do_not_make_the_calls_more(folder):
 
 
 class Failing(Policy):
-    """Its next update fails, in the process that is made when ``left`` is 1."""
+    """Its next ``left`` updates fail."""
 
     left = 0
 
@@ -489,7 +489,7 @@ def continue_with(folder, copies, steps):
             assert loaded["updates"] == step
 
 
-def test_a_run_that_cannot_be_continued_is_no_new_beginning(folder):
+def test_that_a_run_cannot_be_continued_is_said(folder):
     stage = staged(folder / "job", Breaking)
     with pytest.raises(IndexError):
         stage.run()

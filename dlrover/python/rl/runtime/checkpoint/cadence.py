@@ -30,9 +30,10 @@ class Cadence:
         """Whether the next commit has the states."""
         if self.every is not None:
             return self._calls + 1 >= self.every
-        wanted = math.ceil(self._state_s / (_SHARE * self._step_s)) if self._step_s < math.inf else _MOST
+        steps = self._calls + 1
+        cheap = self._step_s < math.inf and self._state_s <= _SHARE * self._step_s * steps
         per_step = self._call_bytes / self._calls if self._calls else 0.0
-        return self._calls + 1 >= min(wanted, _MOST) or self._call_bytes + per_step > self._state_bytes
+        return cheap or steps >= _MOST or self._call_bytes + per_step > self._state_bytes
 
     def go_on(self, calls: int) -> None:
         """The last commit is the one of ``calls`` steps after the states."""

@@ -2,8 +2,7 @@
 """The calls of a step as plain values: a commit of them stands for the state after them.
 
 Kept besides the values of ``data/state_tree.py``: dataclasses and enums, as the names of their classes and their
-values. Nothing is unpickled: whoever can write a commit can choose values and the workload's methods, but brings no
-code along.
+values. Nothing is unpickled: a writer of commits can choose values and methods of the workload, but cannot add code.
 """
 
 import dataclasses
@@ -185,9 +184,6 @@ class CallRecord:
             self._steps[step + 1] = [*late, *self._steps.get(step + 1, [])]
         self._written = {other: count for other, count in self._written.items() if other > step}
         self._unrecorded = {other for other in self._unrecorded if other > step}
-
-    def clear(self) -> None:
-        self.__init__()  # type: ignore[misc]
 
 
 def load_calls(tree: Any) -> list[RecordedCall]:

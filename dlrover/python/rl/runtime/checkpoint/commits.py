@@ -169,7 +169,7 @@ class StoreCheckpoints:
         self._at = newest.manifest if newest is not None and newest.store is self._commits else None
         if self._at is not None:
             self.cadence.go_on(max(map(len, self._at.earlier.values()), default=0))
-        if newest is None and self.before is not None and self.before.manifests():
+        if newest is None and self.before is not None and not all(map(self._can_repeat, self.before.manifests())):
             what = "it has calls without the states before them, which other settings cannot repeat"
             raise CheckpointMissing(f"run {self.before.run} cannot be continued: {what}")
         if newest is not None:
@@ -239,7 +239,8 @@ class StoreCheckpoints:
 
     def restore_request(self, step: int) -> RestoreRequest:
         self._offered = retry_io(partial(self._find, step), self._commits.root, self.disk_wait)
-        return RestoreRequest(step, tuple(map(self._pieces_of, self._offered)), self.roots)
+        sources = tuple(map(self._pieces_of, self._offered))
+        return RestoreRequest(step, sources, self.roots, records=self.cadence.every != 1)
 
     def _find(self, step: int) -> list[_Generation]:
         return [
@@ -268,9 +269,8 @@ class StoreCheckpoints:
         calls = follows and not due and not self.cadence.is_due()
         copying = self._copying.step if self._copying is not None else None
         first_kept = min((manifest.since for manifest in self._kept), default=step - 1)
-        self._asked = CommitRequest(
-            step, self.roots, self._copy_asked, copying, calls, first_kept, first_needed=self._first_needed(step)
-        )
+        needed, records = self._first_needed(step), self.cadence.every != 1
+        self._asked = CommitRequest(step, self.roots, self._copy_asked, copying, calls, first_kept, needed, records)
         return self._asked
 
     def commit_request_for_states(self, answers: Mapping[ProcessId, CommitAnswer]) -> CommitRequest | None:

@@ -60,7 +60,7 @@ class Roots:
 class CommitRequest:
     """Write the state after ``step``, or with ``calls`` those of the step; ``persist``: begin to copy the
     state to the job's directory; ``copying``: the step whose copy is under way; ``first_kept``: the first step whose
-    files stay, or ``first_needed`` where there is no room."""
+    files stay, or ``first_needed`` where there is no room; ``records``: later commits may ask for calls."""
 
     step: int
     roots: Roots
@@ -69,6 +69,7 @@ class CommitRequest:
     calls: bool = False
     first_kept: int = 0
     first_needed: int = 0
+    records: bool = True
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,12 @@ class PersistRequest:
 @dataclass(frozen=True)
 class RestoreRequest:
     """Go back to ``step``, from the nearest of ``sources``, the files of each process; a relative folder is in the
-    member's own commit root."""
+    member's own commit root. ``records``: see :class:`CommitRequest`."""
 
     step: int
     sources: tuple[Mapping[str, tuple[Piece, ...]], ...]
     roots: Roots
+    records: bool = True
 
 
 @dataclass

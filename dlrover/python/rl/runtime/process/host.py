@@ -101,7 +101,7 @@ class MemberHost:
         self._answers: dict[CallId, _Answer] = {}
         self._latest, self._settled = _NEVER, 0
         self._standing = Standing()
-        self._record = CallRecord()
+        self._record, self._records = CallRecord(), False
         self._raw_in: float | None = None  # the step whose committed state has all raw calls, infinity for none yet
         self._restored: tuple[int, list[RecordedCall]] | None = None  # a step, and what is to be repeated to be there
         self._now: tuple[str, CallId, float] | None = None
@@ -252,7 +252,7 @@ class MemberHost:
         self, header: CallHeader, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> AbstractContextManager[None]:
         method = getattr(type(self.workload), header.method, None)
-        is_kept = header.keep and header.call_id[0] > 0  # before the first step there is the state
+        is_kept = self._records and header.keep
         if not is_kept or not self._is_stateful or not get_invocation_options(method).changes_state:
             return nullcontext()
         step = max(header.call_id[0], self._settled + 1)  # it may come late
@@ -297,7 +297,9 @@ class MemberHost:
 
     def _commit(self, request: CommitRequest) -> CommitAnswer:
         calls = self._record.calls_of(request.step)
-        answer = self._state.commit(self.workload, request, calls if self._raw_in is None else None)
+        is_complete = self._records and self._raw_in is None
+        answer = self._state.commit(self.workload, request, calls if is_complete else None)
+        self._records = request.records
         if answer.file is None:
             return answer
         if self._raw_in == math.inf:
@@ -310,7 +312,7 @@ class MemberHost:
         """Returns how many calls :meth:`_replay` has to repeat."""
         self._forget()
         calls = self._state.restore(self.workload, request)
-        self._raw_in, self._restored = None, (request.step, calls)
+        self._raw_in, self._restored, self._records = None, (request.step, calls), request.records
         if not calls:
             self._replay()
         return len(calls)
@@ -332,7 +334,7 @@ class MemberHost:
     def _forget(self) -> None:
         """Forget the steps: the state is no longer that of a commit. The answers to calls of ``init`` stay."""
         self._drop(lambda step: step == 0)
-        self._record.clear()
+        self._record = CallRecord()
         self._settled, self._restored = 0, None
         self._latest = max(self._answers, default=_NEVER)
         self._standing = Standing(None, None)
