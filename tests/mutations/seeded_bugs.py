@@ -45,14 +45,14 @@ TESTS = {
         "runtime/test_commits_of_calls.py",
         "runtime/test_local_durable.py",
     ),
-    "runtime/checkpoint/copies.py": ("runtime/test_commits_of_calls.py", "runtime/test_node_memory.py"),
-    "runtime/checkpoint/store.py": (
+    "runtime/checkpoint/storage/copies.py": ("runtime/test_commits_of_calls.py", "runtime/test_node_memory.py"),
+    "runtime/checkpoint/storage/store.py": (
         "runtime/test_store.py",
         "runtime/test_commits_of_calls.py",
         "runtime/test_commits.py",
     ),
-    "runtime/checkpoint/manifest.py": ("runtime/test_store.py", "runtime/test_commits_of_calls.py"),
-    "runtime/checkpoint/state_file.py": ("runtime/test_state_file.py", "runtime/test_store.py"),
+    "runtime/checkpoint/storage/manifest.py": ("runtime/test_store.py", "runtime/test_commits_of_calls.py"),
+    "runtime/checkpoint/storage/state_file.py": ("runtime/test_state_file.py", "runtime/test_store.py"),
     "runtime/checkpoint/node_memory.py": ("runtime/test_node_memory.py", "runtime/test_commits_of_calls.py"),
     "runtime/ray/executor.py": ("runtime/ray/test_ray_executor.py", "runtime/ray/test_leaving.py"),
     "runtime/ray/processes/process_table.py": ("runtime/ray/test_ray_executor.py", "runtime/ray/test_leaving.py"),
@@ -81,11 +81,11 @@ class Bug:
 _DURABLE, _LOG, _STEPS = "trainer/durable.py", "trainer/call_log.py", "trainer/steps.py"
 _HOST, _ARGUMENTS, _BEATS = "runtime/process/host.py", "runtime/process/arguments.py", "runtime/process/heartbeat.py"
 _MEMBER, _COMMITS = "runtime/checkpoint/member_state.py", "runtime/checkpoint/commits.py"
-_STORE, _MANIFEST = "runtime/checkpoint/store.py", "runtime/checkpoint/manifest.py"
+_STORE, _MANIFEST = "runtime/checkpoint/storage/store.py", "runtime/checkpoint/storage/manifest.py"
 _FILE, _CALLS, _COPIES = (
-    "runtime/checkpoint/state_file.py",
+    "runtime/checkpoint/storage/state_file.py",
     "runtime/checkpoint/calls.py",
-    "runtime/checkpoint/copies.py",
+    "runtime/checkpoint/storage/copies.py",
 )
 _CADENCE, _MEMORY = "runtime/checkpoint/cadence.py", "runtime/checkpoint/node_memory.py"
 _EXECUTOR, _TABLE = "runtime/ray/executor.py", "runtime/ray/processes/process_table.py"

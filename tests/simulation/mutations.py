@@ -264,23 +264,25 @@ MUTATIONS = {
         "control.journal", "if version != VERSION:", "if version is None:"
     ),
     "lines are not synced": Mutation(
-        "runtime.checkpoint.journal_store",
+        "runtime.checkpoint.storage.journal_store",
         "                _write(self._file, header, 0)\n                os.fsync(self._file)\n            except",
         "                _write(self._file, header, 0)\n            except",
     ),
     "a new journal gets its name before it is safe": Mutation(
-        "runtime.checkpoint.journal_store",
+        "runtime.checkpoint.storage.journal_store",
         "            file.flush()\n            os.fsync(file.fileno())\n",
         "            file.flush()\n",
     ),
     "a journal's name is synced by its creator alone": Mutation(
-        "runtime.checkpoint.journal_store", "        sync_folder(path.parent)\n        self._path", "        self._path"
+        "runtime.checkpoint.storage.journal_store",
+        "        sync_folder(path.parent)\n        self._path",
+        "        self._path",
     ),
     "half a line stays at the end": Mutation(
-        "runtime.checkpoint.journal_store", "        os.ftruncate(self._file, journal.end)\n", ""
+        "runtime.checkpoint.storage.journal_store", "        os.ftruncate(self._file, journal.end)\n", ""
     ),
     "half a line stays after the disk was full": Mutation(
-        "runtime.checkpoint.journal_store",
+        "runtime.checkpoint.storage.journal_store",
         "            os.ftruncate(self._file, self._end)\n            _write(self._file, self._header, 0)\n",
         "            _write(self._file, self._header, 0)\n",
     ),

@@ -17,7 +17,7 @@ from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.process.brain import run_local
-from dlrover.python.rl.runtime.checkpoint.journal_store import MemoryStateStore
+from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
 from dlrover.python.rl.runtime.local_executor import LocalExecutor
 from dlrover.python.rl.trainer.trainer import StepReport
 

@@ -2,7 +2,7 @@
 import pytest
 
 from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
-from dlrover.python.rl.runtime.checkpoint.state_file import StateFile
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile
 from tests.manual_clock import ManualClock
 
 

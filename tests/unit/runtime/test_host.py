@@ -18,8 +18,8 @@ from dlrover.python.rl.common.errors import (
     WorkloadDied,
 )
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.runtime.checkpoint.manifest import Piece
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, PersistRequest, RestoreRequest, Roots
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import Piece
 from dlrover.python.rl.runtime.process.arguments import CallHeader
 from dlrover.python.rl.runtime.process.host import CurrentCall, MemberHost
 from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RAW_CALL, RESTORE, WHERE, Standing

@@ -11,7 +11,7 @@ import pytest
 from dlrover.python.rl.runtime.checkpoint import node_memory
 from dlrover.python.rl.runtime.checkpoint.member_state import Roots
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory, memory_root
-from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
+from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 
 HOLDER = "import sys, time; from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root; "
 HOLDER += "memory_root(*sys.argv[1:]); print('held', flush=True); time.sleep(600)"

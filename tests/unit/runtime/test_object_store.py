@@ -8,8 +8,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
-from dlrover.python.rl.runtime.checkpoint.object_store import ObjectStore, read_from
-from dlrover.python.rl.runtime.checkpoint.state_file import write_state
+from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore, read_from
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import write_state
 
 URL = "memory://bucket/run"
 NAMES = ("ACTOR-0", "trainer")

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, DataError
-from dlrover.python.rl.runtime.checkpoint.state_file import check_file, check_size, copy_file, read_state, write_state
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import (
+    check_file,
+    check_size,
+    copy_file,
+    read_state,
+    write_state,
+)
 
 HEADER = {"role": "ACTOR", "rank": 0, "step": 3}
 TREE = {"w": np.arange(5e3), "t": torch.ones(7, dtype=torch.bfloat16), 3: ("x", b"bytes", None), "e": np.ones((0, 2))}

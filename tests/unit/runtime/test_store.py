@@ -20,9 +20,9 @@ import pytest
 from disks import system_calls
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
-from dlrover.python.rl.runtime.checkpoint import manifest as manifest_module
-from dlrover.python.rl.runtime.checkpoint.manifest import MANIFEST, Manifest, decode, encode, read_manifest
-from dlrover.python.rl.runtime.checkpoint.state_file import (
+from dlrover.python.rl.runtime.checkpoint.storage import manifest as manifest_module
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import MANIFEST, Manifest, decode, encode, read_manifest
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import (
     StateFile,
     check_file,
     check_size,
@@ -30,7 +30,7 @@ from dlrover.python.rl.runtime.checkpoint.state_file import (
     read_state,
     write_state,
 )
-from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, newest_of
+from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore, newest_of
 
 MEMBERS = ("ACTOR-0", "ACTOR-1", "trainer")
 DAMAGES = [range(300), pytest.param(range(300, 1000), marks=pytest.mark.slow)]
@@ -460,7 +460,7 @@ def _commit_until_refused(store, epoch, first, between):
 FROZEN = """
 import sys
 from pathlib import Path
-from dlrover.python.rl.runtime.checkpoint import store as module
+from dlrover.python.rl.runtime.checkpoint.storage import store as module
 from test_store import commit
 write = module.write_manifest
 def slow(*arguments):

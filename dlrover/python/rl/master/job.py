@@ -15,7 +15,7 @@ from dlrover.python.rl.master.process.brain import fresh_journal, run_local
 from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.master.ray_run import ANSWER_S, INTERRUPTED, quiet, run_on_cluster, start_master
 from dlrover.python.rl.master.supervisor import run_supervised
-from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
+from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore
 from dlrover.python.rl.runtime.process.curve import redraw
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask

@@ -33,7 +33,7 @@ from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of
-from dlrover.python.rl.runtime.checkpoint.state_file import new_file
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import new_file
 
 _LOG = get_logger(__name__)
 

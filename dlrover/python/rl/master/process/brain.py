@@ -17,7 +17,7 @@ from dlrover.python.rl.control.machine import outstanding, replay, step
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.master.process.status import JobStatus, status_of
-from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore, StateStore
+from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore, MemoryStateStore, StateStore
 from dlrover.python.rl.runtime.local_executor import LocalExecutor
 from dlrover.python.rl.runtime.process.inspection import Inspection
 from dlrover.python.rl.runtime.process.interrupts import insistent_interrupts

@@ -18,7 +18,7 @@ from dlrover.python.rl.master.process.brain import JOURNAL
 from dlrover.python.rl.master.process.status import JobStatus, Position, StepPace, Update, status_of
 from dlrover.python.rl.metrics.endpoint import MetricsEndpoint, tls_context
 from dlrover.python.rl.metrics.job import JobMetrics
-from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
+from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
 from dlrover.python.rl.runtime.process.heartbeat import Heartbeat
 from dlrover.python.rl.trainer.trainer import StepReport
 

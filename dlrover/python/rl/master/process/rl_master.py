@@ -58,7 +58,7 @@ from dlrover.python.rl.master.process.replacement import find_up, replacement
 from dlrover.python.rl.master.process.resizer import Resizer, size_of
 from dlrover.python.rl.master.process.run_claim import RunClaim
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update, recoveries
-from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore
+from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore, MemoryStateStore
 from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat, leave
 from dlrover.python.rl.runtime.process.inspection import Inspection
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi, kill_process, read_stacks

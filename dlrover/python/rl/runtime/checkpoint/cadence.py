@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from dlrover.python.rl.runtime.checkpoint.state_file import StateFile
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile
 
 _SHARE = 0.01
 _MOST = 10  # steps that a recovery repeats, with the open one

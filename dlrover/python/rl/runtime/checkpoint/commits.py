@@ -22,8 +22,6 @@ from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.layout import digest_of_results
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
-from dlrover.python.rl.runtime.checkpoint.copies import gathered, states_before
-from dlrover.python.rl.runtime.checkpoint.manifest import Manifest, Piece, folder_name
 from dlrover.python.rl.runtime.checkpoint.member_state import (
     CommitAnswer,
     CommitRequest,
@@ -33,10 +31,12 @@ from dlrover.python.rl.runtime.checkpoint.member_state import (
     incarnation_of,
     is_calls,
 )
-from dlrover.python.rl.runtime.checkpoint.object_store import ObjectStore, stores_below
 from dlrover.python.rl.runtime.checkpoint.run_files import RunFiles, files_of
-from dlrover.python.rl.runtime.checkpoint.state_file import Header, StateFile, check_size
-from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, newest_of
+from dlrover.python.rl.runtime.checkpoint.storage.copies import gathered, states_before
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest, Piece, folder_name
+from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore, stores_below
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import Header, StateFile, check_size
+from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore, newest_of
 from dlrover.python.rl.trainer.port import LastCommit
 
 _LOG = get_logger(__name__)

@@ -15,12 +15,12 @@ from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId, is_url
 from dlrover.python.rl.runtime.checkpoint.calls import RecordedCall, load_calls
-from dlrover.python.rl.runtime.checkpoint.copies import copy_pieces, open_copies
-from dlrover.python.rl.runtime.checkpoint.manifest import Piece, folder_name
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
-from dlrover.python.rl.runtime.checkpoint.object_store import ObjectStore, read_from
-from dlrover.python.rl.runtime.checkpoint.state_file import Header, StateFile, read_state
-from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
+from dlrover.python.rl.runtime.checkpoint.storage.copies import copy_pieces, open_copies
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import Piece, folder_name
+from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore, read_from
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import Header, StateFile, read_state
+from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 
 _LOG = get_logger(__name__)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import is_url
-from dlrover.python.rl.runtime.checkpoint.copies import open_copies, save_generation
-from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
+from dlrover.python.rl.runtime.checkpoint.storage.copies import open_copies, save_generation
+from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 
 _LOG = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from fsspec.core import url_to_fs
 
 from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.runtime.checkpoint.object_store import store_errors
+from dlrover.python.rl.runtime.checkpoint.storage.object_store import store_errors
 
 _STATES = ("checkpoints", "commits")
 

@@ -28,7 +28,7 @@ from fsspec.core import url_to_fs
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.runtime.checkpoint.manifest import (
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import (
     MANIFEST,
     NOTHING,
     Manifest,
@@ -38,7 +38,7 @@ from dlrover.python.rl.runtime.checkpoint.manifest import (
     folder_name,
     step_and_epoch,
 )
-from dlrover.python.rl.runtime.checkpoint.state_file import StateFile, pass_through, read_opened
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile, pass_through, read_opened
 
 _LOG = get_logger(__name__)
 

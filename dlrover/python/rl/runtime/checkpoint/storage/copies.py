@@ -5,10 +5,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
-from dlrover.python.rl.runtime.checkpoint.manifest import Manifest, Piece, folder_name
-from dlrover.python.rl.runtime.checkpoint.object_store import ObjectStore
-from dlrover.python.rl.runtime.checkpoint.state_file import StateFile
-from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest, Piece, folder_name
+from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile
+from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 
 
 def open_copies(place: Path | str, run: str, keep: int = 2) -> CheckpointStore | ObjectStore:

@@ -25,8 +25,8 @@ from uuid import uuid4
 
 from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.runtime.checkpoint.manifest import TAKE_OVER_S, take_lock
-from dlrover.python.rl.runtime.checkpoint.state_file import new_file, sync_folder
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import TAKE_OVER_S, take_lock
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import new_file, sync_folder
 
 _LOG = get_logger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.runtime.checkpoint.state_file import StateFile, new_file
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile, new_file
 
 _LOG = get_logger(__name__)
 

@@ -30,7 +30,7 @@ from typing import Any, Protocol, TypeVar
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.runtime.checkpoint.manifest import (
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import (
     MANIFEST,
     NOTHING,
     EpochFence,
@@ -41,7 +41,7 @@ from dlrover.python.rl.runtime.checkpoint.manifest import (
     step_and_epoch,
     write_manifest,
 )
-from dlrover.python.rl.runtime.checkpoint.state_file import (
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import (
     Header,
     StateFile,
     check_file,
