@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.runtime.checkpoint.commits import roots_of
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
+from dlrover.python.rl.runtime.checkpoint.roots import roots_of
 from tests.chaos.ledger import Generation, Ledger, generations, read_ledger
 
 _LOOK_S = 0.01

@@ -45,6 +45,7 @@ TESTS = {
         "runtime/test_commits_of_calls.py",
         "runtime/test_local_durable.py",
     ),
+    "runtime/checkpoint/runs.py": ("runtime/test_commits.py", "runtime/test_commits_of_calls.py"),
     "runtime/checkpoint/storage/copies.py": ("runtime/test_commits_of_calls.py", "runtime/test_node_memory.py"),
     "runtime/checkpoint/storage/store.py": (
         "runtime/test_store.py",
@@ -81,6 +82,7 @@ class Bug:
 _DURABLE, _LOG, _STEPS = "trainer/durable.py", "trainer/call_log.py", "trainer/steps.py"
 _HOST, _ARGUMENTS, _BEATS = "runtime/process/host.py", "runtime/process/arguments.py", "runtime/process/heartbeat.py"
 _MEMBER, _COMMITS = "runtime/checkpoint/member_state.py", "runtime/checkpoint/commits.py"
+_RUNS = "runtime/checkpoint/runs.py"
 _STORE, _MANIFEST = "runtime/checkpoint/storage/store.py", "runtime/checkpoint/storage/manifest.py"
 _FILE, _CALLS, _COPIES = (
     "runtime/checkpoint/storage/state_file.py",
@@ -333,7 +335,7 @@ BUGS = {
         _COMMITS, "self._newest, self._offered, self._at = None, [], None", "self._newest, self._offered = None, []"
     ),
     "calls are repeated with other settings": Bug(
-        _COMMITS, 'return not manifest.earlier or manifest.extra.get(_SETTINGS, "") == settings', "return True"
+        _RUNS, 'return not manifest.earlier or manifest.extra.get(SETTINGS, "") == settings', "return True"
     ),
     "the last step may have calls alone": Bug(
         _COMMITS, "due = step > 0 and (last or step % self.every == 0)", "due = step > 0 and step % self.every == 0"
@@ -342,10 +344,12 @@ BUGS = {
         _COMMITS, "return self._at.since if self._at is not None else step - 1", "return step - 1"
     ),
     "a copy has precedence over its commit": Bug(
-        _COMMITS, "self._newest_in(self._commits, self._durable) or", "self._newest_in(self._durable, self._commits) or"
+        _COMMITS,
+        "self._newest_in(self._commits, self._durable, usable",
+        "self._newest_in(self._durable, self._commits, usable",
     ),
     "commits of an ended run go though they are ahead": Bug(
-        _COMMITS, "if max(_steps(commits), default=0) <= max(_steps(copies), default=0):", "if True:"
+        _RUNS, "if max(_steps(commits), default=0) <= max(_steps(copies), default=0):", "if True:"
     ),
     "states are never due": Bug(_CADENCE, "return self._calls + 1 >= self.every", "return False"),
     "the room of calls does not count": Bug(_CADENCE, " or self._call_bytes + per_step > self._state_bytes", ""),

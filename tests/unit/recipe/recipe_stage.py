@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from dlrover.python.rl.common.names import RLRoleType, member_name
 from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
-from dlrover.python.rl.runtime.checkpoint.member_state import Roots
+from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort, LocalRecovery
 from dlrover.python.rl.runtime.process.host import MemberHost
 from dlrover.python.rl.trainer.trainer import TrainerLink, run_trainer

@@ -13,7 +13,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.sampler import PromptCursor
 from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
-from dlrover.python.rl.runtime.checkpoint.member_state import Roots
+from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort, LocalRecovery, process_environment
 from dlrover.python.rl.runtime.process.host import MemberHost
 from dlrover.python.rl.trainer.port import RestartInfo
@@ -200,6 +200,7 @@ class Stage:
     Args:
         nodes: member to its node, the trainer's is ``"trainer"``: each has a memory of its own. None: one for all.
         shared: whether commits go where every node sees them.
+        spread: whether each node's are also in the memory of the next one.
     """
 
     def __init__(  # noqa: PLR0913
@@ -213,8 +214,9 @@ class Stage:
         nodes=None,
         shared=False,
         commit_every=1,
+        spread=False,
     ):
-        self.nodes, self.shared = nodes, shared
+        self.nodes, self.shared, self.spread = nodes, shared, spread
         self.path, self.trainer_class, self.classes = path, trainer, classes
         self.sizes = dict.fromkeys(classes, 2)
         self.config = {"steps": steps, "end": []}
@@ -277,7 +279,9 @@ class Stage:
                 on_opened=lambda: self.on_opened(),
                 on_progress=self.progress.append,
             ),
-            checkpoints=StoreCheckpoints(self.roots(), self.every, cadence=Cadence(self.commit_every)),
+            checkpoints=StoreCheckpoints(
+                self.roots(), self.every, cadence=Cadence(self.commit_every), spread=self.spread
+            ),
         )
 
     def make(self):

@@ -16,14 +16,10 @@ from dlrover.python.rl.common.disk_space import DiskWait
 from dlrover.python.rl.common.errors import CheckpointMissing
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.runtime.checkpoint.commits import (
-    StoreCheckpoints,
-    checkpoints_of,
-    forget_commits,
-    newest_commit,
-    roots_of,
-)
-from dlrover.python.rl.runtime.checkpoint.member_state import MemberState, Roots
+from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints, checkpoints_of
+from dlrover.python.rl.runtime.checkpoint.member_state import MemberState
+from dlrover.python.rl.runtime.checkpoint.roots import Roots, roots_of
+from dlrover.python.rl.runtime.checkpoint.runs import forget_commits, newest_commit
 
 ACTORS = [("ACTOR", 0), ("ACTOR", 1)]
 
@@ -107,7 +103,8 @@ checkpoint: {{commit_to: {commit_to}}}
         (1, "AUTO", "auto", False),
         (1, "GROUP", "auto", False),
         (1, "SIMPLE", "auto", True),
-        (2, "AUTO", "auto", True),
+        (2, "AUTO", "auto", False),
+        (2, "SIMPLE", "auto", True),
         (2, "AUTO", "memory", False),
         (1, "AUTO", "job_dir", True),
     ],
@@ -164,7 +161,7 @@ class Store:
 
     def commit(self, step):
         answer = self.member.commit(self.workload, self.checkpoints.commit_request(step, last=False))
-        self.checkpoints.commit(step, {ProcessId("ACTOR", 0): answer}, {"step": step})
+        self.checkpoints.commit(step, {ProcessId("ACTOR", 0): answer}, {"step": step}, {})
 
     def restore(self, step):
         self.member.restore(self.workload, self.checkpoints.restore_request(step))
@@ -282,7 +279,7 @@ def test_a_trainers_file_that_does_not_fit_leaves_the_last_commit(tmp_path, smal
     answer = store.member.commit(store.workload, store.checkpoints.commit_request(2, last=False))
     fill(small, 0)
     with pytest.raises(OSError, match="bytes do not fit, 0 bytes are free"):
-        store.checkpoints.commit(2, {ProcessId("ACTOR", 0): answer}, {"step": 2})
+        store.checkpoints.commit(2, {ProcessId("ACTOR", 0): answer}, {"step": 2}, {})
     assert store.checkpoints.newest() == 1
 
 

@@ -22,8 +22,8 @@ from durable_toys import (
 
 from dlrover.python.rl.common.errors import CheckpointMissing
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
-from dlrover.python.rl.runtime.checkpoint.member_state import Roots
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
+from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 from dlrover.python.rl.runtime.process.host import MemberHost
 from dlrover.python.rl.trainer.workload import MemberContext, trainer_invocation

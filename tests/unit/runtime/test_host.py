@@ -18,7 +18,8 @@ from dlrover.python.rl.common.errors import (
     WorkloadDied,
 )
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, PersistRequest, RestoreRequest, Roots
+from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, PersistRequest, RestoreRequest
+from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Piece
 from dlrover.python.rl.runtime.process.arguments import CallHeader
 from dlrover.python.rl.runtime.process.host import CurrentCall, MemberHost

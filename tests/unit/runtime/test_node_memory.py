@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from dlrover.python.rl.runtime.checkpoint import node_memory
-from dlrover.python.rl.runtime.checkpoint.member_state import Roots
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory, memory_root
+from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 
 HOLDER = "import sys, time; from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root; "

@@ -124,10 +124,10 @@ class CheckpointSpec:
     without a ``job_dir``, of the last run of this name, unless that has finished."""
 
     commit_to: Literal["auto", "memory", "job_dir"] = "auto"
-    """Location of the state after each step, until the job ends. ``memory``: the memory of each node, which is fast; if
-    a node is lost, the job goes back to the last copy in ``job_dir``, or to step 1. ``job_dir``: a folder that all
-    nodes share; losing a node loses no committed step. ``auto``: ``memory`` for a job on a single node, else
-    ``job_dir``."""
+    """Location of the state after each step, until the job ends. ``memory``: the memory of each node and of the next
+    one, which is fast; losing one node loses no committed step. If two neighbours are lost, or the only node, the job
+    goes back to the last copy in ``job_dir``, or to step 1. ``job_dir``: a folder that all nodes share. ``auto``:
+    ``job_dir`` with ``scheduling_strategy: SIMPLE``, which may use one node of several, else ``memory``."""
 
     keep_runs: NonNegative = 5
     """Of the ended runs of this name with folders of their own, the newest ones that keep their checkpoints; models,

@@ -17,8 +17,8 @@ from dlrover.python.rl.config.layout import digest_of_results
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.secrets import hidden_in, unseal
 from dlrover.python.rl.config.spec import RUNS, JobSpec
-from dlrover.python.rl.runtime.checkpoint.commits import newest_commit
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
+from dlrover.python.rl.runtime.checkpoint.runs import newest_commit
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import store_errors
 from dlrover.python.rl.runtime.run_folder import BEAT_S, DESCRIPTION, LATEST, MODEL, Owner, in_use, newest_owner
 

@@ -36,9 +36,10 @@ from dlrover.python.rl.control.events import (
     WaitOver,
 )
 from dlrover.python.rl.control.placement import Placement
-from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of, forget_commits
+from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of, results_of
+from dlrover.python.rl.runtime.checkpoint.runs import forget_commits
 from dlrover.python.rl.runtime.local_port import (
     LocalMember,
     LocalPort,

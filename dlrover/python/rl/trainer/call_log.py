@@ -17,10 +17,13 @@ from typing import Any
 import numpy as np
 
 from dlrover.python.rl.common.errors import CallSkipped, InvocationError, ResultLost, StepAbandoned, WorkloadDied
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.trainer.port import RAW_CALL, STRAGGLER_LOG_INTERVAL_S, Call, Outcome, Port, Ref
 from dlrover.python.rl.trainer.shard import Rows
+
+_LOG = get_logger(__name__)
 
 _INLINE_BYTES = 1 << 14
 _MAX_CALLS_BEFORE_STEPS = 256
@@ -243,6 +246,19 @@ def resolve_refs(value: Any) -> Any:
     return value
 
 
+def mark_raised(calls: Sequence[LoggedCall], outcomes: Sequence[Outcome]) -> None:
+    for call, outcome in zip(calls, outcomes, strict=True):
+        if outcome.error is not None:
+            call.mark_raised()
+
+
+def log_late(calls: Sequence[LoggedCall], outcomes: Sequence[Outcome]) -> None:
+    late = [call for call, outcome in zip(calls, outcomes, strict=True) if outcome.late]
+    names = ", ".join(f"{call.member}.{call.call.method}" for call in late[:8] if call.call is not None)
+    if late:
+        _LOG.warning("the commit still waits for %d calls: %s", len(late), names)
+
+
 @dataclass
 class CallSender:
     """Sends calls through the inner port; ``closed`` refuses them once another trainer object has taken over."""
@@ -268,9 +284,8 @@ class CallSender:
         )
         return self.inner.submit(logged.role, logged.rank, resolved)
 
-    def ask(self, member: ProcessId, verb: str, request: Any) -> Ref:
+    def ask(self, member: ProcessId, verb: str, *args: Any) -> Ref:
         """Send a request that is not a call of a step."""
-        args = () if request is None else (request,)
         call = Call(RAW_CALL, verb, args, {}, epoch=self.epoch, committed=self.committed or 0)
         return self.inner.submit(member.role, member.rank, call)
 

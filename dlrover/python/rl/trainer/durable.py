@@ -38,6 +38,8 @@ from dlrover.python.rl.trainer.call_log import (
     CallSender,
     CallState,
     LoggedCall,
+    log_late,
+    mark_raised,
     preserve_arguments,
     sources_of,
 )
@@ -57,6 +59,7 @@ from dlrover.python.rl.trainer.port import (
     RoleTraits,
     is_damage,
 )
+from dlrover.python.rl.trainer.transfers import Transfers
 
 _LOG = get_logger(__name__)
 
@@ -87,6 +90,7 @@ class DurablePort:
         self._incarnations = dict(self.recovery.incarnations())
         self._unbuilt: set[ProcessId] = set()
         self._sender = CallSender(self.inner, self.recovery.epoch)
+        self.transfers = Transfers(self._sender, self._request)
 
     @property
     def committed(self) -> int | None:
@@ -128,7 +132,7 @@ class DurablePort:
                 if death is not None:
                     self._recover({}, [death])
                 elif self._record(calls, runs, outcomes):
-                    _mark_raised(calls, outcomes)
+                    mark_raised(calls, outcomes)
                     return outcomes
 
     def replace_late(self, late: InvocationTimeout) -> None:
@@ -171,18 +175,22 @@ class DurablePort:
                 if death is not None:
                     self._recover({}, [death])
                 elif self._record(running, runs, outcomes):
-                    _log_late(running, outcomes)
+                    log_late(running, outcomes)
         for call in self.log.all_calls():
             if call.state is CallState.FAILED and call.error is not None:
                 raise call.error
 
-    def ask(self, members: Iterable[ProcessId], verb: str, request: Any = None) -> dict[ProcessId, Any]:
+    def ask(self, members: Iterable[ProcessId], verb: str, *request: Any) -> dict[ProcessId, Any]:
         """Send members a request that is not a call of a step, and wait; all are asked again when one had to be
         replaced."""
         recipients = list(members)
+        answers = self._request(lambda: [self._sender.ask(member, verb, *request) for member in recipients])
+        return dict(zip(recipients, answers, strict=True))
+
+    def _request(self, send: Callable[[], Sequence[Ref]]) -> list[Any]:
         while True:
             with self._lock:
-                outcomes = self._sender.finish([self._sender.ask(member, verb, request) for member in recipients])
+                outcomes = self._sender.finish(send())
                 lost = [outcome.error for outcome in outcomes if isinstance(outcome.error, LOST_CALL_ERRORS)]
                 if lost and self.opened:
                     self._recover({}, [error for error in lost if isinstance(error, WorkloadDied)])
@@ -190,7 +198,7 @@ class DurablePort:
             for outcome in outcomes:
                 if outcome.error is not None:
                     raise outcome.error
-            return dict(zip(recipients, (outcome.value for outcome in outcomes), strict=True))
+            return [outcome.value for outcome in outcomes]
 
     def begin_step(self, step: int) -> None:
         with self._lock:
@@ -266,7 +274,7 @@ class DurablePort:
             if isinstance(error, LOST_CALL_ERRORS) or traits is None or not traits.together or traits.size == 1:
                 continue
             siblings = [ProcessId(error.role, rank) for rank in range(traits.size) if rank != error.rank]
-            questions = [self._sender.ask(member, WHERE, None) for member in siblings]
+            questions = [self._sender.ask(member, WHERE) for member in siblings]
             for outcome in self.inner.wait(questions, GRACE_S):
                 if isinstance(outcome.error, WorkloadDied):
                     return outcome.error
@@ -311,6 +319,11 @@ class DurablePort:
 
     def _rebuild(self) -> InvocationError | None:
         """Repeat the log on new members. Returns a further failure meanwhile."""
+        if self.checkpoints is not None and self.checkpoints.spread:
+            busy = {call.member for call in self.log.running()}
+            failure = self.transfers.bring(self.checkpoints, list(self._unbuilt), self._sender.committed, busy)
+            if failure is not None:
+                return failure
         setup = [call for call in self.log.setup if call.member in self._unbuilt]
         runs = [self._repeat(call) for call in setup]
         restored = [member for member in self._unbuilt if self._has_committed_state(member)]
@@ -324,7 +337,7 @@ class DurablePort:
             if outcome.error is not None:
                 self._discard_commit(outcome.error)
         behind = [member for member, outcome in zip(restored, outcomes[len(setup) :], strict=True) if outcome.value]
-        outcomes = self._sender.finish([self._sender.ask(member, REPLAY, None) for member in behind])
+        outcomes = self._sender.finish([self._sender.ask(member, REPLAY) for member in behind])
         errors = [outcome.error for outcome in outcomes if outcome.error is not None]
         deaths = [error for error in errors if isinstance(error, WorkloadDied)]
         if errors and not deaths:
@@ -385,16 +398,3 @@ class DurablePort:
 
     def _abandoned(self, cause: BaseException) -> StepAbandoned:
         return StepAbandoned(self.step, cause)
-
-
-def _mark_raised(calls: Sequence[LoggedCall], outcomes: Sequence[Outcome]) -> None:
-    for call, outcome in zip(calls, outcomes, strict=True):
-        if outcome.error is not None:
-            call.mark_raised()
-
-
-def _log_late(calls: Sequence[LoggedCall], outcomes: Sequence[Outcome]) -> None:
-    late = [call for call, outcome in zip(calls, outcomes, strict=True) if outcome.late]
-    names = ", ".join(f"{call.member}.{call.call.method}" for call in late[:8] if call.call is not None)
-    if late:
-        _LOG.warning("the commit still waits for %d calls: %s", len(late), names)

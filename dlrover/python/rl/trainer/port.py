@@ -6,8 +6,8 @@ them. A trainer without :class:`Recovery` and :class:`Checkpoints` runs as well;
 """
 
 import asyncio
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dlrover.python.rl.common.errors import (
@@ -29,6 +29,7 @@ RAW_CALL = (-1, -1)
 """The call id of a call through a raw handle, which belongs to no step."""
 
 COMMIT, RESTORE, REPLAY, PERSIST = "!commit", "!restore", "!replay", "!persist"
+READ, STORE, HELD = "!read", "!store", "!held"
 FORGET, WHERE = "!forget", "!where"
 """Requests to a member beside its workload's methods; no method can have such a name. See ``MemberHost``."""
 
@@ -41,6 +42,7 @@ class Standing:
     since: int | None = 0
     at: int | None = 0
     touched: int = 0
+    node: str = field(default="", compare=False)  # where the member runs
 
     def agrees_with(self, step: int) -> bool:
         return self.since is not None and self.at is not None and self.since <= step <= self.at
@@ -245,8 +247,23 @@ class LastCommit:
     incarnations: Mapping[ProcessId, int]
 
 
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """Files on their way from one member's node to another's, in ``parts``: each is the argument of ``READ`` to the
+    source, and of ``STORE`` to the target together with what was read, or with ``content`` if there is no source."""
+
+    target: ProcessId
+    parts: tuple[Any, ...]
+    source: ProcessId | None = None
+    content: Any = None
+
+
 class Checkpoints(Protocol):
     """A store for commits. The trainer passes its requests on to the members unread."""
+
+    spread: bool
+    """Whether commits are in the memories of several nodes: then the trainer makes the transfers, and tells what the
+    nodes hold."""
 
     def newest(self) -> int | None:
         """The step of the newest generation that is intact as far as can be seen from here, None before the first
@@ -279,8 +296,35 @@ class Checkpoints(Protocol):
         """The argument of another ``COMMIT`` of all members, if one could not do the last one; else None."""
         ...
 
-    def commit(self, step: int, answers: Mapping[ProcessId, Any], state: Mapping[str, Any]) -> None:
-        """Make ``step`` a generation of the members' answers and the trainer's state. Raises StaleEpoch."""
+    def copies(self, answers: Mapping[ProcessId, Any], nodes: Mapping[ProcessId, str]) -> list[Transfer]:
+        """The transfers that make the commit outlive the loss of a node."""
+        ...
+
+    def commit(
+        self,
+        step: int,
+        answers: Mapping[ProcessId, Any],
+        state: Mapping[str, Any],
+        copied: Mapping[Transfer, str],
+    ) -> None:
+        """Make ``step`` a generation of the members' answers and the trainer's state; ``copied`` has the node of each
+        transfer that has arrived. Raises StaleEpoch."""
+        ...
+
+    def trainers_copy(self, nodes: Mapping[ProcessId, str]) -> list[Transfer]:
+        """The transfer of the trainer's part of the last commit."""
+        ...
+
+    def transfers_to(self, step: int, members: Collection[ProcessId], nodes: Mapping[ProcessId, str]) -> list[Transfer]:
+        """What the nodes of ``members`` lack to restore ``step``."""
+        ...
+
+    def held_request(self) -> Any:
+        """The argument of ``HELD``: which commits a node has."""
+        ...
+
+    def found(self, held: Mapping[str, Any]) -> None:
+        """Take note of the answer of each node that has members, before :meth:`newest`."""
         ...
 
     def persist_request(self) -> Any:

@@ -20,6 +20,7 @@ from dlrover.python.rl.trainer.durable import DurablePort
 from dlrover.python.rl.trainer.port import (
     COMMIT,
     FORGET,
+    HELD,
     PERSIST,
     REPLAY,
     RESTORE,
@@ -31,6 +32,7 @@ from dlrover.python.rl.trainer.port import (
     RestartInfo,
     RoleTraits,
     Standing,
+    Transfer,
     is_damage,
 )
 from dlrover.python.rl.trainer.role_group import CallCounter
@@ -122,6 +124,8 @@ class Steps:
         self.port.log.end()
         if self.port.log.overflowed:
             _LOG.warning("too many calls between init() and steps(): a new member repeats only those of init()")
+        if self._checkpoints is not None and self._checkpoints.spread:
+            self._look_at_nodes(self._checkpoints)
         committed = self._go_back() if self._checkpoints is not None else 0
         self.restart_info = replace(self.restart_info, step=committed)
         return committed
@@ -135,20 +139,24 @@ class Steps:
 
     def commit(self, step: int, last: bool = False) -> None:
         """Save the state of the stateful members and of the trainer; repeated if a failure was recovered meanwhile."""
+        transfers = self.port.transfers
         while True:
             recoveries = self.port.recoveries
             self.port.settle()
-            answers = {}
+            answers, copied = {}, {}
             if self._checkpoints is not None:
                 members = self.port.members(stateful_only=True)
                 answers = self.port.ask(members, COMMIT, self._checkpoints.commit_request(step, last))
                 again = self._checkpoints.commit_request_for_states(answers)
                 answers = self.port.ask(members, COMMIT, again) if again is not None else answers
+                copied = transfers.make(self._checkpoints.copies(answers, transfers.nodes))
             if self.port.recoveries == recoveries:
                 break
         if self._checkpoints is not None:
-            self._publish(self._checkpoints, step, answers)
+            self._publish(self._checkpoints, step, answers, copied)
         self.port.commit(step)
+        if self._checkpoints is not None:
+            transfers.make(self._checkpoints.trainers_copy(transfers.nodes))
         self.commits += step > 0
         if step > 0:
             self._recovery.progressed(step)
@@ -198,6 +206,12 @@ class Steps:
         self.commit(0)
         return 0
 
+    def _look_at_nodes(self, checkpoints: Checkpoints) -> None:
+        self.port.transfers.locate(self.port.ask(self.port.members(), WHERE))
+        there = {node: member for member, node in self.port.transfers.nodes.items()}
+        held = self.port.ask(there.values(), HELD, checkpoints.held_request())
+        checkpoints.found({node: held[member] for node, member in there.items()})
+
     def _newest(self, checkpoints: Checkpoints) -> int | None:
         """The step to go back to; None if the members are as ``init`` left them."""
         lost = ""
@@ -217,8 +231,10 @@ class Steps:
         if ahead:
             _LOG.warning("the later commits are lost: going back from step %d to step %d", max(ahead.values()), step)
         self.port.ask(ahead, FORGET)
+        transfers = self.port.transfers
         while behind := self._members_not_at(step):
             self._as_new.difference_update(behind)
+            transfers.make(self._checkpoints.transfers_to(step, behind, transfers.nodes))
             restored = self.port.ask(behind, RESTORE, self._checkpoints.restore_request(step))
             try:
                 self.port.ask([member for member, calls in restored.items() if calls], REPLAY)
@@ -264,9 +280,11 @@ class Steps:
     def _is_new(self, member: ProcessId, standing: Standing) -> bool:
         return standing.touched == 0 and (standing.agrees_with(0) or member in self._as_new)
 
-    def _publish(self, checkpoints: Checkpoints, step: int, answers: Mapping[ProcessId, Any]) -> None:
+    def _publish(
+        self, checkpoints: Checkpoints, step: int, answers: Mapping[ProcessId, Any], copied: Mapping[Transfer, str]
+    ) -> None:
         try:
-            checkpoints.commit(step, answers, dump_state(self.state))
+            checkpoints.commit(step, answers, dump_state(self.state), copied)
         except (CheckpointCorrupt, CheckpointMissing) as error:
             raise StepAbandoned(step, error) from error
 

@@ -8,11 +8,10 @@
     a later COMMIT --> all copies complete? --> the trainer's file --> manifest: durable
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, retry_io
@@ -27,66 +26,37 @@ from dlrover.python.rl.runtime.checkpoint.member_state import (
     CommitRequest,
     PersistRequest,
     RestoreRequest,
-    Roots,
     incarnation_of,
     is_calls,
 )
+from dlrover.python.rl.runtime.checkpoint.neighbours import (
+    NODES,
+    Held,
+    Nodes,
+    adopt_newest,
+    copies_for_neighbours,
+    copy_for_neighbour,
+    lost_files,
+    transfers_to,
+    where_kept,
+)
+from dlrover.python.rl.runtime.checkpoint.roots import Roots, is_on_one_node, roots_of
 from dlrover.python.rl.runtime.checkpoint.run_files import RunFiles, files_of
+from dlrover.python.rl.runtime.checkpoint.runs import (
+    SETTINGS,
+    TRAINER,
+    can_repeat,
+    newest_commit,
+    prune_earlier_runs,
+)
 from dlrover.python.rl.runtime.checkpoint.storage.copies import gathered, states_before
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest, Piece, folder_name
-from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore, stores_below
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import Header, StateFile, check_size
-from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore, newest_of
-from dlrover.python.rl.trainer.port import LastCommit
+from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import Header, StateFile
+from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
+from dlrover.python.rl.trainer.port import LastCommit, Transfer
 
 _LOG = get_logger(__name__)
-
-_TRAINER, _SETTINGS = "trainer", "settings"
-_FOLDER, _COMMITS = "checkpoints", "commits"
-
-
-def roots_of(job: JobSpec, run: str, epoch: int, node: str = "") -> Roots:
-    """The folders of a run's commits, for its trainer of ``epoch`` on ``node``.
-
-    With ``commit_to: auto`` a job on one node commits to that node's memory: losing the node ends the job anyway.
-    """
-    commit_to, folder = job.checkpoint.commit_to, job.job_dir.absolute()
-    if commit_to == "auto":
-        one_node = job.trainer.node_number == 1 and job.scheduling_strategy != "SIMPLE"
-        commit_to = "memory" if one_node or job.archive else "job_dir"
-    shared = commit_to == "job_dir"
-    commits = folder / _COMMITS / run if shared else None
-    copies = f"{job.archive}/{_FOLDER}/{run}" if job.archive else folder / _FOLDER / run
-    return Roots(job.name, run, epoch, copies, commits, node, shared)
-
-
-def forget_commits(job_dir: Path, run: str) -> None:
-    """Remove the commits of an ended run from the job's directory, unless they go beyond its last copy."""
-    folder = job_dir.absolute()
-    commits, copies = (CheckpointStore(folder / name / run, run, durable=True) for name in (_COMMITS, _FOLDER))
-    if max(_steps(commits), default=0) <= max(_steps(copies), default=0):
-        commits.remove()
-
-
-def _steps(store: CheckpointStore) -> list[int]:
-    return [manifest.step for manifest in store.manifests() if store.valid(manifest, check_size)]
-
-
-def newest_commit(
-    job_dir: Path, archive: str = "", settings: str | None = None
-) -> tuple[CheckpointStore | ObjectStore, Manifest] | None:
-    """The valid commit or copy made last by any run in the folder, or at the URL of its archive, that a job of these
-    ``settings`` can go on from."""
-    folder = job_dir.absolute()
-    roots = [root for name in (_FOLDER, _COMMITS) for root in (folder / name).glob("*") if root.is_dir()]
-    stores = [CheckpointStore(root, root.name, durable=True) for root in roots if root.suffix != ".gone"]
-    found = [*stores, *(stores_below(f"{archive}/{_FOLDER}") if archive else ())]
-    return newest_of(found, lambda manifest: settings is None or _can_repeat(manifest, settings))
-
-
-def _can_repeat(manifest: Manifest, settings: str) -> bool:
-    """Calls are repeated with the settings that they were made with."""
-    return not manifest.earlier or manifest.extra.get(_SETTINGS, "") == settings
 
 
 def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "StoreCheckpoints":
@@ -106,17 +76,8 @@ def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "Store
         files=files_of(job),
         settings=digest_of_results(job),
         cadence=Cadence(every if isinstance(every, int) else None),
+        spread=roots.commits is None and not is_on_one_node(job),
     )
-
-
-def resumed_layout(job: JobSpec) -> tuple[str, dict[str, int]] | None:
-    """The copy that ``job`` would continue from, and its members by role; None for a fresh start."""
-    newest = newest_commit(job.job_dir, job.archive) if job.checkpoint.resume == "latest" else None
-    if newest is None:
-        return None
-    store, manifest = newest
-    members = Counter(name.rpartition("-")[0] for name in manifest.files if name != _TRAINER)
-    return f"{store.root}/{manifest.folder}", dict(members)
 
 
 @dataclass(frozen=True)
@@ -142,6 +103,9 @@ class StoreCheckpoints:
     """Digest of the settings on which results depend; with others, calls of an earlier run are not repeated."""
 
     cadence: Cadence = field(default_factory=lambda: Cadence(every=1))
+    spread: bool = False
+    """The commits are in the memories of several nodes, each one's also in the next one's."""
+
     committed_bytes: int = 0
     """In the files of all commits so far, without their copies."""
 
@@ -153,6 +117,8 @@ class StoreCheckpoints:
     _last: LastCommit | None = None
     _copying: Manifest | None = None
     _copy_asked: bool = False
+    _copying_since_s: float = 0.0
+    _there: set[str] = field(default_factory=set, repr=False)  # the nodes that have members
     _newest: _Generation | None = field(default=None, repr=False)
     _offered: list[_Generation] = field(default_factory=list, repr=False)
 
@@ -189,10 +155,11 @@ class StoreCheckpoints:
         for store in (self._commits, self._durable):
             for manifest in store.manifests():
                 self._remember_writers(manifest, self._last.step if self._last is not None else 0)
-        return self._newest_in(self._commits, self._durable) or self._newest_in(self.before, usable=self._can_repeat)
+        newest = self._newest_in(self._commits, self._durable, usable=self._is_there)
+        return newest or self._newest_in(self.before, usable=self._can_repeat)
 
     def _can_repeat(self, manifest: Manifest) -> bool:
-        return _can_repeat(manifest, self.settings)
+        return can_repeat(manifest, self.settings)
 
     def last_known(self) -> LastCommit | None:
         return self._last
@@ -201,7 +168,7 @@ class StoreCheckpoints:
         """Remember the incarnations that wrote ``manifest``, and its step, or ``step`` if that is later."""
         writers = dict(self._last.incarnations) if self._last is not None else {}
         for name, file in manifest.files.items():
-            if name != _TRAINER:
+            if name != TRAINER:
                 role, _, rank = name.rpartition("-")
                 member = ProcessId(role, int(rank))
                 writers[member] = max(incarnation_of(file), writers.get(member, 0))
@@ -224,7 +191,7 @@ class StoreCheckpoints:
     def load(self, step: int) -> Mapping[str, Any]:
         if self._newest is None or self._newest.manifest.step != step:
             raise CheckpointMissing(f"step {step} is not the newest commit")
-        read = partial(self._newest.store.read, self._newest.manifest, _TRAINER)
+        read = partial(self._newest.store.read, self._newest.manifest, TRAINER)
         state: Mapping[str, Any] = retry_io(read, self._commits.root, self.disk_wait)
         return state
 
@@ -283,16 +250,39 @@ class StoreCheckpoints:
         """The first step whose files the commit before ``step`` needs."""
         return self._at.since if self._at is not None else step - 1
 
-    def commit(self, step: int, answers: Mapping[ProcessId, CommitAnswer], state: Mapping[str, Any]) -> None:
+    def copies(self, answers: Mapping[ProcessId, CommitAnswer], nodes: Nodes) -> list[Transfer]:
+        self._copying_since_s = time.monotonic()
+        if not self.spread or self._asked is None:
+            return []
+        folder = folder_name(self._asked.step, self.roots.epoch)
+        pieces = {
+            member: (*self._earlier(member.file_name, answer.file), Piece(folder, answer.file))
+            for member, answer in answers.items()
+            if answer.file is not None
+        }
+        return copies_for_neighbours(self.roots, pieces, nodes, self._at, self._asked.first_kept)
+
+    def _earlier(self, name: str, file: StateFile) -> tuple[Piece, ...]:
+        return self._at.pieces_of(name) if is_calls(file) and self._at is not None else ()
+
+    def commit(
+        self,
+        step: int,
+        answers: Mapping[ProcessId, CommitAnswer],
+        state: Mapping[str, Any],
+        copied: Mapping[Transfer, str],
+    ) -> None:
         if self._copy_asked:
             self._commits.pinned.add(step)
         files = {member.file_name: answer.file for member, answer in answers.items() if answer.file is not None}
-        earlier = {name: self._at.pieces_of(name) for name in files if is_calls(files[name]) and self._at is not None}
-        write = partial(self._write, step, files, earlier, dict(state))
+        earlier = {name: pieces for name, file in files.items() if (pieces := self._earlier(name, file))}
+        extra = {**self._extra, NODES: where_kept(files, copied)} if self.spread else self._extra
+        write = partial(self._write, step, files, earlier, dict(state), extra)
         free_space = partial(self._commits.free_space, self._first_needed(step))
         self._latest = self._at = retry_io(write, self._commits.root, self.disk_wait, free_space)
         self._kept = [self._at, *self._kept][: self._commits.keep]
         slowest_s = max((answer.seconds for answer in answers.values()), default=0.0)
+        slowest_s += time.monotonic() - self._copying_since_s if copied else 0.0
         self.cadence.note(files.values(), slowest_s, whole=not earlier)
         self.committed_bytes += sum(file.nbytes for file in self._latest.files.values())
         self._remember_writers(self._latest)
@@ -306,15 +296,40 @@ class StoreCheckpoints:
         files: Mapping[str, StateFile],
         earlier: Mapping[str, tuple[Piece, ...]],
         state: Mapping[str, Any],
+        extra: Mapping[str, Any],
     ) -> Manifest:
-        header: Header = {"role": _TRAINER, "step": step}
-        own = self._commits.write(step, self.roots.epoch, f"{_TRAINER}.state", header, state)
+        header: Header = {"role": TRAINER, "step": step}
+        own = self._commits.write(step, self.roots.epoch, f"{TRAINER}.state", header, state)
         own = replace(own, node=self.roots.owner(self.roots.node))
-        return self._commits.commit(step, self.roots.epoch, {**files, _TRAINER: own}, earlier, self._extra)
+        return self._commits.commit(step, self.roots.epoch, {**files, TRAINER: own}, earlier, extra)
+
+    def trainers_copy(self, nodes: Nodes) -> list[Transfer]:
+        if not self.spread or self._at is None:
+            return []
+        return copy_for_neighbour(self.roots, self._commits, self._at, nodes)
+
+    def transfers_to(self, step: int, members: Collection[ProcessId], nodes: Nodes) -> list[Transfer]:
+        generations = self._find(step) if self.spread else []
+        manifest = next((each.manifest for each in generations if each.store is self._commits), None)
+        return transfers_to(self.roots, manifest, members, nodes) if manifest is not None else []
+
+    def held_request(self) -> Roots:
+        return self.roots
+
+    def found(self, held: Mapping[str, Sequence[Held]]) -> None:
+        adopt_newest(self._commits, held.values())
+        self._there = set(held)
+
+    def _is_there(self, manifest: Manifest) -> bool:
+        """Whether the nodes that have its files are."""
+        lost = lost_files(manifest, self._there) if self.spread else []
+        if lost:
+            _LOG.warning("step %d is lost with the nodes that had %s", manifest.step, ", ".join(lost))
+        return not lost
 
     @property
     def _extra(self) -> dict[str, Any]:
-        return {_SETTINGS: self.settings}
+        return {SETTINGS: self.settings}
 
     def _check_copies(self, answers: Mapping[ProcessId, CommitAnswer]) -> None:
         """Publish the copy under way once all members have finished theirs; abandon it if one has failed."""
@@ -332,7 +347,7 @@ class StoreCheckpoints:
         after its checksum was verified."""
         if self._copying is None:
             return
-        copies = {name: replace(file, node="") for name, file in self._copying.files.items() if name != _TRAINER}
+        copies = {name: replace(file, node="") for name, file in self._copying.files.items() if name != TRAINER}
         try:
             for copy in copies.values():
                 self._durable.check(self._copying.folder, copy)
@@ -365,36 +380,14 @@ class StoreCheckpoints:
     def _publish(self, manifest: Manifest, copies: Mapping[str, tuple[StateFile, ...]]) -> None:
         try:
             trainers = self._durable.put(
-                self._commits.root / manifest.folder, manifest.step, self.roots.epoch, manifest.files[_TRAINER]
+                self._commits.root / manifest.folder, manifest.step, self.roots.epoch, manifest.files[TRAINER]
             )
             if self.files is not None:
                 self.files.upload()
             files = {name: own[-1] for name, own in copies.items()}
             earlier = gathered(folder_name(manifest.step, self.roots.epoch), copies)
-            files[_TRAINER] = trainers
+            files[TRAINER] = trainers
             self._durable.commit(manifest.step, self.roots.epoch, files, earlier, self._extra)
-            self._prune_earlier_runs()
+            prune_earlier_runs(self._durable)
         except (CheckpointCorrupt, CheckpointMissing, OSError) as error:
             _LOG.warning("step %d was not copied to %s: %s", manifest.step, self._durable.root, error)
-
-    def _prune_earlier_runs(self) -> None:
-        """Of all runs in the folder, keep the newest copies; the commits of earlier runs are superseded."""
-        room = self._durable.keep - len(self._durable.manifests())
-        others: Sequence[CheckpointStore | ObjectStore]
-        if isinstance(self._durable, ObjectStore):
-            others = stores_below(self._durable.root.rpartition("/")[0])
-        else:
-            folder = self._durable.root.parent.parent
-            for root in (folder / _COMMITS).glob("*"):
-                if root.name != self.roots.run:
-                    CheckpointStore(root, root.name, durable=True).remove()
-            others = [CheckpointStore(root, root.name, durable=True) for root in (folder / _FOLDER).glob("*")]
-        for store in sorted(others, key=_committed_at, reverse=True):
-            if store.run != self.roots.run:
-                kept = store.manifests()[: max(room, 0)]
-                room -= len(kept)
-                store.drop_older(kept[-1].step) if kept else store.remove()
-
-
-def _committed_at(store: CheckpointStore | ObjectStore) -> float:
-    return max((manifest.committed_at for manifest in store.manifests()), default=0.0)

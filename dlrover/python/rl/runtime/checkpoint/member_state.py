@@ -15,10 +15,10 @@ from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId, is_url
 from dlrover.python.rl.runtime.checkpoint.calls import RecordedCall, load_calls
-from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
-from dlrover.python.rl.runtime.checkpoint.storage.copies import copy_pieces, open_copies
+from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.checkpoint.storage.copies import copy_pieces
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Piece, folder_name
-from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore, read_from
+from dlrover.python.rl.runtime.checkpoint.storage.object_store import read_from
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import Header, StateFile, read_state
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 
@@ -26,34 +26,6 @@ _LOG = get_logger(__name__)
 
 CALLS = ".calls"
 """Suffix of files of calls; those of states have ``.state``."""
-
-
-@dataclass(frozen=True)
-class Roots:
-    """The folders of a run's generations, for its trainer of ``epoch`` on ``node`` (``""`` in one process): ``durable``
-    in the job's directory for copies, and ``commits`` for each step (None: in the memory of each node). ``shared``: the
-    commits are on a disk that every node sees, and must outlive them."""
-
-    job: str
-    run: str
-    epoch: int
-    durable: Path | str
-    commits: Path | None = None
-    node: str = ""
-    shared: bool = False
-
-    def commit_root(self) -> Path:
-        return self.commits or memory_root(self.job, self.run, self.durable)
-
-    def commit_store(self, node: str) -> CheckpointStore:
-        return CheckpointStore(self.commit_root(), self.run, durable=self.shared, node=self.owner(node))
-
-    def owner(self, node: str) -> str:
-        """The ``StateFile.node`` of files that ``node`` writes there."""
-        return "" if self.shared else node
-
-    def durable_store(self, keep: int = 2) -> CheckpointStore | ObjectStore:
-        return open_copies(self.durable, self.run, keep)
 
 
 @dataclass(frozen=True)

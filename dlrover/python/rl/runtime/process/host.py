@@ -38,20 +38,19 @@ from dlrover.python.rl.common.log import cut_middle
 from dlrover.python.rl.common.progress import last_progress_s, note_progress, noted_progress
 from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.runtime.checkpoint.calls import CallRecord, RecordedCall, note_modules
-from dlrover.python.rl.runtime.checkpoint.member_state import (
-    CommitAnswer,
-    CommitRequest,
-    MemberState,
-    RestoreRequest,
-)
+from dlrover.python.rl.runtime.checkpoint.member_state import CommitAnswer, CommitRequest, MemberState, RestoreRequest
+from dlrover.python.rl.runtime.checkpoint.neighbours import held, read, store
 from dlrover.python.rl.runtime.process.arguments import CallHeader, CallId, Stored
 from dlrover.python.rl.runtime.process.heartbeat import CONSTRUCTING
 from dlrover.python.rl.trainer.port import (
     COMMIT,
     FORGET,
+    HELD,
     PERSIST,
+    READ,
     REPLAY,
     RESTORE,
+    STORE,
     WHERE,
     Standing,
     gone_incarnation,
@@ -114,7 +113,10 @@ class MemberHost:
             REPLAY: self._replay,
             PERSIST: lambda request: self._state.persist(request),
             FORGET: self._forget,
-            WHERE: lambda: self._standing,
+            WHERE: lambda: replace(self._standing, node=self._node),
+            READ: read,
+            STORE: lambda part, content: store(part, content, self._node),
+            HELD: lambda roots: held(roots, self._node),
         }
 
     def start(self, workload_class: Any, context: MemberContext, master_handle: Any, config: Any) -> None:

@@ -23,7 +23,7 @@ from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import from_plain, rename_keys, to_plain
 from dlrover.python.rl.control.events import RecoveryScope
-from dlrover.python.rl.runtime.checkpoint.commits import resumed_layout
+from dlrover.python.rl.runtime.checkpoint.runs import resumed_layout
 from dlrover.python.rl.runtime.process.executor import load_class
 from dlrover.python.rl.trainer.role_group import public_methods
 from dlrover.python.rl.trainer.trainer import BaseTrainer

@@ -13,8 +13,8 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Process
 from dlrover.python.rl.control.placement import Placement, Slot
 from dlrover.python.rl.control.state import JobState
-from dlrover.python.rl.runtime.checkpoint.commits import forget_commits
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
+from dlrover.python.rl.runtime.checkpoint.runs import forget_commits
 from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ClusterApi, kill_and_wait
 from dlrover.python.rl.runtime.ray.placement_groups import (
     check_free,

@@ -26,8 +26,9 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import member_name
 from dlrover.python.rl.common.sockets import HeldPort
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of, roots_of
+from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
+from dlrover.python.rl.runtime.checkpoint.roots import roots_of
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of, results_of
 from dlrover.python.rl.runtime.local_port import trainer_maker
 from dlrover.python.rl.runtime.process.arguments import Stored

@@ -19,7 +19,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -120,6 +120,20 @@ def copy_file(source: Path, target: Path, file: StateFile, durable: bool) -> Sta
     with new_file(target / file.name, durable, file.nbytes) as copy:
         pass_through(source, file, copy.write)
     return StateFile(file.name, file.nbytes, file.checksum)
+
+
+def write_part(folder: Path, file: StateFile, start: int, content: memoryview) -> None:
+    """Write a part of a copy of ``file``, after those before ``start``; with the last part it gets its name, if it is
+    intact. Raises CheckpointCorrupt, CheckpointMissing, OSError."""
+    temporary = folder / f".{file.name}.part.tmp"
+    if start == 0:
+        _check_space(folder, file.nbytes, None)
+    with open(temporary, "r+b" if start else "wb", opener=_private) as parts:
+        parts.seek(start)
+        parts.write(content)
+    if start + len(content) >= file.nbytes:
+        check_file(folder, replace(file, name=temporary.name))
+        os.replace(temporary, folder / file.name)
 
 
 @contextmanager

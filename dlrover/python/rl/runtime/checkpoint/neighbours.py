@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commits in the memories of several nodes: what a node has is also on the next one, so a lost node loses no step.
+
+::
+
+    A --> B --> C --> A        the nodes that have members, in a ring
+
+    a commit     members write their files --> parts of each go to the next node --> the trainer's file and manifest,
+                 there and on the next node of the trainer's
+    a recovery   files that a new member's node lacks come from a node that has them
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.checkpoint.runs import TRAINER
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import (
+    Manifest,
+    Piece,
+    decode,
+    encode,
+    write_manifest,
+)
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile, write_part
+from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
+from dlrover.python.rl.trainer.port import Transfer
+
+_LOG = get_logger(__name__)
+
+_PART_BYTES = 1 << 28  # of a file that travels at once
+NODES = "nodes"
+"""Name in a manifest: of the nodes that have all files of each process."""
+
+Nodes = Mapping[ProcessId, str]
+"""The node of each member."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """``nbytes`` of a file in the memory of a node, from ``start``; steps before ``first_kept`` are not needed."""
+
+    roots: Roots
+    piece: Piece
+    start: int
+    first_kept: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return min(_PART_BYTES, self.piece.file.nbytes - self.start)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A generation that a node knows of: its manifest, and the trainer's file."""
+
+    manifest: bytes
+    trainer: bytes
+
+
+# -- on a member's node -----------------------------------------------------------------------------------------------
+
+
+def read(part: Part) -> Any:
+    """An array of bytes; None if the file cannot be read."""
+    folder, file = part.piece
+    path = part.roots.commit_root() / folder / file.name
+    try:
+        return np.fromfile(path, np.uint8, part.nbytes, offset=part.start)
+    except OSError as error:
+        _LOG.warning("%s cannot be read: %s", path, error)
+        return None
+
+
+def store(part: Part | Roots, content: Any, node: str) -> bool:
+    """Keep a part of a file, or a generation that is :class:`Held`, in the memory of this ``node``. Returns False if
+    that is not possible, or what has come is damaged."""
+    try:
+        if isinstance(part, Roots):
+            return adopt(part.commit_store(node), content)
+        root, (folder, file) = part.roots.commit_root(), part.piece
+        (root / folder).mkdir(mode=0o700, exist_ok=True)
+        write_part(root / folder, file, part.start, memoryview(content))
+        if node != part.roots.node:
+            part.roots.commit_store(node).drop_older(part.first_kept)
+    except (OSError, TypeError, CheckpointCorrupt, CheckpointMissing) as error:
+        _LOG.warning("a neighbour's commit is not kept here: %s", error)
+        return False
+    return True
+
+
+def held(roots: Roots, node: str) -> list[Held]:
+    """The generations in the memory of this ``node`` that have the trainer's file."""
+    store, found = roots.commit_store(node), []
+    for manifest in store.manifests():
+        with suppress(OSError):
+            found.append(Held(encode(manifest), (store.root / manifest.folder / _name_of(manifest)).read_bytes()))
+    return found
+
+
+def adopt(store: CheckpointStore, held: Held) -> bool:
+    """Make a generation that another node holds one of ``store``; returns False if it was set aside here, or is
+    damaged. Raises OSError, CheckpointCorrupt."""
+    try:
+        manifest = decode(held.manifest)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return False
+    if any(name.startswith(f"{manifest.folder}.") for name in store.damaged()):
+        return False
+    folder = store.root / manifest.folder
+    folder.mkdir(mode=0o700, exist_ok=True)
+    write_part(folder, manifest.files[TRAINER], 0, memoryview(held.trainer))
+    write_manifest(folder, manifest, durable=False)
+    return True
+
+
+def _name_of(manifest: Manifest) -> str:
+    return manifest.files[TRAINER].name
+
+
+# -- for the trainer --------------------------------------------------------------------------------------------------
+
+
+def copies_for_neighbours(
+    roots: Roots,
+    pieces: Mapping[ProcessId, Sequence[Piece]],
+    nodes: Nodes,
+    before: Manifest | None,
+    first_kept: int,
+) -> list[Transfer]:
+    """What has to go to the next node of each member's, so that it has all ``pieces`` of the member; ``before`` is the
+    commit whose pieces those of calls come after."""
+    following, on_node = _ring(nodes), _members_by_node(nodes)
+    transfers = []
+    for member, (*earlier, last) in pieces.items():
+        neighbour = following.get(last.file.node)
+        if neighbour is not None:
+            has_earlier = before is not None and neighbour in nodes_of(before, member)
+            hosts = on_node[neighbour]
+            wanted = (last,) if has_earlier else (*earlier, last)
+            target = hosts[member.rank % len(hosts)]
+            transfers.append(Transfer(target, _parts(roots, wanted, first_kept), member))
+    return transfers
+
+
+def copy_for_neighbour(roots: Roots, store: CheckpointStore, manifest: Manifest, nodes: Nodes) -> list[Transfer]:
+    """The trainer's part of a commit, for the node after its own."""
+    on_node = _members_by_node(nodes)
+    neighbour = _ring({**nodes, ProcessId("", 0): roots.node}).get(roots.node)
+    if neighbour is None:
+        return []
+    content = (store.root / manifest.folder / _name_of(manifest)).read_bytes()
+    return [Transfer(on_node[neighbour][0], (roots,), content=Held(encode(manifest), content))]
+
+
+def transfers_to(roots: Roots, manifest: Manifest, members: Iterable[ProcessId], nodes: Nodes) -> list[Transfer]:
+    """The files of a commit that the nodes of ``members`` lack, from where they are."""
+    transfers = []
+    for member in members:
+        having = nodes_of(manifest, member)
+        holders = [holder for holder, node in nodes.items() if node in having and holder != member]
+        if holders and nodes.get(member) not in having:
+            pieces = manifest.pieces_of(member.file_name)
+            transfers.append(Transfer(member, _parts(roots, pieces), holders[0]))
+    return transfers
+
+
+def nodes_of(manifest: Manifest, member: ProcessId) -> list[str]:
+    """The nodes that have all of a member's files."""
+    name = member.file_name
+    known: list[str] = manifest.extra.get(NODES, {}).get(name, [])
+    file = manifest.files.get(name)
+    return known if known or file is None else [file.node]
+
+
+def lost_files(manifest: Manifest, there: Collection[str]) -> list[str]:
+    """Whose files only nodes have that are not ``there``; those of copies are everywhere."""
+    where, everywhere = manifest.extra.get(NODES, {}), {*there, ""}
+    names = [name for name in manifest.files if name != TRAINER]
+    return [name for name in names if not everywhere.intersection(where.get(name, [manifest.files[name].node]))]
+
+
+def where_kept(files: Mapping[str, StateFile], copied: Mapping[Transfer, str]) -> dict[str, list[str]]:
+    """``Manifest.extra[NODES]`` of a commit, of which ``copied`` has arrived."""
+    kept = {name: [file.node] for name, file in files.items()}
+    for transfer, node in copied.items():
+        if transfer.source is not None:
+            kept[transfer.source.file_name].append(node)
+    return kept
+
+
+def adopt_newest(store: CheckpointStore, found: Iterable[Sequence[Held]]) -> None:
+    """Take the generations over from the node that knows the newest one, unless ``store`` has it. Raises OSError."""
+    best: Sequence[Held] = ()
+    newest = max(map(_age, store.manifests()), default=(0, 0))
+    for generations in found:
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
+            theirs = max((_age(decode(each.manifest)) for each in generations), default=(0, 0))
+            if theirs > newest:
+                best, newest = generations, theirs
+    for each in best:
+        if adopt(store, each):
+            _LOG.warning("step %d: the trainer's part comes from another node's memory", decode(each.manifest).step)
+
+
+def _age(manifest: Manifest) -> tuple[int, int]:
+    return manifest.epoch, manifest.serial
+
+
+def _ring(nodes: Nodes) -> dict[str, str]:
+    """Node to the next one; empty if there is only one."""
+    names = sorted(set(nodes.values()))
+    return dict(zip(names, names[1:] + names[:1], strict=True)) if len(names) > 1 else {}
+
+
+def _members_by_node(nodes: Nodes) -> dict[str, list[ProcessId]]:
+    found: dict[str, list[ProcessId]] = {}
+    for member, node in nodes.items():
+        found.setdefault(node, []).append(member)
+    return found
+
+
+def _parts(roots: Roots, pieces: Iterable[Piece], first_kept: int = 0) -> tuple[Part, ...]:
+    return tuple(
+        Part(roots, piece, start, first_kept) for piece in pieces for start in range(0, piece.file.nbytes, _PART_BYTES)
+    )
