@@ -5,6 +5,7 @@ process is connected to another cluster. ``python nodes_stage.py SCENE FOLDER`` 
 import hashlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -30,7 +31,7 @@ class Play:
 
     def __init__(self, folder, nodes, **role):
         job = tiny_job(folder, STEPS)
-        rollout = replace(job.workloads["ROLLOUT"], num=3, per_node=2, **role)
+        rollout = replace(job.workloads["ROLLOUT"], **{"num": 3, "per_node": 2, **role})
         actor = replace(job.workloads["ACTOR"], resource={"cpu": 1.0, "node0": 0.01})
         self.job = replace(
             job,
@@ -112,7 +113,69 @@ def undisturbed(folder, nodes):
     return Play(folder, nodes).run()
 
 
+class Apart(Play):
+    """Three nodes, each with a memory of its own; nothing but the head's own is on the head. Each has a rollout."""
+
+    def __init__(self, folder, nodes):
+        super().__init__(folder, nodes, per_node=1)
+        actor = replace(self.job.workloads["ACTOR"], resource={"cpu": 1.0})
+        checkpoint = replace(self.job.checkpoint, every=20)
+        self.job = replace(
+            self.job,
+            workloads={**self.job.workloads, "ACTOR": actor},
+            trainer=replace(self.job.trainer, node_number=3),
+            checkpoint=checkpoint,
+        )
+        self.steps = []
+
+    def report(self, report):
+        super().report(report)
+        self.steps.append(report.step)
+
+    def lose(self, count):
+        """The node of the actor, and the next ones; with their memories."""
+        self.until(lambda: self.step >= 25)
+        indices = [index for index in range(1, len(self.nodes.nodes)) if self.on(index)]
+        ring = sorted(indices, key=self.nodes.node_id)
+        (actors,) = [event for event in self.events() if isinstance(event, MemberStarted) and event.role == "ACTOR"]
+        at = [self.nodes.node_id(index) for index in ring].index(actors.process.node)
+        lost = [ring[(at + number) % len(ring)] for number in range(count)]
+        for index in lost:
+            self.nodes.kill_node(index)
+            shutil.rmtree(memory_of(self.folder, index))
+        for _ in lost:
+            self.nodes.add_node()
+
+    def run_without(self, count):
+        seen = self.run(lambda: self.lose(count) if count else None)
+        log = (self.folder / "out/logs/trainer.log").read_text()
+        return {**seen, "steps": self.steps, "log": log}
+
+
+def memory_of(folder, index):
+    return folder / f"memory{index}"
+
+
+def apart(folder, nodes):
+    return Apart(folder, nodes).run_without(0)
+
+
+def apart_without_one(folder, nodes):
+    return Apart(folder, nodes).run_without(1)
+
+
+def apart_without_two_neighbours(folder, nodes):
+    return Apart(folder, nodes).run_without(2)
+
+
 if __name__ == "__main__":
     scene, where = globals()[sys.argv[1]], Path(sys.argv[2])
-    with two_nodes(workers=1, cpus=4, head_cpus=4) as cluster:
+    options = {"workers": 1, "head_cpus": 4}
+    if sys.argv[1].startswith("apart"):
+        options = {
+            "workers": 3,
+            "head_cpus": 0,
+            "environment": lambda index: {"DLROVER_RL_MEMORY": str(memory_of(where, index))},
+        }
+    with two_nodes(cpus=4, **options) as cluster:
         sys.stdout.write(json.dumps(scene(where, cluster)) + "\n")

@@ -26,7 +26,9 @@ def scene(tmp_path_factory):
             command, capture_output=True, text=True, timeout=350, check=False, env={**os.environ, "PYTHONPATH": paths}
         )
         assert done.returncode == 0, done.stdout + done.stderr[-6000:]
-        return json.loads(done.stdout.splitlines()[-1])
+        return json.loads(
+            next(line for line in done.stdout.splitlines() if line.startswith("{"))
+        )  # Ray writes there, too
 
     return play
 
@@ -50,3 +52,23 @@ def test_a_node_that_announces_its_end_is_left_before_it_and_nothing_is_charged(
     assert (seen["before"], seen["after"]) == (1, [0, 1])
     assert "NodeLost" in seen["events"] and "Failed" not in seen["events"]
     assert seen["model"] == expected
+
+
+@pytest.fixture(scope="module")
+def expected_apart(scene):
+    return scene("apart")["model"]
+
+
+def test_a_node_that_is_lost_with_its_memory_costs_no_committed_step(scene, expected_apart):
+    seen = scene("apart_without_one")
+    assert seen["phase"] == "finished", seen["reason"]
+    assert seen["model"] == expected_apart
+    assert seen["steps"] == sorted(set(seen["steps"])), "no step was done again after its commit"
+    assert "continuing from its copy" not in seen["log"]
+
+
+def test_two_neighbours_that_are_lost_cost_the_steps_since_the_last_copy_and_that_is_said(scene, expected_apart):
+    seen = scene("apart_without_two_neighbours")
+    assert seen["phase"] == "finished", seen["reason"]
+    assert seen["model"] == expected_apart
+    assert "no commit later than step 20 is left: continuing from its copy" in seen["log"]

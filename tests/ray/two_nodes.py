@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class TwoNodes:
     cpus: float
     nodes: list[Any] = field(default_factory=list)
     keeper: GcsKeeper | None = None
+    environment: Callable[[int], dict[str, str]] = lambda index: {}
     stopped: set[int] = field(default_factory=set)
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -102,7 +103,8 @@ class TwoNodes:
 
     def add_node(self) -> int:
         """Start a further worker node and return its index."""
-        self.nodes.append(_start_node(self.cluster, len(self.nodes), self.cpus))
+        index = len(self.nodes)
+        self.nodes.append(_start_node(self.cluster, index, self.cpus, self.environment(index)))
         return len(self.nodes) - 1
 
     def kill_gcs(self) -> int:
@@ -145,13 +147,20 @@ class TwoNodes:
 
 
 @contextlib.contextmanager
-def two_nodes(workers: int = 1, cpus: float = 8.0, head_cpus: float = 8.0, connect: bool = True) -> Iterator[TwoNodes]:
+def two_nodes(
+    workers: int = 1,
+    cpus: float = 8.0,
+    head_cpus: float = 8.0,
+    connect: bool = True,
+    environment: Callable[[int], dict[str, str]] = lambda index: {},
+) -> Iterator[TwoNodes]:
     """A cluster with the settings of one that the product starts itself.
 
     Args:
         workers: nodes beside the head.
         cpus: logical, of each worker node.
         head_cpus: logical, of the head.
+        environment: variables of the processes on the node of an index.
         connect: connect this process, in the product's namespace. It must not be connected to another cluster.
     """
     assert not ray.is_initialized(), "this process is connected to another cluster"
@@ -160,14 +169,16 @@ def two_nodes(workers: int = 1, cpus: float = 8.0, head_cpus: float = 8.0, conne
         stack.callback(restore_environment, before)
         folder = stack.enter_context(private_folder())
         stack.enter_context(on_loopback())
-        nodes = _start(folder, workers, cpus, head_cpus)
+        nodes = _start(folder, workers, cpus, head_cpus, environment)
         stack.callback(nodes.close)
         if connect:
             ray.init(address=nodes.address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
         yield nodes
 
 
-def _start(folder: Path, workers: int, cpus: float, head_cpus: float) -> TwoNodes:
+def _start(
+    folder: Path, workers: int, cpus: float, head_cpus: float, environment: Callable[[int], dict[str, str]]
+) -> TwoNodes:
     tokens.enable_token_auth_by_default()
     tokens.ensure_token_if_auth_enabled({}, create_token_if_missing=True)
     for attempt in range(_START_ATTEMPTS):
@@ -177,7 +188,7 @@ def _start(folder: Path, workers: int, cpus: float, head_cpus: float) -> TwoNode
         os.environ["RAY_TMPDIR"] = str(files)
         cluster = Cluster()
         try:
-            return _start_all(files, cluster, workers, cpus, head_cpus)
+            return _start_all(files, cluster, workers, cpus, head_cpus, environment)
         except Exception:
             cluster.shutdown()
             if attempt == _START_ATTEMPTS - 1:
@@ -185,18 +196,26 @@ def _start(folder: Path, workers: int, cpus: float, head_cpus: float) -> TwoNode
     raise AssertionError("unreachable")
 
 
-def _start_all(files: Path, cluster: Cluster, workers: int, cpus: float, head_cpus: float) -> TwoNodes:
+def _start_all(  # noqa: PLR0913
+    files: Path,
+    cluster: Cluster,
+    workers: int,
+    cpus: float,
+    head_cpus: float,
+    environment: Callable[[int], dict[str, str]],
+) -> TwoNodes:
     store = files / "gcs" if has_durable_gcs() else None
     head = cluster.add_node(
         num_cpus=head_cpus,
         resources={"node0": 1000},
         node_ip_address=_LOOPBACK,
         include_dashboard=False,
+        env_vars=environment(0),
         object_store_memory=_STORE_BYTES,
         _system_config=settings(store),
     )
     keeper = GcsKeeper(head) if store is not None else None
-    nodes = TwoNodes(files, cluster, cpus, [head], keeper)
+    nodes = TwoNodes(files, cluster, cpus, [head], keeper, environment)
     try:
         for _ in range(workers):
             nodes.add_node()
@@ -208,7 +227,7 @@ def _start_all(files: Path, cluster: Cluster, workers: int, cpus: float, head_cp
     return nodes
 
 
-def _start_node(cluster: Cluster, index: int, cpus: float) -> Any:
+def _start_node(cluster: Cluster, index: int, cpus: float, env: dict[str, str]) -> Any:
     for attempt in range(_START_ATTEMPTS):
         before = _raylets()
         try:
@@ -216,6 +235,7 @@ def _start_node(cluster: Cluster, index: int, cpus: float) -> Any:
                 num_cpus=cpus,
                 resources={f"node{index}": 1000},
                 node_ip_address=_LOOPBACK,
+                env_vars=env,
                 object_store_memory=_STORE_BYTES,
             )
         except Exception:  # Ray raises just that when a busy machine was too slow
