@@ -26,7 +26,7 @@ from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.fsdp2.shards import Grid
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.recipe.base.engine_workload import UpdatePlan, assign_updates, run_updates
+from dlrover.python.rl.recipe.base.updates import UpdatePlan, assign_updates, run_updates
 
 CONFIG = OptimizerConfig(lr=1e-4, max_grad_norm=1.0)
 COPIES, TENSOR = ParallelSizes(ddp_size=2), ParallelSizes(tensor_parallel_size=2)

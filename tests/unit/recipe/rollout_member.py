@@ -7,7 +7,7 @@ from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import OptimizerConfig, SamplingParams
 from dlrover.python.rl.recipe.base.config import EngineConfig, RolloutConfig
-from dlrover.python.rl.recipe.base.engine_workload import UpdatePlan
+from dlrover.python.rl.recipe.base.updates import UpdatePlan
 from dlrover.python.rl.recipe.workloads import ActorWorkload, RolloutWorkload
 
 ENGINE = EngineConfig(threads=1)

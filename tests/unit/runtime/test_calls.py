@@ -16,7 +16,7 @@ import torch
 from dlrover.python.rl.common.errors import DataError, ResultLost
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.state_tree import dump, load
-from dlrover.python.rl.recipe.base.engine_workload import UpdatePlan
+from dlrover.python.rl.recipe.base.updates import UpdatePlan
 from dlrover.python.rl.runtime.checkpoint.calls import CallRecord, RecordedCall, load_calls, note_modules
 
 

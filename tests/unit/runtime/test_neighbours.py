@@ -107,10 +107,10 @@ def test_between_states_only_the_calls_travel(tmp_path):
 def test_a_neighbour_that_has_no_room_costs_a_warning_and_later_the_steps_since_the_copy(tmp_path, caplog, monkeypatch):
     write_part = neighbours.write_part
 
-    def full(folder, file, start, content):
+    def full(folder, file, start, content, recycled=None):
         if file.name.startswith("ACTOR-0"):
             raise OSError(28, "No space left on device")
-        write_part(folder, file, start, content)
+        write_part(folder, file, start, content, recycled)
 
     expected = stage_on(tmp_path / "undisturbed", every=3).run()
     monkeypatch.setattr(neighbours, "write_part", full)
@@ -120,6 +120,7 @@ def test_a_neighbour_that_has_no_room_costs_a_warning_and_later_the_steps_since_
     with caplog.at_level(logging.WARNING, "dlrover"):
         assert stage.run({(numbers(calls, "ACTOR", "update")[2 * 4], "before"): stage.lose("a")}) == expected
     assert "a neighbour's commit is not kept here: [Errno 28] No space left on device" in caplog.text
+    assert "only one node has the commits of ACTOR-0: losing it loses the steps since a copy" in caplog.text
     assert stage.attempts[-1].restart_info.step == 3
 
 

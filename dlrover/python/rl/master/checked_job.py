@@ -13,9 +13,12 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import from_plain
 from dlrover.python.rl.control.placement import Placement, plan
 from dlrover.python.rl.master.process.resizing import validate_least
+from dlrover.python.rl.runtime.checkpoint.room import Room, room_for, validate_room
 from dlrover.python.rl.runtime.checkpoint.run_files import validate_archive
 from dlrover.python.rl.runtime.process.inspection import Inspection, inspect_in_child, inspect_job
 from dlrover.python.rl.runtime.run_folder import conflict, continued
+
+_GPU_DRIVER = Path("/dev/nvidiactl")
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,9 @@ class CheckedJob:
     inspection: Inspection
     given: Any = None
     """The job's config as it was given, without the defaults that the job has."""
+
+    room: Room | None = None
+    """What its commits need, None: unknown."""
 
 
 def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
@@ -41,10 +47,12 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     if local:
         errors += inspection.single_process_refusals
         inspection = replace(inspection, about=(*_warn_of_device(job, inspection.config), *inspection.about))
+    room = room_for(job, placement, inspection.state_bytes) if placement is not None else None
+    errors += validate_room(job, room) if job.trainer.device_type == "CPU" or _GPU_DRIVER.exists() else []
     if errors or placement is None:
         raise InvalidJob(errors)
     given = job.config if inspection.given is None else from_plain(inspection.given)
-    return CheckedJob(inspection.complete(job), placement, inspection, given)
+    return CheckedJob(inspection.complete(job), placement, inspection, given, room)
 
 
 def _warn_of_device(job: JobSpec, config: Mapping[str, Any] | None) -> list[str]:

@@ -56,6 +56,7 @@ from dlrover.python.rl.master.saved_run import (
     saved_job,
     wait_for_lost_owner,
 )
+from dlrover.python.rl.runtime.checkpoint.room import describe_room
 from dlrover.python.rl.runtime.process.progress import SUMMARY, ProgressView, print_summary
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.run_folder import FINISHED, IN_PROCESS, LAUNCHED, begin, superseded
@@ -287,7 +288,7 @@ def describe(checked: CheckedJob) -> str:
             lines.append(
                 f"  {'':<10} and {len(standbys)} standby in bundle {', '.join(str(slot.bundle) for slot in standbys)}"
             )
-    lines += checked.inspection.about
+    lines += [*checked.inspection.about, *describe_room(checked.room)]
     if checked.job.run_folders:
         lines.append(f"files: each run in a folder of its own, {checked.job.run_folders}/<time>-<id>")
         lines += _removals(checked.job)

@@ -191,6 +191,12 @@ class BaseWorkload:
         """
         return False
 
+    @classmethod
+    def state_bytes(cls, config: Any, world_size: int) -> int | None:
+        """About how large the state of one of ``world_size`` members is in a commit; None: unknown. ``check`` computes
+        from it the room that the job needs, before anything starts."""
+        return None
+
     def __init__(self, master_handle: Any, config: Any) -> None:
         self._master_handle = master_handle
         self._config = config

@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 from dlrover.python.rl.common.errors import RowsDiffer, Scope
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import UpdateResult
-from dlrover.python.rl.recipe.base.engine_workload import (
-    UpdatePlan,
-    assign_updates,
-    average_metrics,
-    join_columns,
-    run_updates,
-)
+from dlrover.python.rl.recipe.base.updates import UpdatePlan, assign_updates, average_metrics, join_columns, run_updates
 
 
 def weighted(*weights, **columns):

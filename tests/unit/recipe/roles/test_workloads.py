@@ -22,7 +22,7 @@ from dlrover.python.rl.engine.model.ranks import get_random_state
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.environment.sandbox.confinement import sandbox_level
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig
-from dlrover.python.rl.recipe.base.engine_workload import UpdatePlan
+from dlrover.python.rl.recipe.base.updates import UpdatePlan
 from dlrover.python.rl.recipe.roles.reward import name_parts
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.trainer.workload import MemberContext, member_context

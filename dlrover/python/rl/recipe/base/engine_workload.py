@@ -19,27 +19,23 @@ import hashlib
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import torch
 
 from dlrover.python.rl.common.disk_space import retry_io
-from dlrover.python.rl.common.errors import RowsDiffer
 from dlrover.python.rl.common.names import run_of
 from dlrover.python.rl.config.typed import require
-from dlrover.python.rl.data.batch import Batch, Column, Ragged
 from dlrover.python.rl.engine.api.base import (
     BaseTrainEngine,
     LoraSettings,
     OptimizerConfig,
     Rendezvous,
     TrainSettings,
-    UpdateResult,
 )
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
 from dlrover.python.rl.engine.api.settings import ParallelSizes
@@ -50,11 +46,10 @@ from dlrover.python.rl.engine.model.ranks import get_random_state, seed_random, 
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTransport
 from dlrover.python.rl.engine.weight_sync.transports import check_collocation, make_transport
 from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.recipe.base.model_facts import trained_bytes
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
 from dlrover.python.rl.runtime.checkpoint.run_files import local_folder
 from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
-
-TRAINED = ("tokens", "action_mask")
 
 _PATIENCE_S = 5.0
 """A receiver of weights asks the role again after a sender was silent for this long."""
@@ -237,6 +232,9 @@ class TrainedWorkload(EngineWorkload):
     head_bias: ClassVar[bool] = True
     """Whether a token head has a bias."""
 
+    has_adapters: ClassVar[bool] = False
+    """Whether ``engine.lora`` is for this role."""
+
     warmup = "warm_actor"
     _engine: BaseTrainEngine
 
@@ -252,12 +250,24 @@ class TrainedWorkload(EngineWorkload):
         engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
         return engine.train == "fsdp2" and engine.device == "cpu"
 
+    @classmethod
+    def state_bytes(cls, config: Any, world_size: int) -> int | None:
+        engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
+        whole = trained_bytes(*cls._trained(config), engine.lora if cls.has_adapters else None)
+        sizes = engine.parallel or ParallelSizes(ddp_size=world_size if _holds_copies(engine, engine.device) else 1)
+        return None if whole is None else whole // (world_size // sizes.ddp_size)
+
+    @classmethod
+    def _trained(cls, config: Any) -> tuple[str, OptimizerConfig]:
+        """The model that is trained, and how."""
+        return config["model"], require(OptimizerConfig, config.get("optimizer") or {}, "config.optimizer")
+
     def _load(
         self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, seed: int, lora: LoraSettings | None = None
     ) -> None:
         rendezvous = Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
         # On a CPU each member holds the whole model where the engine can: it recovers without the others.
-        copies = engine.train == "fsdp2" and torch.device(device_of(self, engine)).type == "cpu"
+        copies = _holds_copies(engine, torch.device(device_of(self, engine)).type)
         sizes = engine.parallel or ParallelSizes(ddp_size=self.world_size if copies else 1)
         heads = {"head": self.head, "head_bias": self.head_bias}
         self._make_train_engine(model, engine, optimizer, rendezvous, parallel=sizes, lora=lora, **heads)
@@ -281,120 +291,6 @@ class TrainedWorkload(EngineWorkload):
         set_random_state(state["random"])
 
 
-@dataclass(frozen=True)
-class UpdatePlan:
-    """How a step's rows, sampled at ``temperature``, are trained on.
-
-    A row's column ``update`` is the number of its optimizer step within a pass, from 0; without that column all rows
-    are in one. ``dtypes`` are those of the columns that further roles compute."""
-
-    temperature: float
-    updates: int = 1
-    epochs: int = 1
-    dtypes: Mapping[str, str] = field(default_factory=dict)
-
-
-def assign_updates(rows: Batch, updates: int) -> tuple[Batch, int]:
-    """Add ``update`` (int64, -1: in none): whole samples, by ``trajectory``, are assigned to at most ``updates``
-    optimizer steps in turn, samples without weight to none. Returns the number of updates too, at most one per weighted
-    sample.
-
-    A row's update does not depend on the number of members. The weights are multiplied by the number of updates: the
-    mean of their gradients, at the same model, is the gradient of all rows together."""
-    weight = rows.dense("weight")
-    samples = rows.dense("trajectory") if "trajectory" in rows else np.arange(len(rows))
-    numbers = {sample: number for number, sample in enumerate(dict.fromkeys(samples[weight > 0].tolist()))}
-    updates = min(updates, len(numbers))
-    update = [numbers[sample] % updates if sample in numbers else -1 for sample in samples.tolist()]
-    return rows.with_columns(update=np.array(update, dtype=np.int64), weight=weight * np.float32(updates)), updates
-
-
-def join_columns(rollouts: Batch, rows: Batch, aux_outputs: Sequence[Batch] = ()) -> Batch:
-    """The columns of a loss: from rollout members, from the algorithm (``rows``), and from other roles, where a column
-    of several roles is stacked, ``[seq, n]``.
-
-    Raises RowsDiffer if, by their ``digest``, the rollouts are not the samples that were scored."""
-    if "digest" in rollouts and "digest" in rows:
-        differing = np.flatnonzero(np.asarray(rollouts["digest"]) != np.asarray(rows["digest"])).tolist()
-        if differing:
-            raise RowsDiffer(f"rows {differing[:20]} of {len(rows)} are not the samples that were scored")
-    columns = {**rollouts.select(*TRAINED).columns, **rows.columns}
-    for name in dict.fromkeys(name for output in aux_outputs for name in output.columns):
-        columns[name] = _stack([output.ragged(name) for output in aux_outputs if name in output])
-    return Batch(columns)
-
-
-def _stack(columns: Sequence[Ragged]) -> Column:
-    if len(columns) == 1:
-        return columns[0]
-    values = [column.values if column.values.ndim > 1 else column.values[:, None] for column in columns]
-    return columns[0].like(np.concatenate(values, axis=1))
-
-
-def run_updates(batch: Batch, plan: UpdatePlan, train: Callable[[Batch], UpdateResult]) -> list[UpdateResult]:
-    """Train on the rows of each update, epoch by epoch; a rank without rows of an update takes part too."""
-    return [train(part) for _ in range(plan.epochs) for part in _split_updates(batch, plan.updates)]
-
-
-def _split_updates(batch: Batch, updates: int) -> Iterator[Batch]:
-    if "update" not in batch:
-        yield batch
-        return
-    update = batch.dense("update")
-    for number in range(updates):
-        rows = np.flatnonzero(update == number).tolist()
-        yield batch if len(rows) == len(batch) else batch.take(rows)
-
-
-_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12}
-"""Dense floating-point operations per second of tensor cores in 16 bits, from the makers' data sheets."""
-
-_PER_PARAMETER = 6
-"""Floating-point operations of a token and parameter, forward and backward (Kaplan et al., arXiv:2001.08361, 2.1)."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The parameters of the whole model, and the peak FLOP/s of one member's device, None if unknown."""
-
-    parameters: int
-    peak_flops: float | None = None
-
-    @classmethod
-    def of(cls, engine: Any, device: str, precision: str) -> "Machine":
-        """Of an engine; a user's engine may have no ``parameter_count``."""
-        return cls(int(getattr(engine, "parameter_count", 0)), _peak(device, precision))
-
-    def metrics(self, tokens: int, members: int, times: Mapping[str, float]) -> dict[str, float]:
-        """``speed/tokens_per_s`` over the whole step. Over its update alone: ``speed/train_tflops`` (10^12 operations
-        per second, without attention and recomputation), and its share of the peak, ``speed/mfu``, if known."""
-        metrics = {"speed/tokens_per_s": tokens / times["time/step"]}
-        update_s = times.get("time/update", 0.0)
-        if not self.parameters or not update_s:
-            return metrics
-        flops = _PER_PARAMETER * self.parameters * tokens / update_s
-        share = {"speed/mfu": flops / (self.peak_flops * members)} if self.peak_flops else {}
-        return {**metrics, "speed/train_tflops": flops / 1e12, **share}
-
-
-def _peak(device: str, precision: str) -> float | None:
-    if torch.device(device).type != "cuda" or precision != "bf16":
-        return None
-    name = torch.cuda.get_device_name(torch.device(device)).upper()
-    return next((peak for device_name, peak in _PEAKS.items() if device_name in name), None)
-
-
-def peak_memory(device: str) -> dict[str, float]:
-    """``memory/peak_gib``: the most that this process has had allocated on ``device``; empty for a CPU."""
-    if torch.device(device).type != "cuda":
-        return {}
-    return {"memory/peak_gib": torch.cuda.max_memory_allocated(torch.device(device)) / 2**30}
-
-
-def average_metrics(trained: Sequence[UpdateResult]) -> dict[str, float]:
-    """Means over a step's updates, the last learning rate, and the number of skipped updates, which the means leave
-    out unless they are all."""
-    taken = [one for one in trained if not one.skipped] or trained
-    values = [{"loss": one.loss, "grad_norm": one.grad_norm, **one.metrics} for one in taken]
-    means = {name: sum(one.get(name, 0.0) for one in values) / len(values) for name in values[0]}
-    return {**means, "lr": trained[-1].lr, "updates/skipped": float(sum(one.skipped for one in trained))}
+def _holds_copies(engine: EngineConfig, device: str) -> bool:
+    """Whether each member holds the whole model."""
+    return engine.train == "fsdp2" and device == "cpu"

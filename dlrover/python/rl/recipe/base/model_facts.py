@@ -4,12 +4,14 @@
 import json
 import math
 import struct
+from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.hub import NOT_LOOKED_UP, Lookup, current_lookup, hub_fault
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
 from dlrover.python.rl.recipe.base.config import EngineConfig
 
 _ALMOST = 0.8
@@ -18,27 +20,53 @@ _ALMOST = 0.8
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 _HEADER = struct.Struct("<Q")
+_MATRIX, _FLOAT32 = 2, 4
 _TRAINED_BYTES = 16
 """Per parameter: float32 weights, their gradients and Adam's two moments."""
 
 
 def count_parameters(folder: Path) -> int | None:
     """The elements of all tensors in a folder's safetensors files; None if they cannot be read."""
+    shapes = _shapes(folder)
+    return None if shapes is None else sum(map(math.prod, shapes.values()))
+
+
+def _shapes(folder: Path) -> dict[str, list[int]] | None:
     index = folder / "model.safetensors.index.json"
     try:
         # Folders may have the same weights again, in files that no index names.
         files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-        return sum(_elements(folder / name) for name in files) or None
+        return {name: shape for file in files for name, shape in _shapes_in(folder / file)} or None
     except (OSError, ValueError, KeyError, struct.error):
         return None
 
 
-def _elements(file: Path) -> int:
+def _shapes_in(file: Path) -> Iterator[tuple[str, list[int]]]:
     """See https://github.com/huggingface/safetensors, Format: the length of the header, and the header as JSON."""
     with file.open("rb") as source:
         (length,) = _HEADER.unpack(source.read(_HEADER.size))
         header: dict[str, Any] = json.loads(source.read(length))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return ((name, tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def trained_bytes(model: str, optimizer: OptimizerConfig, lora: LoraSettings | None = None) -> int | None:
+    """The state of a model that is trained, in float32: weights and the optimizer's moments, of the adapters alone if
+    there are some. None if the model's files are not here."""
+    shapes = _shapes(Path(model).expanduser())
+    if shapes is None:
+        return None
+    if lora is not None:
+        adapted = [shape for name, shape in shapes.items() if _layer_of(name) in lora.targets]
+        parameters = sum(lora.rank * sum(shape) for shape in adapted if len(shape) == _MATRIX)
+    else:
+        parameters = sum(map(math.prod, shapes.values()))
+    moments = 2 if optimizer.name == "adamw" else 1 if optimizer.momentum else 0
+    return parameters * _FLOAT32 * (1 + moments)
+
+
+def _layer_of(tensor: str) -> str:
+    """``q_proj`` of ``model.layers.0.self_attn.q_proj.weight``."""
+    return tensor.rpartition(".")[0].rpartition(".")[2]
 
 
 def describe_engines(model: str, engine: EngineConfig) -> list[str]:

@@ -15,8 +15,8 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.sampler import Partition, PromptCursor, partition
 from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
 from dlrover.python.rl.recipe.base.config import EngineConfig, KeepConfig, LogConfig, NonNegative, Positive
-from dlrover.python.rl.recipe.base.engine_workload import TRAINED
 from dlrover.python.rl.recipe.base.other_names import ELSEWHERE, EXAMPLE_NAMES
+from dlrover.python.rl.recipe.base.updates import TRAINED
 from dlrover.python.rl.recipe.offline.examples import (
     ExampleData,
     Examples,

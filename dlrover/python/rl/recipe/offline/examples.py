@@ -20,7 +20,7 @@ from dlrover.python.rl.engine.api.base import BaseTrainEngine
 from dlrover.python.rl.engine.model.packing import select_columns
 from dlrover.python.rl.engine.model.ranks import preserve_random_state
 from dlrover.python.rl.recipe.base.config import Positive
-from dlrover.python.rl.recipe.base.engine_workload import TRAINED
+from dlrover.python.rl.recipe.base.updates import TRAINED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.source import is_left_unread
 from dlrover.python.rl.recipe.base.auto import Devices, complete_config
 from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_train_engine
-from dlrover.python.rl.recipe.base.engine_workload import Machine
+from dlrover.python.rl.recipe.base.machine import Machine
 from dlrover.python.rl.recipe.base.model_facts import describe_engines, validate_model
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
 from dlrover.python.rl.recipe.reporting.trackers import validate_log

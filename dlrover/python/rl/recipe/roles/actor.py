@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from dlrover.python.rl.algorithm.base import Algorithm, EngineLoss
 from dlrover.python.rl.algorithm.losses.values import ValueLoss, shift_to_actions, shift_to_states
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
 from dlrover.python.rl.engine.api.weights import WeightStamp
@@ -21,17 +22,9 @@ from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.model.ranks import resolve_device
 from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receivers
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.engine_workload import (
-    TRAINED,
-    Machine,
-    TrainedWorkload,
-    UpdatePlan,
-    device_of,
-    join_columns,
-    on_device,
-    peak_memory,
-    run_updates,
-)
+from dlrover.python.rl.recipe.base.engine_workload import TrainedWorkload, device_of, on_device
+from dlrover.python.rl.recipe.base.machine import Machine, peak_memory
+from dlrover.python.rl.recipe.base.updates import TRAINED, UpdatePlan, join_columns, run_updates
 from dlrover.python.rl.recipe.offline.examples import ExampleData, Examples, Measured, compute_outputs, load_examples
 from dlrover.python.rl.recipe.online.batch import cast_columns, find_nonfinite_rows
 from dlrover.python.rl.trainer.workload import trainer_invocation
@@ -42,6 +35,7 @@ _SENT_S = 2.0
 class ActorWorkload(TrainedWorkload):
     """ACTOR: trains the policy, and publishes its weights to the rollouts."""
 
+    has_adapters = True
     _sending: "Future[WeightStamp | None] | None" = None
 
     def init_model(
@@ -165,6 +159,12 @@ class CriticWorkload(TrainedWorkload):
     """CRITIC: a model with a head of one score, trained to predict the remaining reward."""
 
     head: ClassVar[Head] = "token"
+
+    @classmethod
+    def _trained(cls, config: Any) -> tuple[str, OptimizerConfig]:
+        critic = config.get("critic") or {}
+        optimizer = require(OptimizerConfig, critic.get("optimizer") or {}, "config.critic.optimizer")
+        return critic.get("model") or config["model"], optimizer
 
     def init_model(
         self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, loss: ValueLoss, seed: int = 0

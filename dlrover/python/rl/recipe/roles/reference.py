@@ -3,7 +3,8 @@
 
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.engine_workload import TRAINED, EngineWorkload, on_device
+from dlrover.python.rl.recipe.base.engine_workload import EngineWorkload, on_device
+from dlrover.python.rl.recipe.base.updates import TRAINED
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 

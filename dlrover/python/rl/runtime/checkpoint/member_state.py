@@ -112,6 +112,8 @@ class MemberState:
             store.pinned.add(request.copying)
         if copy is not None and copy.thread.is_alive():
             store.pinned.add(copy.step)
+        if not roots.shared and self._node != roots.node:
+            store.drop_older(request.first_kept)
         if request.calls:
             file = self._write_calls(store, request, calls)
             if file is None:
@@ -120,8 +122,6 @@ class MemberState:
             # Only once: ranks may meet in it.
             file = self._write(store, request, f"{self.key}.{self._incarnation}.state", workload.state_dict())
             self._since = request.step if self._since is None else self._since
-        if not roots.shared and self._node != roots.node:
-            store.drop_older(request.first_kept)
         if request.persist:
             self._begin_copy(request.step, store.root / folder_name(request.step, roots.epoch), file, roots)
         file = replace(file, node=roots.owner(self._node))

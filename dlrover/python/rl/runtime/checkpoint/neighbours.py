@@ -82,15 +82,19 @@ def read(part: Part) -> Any:
 def store(part: Part | Roots, content: Any, node: str) -> bool:
     """Keep a part of a file, or a generation that is :class:`Held`, in the memory of this ``node``. Returns False if
     that is not possible, or what has come is damaged."""
+    if content is None:
+        return False
     try:
         if isinstance(part, Roots):
             return adopt(part.commit_store(node), content)
-        root, (folder, file) = part.roots.commit_root(), part.piece
-        (root / folder).mkdir(mode=0o700, exist_ok=True)
-        write_part(root / folder, file, part.start, memoryview(content))
+        kept, (name, file) = part.roots.commit_store(node), part.piece
+        folder = kept.root / name
+        folder.mkdir(mode=0o700, exist_ok=True)
         if node != part.roots.node:
-            part.roots.commit_store(node).drop_older(part.first_kept)
-    except (OSError, TypeError, CheckpointCorrupt, CheckpointMissing) as error:
+            kept.drop_older(part.first_kept)
+        recycled = kept.spare(folder / file.name) if part.start == 0 else None
+        write_part(folder, file, part.start, memoryview(content), recycled)
+    except (OSError, CheckpointCorrupt, CheckpointMissing) as error:
         _LOG.warning("a neighbour's commit is not kept here: %s", error)
         return False
     return True
@@ -187,12 +191,19 @@ def lost_files(manifest: Manifest, there: Collection[str]) -> list[str]:
     return [name for name in names if not everywhere.intersection(where.get(name, [manifest.files[name].node]))]
 
 
-def where_kept(files: Mapping[str, StateFile], copied: Mapping[Transfer, str]) -> dict[str, list[str]]:
-    """``Manifest.extra[NODES]`` of a commit, of which ``copied`` has arrived."""
+def where_kept(files: Mapping[str, StateFile], copied: Mapping[Transfer, str], alone: set[str]) -> dict[str, list[str]]:
+    """``Manifest.extra[NODES]`` of a commit, of which ``copied`` has arrived. ``alone`` becomes those whose files only
+    one node has, and it is said when they are others than before."""
     kept = {name: [file.node] for name, file in files.items()}
     for transfer, node in copied.items():
         if transfer.source is not None:
             kept[transfer.source.file_name].append(node)
+    single = {name for name, nodes in kept.items() if len(nodes) == 1}
+    if single - alone:
+        names = ", ".join(sorted(single))
+        _LOG.warning("only one node has the commits of %s: losing it loses the steps since a copy", names)
+    alone.clear()
+    alone.update(single)
     return kept
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvalidJob
 from dlrover.python.rl.common.hub import LOOKUP, Lookup, current_lookup
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
@@ -28,6 +29,8 @@ from dlrover.python.rl.runtime.process.executor import load_class
 from dlrover.python.rl.trainer.role_group import public_methods
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, is_stateful
+
+_LOG = get_logger(__name__)
 
 DEADLINE_S = 180.0
 
@@ -55,6 +58,9 @@ class Inspection:
     given: Mapping[str, Any] | None = None
     """The config as it was given but with the schema's own names, None if it has no others."""
 
+    state_bytes: Mapping[str, int | None] = field(default_factory=dict)
+    """Role with state to the bytes of the state of one member, None: unknown."""
+
     def complete(self, job: JobSpec) -> JobSpec:
         return job if self.config is None else replace(job, config=from_plain(self.config))
 
@@ -68,7 +74,7 @@ def inspect_job(job: JobSpec, here: bool = False) -> Inspection:
     refusals: list[ConfigError] = []
     methods: dict[str, tuple[str, ...]] = {}
     collectives: list[str] = []
-    stateful: dict[str, int] = {}
+    loaded: dict[str, type[BaseWorkload]] = {}
     rejoining: list[str] = []
     roles = {role: spec.num for role, spec in job.workloads.items()}
     config: Mapping[str, Any] | None = None
@@ -91,8 +97,7 @@ def inspect_job(job: JobSpec, here: bool = False) -> Inspection:
         workload = _load(errors, where, spec.module, spec.class_, BaseWorkload, job)
         if workload is None:
             continue
-        methods[role] = tuple(public_methods(workload))
-        stateful |= {str(role): spec.num} if is_stateful(workload) else {}
+        methods[role], loaded[str(role)] = tuple(public_methods(workload)), workload
         errors += [item for item in _ask(where, partial(workload.check_config, job.config)) if item not in errors]
         if not workload.needs_own_process:
             continue
@@ -102,6 +107,7 @@ def inspect_job(job: JobSpec, here: bool = False) -> Inspection:
         if spec.num > 1:
             reason = f"{spec.num} members of {spec.class_} meet in collectives, which one process cannot hold"
             refusals.append(ConfigError(f"{where}.num", f"{reason}; use num=1"))
+    stateful = {str(role): num for role, num in roles.items() if role in loaded and is_stateful(loaded[role])}
     errors += _validate_resume(job, stateful) if len(methods) == len(roles) else []
     return Inspection(
         tuple(errors),
@@ -113,7 +119,17 @@ def inspect_job(job: JobSpec, here: bool = False) -> Inspection:
         config,
         tuple(about),
         given,
+        {role: _state_bytes(loaded[role], job.config, num) for role, num in stateful.items()} if not errors else {},
     )
+
+
+def _state_bytes(workload: Any, config: Any, members: int) -> int | None:
+    try:
+        nbytes: int | None = workload.state_bytes(config, members)
+    except Exception as error:  # noqa: BLE001 -- the user's code may raise anything, and only an estimate depends on it
+        _LOG.warning("%s.state_bytes raised %s: %s", workload.__name__, type(error).__name__, error)
+        return None
+    return nbytes
 
 
 def _find_rejoining(workload: Any, config: Any, role: str, found: list[str]) -> Iterable[ConfigError]:
@@ -252,6 +268,7 @@ def _from_json(data: Mapping[str, Any]) -> Inspection:
         data["config"],
         tuple(data["about"]),
         data["given"],
+        data["state_bytes"],
     )
 
 

@@ -122,16 +122,19 @@ def copy_file(source: Path, target: Path, file: StateFile, durable: bool) -> Sta
     return StateFile(file.name, file.nbytes, file.checksum)
 
 
-def write_part(folder: Path, file: StateFile, start: int, content: memoryview) -> None:
+def write_part(folder: Path, file: StateFile, start: int, content: memoryview, recycled: Path | None = None) -> None:
     """Write a part of a copy of ``file``, after those before ``start``; with the last part it gets its name, if it is
-    intact. Raises CheckpointCorrupt, CheckpointMissing, OSError."""
+    intact. See :func:`write_state` for ``recycled``. Raises CheckpointCorrupt, CheckpointMissing, OSError."""
     temporary = folder / f".{file.name}.part.tmp"
     if start == 0:
-        _check_space(folder, file.nbytes, None)
-    with open(temporary, "r+b" if start else "wb", opener=_private) as parts:
+        _check_space(folder, file.nbytes, recycled)
+        _open_new(temporary, recycled).close()
+    with open(temporary, "r+b") as parts:
         parts.seek(start)
         parts.write(content)
-    if start + len(content) >= file.nbytes:
+        if is_last := start + len(content) >= file.nbytes:
+            parts.truncate()
+    if is_last:
         check_file(folder, replace(file, name=temporary.name))
         os.replace(temporary, folder / file.name)
 

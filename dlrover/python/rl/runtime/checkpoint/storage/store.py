@@ -110,7 +110,7 @@ class CheckpointStore:
         """Write file ``name`` of generation ``step``; raises as :meth:`folder` and ``write_state``. In memory a state
         overwrites an old one: new pages take three times as long."""
         path = self.folder(step, epoch) / name
-        return write_state(path, header, tree, self.durable, self._spare(path))
+        return write_state(path, header, tree, self.durable, self.spare(path))
 
     def put(self, source: Path, step: int, epoch: int, file: StateFile) -> StateFile:
         """Copy a file of generation ``step`` from another folder; raises as :meth:`folder` and ``copy_file``."""
@@ -294,7 +294,8 @@ class CheckpointStore:
         except OSError:  # another process has removed it, or retires another one
             self._remove(folder)
 
-    def _spare(self, path: Path) -> Path | None:
+    def spare(self, path: Path) -> Path | None:
+        """A file that is not needed, to be overwritten by the state at ``path``."""
         if path.suffix != ".state":
             return None
         with suppress(OSError):  # another process replaces it with a newer generation

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the rows of a step become optimizer steps."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dlrover.python.rl.common.errors import RowsDiffer
+from dlrover.python.rl.data.batch import Batch, Column, Ragged
+from dlrover.python.rl.engine.api.base import UpdateResult
+
+TRAINED = ("tokens", "action_mask")
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How a step's rows, sampled at ``temperature``, are trained on.
+
+    A row's column ``update`` is the number of its optimizer step within a pass, from 0; without that column all rows
+    are in one. ``dtypes`` are those of the columns that further roles compute."""
+
+    temperature: float
+    updates: int = 1
+    epochs: int = 1
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+
+def assign_updates(rows: Batch, updates: int) -> tuple[Batch, int]:
+    """Add ``update`` (int64, -1: in none): whole samples, by ``trajectory``, are assigned to at most ``updates``
+    optimizer steps in turn, samples without weight to none. Returns the number of updates too, at most one per weighted
+    sample.
+
+    A row's update does not depend on the number of members. The weights are multiplied by the number of updates: the
+    mean of their gradients, at the same model, is the gradient of all rows together."""
+    weight = rows.dense("weight")
+    samples = rows.dense("trajectory") if "trajectory" in rows else np.arange(len(rows))
+    numbers = {sample: number for number, sample in enumerate(dict.fromkeys(samples[weight > 0].tolist()))}
+    updates = min(updates, len(numbers))
+    update = [numbers[sample] % updates if sample in numbers else -1 for sample in samples.tolist()]
+    return rows.with_columns(update=np.array(update, dtype=np.int64), weight=weight * np.float32(updates)), updates
+
+
+def join_columns(rollouts: Batch, rows: Batch, aux_outputs: Sequence[Batch] = ()) -> Batch:
+    """The columns of a loss: from rollout members, from the algorithm (``rows``), and from other roles, where a column
+    of several roles is stacked, ``[seq, n]``.
+
+    Raises RowsDiffer if, by their ``digest``, the rollouts are not the samples that were scored."""
+    if "digest" in rollouts and "digest" in rows:
+        differing = np.flatnonzero(np.asarray(rollouts["digest"]) != np.asarray(rows["digest"])).tolist()
+        if differing:
+            raise RowsDiffer(f"rows {differing[:20]} of {len(rows)} are not the samples that were scored")
+    columns = {**rollouts.select(*TRAINED).columns, **rows.columns}
+    for name in dict.fromkeys(name for output in aux_outputs for name in output.columns):
+        columns[name] = _stack([output.ragged(name) for output in aux_outputs if name in output])
+    return Batch(columns)
+
+
+def _stack(columns: Sequence[Ragged]) -> Column:
+    if len(columns) == 1:
+        return columns[0]
+    values = [column.values if column.values.ndim > 1 else column.values[:, None] for column in columns]
+    return columns[0].like(np.concatenate(values, axis=1))
+
+
+def run_updates(batch: Batch, plan: UpdatePlan, train: Callable[[Batch], UpdateResult]) -> list[UpdateResult]:
+    """Train on the rows of each update, epoch by epoch; a rank without rows of an update takes part too."""
+    return [train(part) for _ in range(plan.epochs) for part in _split_updates(batch, plan.updates)]
+
+
+def _split_updates(batch: Batch, updates: int) -> Iterator[Batch]:
+    if "update" not in batch:
+        yield batch
+        return
+    update = batch.dense("update")
+    for number in range(updates):
+        rows = np.flatnonzero(update == number).tolist()
+        yield batch if len(rows) == len(batch) else batch.take(rows)
+
+
+def average_metrics(trained: Sequence[UpdateResult]) -> dict[str, float]:
+    """Means over a step's updates, the last learning rate, and the number of skipped updates, which the means leave
+    out unless they are all."""
+    taken = [one for one in trained if not one.skipped] or trained
+    values = [{"loss": one.loss, "grad_norm": one.grad_norm, **one.metrics} for one in taken]
+    means = {name: sum(one.get(name, 0.0) for one in values) / len(values) for name in values[0]}
+    return {**means, "lr": trained[-1].lr, "updates/skipped": float(sum(one.skipped for one in trained))}

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The size of a state before anything starts, against that of the state itself."""
+
+import pytest
+import torch
+
+from dlrover.python.rl.algorithm.grpo import GRPO
+from dlrover.python.rl.data.state_tree import dump
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.recipe.workloads import ActorWorkload, CriticWorkload
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=64, layers=2, max_positions=64))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "engine"),
+    [
+        ({}, {}),
+        ({"name": "sgd"}, {}),
+        ({"name": "sgd", "momentum": 0.9}, {}),
+        ({}, {"lora": {"rank": 4}}),
+    ],
+    ids=["adamw", "sgd", "sgd with momentum", "adapters"],
+)
+def test_it_is_right_within_a_few_percent(model, optimizer, engine):
+    lora = LoraSettings(**engine["lora"]) if engine else None
+    actor = ActorWorkload(None, {})
+    actor.init_model(model, EngineConfig(threads=1, lora=lora), OptimizerConfig(**optimizer), GRPO())
+    config = {"model": model, "engine": {"device": "cpu", **engine}, "optimizer": optimizer}
+    found = sum(memoryview(buffer).nbytes for buffer in dump(actor.state_dict()).buffers) - torch.get_rng_state().nbytes
+    assert ActorWorkload.state_bytes(config, 1) == pytest.approx(found, rel=0.05)
+
+
+def test_ranks_divide_it_if_they_divide_the_model(model):
+    config = {"model": model, "engine": {"device": "cpu"}}
+    whole = ActorWorkload.state_bytes(config, 1)
+    assert ActorWorkload.state_bytes(config, 2) == whole
+    assert ActorWorkload.state_bytes({**config, "engine": {"device": "cuda"}}, 2) == whole // 2
+    parallel = {"ddp_size": 2, "tensor_parallel_size": 2}
+    assert ActorWorkload.state_bytes({**config, "engine": {"device": "cuda", "parallel": parallel}}, 8) == whole // 4
+
+
+def test_a_critic_has_a_model_and_an_optimizer_of_its_own(model, tmp_path):
+    small = str(write_tiny_model(tmp_path / "S", hidden=32, layers=1))
+    config = {"model": model, "engine": {"device": "cpu", "lora": {"rank": 4}}}
+    assert CriticWorkload.state_bytes(config, 1) == ActorWorkload.state_bytes(
+        {**config, "engine": {"device": "cpu"}}, 1
+    )
+    own = {**config, "critic": {"model": small, "optimizer": {"name": "sgd"}}}
+    assert CriticWorkload.state_bytes(own, 1) < CriticWorkload.state_bytes(config, 1) / 3
+
+
+def test_it_is_unknown_without_the_models_files():
+    assert ActorWorkload.state_bytes({"model": "some/hub-name", "engine": {"device": "cpu"}}, 1) is None

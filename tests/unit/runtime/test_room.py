@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The room that commits need, as ``check`` computes it, and as they take it."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+from durable_toys import Stage
+
+from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.control.placement import plan
+from dlrover.python.rl.runtime.checkpoint import room
+from dlrover.python.rl.runtime.checkpoint.room import describe_room, room_for, validate_room
+
+GB = 10**9
+JOB = """
+job_dir: {folder}
+trainer: {{module: m, class: c, node_number: {nodes}, device_per_node: 8, device_type: CPU}}
+workload:
+  actor: {{module: m, class: c, num: {members}}}
+  reward: {{module: m, class: c, num: 1, resource: {{cpu: 0}}}}
+checkpoint: {{{settings}}}
+"""
+
+
+def room_of(folder, members, nodes, state, settings=""):
+    job = load_job_text(JOB.format(folder=folder, nodes=nodes, members=members, settings=settings), "job")
+    placement, errors = plan(job)
+    assert not errors
+    return job, room_for(job, placement, {"ACTOR": state})
+
+
+@pytest.mark.parametrize(
+    ("members", "nodes", "parameters", "settings", "memory", "disk"),
+    [
+        (8, 1, 7e9, "", 4 * 84, 3 * 84),
+        (8, 1, 7e9, "commit_every: auto", 3 * 84, 3 * 84),
+        (8, 1, 7e9, "commit_every: auto, keep: 1", 3 * 84, 2 * 84),
+        (64, 8, 70e9, "", (4 + 3) * 105, 3 * 840),
+        (64, 8, 70e9, "commit_every: auto", (3 + 2) * 105, 3 * 840),
+        (64, 8, 70e9, "commit_to: job_dir", 0, (3 + 4) * 840),
+    ],
+)
+def test_the_room_follows_from_the_states_and_the_plan(tmp_path, members, nodes, parameters, settings, memory, disk):
+    state = int(12 * parameters / members)
+    job, found = room_of(tmp_path, members, nodes, state, settings)
+    assert (found.memory, found.disk) == (memory * GB, disk * GB)
+    (line,) = describe_room(found)
+    assert line.startswith(f"commits: ACTOR {members} x {room.in_words(state)}; ")
+    assert line.endswith(f"{room.in_words(disk * GB)} in the job's directory")
+    assert ("in the memory of a node" in line) == bool(memory)
+
+
+def test_what_cannot_fit_is_refused_with_both_numbers_and_what_helps(tmp_path, monkeypatch):
+    job, found = room_of(tmp_path, 8, 1, 10 * GB)
+    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_blocks=250, f_frsize=GB))
+    (error,) = validate_room(job, found)
+    assert error.where == "checkpoint.commit_to"
+    assert "commits need 320 GB in " in error.what and "which has 250 GB in all" in error.what
+    assert "commit_every: auto a quarter less" in error.what
+    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_blocks=239, f_frsize=GB))
+    assert [error.where for error in validate_room(job, found)] == ["checkpoint.commit_to", "job_dir"]
+    monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_blocks=321, f_frsize=GB))
+    assert validate_room(job, found) == []
+
+
+def test_a_state_of_unknown_size_is_said_and_refuses_nothing(tmp_path):
+    job, found = room_of(tmp_path, 1, 1, None)
+    assert found is None and validate_room(job, found) == []
+    assert describe_room(found) == ["commits: the size of a state is not known before it is loaded"]
+    assert describe_room(room_of(tmp_path, 1, 1, 0)[1]) == []
+
+
+@pytest.mark.parametrize(("commit_every", "most"), [(1, 3), (3, 2)])
+@pytest.mark.parametrize("spread", [False, True])
+def test_commits_take_no_more_memory_than_that(tmp_path, commit_every, most, spread):
+    """Apart from copies, which this job does not make."""
+    nodes = {("ACTOR", 0): "a", ("ACTOR", 1): "b", ("ROLLOUT", 1): "b", "trainer": "a"}
+    stage = Stage(tmp_path / "job", steps=14, every=100, nodes=nodes, spread=spread, commit_every=commit_every)
+    taken, one = [0], [0]
+    submit = stage.port.submit
+
+    def measuring(role, rank, call):
+        for node in "ab":
+            files = (tmp_path / "job" / node).rglob("*ACTOR-*")
+            sizes = [path.stat().st_size for path in files if path.suffix in (".state", ".tmp")]
+            taken.append(sum(sizes))
+            one.extend(sizes)
+        return submit(role, rank, call)
+
+    stage.port.submit = measuring
+    stage.run()
+    states = max(one) * (2 if spread else 1)
+    assert (most - 1) * states < max(taken) <= most * states
