@@ -9,14 +9,14 @@
 A call that has ended is replayed on a new member for the sake of its state; the answer that the trainer has stays.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
 import numpy as np
 
-from dlrover.python.rl.common.errors import CallSkipped, InvocationError, ResultLost, StepAbandoned, WorkloadDied
+from dlrover.python.rl.common.errors import CallSkipped, InvocationError, ResultLost, WorkloadDied
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.data.batch import Batch, Ragged
@@ -195,6 +195,21 @@ class CallLog:
         for call in dropped:
             call.forget()
 
+    def drop_late(self, role: str, ranks: Collection[int], method: str, together: bool) -> None:
+        """Drop the running calls of ``method`` to these ranks, and those of the other ranks that are ``together``."""
+        late = {
+            call.call_id
+            for logged in self.running()
+            if (call := logged.call) is not None and call.method == method
+            if logged.role == role and logged.rank in ranks
+        }
+        self.drop(
+            logged
+            for logged in self.all_calls()
+            if logged.call is not None and logged.call.call_id in late and logged.role == role
+            if logged.rank in ranks or together
+        )
+
     def close_step(self) -> None:
         for call in self.step:
             call.forget()
@@ -261,12 +276,12 @@ def log_late(calls: Sequence[LoggedCall], outcomes: Sequence[Outcome]) -> None:
 
 @dataclass
 class CallSender:
-    """Sends calls through the inner port; ``closed`` refuses them once another trainer object has taken over."""
+    """Sends calls through the inner port; ``closed`` refuses them once another trainer or trainer object goes on."""
 
     inner: Port
     epoch: int
     committed: int | None = None
-    closed: StepAbandoned | None = None
+    closed: BaseException | None = None
 
     def send(self, logged: LoggedCall, sized: bool) -> Ref:
         if self.closed is not None:

@@ -26,6 +26,7 @@ from dlrover.python.rl.common.errors import (
     InvocationTimeout,
     ReplayDiverged,
     ResultLost,
+    StaleCall,
     StepAbandoned,
     WorkloadDied,
 )
@@ -141,18 +142,7 @@ class DurablePort:
             raise CallError("members are replaced from steps() on, not in init()")
         role, ranks = late.role, late.late
         with self._lock:
-            is_late = {
-                call.call_id
-                for logged in self.log.running()
-                if (call := logged.call) is not None and call.method == late.method
-                if logged.role == role and logged.rank in ranks
-            }
-            self.log.drop(
-                logged
-                for logged in self.log.all_calls()
-                if logged.call is not None and logged.call.call_id in is_late and logged.role == role
-                if logged.rank in ranks or self.roles[role].together
-            )
+            self.log.drop_late(role, ranks, late.method, self.roles[role].together)
             deaths = [WorkloadDied("it was late", role=role, rank=rank, method=late.method) for rank in ranks]
             for death in deaths:
                 death.incarnation = self._incarnations.get(ProcessId(role, death.rank), 0)
@@ -239,6 +229,9 @@ class DurablePort:
         return is_current and not lost
 
     def _end(self, call: LoggedCall, run: Ref, error: InvocationError | None) -> None:
+        if isinstance(error, StaleCall):
+            self._sender.closed = error  # another trainer has taken over: calls of this one could run out of order
+            raise error
         if self.opened and isinstance(error, ReplayDiverged):
             raise self._abandoned(error)
         if not call.end(run, error):
@@ -321,9 +314,8 @@ class DurablePort:
         """Repeat the log on new members. Returns a further failure meanwhile."""
         if self.checkpoints is not None and self.checkpoints.spread:
             busy = {call.member for call in self.log.running()}
-            failure = self.transfers.bring(self.checkpoints, list(self._unbuilt), self._sender.committed, busy)
-            if failure is not None:
-                return failure
+            if lost := self.transfers.bring(self.checkpoints, list(self._unbuilt), self._sender.committed, busy):
+                return lost
         setup = [call for call in self.log.setup if call.member in self._unbuilt]
         runs = [self._repeat(call) for call in setup]
         restored = [member for member in self._unbuilt if self._has_committed_state(member)]

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, retry_io
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
@@ -57,6 +57,8 @@ from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 from dlrover.python.rl.trainer.port import LastCommit, Transfer
 
 _LOG = get_logger(__name__)
+
+T = TypeVar("T")
 
 
 def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "StoreCheckpoints":
@@ -129,9 +131,12 @@ class StoreCheckpoints:
         for store in (self._commits, self._durable):
             retry_io(partial(store.claim, self.roots.epoch), self._commits.root, self.disk_wait)
 
+    def _patiently(self, act: Callable[[], T]) -> T:
+        return retry_io(act, self._commits.root, self.disk_wait)
+
     def newest(self) -> int | None:
         self._publish_complete()
-        self._newest = newest = retry_io(self._find_newest, self._commits.root, self.disk_wait)
+        self._newest = newest = self._patiently(self._find_newest)
         self._offered = [newest] if newest is not None else []
         self._at = newest.manifest if newest is not None and newest.store is self._commits else None
         if self._at is not None:
@@ -193,7 +198,7 @@ class StoreCheckpoints:
         if self._newest is None or self._newest.manifest.step != step:
             raise CheckpointMissing(f"step {step} is not the newest commit")
         read = partial(self._newest.store.read, self._newest.manifest, TRAINER)
-        state: Mapping[str, Any] = retry_io(read, self._commits.root, self.disk_wait)
+        state: Mapping[str, Any] = self._patiently(read)
         return state
 
     def discard(self, step: int, why: str) -> None:
@@ -206,7 +211,7 @@ class StoreCheckpoints:
             self._end_copy()
 
     def restore_request(self, step: int) -> RestoreRequest:
-        self._offered = retry_io(partial(self._find, step), self._commits.root, self.disk_wait)
+        self._offered = self._patiently(partial(self._find, step))
         sources = tuple(map(self._pieces_of, self._offered))
         return RestoreRequest(step, sources, self.roots, records=self.cadence.every != 1)
 
@@ -307,10 +312,10 @@ class StoreCheckpoints:
     def trainers_copy(self, nodes: Nodes) -> list[Transfer]:
         if not self.spread or self._at is None:
             return []
-        return copy_for_neighbour(self.roots, self._commits, self._at, nodes)
+        return self._patiently(partial(copy_for_neighbour, self.roots, self._commits, self._at, nodes))
 
     def transfers_to(self, step: int, members: Collection[ProcessId], nodes: Nodes) -> list[Transfer]:
-        generations = self._find(step) if self.spread else []
+        generations = self._patiently(partial(self._find, step)) if self.spread else []
         manifest = next((each.manifest for each in generations if each.store is self._commits), None)
         return transfers_to(self.roots, manifest, members, nodes) if manifest is not None else []
 
@@ -318,7 +323,7 @@ class StoreCheckpoints:
         return self.roots
 
     def found(self, held: Mapping[str, Sequence[Held]]) -> None:
-        adopt_newest(self._commits, held.values())
+        self._patiently(partial(adopt_newest, self._commits, held.values()))
         self._there = set(held)
 
     def _is_there(self, manifest: Manifest) -> bool:

@@ -13,10 +13,12 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from dlrover.python.rl.common.disk_space import retry_io
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
@@ -45,12 +47,14 @@ Nodes = Mapping[ProcessId, str]
 
 @dataclass(frozen=True)
 class Part:
-    """``nbytes`` of a file in the memory of a node, from ``start``; steps before ``first_kept`` are not needed."""
+    """``nbytes`` of a file in the memory of a node, from ``start``; steps before ``first_kept`` are not needed. Copies
+    for a restore are ``needed``: the disk is asked again."""
 
     roots: Roots
     piece: Piece
     start: int
     first_kept: int = 0
+    needed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -72,8 +76,9 @@ def read(part: Part) -> Any:
     """An array of bytes; None if the file cannot be read."""
     folder, file = part.piece
     path = part.roots.commit_root() / folder / file.name
+    load = partial(np.fromfile, path, np.uint8, part.nbytes, offset=part.start)
     try:
-        return np.fromfile(path, np.uint8, part.nbytes, offset=part.start)
+        return retry_io(load, path) if part.needed else load()
     except OSError as error:
         _LOG.warning("%s cannot be read: %s", path, error)
         return None
@@ -87,26 +92,40 @@ def store(part: Part | Roots, content: Any, node: str) -> bool:
     try:
         if isinstance(part, Roots):
             return adopt(part.commit_store(node), content)
-        kept, (name, file) = part.roots.commit_store(node), part.piece
-        folder = kept.root / name
-        folder.mkdir(mode=0o700, exist_ok=True)
+        kept = part.roots.commit_store(node)
         if node != part.roots.node:
             kept.drop_older(part.first_kept)
-        recycled = kept.spare(folder / file.name) if part.start == 0 else None
-        write_part(folder, file, part.start, memoryview(content), recycled)
+        write = partial(_write, kept, part, memoryview(content))
+        if part.needed:
+            retry_io(write, kept.root)
+        else:
+            write()
     except (OSError, CheckpointCorrupt, CheckpointMissing) as error:
         _LOG.warning("a neighbour's commit is not kept here: %s", error)
         return False
     return True
 
 
+def _write(kept: CheckpointStore, part: Part, content: memoryview) -> None:
+    folder, file = kept.root / part.piece.folder, part.piece.file
+    folder.mkdir(mode=0o700, exist_ok=True)
+    recycled = kept.spare(folder / file.name) if part.start == 0 else None
+    write_part(folder, file, part.start, content, recycled)
+
+
 def held(roots: Roots, node: str) -> list[Held]:
-    """The generations in the memory of this ``node`` that have the trainer's file."""
-    store, found = roots.commit_store(node), []
-    for manifest in store.manifests():
-        with suppress(OSError):
-            found.append(Held(encode(manifest), (store.root / manifest.folder / _name_of(manifest)).read_bytes()))
-    return found
+    """The generations in the memory of this ``node`` that have the trainer's file. Raises OSError."""
+    store = roots.commit_store(node)
+
+    def read_all() -> list[Held]:
+        found = []
+        for manifest in store.manifests():
+            with suppress(FileNotFoundError):
+                content = (store.root / manifest.folder / _name_of(manifest)).read_bytes()
+                found.append(Held(encode(manifest), content))
+        return found
+
+    return retry_io(read_all, store.root)
 
 
 def adopt(store: CheckpointStore, held: Held) -> bool:
@@ -172,7 +191,7 @@ def transfers_to(roots: Roots, manifest: Manifest, members: Iterable[ProcessId],
         holders = [holder for holder, node in nodes.items() if node in having and holder != member]
         if holders and nodes.get(member) not in having:
             pieces = manifest.pieces_of(member.file_name)
-            transfers.append(Transfer(member, _parts(roots, pieces), holders[0]))
+            transfers.append(Transfer(member, _parts(roots, pieces, needed=True), holders[0]))
     return transfers
 
 
@@ -238,7 +257,9 @@ def _members_by_node(nodes: Nodes) -> dict[str, list[ProcessId]]:
     return found
 
 
-def _parts(roots: Roots, pieces: Iterable[Piece], first_kept: int = 0) -> tuple[Part, ...]:
+def _parts(roots: Roots, pieces: Iterable[Piece], first_kept: int = 0, needed: bool = False) -> tuple[Part, ...]:
     return tuple(
-        Part(roots, piece, start, first_kept) for piece in pieces for start in range(0, piece.file.nbytes, _PART_BYTES)
+        Part(roots, piece, start, first_kept, needed)
+        for piece in pieces
+        for start in range(0, piece.file.nbytes, _PART_BYTES)
     )

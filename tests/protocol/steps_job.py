@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One simulated run of durable steps: the production steps, port, hosts and stores, on simulated processes and disks.
+
+Faults first, then none; the run must come to its end with the results of an undisturbed one, each step committed once.
+"""
+
+import errno
+import logging
+import shutil
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from types import SimpleNamespace
+from unittest import mock
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "runtime"))
+
+from durable_toys import Judge, Pipelined, Policy, Sampler, Training, plain
+from steps_world import CopyThread, Violation, World, simulated
+
+from dlrover.python.rl.common.errors import CheckpointMissing, JobFailed
+from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.runtime.checkpoint import member_state, node_memory
+from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
+from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
+from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.local_port import CallResult, LocalHandle, LocalMember, LocalPort, LocalRecovery
+from dlrover.python.rl.runtime.process.host import MemberHost
+from dlrover.python.rl.trainer.port import Renewed, RestartInfo
+from dlrover.python.rl.trainer.trainer import TrainerLink, run_trainer
+from dlrover.python.rl.trainer.workload import MemberContext
+
+STEPS = 4
+WITHIN_S = 600.0
+FAULTS = ("member dies", "trainer dies", "two trainers", "trainer freezes", "node lost", "full", "falters", "slow")
+ALWAYS = ("method", "commit", "where", "disk of commit", "disk of trainer", "disk of copy")
+SITUATIONS = (*ALWAYS, "restore", "disk of restore", "replay", "persist", "renew")
+ON_SEVERAL_NODES = ("read", "store", "held", "disk of read", "disk of store", "disk of held")
+PAIRS = [f"{where}/{fault}" for where in (*SITUATIONS, *ON_SEVERAL_NODES) for fault in FAULTS]
+"""What the processes are at, and what happens then. Restores and the like come after another fault."""
+
+_ERRORS = {"full": (errno.ENOSPC, 20.0), "falters": (errno.EIO, 10.0)}
+
+_FAILING = {"full": ("disk write",), "falters": ("disk write", "disk read", "disk replace", "disk fsync")}
+
+
+class Alone(Policy):
+    """Its ranks restart one by one."""
+
+    needs_own_process = False
+
+
+class Lost(Exception):
+    """The job ended because nobody has its commits any more."""
+
+
+class MemberGone(BaseException):
+    """A member died in the middle of a call."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the seed decides about a job."""
+
+    trainer: type
+    classes: dict
+    nodes: int
+    shared: bool
+    commit_every: int
+    every: int
+    sizes: dict
+
+
+class SeenPort(LocalPort):
+    """A trainer's calls, each to the processes that it knows."""
+
+    def __init__(self, job, process):
+        super().__init__({role: list(members) for role, members in job.members.items()}, enforce_deadlines=False)
+        self.job, self.process = job, process
+
+    def execute(self, member, role, rank, call):
+        verb = call.method.removeprefix("!") if call.method.startswith("!") else "method"
+        world = self.job.world
+        world.trace(f"{role}[{rank}].{call.method}", member.incarnation, member.host._node)
+        world.operation(verb)
+        while member.alive and member.host in self.job.busy:
+            world.wait(lambda: not member.alive or member.host not in self.job.busy)
+        if not member.alive:
+            return super().execute(member, role, rank, call)
+        self.job.busy.add(member.host)
+        self.process.inside.append((verb, member))
+        try:
+            return super().execute(member, role, rank, call)
+        except MemberGone:
+            world.is_broken = False
+            return CallResult(None, self._death(member, role, rank, call))
+        finally:
+            self.process.inside.pop()
+            self.job.busy.discard(member.host)
+
+    def _death(self, member, role, rank, call):
+        return super().execute(member, role, rank, call).error
+
+
+class SeenRecovery(LocalRecovery):
+    """Asks the job for replacements, which refuses trainers that are replaced."""
+
+    def renew(self, role, rank, incarnation, why):
+        return self.job.renew(self, role, rank, incarnation, why)
+
+
+class StepsJob:
+    """A job on simulated nodes, with one trainer after the other, sometimes two."""
+
+    def __init__(self, seed, folder):
+        self.world, self.folder = World(seed), folder
+        self.terms = terms_of(seed)
+        self.busy, self.overtaken, self.progress, self.claimed = set(), set(), {}, {}
+        self.results, self.logs = [], {}
+        self.epoch, self.trainer = 0, None
+        self.nodes = {}
+        self.lost_nodes, self.allowed = 0, 0
+        self.refused = self.refused_before = False
+        self.trouble, self.is_open = ("", 0.0), False
+        rng = self.world.rng
+        self.next_fault, self.faults_left = rng.randint(1, 120), rng.randint(1, 5)
+        self.aim, self.aimed_at = PAIRS[seed % len(PAIRS)], rng.randint(1, 6)
+        self.world.is_broken = False
+        self.world.disturb = self.disturb
+        self.striking, self.faults_on = False, True
+        self.members = {RLRoleType(role): [] for role in self.terms.classes}
+        for role, size in self.terms.sizes.items():
+            for rank in range(size):
+                self.nodes[role, rank] = f"n{(rank + len(role)) % self.terms.nodes}"
+                self.members[RLRoleType(role)].append(self.member(role, rank, 1))
+        self.nodes["trainer"] = f"n{rng.randrange(self.terms.nodes)}"
+
+    # -- processes ----------------------------------------------------------------------------------------------------
+
+    def member(self, role, rank, incarnation, why=""):
+        info = RestartInfo(incarnation - 1, why)
+        context = MemberContext(f"{role}-{rank}", RLRoleType(role), rank, self.terms.sizes[str(role)], restart=info)
+        host = MemberHost(incarnation, self.nodes[str(role), rank], now_s=lambda: self.world.now_s)
+        host.start(self.terms.classes[str(role)], context, None, {"steps": STEPS, "end": []})
+        return LocalMember(host, {}, incarnation, self.terms.classes[str(role)].needs_own_process)
+
+    def start_trainer(self):
+        """The next one; the one before may go on for a while."""
+        self.epoch += 1
+        epoch = self.epoch
+        self.trainer = process = self.world.start(f"trainer{epoch}", lambda: self.run_trainer(epoch))
+        process.inside, process.node, process.pending = [], self.nodes["trainer"], ""
+
+    def run_trainer(self, epoch):
+        process, terms = self.world.current, self.terms
+        port = SeenPort(self, process)
+        recovery = SeenRecovery(
+            port, self.member, epoch, epoch == 1, on_opened=self.opened, on_progress=lambda step: self.took(epoch, step)
+        )
+        recovery.job = self
+        commits = self.folder / "commits" if terms.shared else None
+        roots = Roots("job", "run1", epoch, self.folder / "durable", commits, process.node, terms.shared)
+        spread = not terms.shared and terms.nodes > 1
+        checkpoints = StoreCheckpoints(roots, terms.every, cadence=Cadence(terms.commit_every), spread=spread)
+        self.claimed[epoch] = max(self.progress.values(), default=0)
+        self.world.trace("claimed", self.claimed[epoch])
+        config = {"steps": STEPS, "end": []}
+
+        def make():
+            handles = {
+                role: [LocalHandle(port, role, rank) for rank in range(len(members))]
+                for role, members in port.members.items()
+            }
+            return terms.trainer(handles, terms.classes, config)
+
+        def report(step):
+            self.logs[step.step] = dict(step.metrics)
+
+        run_trainer(make, TrainerLink(port, report, "job", self.folder, recovery=recovery, checkpoints=checkpoints))
+        self.results.append(config["end"][-1])
+
+    def renew(self, recovery, role, rank, incarnation, why):
+        self.world.operation("renew")
+        if recovery.epoch < self.epoch:
+            raise JobFailed("the trainer has been replaced")
+        members = self.members[RLRoleType(role)]
+        if not members[rank].alive or members[rank].incarnation <= incarnation:
+            for at, member in enumerate(members):
+                if at == rank or member.together:
+                    self.kill(member)
+                    members[at] = self.member(role, at, member.incarnation + 1, why)
+        recovery.port.members[RLRoleType(role)][:] = members
+        numbers = {at: member.incarnation for at, member in enumerate(members)}
+        return Renewed(role, numbers, {at: LocalHandle(recovery.port, role, at) for at in numbers})
+
+    def kill(self, member):
+        member.alive = False
+        self.world.trace("dead", member.host._context.name)
+        if member.host not in self.busy:
+            member.host.end()
+
+    # -- what must hold -----------------------------------------------------------------------------------------------
+
+    def opened(self):
+        self.is_open = True
+
+    def took(self, epoch, step):
+        """A trainer has committed a step."""
+        self.world.trace("committed", step)
+        later = [other for other in self.claimed if other > epoch]
+        if later:
+            self.world.reached["a commit of an earlier trainer"] += 1
+            if epoch in self.overtaken:
+                raise Violation(f"the trainer of epoch {epoch} commits on after that of epoch {max(later)} has begun")
+            self.overtaken.add(epoch)  # it may have been at that change when the other one took over
+            return
+        first = epoch not in self.progress
+        lost = self.claimed[epoch] + 1 - step if first else 0
+        if lost > 0 and not self.allowed:
+            raise Violation(f"steps {step} to {self.claimed[epoch]} are lost, though they were committed")
+        if not first and step != self.progress[epoch] + 1 and not self.allowed:
+            raise Violation(f"step {step} follows step {self.progress[epoch]}")
+        self.progress[epoch] = step
+        self.lost_nodes = 0
+        self.refused, self.refused_before = False, self.refused
+
+    # -- faults -------------------------------------------------------------------------------------------------------
+
+    def situation(self, what):
+        inside = self.world.current.inside if hasattr(self.world.current, "inside") else None
+        if not what.startswith("disk"):
+            return what
+        if inside is None:
+            return "disk of copy"
+        return f"disk of {inside[-1][0]}" if inside else "disk of trainer"
+
+    def disturb(self, what):
+        if self.striking:
+            return
+        world, process = self.world, self.world.current
+        if world.is_broken and what.startswith("disk"):
+            raise OSError(errno.ENODEV, "the process is gone")
+        inside = getattr(process, "inside", None)
+        if inside and not inside[-1][1].alive:
+            world.is_broken = True
+            raise MemberGone
+        if getattr(process, "pending", "") and not inside:
+            pending, process.pending = process.pending, ""
+            self.end_trainer(process, pending)
+            return
+        kind, until_s = self.trouble
+        if kind and world.now_s > until_s:
+            self.trouble = kind, until_s = "", 0.0
+        if kind == "slow" and what.startswith("disk"):
+            world.sleep(0.2)
+        elif what in _FAILING.get(kind, ()) and world.rng.random() < 0.5:
+            self.refused = True
+            raise OSError(_ERRORS[kind][0], "simulated")
+        fault = self.due(self.situation(what))
+        if fault:
+            self.striking = True
+            try:
+                self.strike(fault, self.situation(what))
+            finally:
+                self.striking = False
+            if inside and not inside[-1][1].alive:
+                world.is_broken = True
+                raise MemberGone
+
+    def due(self, situation):
+        """The fault that happens now: the one that this seed is about, or any."""
+        where, _, fault = self.aim.partition("/")
+        if self.aimed_at and situation == where and self.is_open and self.faults_on:
+            self.aimed_at -= 1
+            if not self.aimed_at:
+                return fault
+        if self.faults_left and self.world.operations >= self.next_fault:
+            self.faults_left -= 1
+            self.next_fault = self.world.operations + int(self.world.rng.expovariate(1 / 60)) + 1
+            return self.world.rng.choice(FAULTS)
+        return ""
+
+    def strike(self, fault, situation):
+        world, rng = self.world, self.world.rng
+        world.reached[f"{situation}/{fault}"] += 1
+        world.trace("fault", fault, "in", situation)
+        if fault in ("member dies", "node lost") and not self.is_open:
+            return  # before the first step the job begins again
+        if fault == "member dies":
+            inside = getattr(world.current, "inside", None)
+            if inside and rng.random() < 0.7:
+                self.kill(inside[-1][1])
+            else:
+                role = rng.choice(list(self.members))
+                self.kill(rng.choice(self.members[role]))
+        elif fault in ("trainer dies", "two trainers", "trainer freezes"):
+            self.end_trainer(self.trainer, fault)
+        elif fault == "node lost":
+            lost = rng.choice(sorted(set(self.nodes.values())))
+            world.trace("lost", lost)
+            self.lose(lost)
+        else:
+            self.trouble = fault, world.now_s + _ERRORS.get(fault, (0, 5.0))[1] * rng.random()
+
+    def end_trainer(self, process, how):
+        if process is not self.trainer or process.is_done:
+            return
+        if process.inside:
+            process.pending = how
+            return
+        if how == "trainer dies":
+            process.kill()
+        elif how == "trainer freezes":
+            process.wake_s = self.world.now_s + self.world.rng.choice([1.0, 8.0, 60.0])
+        self.start_trainer()
+        if how == "trainer freezes" and process is self.world.current:
+            self.striking = False
+            self.world.hand_over()
+
+    def lose(self, node):
+        """A node goes with all that was on it, and another one takes its place."""
+        if self.terms.nodes == 1:
+            return
+        self.lost_nodes += 1
+        alone = self.lost_nodes > 1 or self.refused or self.refused_before  # no other node may have taken a copy
+        self.allowed += alone and not self.terms.shared
+        shutil.rmtree(self.folder / node, ignore_errors=True)
+        gone = [who for who, of in self.nodes.items() if of == node]
+        self.nodes.update(dict.fromkeys(gone, f"{node}+"))
+        for who in gone:
+            if who != "trainer":
+                self.kill(self.members[RLRoleType(who[0])][who[1]])
+        for process in self.world.processes:
+            if node == getattr(process, "node", getattr(process, "origin", "")) and process is not self.trainer:
+                process.kill()
+        if "trainer" in gone:
+            self.end_trainer(self.trainer, "trainer dies")
+
+
+def terms_of(seed):
+    """Without the world's chance: the reference has the same."""
+    trainer = (Training, Pipelined)[seed % 2]
+    classes = {"ACTOR": (Policy, Alone)[seed // 2 % 2], "ROLLOUT": Sampler, "REWARD": Judge}
+    nodes, shared = ((3, False), (1, False), (3, True), (3, False))[seed // 4 % 4]
+    commit_every, every = ((1, 2), (3, 100), (2, 3), (1, 100))[seed // 16 % 4]
+    return Terms(trainer, classes, nodes, shared, commit_every, every, {"ACTOR": 2, "ROLLOUT": 1, "REWARD": 1})
+
+
+@cache
+def expected(trainer, together):
+    """What an undisturbed job gives."""
+    folder = Path(mkdtemp(prefix="steps-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    seed = next(seed for seed in range(4) if terms_of(seed).trainer is trainer and (seed // 2 % 2 == 0) == together)
+    job = StepsJob(seed, folder)
+    job.faults_left, job.faults_on = 0, False
+    try:
+        return play(job)
+    finally:
+        shutil.rmtree(folder)
+
+
+def run(seed):
+    """Simulate one job; returns its world. Raises Violation, with the trace as ``lines``."""
+    folder = Path(mkdtemp(prefix="steps-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    terms = terms_of(seed)
+    wanted = expected(terms.trainer, terms.classes["ACTOR"].needs_own_process)
+    job = StepsJob(seed, folder)
+    try:
+        try:
+            found = play(job)
+        except Lost:
+            job.world.reached["all commits are lost"] += 1
+            return job.world
+        for name in ("end", "logs"):
+            if found[name] != wanted[name]:
+                raise Violation(f"{name}: the results are not those of an undisturbed run")
+        differing = [name for name, state in found["members"].items() if state != wanted["members"][name]]
+        if differing:
+            raise Violation(f"the states of {differing} are not those of an undisturbed run")
+    except Exception as error:
+        error.add_note(f"seed {seed}: python tests/protocol/replay_steps.py {seed}")
+        error.lines = job.world.lines
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return job.world
+
+
+def play(job):
+    world = job.world
+
+    def folder_here():
+        process = world.current
+        inside = getattr(process, "inside", None)
+        node = inside[-1][1].host._node if inside else getattr(process, "node", None) or process.origin
+        return job.folder / node / "memory"
+
+    logging.getLogger("dlrover").setLevel(logging.CRITICAL)
+    with (
+        mock.patch.object(node_memory, "_memory_folder", folder_here),
+        mock.patch.object(node_memory, "_hold", lambda root: None),
+        mock.patch.object(member_state, "threading", SimpleNamespace(Thread=copies_of(world))),
+        simulated(world),
+    ):
+        job.start_trainer()
+        world.run(lambda: job.trainer.is_done, WITHIN_S)
+        if job.allowed and isinstance(job.trainer.error, CheckpointMissing):
+            raise Lost from job.trainer.error
+        if job.trainer.error is not None:
+            raise Violation(f"the trainer ended with {job.trainer.error!r}") from job.trainer.error
+        states = {
+            f"{role}-{rank}": member.host.workload.state_dict()
+            for role, members in job.members.items()
+            for rank, member in enumerate(members)
+            if member.alive
+        }
+        return plain({"end": job.results[-1], "logs": job.logs, "members": {k: v for k, v in states.items() if v}})
+
+
+def copies_of(world):
+    """The class of threads in the background: each knows the node that it was begun on."""
+
+    class Copy(CopyThread):
+        def start(self):
+            super().start()
+            begun_by = world.current
+            inside = getattr(begun_by, "inside", None)
+            self._process.origin = inside[-1][1].host._node if inside else begun_by.node
+
+    return Copy

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Durable steps against simulated disasters: two trainers at once, nodes that go, disks that are full, slow or failing.
+
+Each seed is one job with the production steps, port, hosts and stores, on simulated processes, clock and disks.
+``python tests/protocol/replay_steps.py SEED`` shows one; ``--seeds N --jobs 2`` tries many more.
+"""
+
+import multiprocessing
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import replay_steps
+from steps_job import ALWAYS, FAULTS, PAIRS, run
+
+SEEDS, MORE_SEEDS, CHUNK = range(300), range(300, 2000), 20
+JOBS = 2
+
+REGRESSIONS = (23, 68)
+"""Seeds that were broken once."""
+
+
+@pytest.mark.parametrize("seed", REGRESSIONS)
+def test_steps_that_were_broken_once_hold(seed):
+    run(seed)
+
+
+def reached_by(seeds):
+    """What happened in the runs of these seeds, all of which hold."""
+    reached, broken = Counter(), []
+    with ProcessPoolExecutor(JOBS, multiprocessing.get_context("spawn")) as pool:
+        for more, faults in pool.map(
+            replay_steps.chunk, [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
+        ):
+            reached += more
+            broken += faults
+    assert not broken, "\n".join(broken)
+    return reached
+
+
+def test_steps_survive_every_seed_and_the_faults_of_each_kind():
+    reached = reached_by(SEEDS)
+    assert not {f"{where}/{fault}" for where in ALWAYS for fault in FAULTS} - reached.keys()
+    assert reached["a commit of an earlier trainer"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_steps_survive_more_seeds_and_every_fault_in_every_situation():
+    reached = reached_by(MORE_SEEDS)
+    assert not set(PAIRS) - reached.keys()
+
+
+def test_a_seed_of_the_steps_is_the_same_run_every_time():
+    for seed in (1, 30, 59):
+        assert run(seed).lines == run(seed).lines
+
+
+def test_a_broken_seed_says_how_to_repeat_it(monkeypatch):
+    monkeypatch.setattr("dlrover.python.rl.runtime.process.host.MemberHost._check_order", lambda self, header: None)
+    monkeypatch.setattr("dlrover.python.rl.runtime.process.host.MemberHost._repeat", lambda self, header: None)
+    with pytest.raises(Exception) as caught:
+        for seed in range(60):
+            run(seed)
+    assert "python tests/protocol/replay_steps.py" in caught.value.__notes__[0]
