@@ -121,7 +121,7 @@ class StepsJob:
         self.results, self.logs = [], {}
         self.epoch, self.trainer = 0, None
         self.nodes = {}
-        self.lost_nodes, self.allowed = 0, 0
+        self.lost_nodes = self.lost_before = self.allowed = 0
         self.refused = self.refused_before = False
         self.trouble, self.is_open = ("", 0.0), False
         rng = self.world.rng
@@ -129,7 +129,7 @@ class StepsJob:
         self.aim, self.aimed_at = PAIRS[seed % len(PAIRS)], rng.randint(1, 6)
         self.world.is_broken = False
         self.world.disturb = self.disturb
-        self.striking, self.faults_on = False, True
+        self.faults_on = True
         self.members = {RLRoleType(role): [] for role in self.terms.classes}
         for role, size in self.terms.sizes.items():
             for rank in range(size):
@@ -223,7 +223,7 @@ class StepsJob:
         if not first and step != self.progress[epoch] + 1 and not self.allowed:
             raise Violation(f"step {step} follows step {self.progress[epoch]}")
         self.progress[epoch] = step
-        self.lost_nodes = 0
+        self.lost_nodes, self.lost_before = 0, self.lost_nodes
         self.refused, self.refused_before = False, self.refused
 
     # -- faults -------------------------------------------------------------------------------------------------------
@@ -237,37 +237,46 @@ class StepsJob:
         return f"disk of {inside[-1][0]}" if inside else "disk of trainer"
 
     def disturb(self, what):
-        if self.striking:
-            return
+        """An operation of the current process begins."""
         world, process = self.world, self.world.current
         if world.is_broken and what.startswith("disk"):
             raise OSError(errno.ENODEV, "the process is gone")
         inside = getattr(process, "inside", None)
-        if inside and not inside[-1][1].alive:
-            world.is_broken = True
-            raise MemberGone
-        if getattr(process, "pending", "") and not inside:
-            pending, process.pending = process.pending, ""
-            self.end_trainer(process, pending)
-            return
-        kind, until_s = self.trouble
-        if kind and world.now_s > until_s:
-            self.trouble = kind, until_s = "", 0.0
-        if kind == "slow" and what.startswith("disk"):
-            world.sleep(0.2)
-        elif what in _FAILING.get(kind, ()) and world.rng.random() < 0.5:
-            self.refused = True
-            raise OSError(_ERRORS[kind][0], "simulated")
-        fault = self.due(self.situation(what))
-        if fault:
-            self.striking = True
+        self.end_if_pending(process, inside)
+        self.fail_member(inside)
+        self.trouble_disk(what)
+        if fault := self.due(self.situation(what)):
+            world.strikes = True
             try:
                 self.strike(fault, self.situation(what))
             finally:
-                self.striking = False
-            if inside and not inside[-1][1].alive:
-                world.is_broken = True
-                raise MemberGone
+                world.strikes = False
+            self.fail_member(inside)
+
+    def fail_member(self, inside):
+        """The member whose call this is may be dead."""
+        if inside and not inside[-1][1].alive:
+            self.world.is_broken = True
+            raise MemberGone
+
+    def end_if_pending(self, process, inside):
+        if inside or not getattr(process, "pending", ""):
+            return
+        pending, process.pending = process.pending, ""
+        if process is self.trainer:
+            self.end_trainer(process, pending)
+        elif pending == "trainer dies":
+            process.kill()
+
+    def trouble_disk(self, what):
+        kind, until_s = self.trouble
+        if kind and self.world.now_s > until_s:
+            self.trouble = kind, _ = "", 0.0
+        if kind == "slow" and what.startswith("disk"):
+            self.world.sleep(0.2)
+        elif what in _FAILING.get(kind, ()) and self.world.rng.random() < 0.5:
+            self.refused = True
+            raise OSError(_ERRORS[kind][0], "simulated")
 
     def due(self, situation):
         """The fault that happens now: the one that this seed is about, or any."""
@@ -316,7 +325,7 @@ class StepsJob:
             process.wake_s = self.world.now_s + self.world.rng.choice([1.0, 8.0, 60.0])
         self.start_trainer()
         if how == "trainer freezes" and process is self.world.current:
-            self.striking = False
+            self.world.strikes = False
             self.world.hand_over()
 
     def lose(self, node):
@@ -324,7 +333,8 @@ class StepsJob:
         if self.terms.nodes == 1:
             return
         self.lost_nodes += 1
-        alone = self.lost_nodes > 1 or self.refused or self.refused_before  # no other node may have taken a copy
+        # Between two commits there may be one copy: the other one is lost, or was refused by its disk.
+        alone = self.lost_nodes + self.lost_before > 1 or self.refused or self.refused_before
         self.allowed += alone and not self.terms.shared
         shutil.rmtree(self.folder / node, ignore_errors=True)
         gone = [who for who, of in self.nodes.items() if of == node]
@@ -333,7 +343,10 @@ class StepsJob:
             if who != "trainer":
                 self.kill(self.members[RLRoleType(who[0])][who[1]])
         for process in self.world.processes:
-            if node == getattr(process, "node", getattr(process, "origin", "")) and process is not self.trainer:
+            is_there = node == getattr(process, "node", getattr(process, "origin", ""))
+            if is_there and getattr(process, "inside", None):
+                process.pending = "trainer dies"  # the member that it calls is elsewhere, and goes on
+            elif is_there and process is not self.trainer:
                 process.kill()
         if "trainer" in gone:
             self.end_trainer(self.trainer, "trainer dies")

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from random import Random
 from typing import Any
 from unittest import mock
@@ -64,7 +64,8 @@ class Process:
         """It does nothing any more, and the kernel gives its locks back."""
         self.is_dead = True
         for handle in self.locks:
-            _REAL["close"](handle)
+            with suppress(OSError):
+                _REAL["close"](handle)
         self.locks.clear()
 
 
@@ -79,6 +80,7 @@ class World:
         self.reached: Counter[str] = Counter()
         self.lines: list[str] = []
         self.operations = 0
+        self.strikes = False
         self.disturb: Callable[[str], None] = lambda what: None
 
     def start(self, name: str, main: Callable[[], None]) -> Process:
@@ -111,13 +113,18 @@ class World:
         for process in self.processes:
             process.kill()
             while not process.is_done:
+                self.current = process
                 process.turn.release()
                 self.back.acquire(timeout=_PATIENCE_S)
+        self.current = None
 
     # -- in a process -------------------------------------------------------------------------------------------------
 
     def is_in_process(self) -> bool:
-        return self.current is not None and threading.current_thread() is self.current.thread
+        """Whether this is a process of the world, and not a fault that strikes it."""
+        if self.strikes or self.current is None:
+            return False
+        return threading.current_thread() is self.current.thread
 
     def operation(self, what: str) -> None:
         """Something is about to happen: another process may go on, or a fault strikes."""
