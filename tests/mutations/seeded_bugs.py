@@ -45,6 +45,9 @@ TESTS = {
         "runtime/test_commits_of_calls.py",
         "runtime/test_local_durable.py",
     ),
+    "runtime/checkpoint/neighbours.py": ("runtime/test_neighbours.py", "runtime/test_room.py"),
+    "runtime/checkpoint/room.py": ("runtime/test_room.py",),
+    "trainer/transfers.py": ("runtime/test_neighbours.py",),
     "runtime/checkpoint/runs.py": ("runtime/test_commits.py", "runtime/test_commits_of_calls.py"),
     "runtime/checkpoint/storage/copies.py": ("runtime/test_commits_of_calls.py", "runtime/test_node_memory.py"),
     "runtime/checkpoint/storage/store.py": (
@@ -82,7 +85,7 @@ class Bug:
 _DURABLE, _LOG, _STEPS = "trainer/durable.py", "trainer/call_log.py", "trainer/steps.py"
 _HOST, _ARGUMENTS, _BEATS = "runtime/process/host.py", "runtime/process/arguments.py", "runtime/process/heartbeat.py"
 _MEMBER, _COMMITS = "runtime/checkpoint/member_state.py", "runtime/checkpoint/commits.py"
-_RUNS = "runtime/checkpoint/runs.py"
+_RUNS, _NEIGHBOURS = "runtime/checkpoint/runs.py", "runtime/checkpoint/neighbours.py"
 _STORE, _MANIFEST = "runtime/checkpoint/storage/store.py", "runtime/checkpoint/storage/manifest.py"
 _FILE, _CALLS, _COPIES = (
     "runtime/checkpoint/storage/state_file.py",
@@ -140,7 +143,7 @@ BUGS = {
         _DURABLE, "for outcome in self.inner.wait(questions, GRACE_S):", "for outcome in ():"
     ),
     "a late member is not replaced": Bug(_DURABLE, "            self._recover({}, deaths)\n", ""),
-    "a late call is issued again": Bug(_DURABLE, "if logged.rank in ranks or self.roles[role].together", "if False"),
+    "a late call is issued again": Bug(_LOG, "if logged.rank in ranks or together", "if False"),
     "a damaged commit is not given up": Bug(
         _DURABLE, "            self.checkpoints.discard(self._sender.committed, str(error.original))\n", ""
     ),
@@ -403,7 +406,7 @@ BUGS = {
     ),
     "the step decides instead of the order": Bug(
         _STORE,
-        "key=lambda manifest: (manifest.serial, manifest.epoch)",
+        "key=lambda manifest: (manifest.epoch, manifest.serial)",
         "key=lambda manifest: (manifest.step, manifest.epoch)",
     ),
     "a changed manifest is not read again": Bug(
@@ -540,5 +543,37 @@ BUGS = {
     ),
     "members that are up are not counted anew": Bug(
         "control/state.py", "            up += (member.phase is MemberPhase.UP) - (", "            up += 0 * ("
+    ),
+    "a neighbour is taken to have what comes before": Bug(
+        _NEIGHBOURS, "has_earlier = before is not None and neighbour in nodes_of(before, member)", "has_earlier = True"
+    ),
+    "the trainer's part stays on its node": Bug(
+        _NEIGHBOURS,
+        "return [Transfer(on_node[neighbour][0], (roots,), content=Held(encode(manifest), content))]",
+        "return []",
+    ),
+    "files of a lost node are not brought": Bug(
+        _NEIGHBOURS, "if holders and nodes.get(member) not in having:", "if False:"
+    ),
+    "the oldest of what nodes hold is taken": Bug(_NEIGHBOURS, "if theirs > newest:", "if not best:"),
+    "neighbours keep all commits": Bug(_NEIGHBOURS, "kept.drop_older(part.first_kept)", "pass"),
+    "neighbours write new pages each time": Bug(
+        _NEIGHBOURS, "kept.spare(folder / file.name) if part.start == 0 else None", "None"
+    ),
+    "what was set aside comes again from a neighbour": Bug(
+        _NEIGHBOURS, 'any(name.startswith(f"{manifest.folder}.") for name in store.damaged())', "False"
+    ),
+    "a commit that nobody has any more is offered": Bug(
+        _NEIGHBOURS, "if not everywhere.intersection(", "if None is everywhere.intersection("
+    ),
+    "a copy that did not arrive counts": Bug(
+        "trainer/transfers.py",
+        "failed = {each for each, is_stored in zip(now, stored, strict=True) if not is_stored}",
+        "failed = set()",
+    ),
+    "only the first part of a file travels": Bug("trainer/transfers.py", "range(len(transfer.parts))", "range(1)"),
+    "a replaced trainer goes on": Bug(_DURABLE, "if isinstance(error, StaleCall):", "if False:"),
+    "neighbours need no room": Bug(
+        "runtime/checkpoint/room.py", "(kept + 1) * most[0] + kept * neighbours", "(kept + 1) * most[0]"
     ),
 }

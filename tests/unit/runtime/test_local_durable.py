@@ -21,7 +21,10 @@ from durable_toys import (
 )
 from queued_port import QueuedPort
 
-from dlrover.python.rl.common.errors import CheckpointMissing, InvocationError, WorkloadDied
+from dlrover.python.rl.common.errors import CheckpointMissing, InvocationError, StaleCall, WorkloadDied
+from dlrover.python.rl.runtime.local_port import process_environment
+from dlrover.python.rl.runtime.process.arguments import CallHeader
+from dlrover.python.rl.trainer.trainer import run_trainer
 
 OPENED = 8
 """Number of the first question when ``steps()`` is entered: losses are recovered from there on."""
@@ -321,3 +324,21 @@ def test_a_second_loop_goes_on_where_the_first_has_ended(folder):
     assert steps == [1, 2, 3, 4]
     for number in range(10, 50, 3):
         same(Stage(folder / str(number), TwoPhases).run({(number, "before"): kill_trainer}), expected)
+
+
+def test_a_trainer_that_is_replaced_sends_nothing_more_out_of_order(folder):
+    """Only its actor knows of the new trainer; what the rollouts would do without the actor's answer is kept there."""
+    stage = Stage(folder / "job", trainer=Pipelined, steps=3)
+    reference = Stage(folder / "reference", trainer=Pipelined, steps=3)
+    reference.run()
+    publish = [number for number, call in enumerate(reference.port.calls) if call[::2] == ("ACTOR", "publish")]
+
+    def replaced(port):
+        for member in port.members["ACTOR"]:
+            member.host.invoke(CallHeader((-1, -1), "!where", epoch=2), lambda: ([], {}))
+
+    stage.port.faults = {(publish[2], "before"): replaced}
+    with process_environment(stage.memory("trainer")), pytest.raises(StaleCall):
+        run_trainer(stage.make, stage.link())
+    done = [member.host.executed["generate"] for member in stage.port.members["ROLLOUT"]]
+    assert done == [1, 1]

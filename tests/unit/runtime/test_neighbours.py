@@ -7,6 +7,8 @@ import pytest
 from durable_toys import CLASSES, Policy, Stage, both
 
 from dlrover.python.rl.runtime.checkpoint import neighbours
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import encode
+from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 
 STEPS = 7
 NODES = {
@@ -65,12 +67,14 @@ def test_two_adjacent_nodes_cost_the_steps_since_the_last_copy_and_that_is_said(
     assert "continuing from its copy in" in caplog.text
 
 
-def test_one_node_after_the_other_costs_no_committed_step(tmp_path):
-    reference = stage_on(tmp_path / "undisturbed", commit_every=3)
+@pytest.mark.parametrize("commit_every", [3, 100])
+def test_one_node_after_the_other_costs_no_committed_step(tmp_path, commit_every):
+    """With 100 all but the first commit are calls: a new neighbour needs what came before, too."""
+    reference = stage_on(tmp_path / "undisturbed", commit_every=commit_every)
     expected = reference.run()
     first, second = (numbers(reference, "ACTOR", "update")[2 * step] for step in (2, 4))
     for offset in (0, 9, 21):
-        stage = stage_on(tmp_path / f"job{offset}", commit_every=3)
+        stage = stage_on(tmp_path / f"job{offset}", commit_every=commit_every)
         faults = {(first, "before"): stage.lose("c"), (second + 30 + offset, "before"): stage.lose("a")}
         assert stage.run(faults) == expected
         assert not stage.port.faults
@@ -125,7 +129,8 @@ def test_a_neighbour_that_has_no_room_costs_a_warning_and_later_the_steps_since_
 
 
 def test_nodes_keep_no_more_than_the_commits_that_are_needed(tmp_path):
-    stage, most = stage_on(tmp_path / "job", commit_every=3), {}
+    """Node c has copies alone: nobody there commits."""
+    stage, most = stage_on(tmp_path / "job", nodes={"trainer": "a"}, commit_every=1), {}
 
     def look(self, step):
         for node in "abc":
@@ -135,10 +140,47 @@ def test_nodes_keep_no_more_than_the_commits_that_are_needed(tmp_path):
     stage.progress = type("Look", (), {"append": look})()
     stage.run()
     assert set(most) == set("abc")
-    assert max(most.values()) <= 6  # two chains of three, one of which the next commit removes
+    assert max(most.values()) <= 3  # the last two, and the one that the next commit removes
 
 
 def test_where_there_is_one_node_nothing_travels(tmp_path):
     stage = stage_on(tmp_path / "job", nodes=dict.fromkeys(NODES, "a"))
     stage.run()
     assert not [call for call in stage.port.calls if call[2] in ("!read", "!store")]
+
+
+def test_of_what_nodes_hold_the_latest_trainers_newest_commit_is_taken(tmp_path):
+    def held(epoch, serials):
+        store = CheckpointStore(tmp_path / f"of{epoch}", "run1", durable=False)
+        for step in range(1, serials + 1):
+            store.claim(epoch)
+            file = store.write(step, epoch, "trainer.state", {"role": "trainer"}, {"epoch": epoch})
+            store.commit(step, epoch, {"trainer": file})
+        return [
+            neighbours.Held(encode(each), (store.root / each.folder / "trainer.state").read_bytes())
+            for each in store.manifests()
+        ]
+
+    earlier, later = held(epoch=1, serials=9), held(epoch=2, serials=3)
+    for number, found in enumerate(([earlier, later], [later, earlier])):
+        own = CheckpointStore(tmp_path / f"own{number}", "run1", durable=False)
+        own.claim(3)
+        neighbours.adopt_newest(own, found)
+        assert [(each.epoch, each.step) for each in own.manifests()] == [(2, 3), (2, 2)]
+        neighbours.adopt_newest(own, [earlier])
+        assert own.manifests()[0].epoch == 2
+    node = CheckpointStore(tmp_path / "of1", "run1", durable=False)
+    neighbours.adopt_newest(node, [later])
+    assert (node.manifests()[0].epoch, node.manifests()[0].step) == (2, 3)
+
+
+def test_a_commit_that_was_set_aside_does_not_come_back_from_a_neighbour(tmp_path):
+    theirs, own = (CheckpointStore(tmp_path / name, "run1", durable=False) for name in ("theirs", "own"))
+    for store in (theirs, own):
+        store.claim(1)
+        file = store.write(1, 1, "trainer.state", {"role": "trainer"}, {})
+        manifest = store.commit(1, 1, {"trainer": file})
+    own.quarantine(manifest, "it is damaged")
+    content = (theirs.root / manifest.folder / "trainer.state").read_bytes()
+    neighbours.adopt_newest(own, [[neighbours.Held(encode(manifest), content)]])
+    assert own.manifests() == []

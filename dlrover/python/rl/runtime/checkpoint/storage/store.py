@@ -186,7 +186,7 @@ class CheckpointStore:
                 continue
             except CheckpointCorrupt as error:
                 self._set_aside(folder, str(error))
-        return sorted(manifests, key=lambda manifest: (manifest.serial, manifest.epoch), reverse=True)
+        return sorted(manifests, key=lambda manifest: (manifest.epoch, manifest.serial), reverse=True)
 
     def _manifest_in(self, folder: Path) -> Manifest:
         """Read again only if its file is another one, or was changed."""
