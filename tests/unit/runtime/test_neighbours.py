@@ -67,15 +67,16 @@ def test_two_adjacent_nodes_cost_the_steps_since_the_last_copy_and_that_is_said(
     assert "continuing from its copy in" in caplog.text
 
 
+@pytest.mark.parametrize("then", ["a", "b"])
 @pytest.mark.parametrize("commit_every", [3, 100])
-def test_one_node_after_the_other_costs_no_committed_step(tmp_path, commit_every):
+def test_one_node_after_the_other_costs_no_committed_step(tmp_path, commit_every, then):
     """With 100 all but the first commit are calls: a new neighbour needs what came before, too."""
     reference = stage_on(tmp_path / "undisturbed", commit_every=commit_every)
     expected = reference.run()
     first, second = (numbers(reference, "ACTOR", "update")[2 * step] for step in (2, 4))
     for offset in (0, 9, 21):
         stage = stage_on(tmp_path / f"job{offset}", commit_every=commit_every)
-        faults = {(first, "before"): stage.lose("c"), (second + 30 + offset, "before"): stage.lose("a")}
+        faults = {(first, "before"): stage.lose("c"), (second + 30 + offset, "before"): stage.lose(then)}
         assert stage.run(faults) == expected
         assert not stage.port.faults
         assert_no_step_is_lost(stage)
