@@ -8,6 +8,7 @@ import errno
 import logging
 import shutil
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -401,6 +402,15 @@ def run(seed):
     return job.world
 
 
+@contextmanager
+def silence():
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def play(job):
     world = job.world
 
@@ -410,8 +420,8 @@ def play(job):
         node = inside[-1][1].host._node if inside else getattr(process, "node", None) or process.origin
         return job.folder / node / "memory"
 
-    logging.getLogger("dlrover").setLevel(logging.CRITICAL)
     with (
+        silence(),
         mock.patch.object(node_memory, "_memory_folder", folder_here),
         mock.patch.object(node_memory, "_hold", lambda root: None),
         mock.patch.object(member_state, "threading", SimpleNamespace(Thread=copies_of(world))),

@@ -41,14 +41,13 @@ def reached_by(seeds):
 def test_steps_survive_every_seed_and_the_faults_of_each_kind():
     reached = reached_by(SEEDS)
     assert not {f"{where}/{fault}" for where in ALWAYS for fault in FAULTS} - reached.keys()
-    assert reached["a commit of an earlier trainer"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_steps_survive_more_seeds_and_every_fault_in_every_situation():
     reached = reached_by(MORE_SEEDS)
-    assert not set(PAIRS) - reached.keys()
+    assert not {*PAIRS, "a commit of an earlier trainer", "all commits are lost"} - reached.keys()
 
 
 def test_a_seed_of_the_steps_is_the_same_run_every_time():

@@ -33,7 +33,7 @@ class Room:
 
 def room_for(job: JobSpec, placement: Placement, state_bytes: Mapping[str, int | None]) -> Room | None:
     """``state_bytes`` is that of one member of each role with state; None if one is not known."""
-    own = [0] * len(placement.nodes)
+    own = [0] * max(len(placement.nodes), 1)
     parts = []
     for role, slots in placement.slots.items():
         nbytes = state_bytes.get(str(role), 0)
