@@ -544,9 +544,7 @@ BUGS = {
     "members that are up are not counted anew": Bug(
         "control/state.py", "            up += (member.phase is MemberPhase.UP) - (", "            up += 0 * ("
     ),
-    "a neighbour is taken to have what comes before": Bug(
-        _NEIGHBOURS, "has_earlier = before is not None and neighbour in nodes_of(before, member)", "has_earlier = True"
-    ),
+    "a neighbour gets only the last file": Bug(_NEIGHBOURS, "neighbour in nodes_of(before, member.file_name)", "True"),
     "the trainer's part stays on its node": Bug(
         _NEIGHBOURS,
         "return [Transfer(on_node[neighbour][0], (roots,), content=Held(encode(manifest), content))]",
@@ -555,7 +553,7 @@ BUGS = {
     "files of a lost node are not brought": Bug(
         _NEIGHBOURS, "if holders and nodes.get(member) not in having:", "if False:"
     ),
-    "the oldest of what nodes hold is taken": Bug(_NEIGHBOURS, "if theirs > newest:", "if not best:"),
+    "the oldest of what nodes hold is taken": Bug(_NEIGHBOURS, "if age > newest:", "if not best:"),
     "neighbours keep all commits": Bug(_NEIGHBOURS, "kept.drop_older(part.first_kept)", "pass"),
     "neighbours write new pages each time": Bug(
         _NEIGHBOURS, "kept.spare(folder / file.name) if part.start == 0 else None", "None"
@@ -563,7 +561,7 @@ BUGS = {
     "what was set aside comes again from a neighbour": Bug(
         _NEIGHBOURS, 'any(name.startswith(f"{manifest.folder}.") for name in store.damaged())', "False"
     ),
-    "a commit that nobody has any more is offered": Bug(
+    "a commit that is lost is offered": Bug(
         _NEIGHBOURS, "if not everywhere.intersection(", "if None is everywhere.intersection("
     ),
     "a copy that did not arrive counts": Bug(

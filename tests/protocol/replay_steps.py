@@ -8,7 +8,7 @@ import traceback
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
-from steps_job import run
+from steps_run import run
 
 
 def chunk(seeds):

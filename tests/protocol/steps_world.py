@@ -49,7 +49,7 @@ class Process:
         try:
             if not self.is_dead:
                 self._main()
-        except BaseException as error:  # noqa: BLE001 -- whoever waits for it looks at it
+        except BaseException as error:  # noqa: BLE001 -- the world looks at it
             self.error = error
         self.is_done = True
         self.world.back.release()
@@ -115,7 +115,8 @@ class World:
             while not process.is_done:
                 self.current = process
                 process.turn.release()
-                self.back.acquire(timeout=_PATIENCE_S)
+                if not self.back.acquire(timeout=_PATIENCE_S):
+                    raise Violation(f"{process.name} does not end")
         self.current = None
 
     # -- in a process -------------------------------------------------------------------------------------------------

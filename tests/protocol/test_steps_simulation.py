@@ -11,18 +11,11 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import replay_steps
-from steps_job import ALWAYS, FAULTS, PAIRS, run
+from steps_job import ALWAYS, FAULTS, PAIRS
+from steps_run import run
 
 SEEDS, MORE_SEEDS, CHUNK = range(300), range(300, 2000), 20
 JOBS = 2
-
-REGRESSIONS = (23, 68)
-"""Seeds that were broken once."""
-
-
-@pytest.mark.parametrize("seed", REGRESSIONS)
-def test_steps_that_were_broken_once_hold(seed):
-    run(seed)
 
 
 def reached_by(seeds):

@@ -130,7 +130,7 @@ def test_a_neighbour_that_has_no_room_costs_a_warning_and_later_the_steps_since_
 
 
 def test_nodes_keep_no_more_than_the_commits_that_are_needed(tmp_path):
-    """Node c has copies alone: nobody there commits."""
+    """Node c has nothing but copies."""
     stage, most = stage_on(tmp_path / "job", nodes={"trainer": "a"}, commit_every=1), {}
 
     def look(self, step):

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from durable_toys import Stage
 
+from dlrover.python.rl.common.log import short_number
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.placement import plan
-from dlrover.python.rl.runtime.checkpoint import room
 from dlrover.python.rl.runtime.checkpoint.room import describe_room, room_for, validate_room
 
 GB = 10**9
@@ -46,8 +46,8 @@ def test_the_room_follows_from_the_states_and_the_plan(tmp_path, members, nodes,
     job, found = room_of(tmp_path, members, nodes, state, settings)
     assert (found.memory, found.disk) == (memory * GB, disk * GB)
     (line,) = describe_room(found)
-    assert line.startswith(f"commits: ACTOR {members} x {room.in_words(state)}; ")
-    assert line.endswith(f"{room.in_words(disk * GB)} in the job's directory")
+    assert line.startswith(f"commits: ACTOR {members} x {short_number(state)}B; ")
+    assert line.endswith(f"{short_number(disk * GB)}B in the job's directory")
     assert ("in the memory of a node" in line) == bool(memory)
 
 

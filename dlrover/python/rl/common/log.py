@@ -33,3 +33,11 @@ def configure_logging(process: str = "", level: int = logging.INFO) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(level)
     logger.propagate = False
+
+
+def short_number(number: float) -> str:
+    """Three digits and a decimal prefix: ``1.24 G``."""
+    for prefix, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= unit:
+            return f"{number / unit:.3g} {prefix}"
+    return f"{number:g} "

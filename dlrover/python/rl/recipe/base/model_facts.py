@@ -11,6 +11,7 @@ from typing import Any
 
 from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.hub import NOT_LOOKED_UP, Lookup, current_lookup, hub_fault
+from dlrover.python.rl.common.log import short_number
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
 from dlrover.python.rl.recipe.base.config import EngineConfig
 
@@ -76,8 +77,8 @@ def describe_engines(model: str, engine: EngineConfig) -> list[str]:
         weights = parameters * (2 if engine.precision == "bf16" else 4)
         trained = parameters * _TRAINED_BYTES + (weights if engine.precision == "bf16" else 0)
         size = (
-            f", {_short(parameters)} parameters; {_short(weights)}B of weights to generate,"
-            f" {_short(trained)}B to train, activations not counted"
+            f", {short_number(parameters)} parameters; {short_number(weights)}B of weights to generate,"
+            f" {short_number(trained)}B to train, activations not counted"
         )
     elif current_lookup() is Lookup.NONE and not Path(model).expanduser().is_dir():
         size = f", {NOT_LOOKED_UP}"
@@ -85,14 +86,6 @@ def describe_engines(model: str, engine: EngineConfig) -> list[str]:
         f"model: {model}{size}",
         f"engines: train {engine.train}, rollout {engine.rollout}, on {engine.device} in {engine.precision}",
     ]
-
-
-def _short(number: float) -> str:
-    """Three digits and a decimal prefix: ``1.24 G``."""
-    for prefix, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= unit:
-            return f"{number / unit:.3g} {prefix}"
-    return f"{number:g} "
 
 
 def validate_model(model: str, where: str = "config.model") -> list[ConfigError]:

@@ -120,7 +120,6 @@ class StoreCheckpoints:
     _copying: Manifest | None = None
     _copy_asked: bool = False
     _copying_since_s: float = 0.0
-    _alone: set[str] = field(default_factory=set, repr=False)  # whose files only one node has
     _there: set[str] = field(default_factory=set, repr=False)  # the nodes that have members
     _newest: _Generation | None = field(default=None, repr=False)
     _offered: list[_Generation] = field(default_factory=list, repr=False)
@@ -282,7 +281,7 @@ class StoreCheckpoints:
             self._commits.pinned.add(step)
         files = {member.file_name: answer.file for member, answer in answers.items() if answer.file is not None}
         earlier = {name: pieces for name, file in files.items() if (pieces := self._earlier(name, file))}
-        extra = {**self._extra, NODES: where_kept(files, copied, self._alone)} if self.spread else self._extra
+        extra = {**self._extra, NODES: where_kept(files, copied, self._at)} if self.spread else self._extra
         write = partial(self._write, step, files, earlier, dict(state), extra)
         free_space = partial(self._commits.free_space, self._first_needed(step))
         self._latest = self._at = retry_io(write, self._commits.root, self.disk_wait, free_space)

@@ -165,7 +165,7 @@ def copies_for_neighbours(
     for member, (*earlier, last) in pieces.items():
         neighbour = following.get(last.file.node)
         if neighbour is not None:
-            has_earlier = before is not None and neighbour in nodes_of(before, member)
+            has_earlier = before is not None and neighbour in nodes_of(before, member.file_name)
             hosts = on_node[neighbour]
             wanted = (last,) if has_earlier else (*earlier, last)
             target = hosts[member.rank % len(hosts)]
@@ -187,7 +187,7 @@ def transfers_to(roots: Roots, manifest: Manifest, members: Iterable[ProcessId],
     """The files of a commit that the nodes of ``members`` lack, from where they are."""
     transfers = []
     for member in members:
-        having = nodes_of(manifest, member)
+        having = nodes_of(manifest, member.file_name)
         holders = [holder for holder, node in nodes.items() if node in having and holder != member]
         if holders and nodes.get(member) not in having:
             pieces = manifest.pieces_of(member.file_name)
@@ -195,34 +195,34 @@ def transfers_to(roots: Roots, manifest: Manifest, members: Iterable[ProcessId],
     return transfers
 
 
-def nodes_of(manifest: Manifest, member: ProcessId) -> list[str]:
-    """The nodes that have all of a member's files."""
-    name = member.file_name
+def nodes_of(manifest: Manifest, name: str) -> list[str]:
+    """The nodes that have all files of a process; ``""`` is every node, none is a process without files."""
     known: list[str] = manifest.extra.get(NODES, {}).get(name, [])
     file = manifest.files.get(name)
     return known if known or file is None else [file.node]
 
 
 def lost_files(manifest: Manifest, there: Collection[str]) -> list[str]:
-    """Whose files only nodes have that are not ``there``; those of copies are everywhere."""
-    where, everywhere = manifest.extra.get(NODES, {}), {*there, ""}
+    """The processes whose files are on none of the nodes ``there``; those of copies are everywhere."""
+    everywhere = {*there, ""}
     names = [name for name in manifest.files if name != TRAINER]
-    return [name for name in names if not everywhere.intersection(where.get(name, [manifest.files[name].node]))]
+    return [name for name in names if not everywhere.intersection(nodes_of(manifest, name))]
 
 
-def where_kept(files: Mapping[str, StateFile], copied: Mapping[Transfer, str], alone: set[str]) -> dict[str, list[str]]:
-    """``Manifest.extra[NODES]`` of a commit, of which ``copied`` has arrived. ``alone`` becomes those whose files only
-    one node has, and it is said when they are others than before."""
+def where_kept(
+    files: Mapping[str, StateFile], copied: Mapping[Transfer, str], before: Manifest | None
+) -> dict[str, list[str]]:
+    """``Manifest.extra[NODES]`` of a commit after ``before``, of which ``copied`` has arrived. Files that only one node
+    has are logged, once."""
     kept = {name: [file.node] for name, file in files.items()}
     for transfer, node in copied.items():
         if transfer.source is not None:
             kept[transfer.source.file_name].append(node)
-    single = {name for name, nodes in kept.items() if len(nodes) == 1}
-    if single - alone:
-        names = ", ".join(sorted(single))
+    known = before.extra.get(NODES, {}) if before is not None else {}
+    single = sorted(name for name, nodes in kept.items() if len(nodes) == 1)
+    if any(len(known.get(name, ())) != 1 for name in single):
+        names = ", ".join(single)
         _LOG.warning("only one node has the commits of %s: losing it loses the steps since a copy", names)
-    alone.clear()
-    alone.update(single)
     return kept
 
 
@@ -232,9 +232,9 @@ def adopt_newest(store: CheckpointStore, found: Iterable[Sequence[Held]]) -> Non
     newest = max(map(_age, store.manifests()), default=(0, 0))
     for generations in found:
         with suppress(ValueError, TypeError, KeyError, AttributeError):
-            theirs = max((_age(decode(each.manifest)) for each in generations), default=(0, 0))
-            if theirs > newest:
-                best, newest = generations, theirs
+            age = max((_age(decode(each.manifest)) for each in generations), default=(0, 0))
+            if age > newest:
+                best, newest = generations, age
     for each in best:
         if adopt(store, each):
             _LOG.warning("step %d: the trainer's part comes from another node's memory", decode(each.manifest).step)

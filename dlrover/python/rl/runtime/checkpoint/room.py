@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlrover.python.rl.common.errors import ConfigError
+from dlrover.python.rl.common.log import short_number
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
@@ -42,7 +43,7 @@ def room_for(job: JobSpec, placement: Placement, state_bytes: Mapping[str, int |
         for slot in slots:
             own[placement.position(slot.bundle)[0]] += nbytes
         if nbytes:
-            parts.append(f"{role} {len(slots)} x {in_words(nbytes)}")
+            parts.append(f"{role} {len(slots)} x {short_number(nbytes)}B")
     kept = 3 if job.checkpoint.commit_every == 1 else 2
     roots = roots_of(job, "", 1)
     most = sorted(own, reverse=True)
@@ -60,8 +61,8 @@ def describe_room(room: Room | None) -> list[str]:
         return ["commits: the size of a state is not known before it is loaded"]
     if not room.states:
         return []
-    memory = f"{in_words(room.memory)} in the memory of a node at most, " if room.memory else ""
-    return [f"commits: {room.states}; {memory}{in_words(room.disk)} in the job's directory"]
+    memory = f"{short_number(room.memory)}B in the memory of a node at most, " if room.memory else ""
+    return [f"commits: {room.states}; {memory}{short_number(room.disk)}B in the job's directory"]
 
 
 def validate_room(job: JobSpec, room: Room | None) -> list[ConfigError]:
@@ -81,19 +82,11 @@ def validate_room(job: JobSpec, room: Room | None) -> list[ConfigError]:
 
 
 def _misfit(where: str, nbytes: int, folder: Path, advice: str) -> ConfigError:
-    what = f"commits need {in_words(nbytes)} in {folder}, which has {in_words(_size_of(folder))} in all: {advice}"
-    return ConfigError(where, what)
+    need, has = short_number(nbytes), short_number(_size_of(folder))
+    return ConfigError(where, f"commits need {need}B in {folder}, which has {has}B in all: {advice}")
 
 
 def _size_of(folder: Path) -> int:
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     disk = os.statvfs(existing)
     return disk.f_blocks * disk.f_frsize
-
-
-def in_words(nbytes: int) -> str:
-    """Three digits and a decimal prefix: ``84 GB``."""
-    for prefix, unit in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.3g} {prefix}B"
-    return f"{nbytes} B"

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Playing one simulated job to its end, and comparing it with an undisturbed one."""
+
+import logging
+import shutil
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from types import SimpleNamespace
+from unittest import mock
+
+from steps_job import WITHIN_S, StepsJob, terms_of
+from steps_world import CopyThread, Violation, simulated
+
+from dlrover.python.rl.common.errors import CheckpointMissing
+from dlrover.python.rl.runtime.checkpoint import member_state, node_memory
+
+
+class Lost(Exception):
+    """The job ended because all its commits are lost, as they may be."""
+
+
+@cache
+def expected(trainer, together):
+    """What an undisturbed job gives."""
+    folder = Path(mkdtemp(prefix="steps-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    seed = next(seed for seed in range(4) if terms_of(seed).trainer is trainer and (seed // 2 % 2 == 0) == together)
+    job = StepsJob(seed, folder)
+    job.faults_left, job.faults_on = 0, False
+    try:
+        return play(job)
+    finally:
+        shutil.rmtree(folder)
+
+
+def run(seed):
+    """Simulate one job; returns its world. Raises Violation, with the trace as ``lines``."""
+    folder = Path(mkdtemp(prefix="steps-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    terms = terms_of(seed)
+    wanted = expected(terms.trainer, terms.classes["ACTOR"].needs_own_process)
+    job = StepsJob(seed, folder)
+    try:
+        try:
+            found = play(job)
+        except Lost:
+            job.world.reached["all commits are lost"] += 1
+            return job.world
+        for name in ("end", "logs"):
+            if found[name] != wanted[name]:
+                raise Violation(f"{name}: the results are not those of an undisturbed run")
+        differing = [name for name, state in found["members"].items() if state != wanted["members"][name]]
+        if differing:
+            raise Violation(f"the states of {differing} are not those of an undisturbed run")
+    except Exception as error:
+        error.add_note(f"seed {seed}: python tests/protocol/replay_steps.py {seed}")
+        error.lines = job.world.lines
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return job.world
+
+
+@contextmanager
+def silence():
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def play(job):
+    world = job.world
+
+    def folder_here():
+        process = world.current
+        inside = getattr(process, "inside", None)
+        node = inside[-1][1].host._node if inside else getattr(process, "node", None) or process.origin
+        return job.folder / node / "memory"
+
+    with (
+        silence(),
+        mock.patch.object(node_memory, "_memory_folder", folder_here),
+        mock.patch.object(node_memory, "_hold", lambda root: None),
+        mock.patch.object(member_state, "threading", SimpleNamespace(Thread=copies_of(world))),
+        simulated(world),
+    ):
+        job.start_trainer()
+        world.run(lambda: job.trainer.is_done, WITHIN_S)
+        if job.allowed and isinstance(job.trainer.error, CheckpointMissing):
+            raise Lost from job.trainer.error
+        if job.trainer.error is not None:
+            raise Violation(f"the trainer ended with {job.trainer.error!r}") from job.trainer.error
+        return job.outcome()
+
+
+def copies_of(world):
+    """The class of threads in the background: each knows the node that it was begun on."""
+
+    class Copy(CopyThread):
+        def start(self):
+            super().start()
+            begun_by = world.current
+            inside = getattr(begun_by, "inside", None)
+            self._process.origin = inside[-1][1].host._node if inside else begun_by.node
+
+    return Copy
