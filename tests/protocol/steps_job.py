@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit" / "runtime"))
 from durable_toys import Judge, Pipelined, Policy, Sampler, Training, plain
 from steps_world import Violation, World
 
-from dlrover.python.rl.common.errors import JobFailed
+from dlrover.python.rl.common.errors import JobFailed, StaleCall
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
@@ -82,7 +82,9 @@ class SeenPort(LocalPort):
         self.job.busy.add(member.host)
         self.process.inside.append((verb, member))
         try:
-            return super().execute(member, role, rank, call)
+            result = super().execute(member, role, rank, call)
+            self.job.check_served(member.host, call.epoch, result)
+            return result
         except MemberGone:
             world.is_broken = False
             return CallResult(None, self._death(member, role, rank, call))
@@ -108,7 +110,7 @@ class StepsJob:
         self.world, self.folder = World(seed), folder
         self.terms = terms_of(seed)
         self.busy, self.overtaken, self.progress, self.claimed = set(), set(), {}, {}
-        self.results, self.logs = [], {}
+        self.results, self.logs, self.served = [], {}, {}
         self.epoch, self.trainer = 0, None
         self.nodes = {}
         self.lost_nodes = self.lost_before = self.allowed = 0
@@ -208,6 +210,14 @@ class StepsJob:
 
     def opened(self):
         self.is_open = True
+
+    def check_served(self, host, epoch, result):
+        """A member has answered a trainer of this epoch."""
+        if isinstance(result.error, StaleCall):
+            return
+        if epoch < self.served.get(host, 0):
+            raise Violation(f"{host._context.name} serves epoch {epoch} after epoch {self.served[host]}")
+        self.served[host] = epoch
 
     def took(self, epoch, step):
         """A trainer has committed a step."""

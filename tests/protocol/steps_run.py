@@ -88,6 +88,9 @@ def play(job):
     ):
         job.start_trainer()
         world.run(lambda: job.trainer.is_done, WITHIN_S)
+        for process in world.processes:  # a trainer that was replaced is not job.trainer
+            if isinstance(process.error, Violation):
+                raise process.error
         if job.allowed and isinstance(job.trainer.error, CheckpointMissing):
             raise Lost from job.trainer.error
         if job.trainer.error is not None:
