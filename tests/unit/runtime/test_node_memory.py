@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dlrover.python.rl.runtime.checkpoint import node_memory
-from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory, memory_root
+from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory, memory_name, memory_root
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 
@@ -37,6 +37,15 @@ def test_the_memory_folder_is_the_runs_own(tmp_path):
     finally:
         CheckpointStore(root, "x", durable=False).remove()
     assert not root.exists()
+
+
+def test_processes_that_see_the_same_memory_name_it_alike(memory, monkeypatch):
+    told = "from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name; print(memory_name())"
+    before = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True).stdout.strip()
+    memory_root("job", "1")
+    assert memory_name() == before
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(memory.parent / "another"))
+    assert memory_name() != before
 
 
 @pytest.mark.parametrize("place", ["", "job-1"], ids=["all runs", "one run"])

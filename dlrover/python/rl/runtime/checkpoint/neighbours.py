@@ -3,7 +3,7 @@
 
 ::
 
-    A --> B --> C --> A        the nodes that have members, in a ring
+    A --> B --> C --> A        the memories that members see (memory_name), in a ring
 
     a commit     members write their files --> parts of each go to the next node --> the trainer's file and manifest,
                  there and on the next node of the trainer's

@@ -5,11 +5,13 @@ import errno
 import fcntl
 import os
 import shutil
+import socket
 import stat
 import tempfile
 import time
 from contextlib import suppress
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 from dlrover.python.rl.common.log import get_logger
@@ -30,6 +32,18 @@ def memory_path(job: str, run: str) -> Path:
     """The path of :func:`memory_root`: in the folder of the environment variable ``DLROVER_RL_MEMORY``, else in
     ``/dev/shm``, or in the temporary folder if that is missing or too small to hold a model."""
     return _memory_folder() / f"{job}-{run}"
+
+
+def memory_name() -> str:
+    """The name of this node's memory, one for all processes that see it: several Ray nodes of one machine have the same
+    one, and two containers that share nothing have two."""
+    folder = _memory_folder()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = socket.gethostname()
+    device = next(path.stat().st_dev for path in (folder, *folder.parents) if path.exists())
+    return sha256(f"{boot} {device} {folder}".encode()).hexdigest()[:32]
 
 
 def memory_root(job: str, run: str, durable: Path | str | None = None) -> Path:

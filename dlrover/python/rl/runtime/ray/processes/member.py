@@ -28,6 +28,7 @@ from dlrover.python.rl.common.sockets import HeldPort
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import CauseKind, Process
 from dlrover.python.rl.control.liveness import Work
+from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name
 from dlrover.python.rl.runtime.process.arguments import CallHeader, decode
 from dlrover.python.rl.runtime.process.executor import enter_folder, load_class, starting
 from dlrover.python.rl.runtime.process.health import try_devices
@@ -139,7 +140,7 @@ class MemberActor:
             self._log.stop()
         title = f"{process_id} incarnation {start.incarnation}"
         self._log = copy_output(start.job.job_dir, process_id.log_name, title)
-        self._host = host = MemberHost(start.incarnation, ray.get_runtime_context().get_node_id())
+        self._host = host = MemberHost(start.incarnation, memory_name())
         with starting(str(process_id)):
             if context.devices and context.restart.reason.startswith(CauseKind.DEVICE_FAILED):
                 try_devices(context.devices)

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import ray
-
 from dlrover.python.rl.common.errors import JobFailed, MasterLost, WorkloadDied, user_traceback
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, RLRoleType
@@ -21,6 +19,7 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.commands import StartTrainer
 from dlrover.python.rl.control.events import Cause, Process
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
+from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of, results_of
 from dlrover.python.rl.runtime.process.executor import cause_of, death_kind, enter_folder, load_class, starting
 from dlrover.python.rl.runtime.process.heartbeat import DepartureNotice, Heartbeat, HeartbeatSender, HeartbeatSettings
@@ -237,8 +236,7 @@ class TrainerActor:
         timeout_s = _RENEWAL_S + job.placement_timeout_s
         self._recovery = recovery = RayRecovery(master, port, start.members, start.command, timeout_s)
         job.job_dir.mkdir(parents=True, exist_ok=True)
-        node = ray.get_runtime_context().get_node_id()
-        checkpoints = checkpoints_of(job, start.run, start.command.epoch, node)
+        checkpoints = checkpoints_of(job, start.run, start.command.epoch, memory_name())
 
         reported = 0
 
