@@ -13,11 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from two_nodes import two_nodes
 
 from dlrover.python.rl.control.events import MemberStarted
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.master.job import check_job, run_on_ray
+from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
 from dlrover.python.rl.runtime.ray.processes.actors import ask, find
 from tests.chaos.job import tiny_job
@@ -136,7 +138,7 @@ class Apart(Play):
         """The node of the actor, and the next ones; with their memories."""
         self.until(lambda: self.step >= 25)
         indices = [index for index in range(1, len(self.nodes.nodes)) if self.on(index)]
-        ring = sorted(indices, key=self.nodes.node_id)
+        ring = sorted(indices, key=lambda index: name_of(memory_of(self.folder, index)))
         (actors,) = [event for event in self.events() if isinstance(event, MemberStarted) and event.role == "ACTOR"]
         at = [self.nodes.node_id(index) for index in ring].index(actors.process.node)
         lost = [ring[(at + number) % len(ring)] for number in range(count)]
@@ -154,6 +156,13 @@ class Apart(Play):
 
 def memory_of(folder, index):
     return folder / f"memory{index}"
+
+
+def name_of(memory):
+    """What members there call it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLROVER_RL_MEMORY", str(memory))
+        return memory_name()
 
 
 def apart(folder, nodes):
