@@ -56,7 +56,7 @@ def undisturbed(job):
 def stale_commits(job):
     """What answers a trainer of epoch 1 that would commit when there is a second one."""
     roots = roots_of(job.job, job.run_id, epoch=1)
-    header = CallHeader(RAW_CALL, COMMIT, epoch=1)
+    header = CallHeader(RAW_CALL, COMMIT, epoch=1).pack()
     refusals = []
     try:
         ray.get(job.member("ACTOR", 1, 1).dlrover_invoke.remote(header, CommitRequest(99, roots)), timeout=30)

@@ -10,13 +10,13 @@ from dlrover.python.rl.trainer.call_counts import BUCKETS_S
 
 def test_calls_are_counted_once_in_their_bucket_and_drained():
     times = CallTimes()
-    times.begin("a", "ROLLOUT", "generate", 10.0)
-    times.begin("b", "ROLLOUT", "generate", 10.0)
-    times.begin("c", "ACTOR", "train", 10.0)
+    times.begin(b"a", "ROLLOUT", "generate", 10.0)
+    times.begin(b"b", "ROLLOUT", "generate", 10.0)
+    times.begin(b"c", "ACTOR", "train", 10.0)
     assert times.pending() == {"ROLLOUT": 2, "ACTOR": 1}
-    times.end("a", 10.05)
-    times.end("a", 99.0)  # its result is read again
-    times.end("c", 5000.0)
+    times.end(b"a", 10.05)
+    times.end(b"a", 99.0)  # its result is read again
+    times.end(b"c", 5000.0)
     assert times.pending() == {"ROLLOUT": 1}
     counts = times.drain()
     generate, train = counts["ROLLOUT", "generate"], counts["ACTOR", "train"]
@@ -29,5 +29,5 @@ def test_results_that_nobody_reads_are_forgotten(monkeypatch):
     monkeypatch.setattr(call_times, "_MOST_PENDING", 3)
     times = CallTimes()
     for number in range(10):
-        times.begin(str(number), "ACTOR", "log", float(number))
+        times.begin(b"%d" % number, "ACTOR", "log", float(number))
     assert times.pending() == {"ACTOR": 3}

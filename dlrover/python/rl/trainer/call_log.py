@@ -51,6 +51,8 @@ class LoggedCall:
     ``previous`` is the call to the same member before this one; ``replay`` the latest repetition of a call that had
     ended."""
 
+    __slots__ = ("_retries", "_was_raised", "call", "error", "previous", "rank", "ref", "replay", "role", "state")
+
     def __init__(self, role: str, rank: int, call: Call | None, previous: "LoggedCall | None" = None) -> None:
         self.role, self.rank, self.call, self.previous = role, rank, call, previous
         self.state = CallState.ISSUED
@@ -147,7 +149,7 @@ class CallLog:
     overflowed: bool = False
     _init_count: int | None = None
     _open: list[LoggedCall] | None = None
-    _last: dict[ProcessId, LoggedCall] = field(default_factory=dict)
+    _last: dict[tuple[str, int], LoggedCall] = field(default_factory=dict)
 
     @property
     def is_open(self) -> bool:
@@ -172,11 +174,11 @@ class CallLog:
 
     def link(self, role: str, rank: int, call: Call) -> LoggedCall:
         """Construct the record of a call; :meth:`add` it once it is under way."""
-        return LoggedCall(role, rank, call, self._last.get(ProcessId(role, rank)))
+        return LoggedCall(role, rank, call, self._last.get((role, rank)))
 
     def add(self, call: LoggedCall) -> None:
         assert self._open is not None, "the log is open"
-        self._last[call.member] = call
+        self._last[call.role, call.rank] = call
         self._open.append(call)
         if self._open is self.setup and self._init_count is not None:
             self._limit_setup(self._init_count)
@@ -238,8 +240,10 @@ def preserve_arguments(call: Call, port: Port) -> Call:
             return value.copy()
         return port.put(value) if isinstance(value, np.ndarray | Batch | Ragged) else value
 
+    if not call.args and not call.kwargs:
+        return call._replace(keep=True)
     args = tuple(map(preserve, call.args))
-    return replace(call, args=args, kwargs={name: preserve(value) for name, value in call.kwargs.items()}, keep=True)
+    return call._replace(args=args, kwargs={name: preserve(value) for name, value in call.kwargs.items()}, keep=True)
 
 
 def sources_of(call: Call | None) -> list[LoggedCall]:
@@ -288,14 +292,16 @@ class CallSender:
             raise self.closed
         call = logged.call
         assert call is not None, "a call is forgotten only when nothing can need it"
-        resolved = replace(
-            call,
-            args=tuple(map(resolve_refs, call.args)),
-            kwargs={name: resolve_refs(value) for name, value in call.kwargs.items()},
-            sized=sized,
-            epoch=self.epoch,
-            committed=self.committed or 0,
-            after=logged.predecessor_id(),
+        resolved = Call(
+            call.call_id,
+            call.method,
+            tuple(map(resolve_refs, call.args)),
+            {name: resolve_refs(value) for name, value in call.kwargs.items()},
+            sized,
+            self.epoch,
+            self.committed or 0,
+            call.keep,
+            logged.predecessor_id(),
         )
         return self.inner.submit(logged.role, logged.rank, resolved)
 

@@ -8,7 +8,7 @@ them. A trainer without :class:`Recovery` and :class:`Checkpoints` runs as well;
 import asyncio
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from dlrover.python.rl.common.errors import (
     CallError,
@@ -48,8 +48,7 @@ class Standing:
         return self.since is not None and self.at is not None and self.since <= step <= self.at
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     call_id: tuple[int, int]  # (step, n): the n-th role-group call of that step; the same for all members of the group
     method: str
     args: tuple[Any, ...]  # values, Refs, lists of Refs, or Rows
@@ -61,7 +60,7 @@ class Call:
     after: tuple[int, int] | None = None  # id of the call to this member that must have run before; None for any
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)  # a frozen one takes five times as long to make, and every call makes some
 class Ref:
     """A result that may be pending, or a stored value (``role`` is ``""``); ``token`` and ``size`` are the port's
     handles of the value and of its row count, if that was asked for; ``incarnation`` 0 is unknown."""
@@ -100,8 +99,7 @@ class Ref:
         )
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The value or the error of a ref; ``late``: neither yet."""
 
     value: Any = None

@@ -37,7 +37,7 @@ def actor(monkeypatch):
 
 
 def call(actor, incarnation, epoch=1):
-    return actor.dlrover_invoke(CallHeader((1, 0), "hello", incarnation=incarnation, epoch=epoch))
+    return actor.dlrover_invoke(CallHeader((1, 0), "hello", incarnation=incarnation, epoch=epoch).pack())
 
 
 def test_calls_to_the_earlier_incarnation_find_it_gone(actor):

@@ -4,7 +4,7 @@
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle
 
@@ -12,6 +12,8 @@ from dlrover.python.rl.trainer.port import Call, Ref
 from dlrover.python.rl.trainer.shard import Rows, row_count, take_rows
 
 CallId: TypeAlias = tuple[int, int]
+
+_SCALARS = frozenset({type(None), bool, int, float, str, bytes})  # of these cloudpickle knows no more than pickle
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Stored:
     @classmethod
     def of(cls, value: Any, own: bool = False) -> "Stored":
         """Serialize ``value``. ``own``: copy large buffers as well, so that later changes to it have no effect."""
+        if type(value) in _SCALARS:
+            return cls(pickle.dumps(value, protocol=5), (), None)
         buffers: list[pickle.PickleBuffer] = []
         data = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
         views = [memoryview(buffer.raw()).toreadonly() for buffer in buffers]
@@ -79,8 +83,7 @@ def decode(value: Any, get: Callable[[Any], Any]) -> Any:
     return value
 
 
-@dataclass(frozen=True)
-class CallHeader:
+class CallHeader(NamedTuple):
     """A call without its arguments; see :class:`~dlrover.python.rl.trainer.port.Call`."""
 
     call_id: CallId
@@ -106,3 +109,10 @@ class CallHeader:
             call.keep,
             call.after,
         )
+
+    def pack(self) -> bytes:
+        return pickle.dumps(tuple(self), protocol=5)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "CallHeader":
+        return cls(*pickle.loads(data))

@@ -265,7 +265,8 @@ class MemberHost:
             return
         self._answers[header.call_id] = answer
         self._latest = header.call_id
-        self._standing = replace(self._standing, touched=max(self._standing.touched, header.call_id[0]))
+        if header.call_id[0] > self._standing.touched:
+            self._standing = replace(self._standing, touched=header.call_id[0])
 
     def _call(self, method: str, call_id: CallId, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with self._in(method, call_id):

@@ -13,16 +13,16 @@ _MOST_PENDING = 10_000
 class CallTimes:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pending: dict[str, tuple[str, str, float]] = {}
+        self._pending: dict[bytes, tuple[str, str, float]] = {}
         self._counts: dict[tuple[str, str], list[float]] = {}
 
-    def begin(self, call: str, role: str, method: str, now_s: float) -> None:
+    def begin(self, call: bytes, role: str, method: str, now_s: float) -> None:
         with self._lock:
             if len(self._pending) >= _MOST_PENDING:  # results that nobody waited for
                 del self._pending[next(iter(self._pending))]
             self._pending[call] = role, method, now_s
 
-    def end(self, call: str, now_s: float) -> None:
+    def end(self, call: bytes, now_s: float) -> None:
         """Nothing for a call that has ended already."""
         with self._lock:
             begun = self._pending.pop(call, None)

@@ -177,9 +177,10 @@ class MemberActor:
         if self._host is not None:
             self._host.close()
 
-    def dlrover_invoke(self, header: CallHeader, *values: Any) -> Any:
-        """Run a method for a role group; see :func:`serve`."""
-        host = self._host
+    def dlrover_invoke(self, packed: bytes, *values: Any) -> Any:
+        """Run a method for a role group; see :func:`serve`. The :class:`CallHeader` comes in bytes, since Ray would
+        take as long to pickle it as for all else of a small call."""
+        header, host = CallHeader.unpack(packed), self._host
         if host is None and 0 < header.incarnation <= self._left:
             raise gone_incarnation(header.incarnation, self._role, self._identity[0].rank, header.method)
         if host is None or host.workload is None:

@@ -51,13 +51,19 @@ class RayRef(Ref, ray.ObjectRef):
         return RayRef(self, port, token, None, self.role, self.rank, self.method)
 
 
+class _InnerRef(Ref):
+    """A ref that only a port around this one sees."""
+
+    def rebind(self, port: Any, token: Any) -> Ref:
+        return RayRef(self.token, port, token, None, self.role, self.rank, self.method)
+
+
 class RayPort:
     """The port over Ray actors, which ``handles`` lists by role, in rank order. Thread safe."""
 
     def __init__(self, handles: Mapping[Any, Sequence[Any]]) -> None:
         self._lock = threading.Lock()
-        self._handles: dict[ProcessId, Any] = {}
-        self._incarnations: dict[ProcessId, int] = {}
+        self._members: dict[tuple[str, int], tuple[Any, int]] = {}
         self._owners: dict[str, tuple[str, int, int]] = {}
         for role, members in handles.items():
             for rank, handle in enumerate(members):
@@ -66,29 +72,31 @@ class RayPort:
     def replace(self, role: str, rank: int, handle: Any, incarnation: int) -> None:
         """Call ``handle`` from now on. Running calls of the former member go on."""
         with self._lock:
-            process_id = ProcessId(role, rank)
-            self._handles[process_id] = handle
-            self._incarnations[process_id] = incarnation
+            self._members[role, rank] = handle, incarnation
             self._owners[_actor_id(handle)] = (role, rank, incarnation)
 
     def incarnations(self) -> dict[ProcessId, int]:
         with self._lock:
-            return dict(self._incarnations)
+            return {ProcessId(*member): incarnation for member, (_, incarnation) in self._members.items()}
 
     def put(self, value: Any) -> Ref:
         return Ref(self, ray.put(value))
 
     def submit(self, role: str, rank: int, call: Call) -> Ref:
+        result, *fields = self._send(role, rank, call)
+        return RayRef(result, self, result, *fields)
+
+    def _send(self, role: str, rank: int, call: Call) -> tuple[Any, Any, str, int, str, int]:
+        """The fields of a ref from ``token`` on."""
         with self._lock:
-            process_id = ProcessId(role, rank)
-            handle, incarnation = self._handles[process_id], self._incarnations[process_id]
-        header = CallHeader.of(call, incarnation)
+            handle, incarnation = self._members[role, rank]
+        header = CallHeader.of(call, incarnation).pack()
         values = [encode(value) for value in (*call.args, *call.kwargs.values())]
         if not call.sized:
             result, size = handle.dlrover_invoke.remote(header, *values), None
         else:
             result, size = handle.dlrover_invoke.options(num_returns=2).remote(header, *values)
-        return RayRef(result, self, result, size, role, rank, call.method, incarnation)
+        return result, size, role, rank, call.method, incarnation
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
         # One get for the whole list: it ends at the first error, wherever in the list that is.
@@ -137,8 +145,8 @@ class RayPort:
         """Whether a member is alive whose connection broke; calls have ids, so asking it again is safe."""
         role, rank, incarnation = owner
         with self._lock:
-            member = ProcessId(role, rank)
-            handle = self._handles[member] if self._incarnations[member] == incarnation else None
+            handle, current = self._members[role, rank]
+        handle = handle if current == incarnation else None
         deadline_s = time.monotonic() + _BACK_S
         while handle is not None and time.monotonic() < deadline_s:
             ping = handle.dlrover_ping.remote()
@@ -212,9 +220,13 @@ def _actor_id(handle: Any) -> str:
     return str(handle._actor_id.hex())
 
 
-def _task_of(ref: Ref) -> str:
+_TASK_BYTES = ray.TaskID.size()
+
+
+def _task_of(ref: Ref) -> bytes:
     """The same for a call's result and for its row count."""
-    return str(ref.token.task_id().hex())
+    identity: bytes = ref.token.binary()
+    return identity[:_TASK_BYTES]
 
 
 class Activity:
@@ -250,7 +262,7 @@ class Activity:
 
 
 class WatchedPort(RayPort):
-    """The port over Ray actors that records every use in ``activity``."""
+    """The port below that of durable steps; it records every use in ``activity``."""
 
     def __init__(self, activity: Activity) -> None:
         super().__init__({})
@@ -259,7 +271,7 @@ class WatchedPort(RayPort):
 
     def submit(self, role: str, rank: int, call: Call) -> Ref:
         self.activity.touch()
-        ref = super().submit(role, rank, call)
+        ref = _InnerRef(self, *self._send(role, rank, call))
         self.call_times.begin(_task_of(ref), role, call.method, time.monotonic())
         return ref
 
