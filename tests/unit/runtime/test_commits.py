@@ -157,7 +157,7 @@ class Store:
     def __init__(self, path, size=80, disk_wait=DiskWait(0.02, 0.001), run="run1", shared=True):  # noqa: B008
         self.roots = Roots("job", run, 1, path / "checkpoints" / run, path / "commits" / run, shared=shared)
         self.checkpoints = StoreCheckpoints(self.roots, every=2, disk_wait=disk_wait)
-        self.member, self.workload = MemberState("ACTOR", 0, 1, "", disk_wait), Weights(size)
+        self.member, self.workload = MemberState("ACTOR", 0, 1, "", disk_wait=disk_wait), Weights(size)
 
     def commit(self, step):
         answer = self.member.commit(self.workload, self.checkpoints.commit_request(step, last=False))

@@ -140,6 +140,10 @@ class EngineError(DLRoverRLError):
     """An engine does not support a request; the message says what it supports."""
 
 
+class OtherLayout(EngineError):
+    """A state is of ranks that divide the model otherwise."""
+
+
 class OutOfDeviceMemory(EngineError):
     """Tensors do not fit the device; the message reports its memory by owner."""
 

@@ -192,6 +192,12 @@ class BaseWorkload:
         return False
 
     @classmethod
+    def takes_other_members(cls, config: Any) -> bool:
+        """True: a job may be resumed with another number of members, or with others of their settings; they get the
+        state by :meth:`load_states`."""
+        return False
+
+    @classmethod
     def state_bytes(cls, config: Any, world_size: int) -> int | None:
         """About how large the state of one of ``world_size`` members is in a commit; None: unknown. ``check`` computes
         from it the room that the job needs, before anything starts."""
@@ -233,6 +239,12 @@ class BaseWorkload:
         """Continue from a :meth:`state_dict`: in a new process after the trainer's ``init`` was repeated there, or in
         this one to go back some steps."""
         raise NotImplementedError(f"{type(self).__name__} has state_dict() without load_state_dict()")
+
+    def load_states(self, states: Iterable[Any]) -> None:
+        """Continue from the :meth:`state_dict` of all members of an earlier run, in rank order, of which there were
+        more, fewer, or which :meth:`load_state_dict` has refused as :class:`OtherLayout`. Each is read when it is
+        requested, and used until the next one is. Override it together with :meth:`takes_other_members`."""
+        raise NotImplementedError(f"{type(self).__name__} has takes_other_members() without load_states()")
 
     @property
     def restart_info(self) -> RestartInfo:

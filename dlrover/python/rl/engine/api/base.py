@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interfaces of train engines and rollout engines."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
@@ -161,7 +161,11 @@ class BaseTrainEngine(Offloadable, Protocol):
         """All of this rank that later steps depend on. The tensors are live: copy them before the next step."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore :meth:`state_dict`; later steps give the same bits."""
+        """Restore :meth:`state_dict`; later steps give the same bits. Raises OtherLayout."""
+
+    def load_states(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Take this rank's part out of the :meth:`state_dict` of all ranks of another layout. Each is used until the
+        next one is requested; all ranks do so, without exchanging anything."""
 
     def close(self) -> None: ...
 

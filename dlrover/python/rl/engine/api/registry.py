@@ -52,6 +52,7 @@ class EngineInfo:
     top_token_ids: bool = True  # evaluates with `top`, as teachers of whole distributions do
     sgd: bool = True  # has SGD besides AdamW
     bare_head: bool = True  # trains a token head without a bias, as reward models have
+    redivides: bool = True  # goes on from the states of another number of ranks, and of another layout
 
 
 @dataclass(frozen=True)

@@ -13,4 +13,12 @@ class DeepSpeedOptions:
     """The ranks divide 1 the optimizer's state, 2 the gradients too, 3 the weights too."""
 
 
-INFO = EngineInfo(DeepSpeedOptions, "deepspeed", divides=(), adapters=False, shares_process=False, sgd=False)
+INFO = EngineInfo(
+    DeepSpeedOptions,
+    "deepspeed",
+    divides=(),
+    adapters=False,
+    shares_process=False,
+    sgd=False,
+    redivides=False,
+)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default train engine: a Hugging Face model and its optimizer under FSDP2, with this rank's shards."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from dlrover.python.rl.engine.training.backend import (
     read_checkpoint,
     write_checkpoint,
 )
+from dlrover.python.rl.engine.training.redivide import merge_states, place
 from dlrover.python.rl.engine.training.stepping import MasterOptimizer, ShardedBackend, accumulate_gradients
 from dlrover.python.rl.engine.training.train_engine_base import BackendTrainEngine
 
@@ -149,7 +150,9 @@ class Fsdp2Backend(ShardedBackend):
         adapted = self._settings.lora is not None
         model = {shard.name: locate(shard.master) for shard in (self.shards.trained if adapted else self.shards)}
         model |= {} if adapted else {name: locate(buffer) for name, buffer in self.buffers.items()}
-        return {"layout": list(self.shards.grid.layout.shape), "model": model, "optimizer": self._moments()}
+        grid = self.shards.grid
+        places = {shard.name: place(shard.shape, shard.ranges(grid)) for shard in self.shards if shard.name in model}
+        return {"layout": list(grid.layout.shape), "places": places, "model": model, "optimizer": self._moments()}
 
     def write_checkpoint(self, path: Path, version: int) -> None:
         tensors = checkpoint_tensors(self.made, self.optimizer)
@@ -193,6 +196,20 @@ class Fsdp2TrainEngine(BackendTrainEngine):
             self._grid = Grid.of(ranks, settings.parallel, settings.device)
         self.layout = self._grid.layout
         return ranks
+
+    def load_states(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """See ``BaseTrainEngine``; later steps are equal within float32 rounding. Raises as :func:`merge_states`."""
+        backend = self._revive()
+        assert isinstance(backend, Fsdp2Backend)
+
+        def noted() -> Iterator[Mapping[str, Any]]:
+            for state in states:
+                self.version, self._skipped = int(state["version"]), int(state["skipped"])
+                yield state
+
+        merge_states(backend.local_state(), noted())
+        backend._refresh()
+        self._has_weights = True
 
     def _make(self, loaded: bool) -> Fsdp2Backend:
         parked = ParkedTensors(self._owner, self._memory)

@@ -22,4 +22,5 @@ INFO = EngineInfo(
     top_token_ids=False,
     sgd=False,
     bare_head=False,
+    redivides=False,
 )

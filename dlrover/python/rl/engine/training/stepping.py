@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate, WeightSyncError
+from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate, OtherLayout, WeightSyncError
 from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig, TokenLoss
@@ -222,13 +222,14 @@ def restore_state(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
     Raises:
         WeightSyncError: the state is of another model; nothing was changed.
-        EngineError: it is of another layout, one of the two is frozen, or it has been released; nothing was changed.
+        OtherLayout: its ranks have divided the model otherwise; nothing was changed.
+        EngineError: one of the two is frozen, or the state has been released; nothing was changed.
     """
     moments, own_moments = state["optimizer"], own["optimizer"]
     if (moments is None) != (own_moments is None):
         raise EngineError("the state of a trained engine does not fit a frozen one, nor the reverse")
     if state["layout"] != own["layout"]:
-        raise EngineError(
+        raise OtherLayout(
             f"the state is of layout {state['layout']}, not {own['layout']}: a checkpoint can be read in both"
         )
     shapes = {name: tuple(tensor.shape) for name, tensor in own["model"].items()}

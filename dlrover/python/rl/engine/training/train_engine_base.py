@@ -5,7 +5,7 @@ import gc
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -227,6 +227,10 @@ class BackendTrainEngine(ABC):
         """Copy in what :meth:`state_dict` returned on this rank; see :func:`restore_state` for errors."""
         self._revive().restore_local_state(state)
         self.version, self._skipped, self._has_weights = int(state["version"]), int(state["skipped"]), True
+
+    def load_states(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """See ``BaseTrainEngine``; of engines that ``redivide``. Raises EngineError."""
+        raise EngineError(f"{self.name} goes on with as many ranks, and in the same layout, only")
 
     # -- offload ------------------------------------------------------------------------------------------------------
 

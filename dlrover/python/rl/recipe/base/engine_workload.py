@@ -19,7 +19,7 @@ import hashlib
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from dlrover.python.rl.engine.api.base import (
     Rendezvous,
     TrainSettings,
 )
-from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
+from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class, engine_info
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.memory.device_lock import DeviceLock
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
@@ -271,7 +271,8 @@ class TrainedWorkload(EngineWorkload):
         sizes = engine.parallel or ParallelSizes(ddp_size=self.world_size if copies else 1)
         heads = {"head": self.head, "head_bias": self.head_bias}
         self._make_train_engine(model, engine, optimizer, rendezvous, parallel=sizes, lora=lora, **heads)
-        seed_random(seed, self.role, self.rank)
+        self._seed = (seed, self.role, self.rank)
+        seed_random(*self._seed)
 
     @trainer_invocation(changes_state=False)
     def save(self, path: Path) -> None:
@@ -289,6 +290,23 @@ class TrainedWorkload(EngineWorkload):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._engine.load_state_dict(state["engine"])
         set_random_state(state["random"])
+
+    @classmethod
+    def takes_other_members(cls, config: Any) -> bool:
+        engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
+        return engine_info(TRAIN_ENGINES, engine.train).redivides
+
+    def load_states(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Every member takes its part of the model. One of a rank that was there takes over its random state."""
+        seed_random(*self._seed)
+
+        def engines() -> Iterator[Mapping[str, Any]]:
+            for rank, state in enumerate(states):
+                if rank == self.rank:
+                    set_random_state(state["random"])
+                yield state["engine"]
+
+        self._engine.load_states(engines())
 
 
 def _holds_copies(engine: EngineConfig, device: str) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, retry_io
-from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, DataError
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, DataError, OtherLayout
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId, is_url
 from dlrover.python.rl.runtime.checkpoint.calls import RecordedCall, load_calls
@@ -91,15 +91,21 @@ def incarnation_of(file: StateFile) -> int:
 
 
 class MemberState:
-    """Writes and reads the state of one member, in its process of ``incarnation`` on ``node``."""
+    """Writes and reads the state of one of ``members``, in its process of ``incarnation`` on ``node``."""
 
-    def __init__(
-        self, role: str, rank: int, incarnation: int, node: str, disk_wait: DiskWait = DEFAULT_DISK_WAIT
+    def __init__(  # noqa: PLR0913 -- who it is
+        self,
+        role: str,
+        rank: int,
+        incarnation: int,
+        node: str,
+        members: int = 1,
+        disk_wait: DiskWait = DEFAULT_DISK_WAIT,
     ) -> None:
-        self._disk_wait = disk_wait
+        self._disk_wait, self._members = disk_wait, members
         self.key = ProcessId(role, rank).file_name
         self._incarnation, self._node = incarnation, node
-        self._header: dict[str, str | int] = {"role": str(role), "rank": rank}
+        self._rank, self._header = rank, dict[str, str | int](role=str(role), rank=rank)
         self._copy: _Copy | None = None
         self._since: int | None = None  # the first of the commits in this node's folder that calls can go on from
 
@@ -152,26 +158,57 @@ class MemberState:
         """Load the state from the first intact source; returns the calls after which it is that of the request. Raises
         CheckpointCorrupt or CheckpointMissing if there is none, DataError if this code cannot repeat the calls."""
         failure: CheckpointCorrupt | CheckpointMissing = CheckpointMissing(f"step {request.step} has no {self.key}")
-        for pieces in (source[self.key] for source in request.sources if self.key in source):
+        for source in request.sources:
+            pieces = self._pieces_by_rank(source)
             try:
-                state, *trees = self._read(request, pieces)
-                calls = [call for tree in trees for call in load_calls(tree)]
+                if len(pieces) == self._members and self._rank in pieces:
+                    return self._restore_own(workload, request, pieces)
+                if pieces:
+                    self._restore_other(workload, request, pieces)
+                    return []
             except (CheckpointCorrupt, CheckpointMissing) as error:
                 failure = error
-            except OSError as error:
-                failure = CheckpointCorrupt(f"{pieces[-1].folder}/{self.key}", f"it cannot be read: {error}")
-            else:
-                self._since = request.step if "/" not in pieces[-1].folder else None
-                workload.load_state_dict(state)
-                return calls
         raise failure
 
-    def _read(self, request: RestoreRequest, pieces: Sequence[Piece]) -> Iterator[Any]:
-        """The trees in the files, of which the last one is the step's."""
-        root = request.roots.commit_root()
+    def _pieces_by_rank(self, source: Mapping[str, tuple[Piece, ...]]) -> dict[int, tuple[Piece, ...]]:
+        """Those of the members of the role, in rank order."""
+        named = ((*name.rpartition("-")[::2], pieces) for name, pieces in source.items())
+        return dict(sorted((int(rank), pieces) for role, rank, pieces in named if role == self._header["role"]))
+
+    def _restore_own(
+        self, workload: Any, request: RestoreRequest, pieces: Mapping[int, tuple[Piece, ...]]
+    ) -> list[RecordedCall]:
+        own = pieces[self._rank]
+        state, *trees = self._read(request, own, self._rank)
+        calls = [call for tree in trees for call in load_calls(tree)]
+        self._since = request.step if "/" not in own[-1].folder else None
+        try:
+            workload.load_state_dict(state)
+        except OtherLayout:
+            if not workload.takes_other_members(workload.config):
+                raise
+            self._restore_other(workload, request, pieces)
+        return calls
+
+    def _restore_other(self, workload: Any, request: RestoreRequest, pieces: Mapping[int, tuple[Piece, ...]]) -> None:
+        """From the states of members that have divided what they have otherwise. The calls after a state are for as
+        many members as made them."""
+        if later := [own for own in pieces.values() if len(own) > 1]:
+            folder = later[0][-1].folder
+            raise CheckpointMissing(f"{folder} has calls after the state, which other members cannot repeat")
+        self._since = None
+        workload.load_states(state for rank, own in pieces.items() for state in self._read(request, own, rank))
+
+    def _read(self, request: RestoreRequest, pieces: Sequence[Piece], rank: int) -> Iterator[Any]:
+        """The trees in the files of ``rank``, of which the last one is the step's. Raises CheckpointCorrupt."""
+        root, header = request.roots.commit_root(), {**self._header, "rank": rank}
         for folder, file in pieces:
-            header = self._header if file is not pieces[-1].file else {**self._header, "step": request.step}
-            yield retry_io(partial(_read, root, folder, file, header), root / folder, self._disk_wait)
+            expected = header if file is not pieces[-1].file else {**header, "step": request.step}
+            try:
+                tree = retry_io(partial(_read, root, folder, file, expected), root / folder, self._disk_wait)
+            except OSError as error:
+                raise CheckpointCorrupt(f"{folder}/{file.name}", f"it cannot be read: {error}") from error
+            yield tree
 
     def persist(self, request: PersistRequest) -> tuple[StateFile, ...]:
         """Finish the copy of a generation, or make it; raises CheckpointCorrupt, CheckpointMissing, OSError."""

@@ -121,7 +121,7 @@ class MemberHost:
 
     def start(self, workload_class: Any, context: MemberContext, master_handle: Any, config: Any) -> None:
         self._context = context
-        self._state = MemberState(context.role, context.rank, self._incarnation, self._node)
+        self._state = MemberState(context.role, context.rank, self._incarnation, self._node, context.world_size)
         with member_context(context), self._in(CONSTRUCTING, _NEVER):
             self.workload = workload_class(master_handle, config)
         self._is_stateful = is_stateful(type(self.workload))

@@ -108,7 +108,7 @@ def inspect_job(job: JobSpec, here: bool = False) -> Inspection:
             reason = f"{spec.num} members of {spec.class_} meet in collectives, which one process cannot hold"
             refusals.append(ConfigError(f"{where}.num", f"{reason}; use num=1"))
     stateful = {str(role): num for role, num in roles.items() if role in loaded and is_stateful(loaded[role])}
-    errors += _validate_resume(job, stateful) if len(methods) == len(roles) else []
+    errors += _validate_resume(job, stateful, loaded) if len(methods) == len(roles) else []
     return Inspection(
         tuple(errors),
         methods,
@@ -130,6 +130,13 @@ def _state_bytes(workload: Any, config: Any, members: int) -> int | None:
         _LOG.warning("%s.state_bytes raised %s: %s", workload.__name__, type(error).__name__, error)
         return None
     return nbytes
+
+
+def _takes_other_members(workload: Any, config: Any) -> bool:
+    try:
+        return bool(workload.takes_other_members(config))
+    except Exception:  # noqa: BLE001 -- the user's code may raise anything: check_config reports a config that is wrong
+        return False
 
 
 def _find_rejoining(workload: Any, config: Any, role: str, found: list[str]) -> Iterable[ConfigError]:
@@ -171,12 +178,16 @@ def _ask_lines(question: Callable[[], Iterable[str]]) -> list[str]:
         return [f"describe_config raised {type(error).__name__}: {error}"]
 
 
-def _validate_resume(job: JobSpec, stateful: Mapping[str, int]) -> list[ConfigError]:
-    """A job cannot continue from a copy with other members."""
+def _validate_resume(job: JobSpec, stateful: Mapping[str, int], loaded: Mapping[str, Any]) -> list[ConfigError]:
+    """A job continues from a copy with the same members, or with others of roles that can divide their state again."""
     resumed = resumed_layout(job)
     if resumed is None or resumed[1] == stateful:
         return []
     folder, saved = resumed
+    if saved.keys() == stateful.keys() and all(
+        saved[role] == num or _takes_other_members(loaded[role], job.config) for role, num in stateful.items()
+    ):
+        return []
     advice = "make them the same, or choose another job_dir or 'never'"
     members = f"{folder} holds the state of {_format(saved)}, and this job's members with state are {_format(stateful)}"
     return [ConfigError("checkpoint.resume", f"{members}: {advice}")]

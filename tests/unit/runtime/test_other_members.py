@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Members that take over the state of more or fewer of them."""
+
+import numpy as np
+import pytest
+
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, OtherLayout
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.runtime.checkpoint.calls import CallRecord
+from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
+from dlrover.python.rl.runtime.checkpoint.member_state import MemberState
+from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.process.inspection import inspect_job
+from dlrover.python.rl.trainer.trainer import BaseTrainer
+from dlrover.python.rl.trainer.workload import BaseWorkload
+
+ROWS = 12
+
+
+class Rows:
+    """Has its share of the rows; ``cut`` is another way to divide them."""
+
+    config = None
+
+    def __init__(self, rank, size, cut="rows", takes=True):
+        self.rank, self.size, self.cut, self.takes = rank, size, cut, takes
+        self.rows = np.array_split(np.arange(ROWS), size)[rank]
+
+    def takes_other_members(self, config):
+        return self.takes
+
+    def state_dict(self):
+        return {"rows": self.rows, "cut": self.cut}
+
+    def load_state_dict(self, state):
+        if state["cut"] != self.cut:
+            raise OtherLayout("cut otherwise")
+        self.rows = state["rows"]
+
+    def load_states(self, states):
+        whole = np.concatenate([state["rows"] for state in states])
+        self.rows = np.array_split(whole, self.size)[self.rank]
+
+
+class Run:
+    """Members of one role, and the trainer's side."""
+
+    def __init__(self, path, size, **how):
+        self.roots = Roots("job", "run1", 1, path / "checkpoints" / "run1", path / "commits" / "run1", shared=True)
+        self.checkpoints = StoreCheckpoints(self.roots, every=100)
+        self.workloads = [Rows(rank, size, **how) for rank in range(size)]
+        self.members = [MemberState("ACTOR", rank, 1, "", size) for rank in range(size)]
+
+    def commit(self, step, calls=None):
+        request = self.checkpoints.commit_request(step, last=False)
+        answers = {
+            ProcessId("ACTOR", rank): member.commit(workload, request, calls)
+            for rank, (member, workload) in enumerate(zip(self.members, self.workloads, strict=True))
+        }
+        self.checkpoints.commit(step, answers, {"step": step}, {})
+
+    def restore(self, step):
+        request = self.checkpoints.restore_request(step)
+        for member, workload in zip(self.members, self.workloads, strict=True):
+            workload.rows = np.array([])
+            assert member.restore(workload, request) == []
+        return [workload.rows.tolist() for workload in self.workloads]
+
+
+def shares(size):
+    return [part.tolist() for part in np.array_split(np.arange(ROWS), size)]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 4), (1, 3), (11, 2), (3, 3)])
+def test_more_or_fewer_members_divide_the_state_again(tmp_path, before, after):
+    Run(tmp_path, before).commit(5)
+    assert Run(tmp_path, after).restore(5) == shares(after)
+
+
+def test_so_do_as_many_that_divide_it_otherwise_and_only_those_that_can(tmp_path):
+    Run(tmp_path, 2).commit(5)
+    assert Run(tmp_path, 2, cut="columns").restore(5) == shares(2)
+    with pytest.raises(OtherLayout, match="cut otherwise"):
+        Run(tmp_path, 2, cut="columns", takes=False).restore(5)
+
+
+def test_calls_after_a_state_are_repeated_by_as_many_members_only(tmp_path):
+    run = Run(tmp_path, 2)
+    run.checkpoints.cadence.every = 100
+    run.commit(1)
+    record = CallRecord()
+    with record.recording(2, "update", (1,), {}):
+        pass
+    run.commit(2, record.calls_of(2))
+    with pytest.raises(CheckpointMissing, match="has calls after the state, which other members cannot repeat"):
+        Run(tmp_path, 3).restore(2)
+    assert Run(tmp_path, 3).restore(1) == shares(3)
+
+
+def test_another_ranks_file_is_checked_too(tmp_path):
+    Run(tmp_path, 2).commit(5)
+    (file,) = (tmp_path / "commits/run1").glob("step-*/ACTOR-1*")
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.raises(CheckpointCorrupt, match="ACTOR-1"):
+        Run(tmp_path, 1).restore(5)
+
+
+# -- before anything starts -------------------------------------------------------------------------------------------
+
+
+class Keeping(BaseWorkload):
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Dividing(Keeping):
+    @classmethod
+    def takes_other_members(cls, config):
+        if config["broken"]:
+            raise KeyError("of the user's own")
+        return True
+
+
+class Nothing(BaseTrainer):
+    def init(self):
+        pass
+
+    def fit(self):
+        pass
+
+
+def job(path, name, number, broken="false"):
+    text = f"name: job\ntrainer: {{module: {__name__}, class: Nothing, device_type: CPU, device_per_node: 8}}\n"
+    text += f"workload: {{actor: {{module: {__name__}, class: {name}, num: {number}}}}}\njob_dir: {path}\n"
+    return load_job_text(f"{text}checkpoint: {{resume: latest}}\nconfig: {{broken: {broken}}}\n", "job")
+
+
+def test_other_numbers_are_refused_where_a_role_cannot_divide_its_state_again(tmp_path):
+    run = Run(tmp_path, 2)
+    run.commit(5)
+    run.checkpoints.persisted(
+        {
+            ProcessId("ACTOR", rank): member.persist(request)
+            for request in [run.checkpoints.persist_request()]
+            for rank, member in enumerate(run.members)
+        }
+    )
+    assert inspect_job(job(tmp_path, "Dividing", 3)).errors == ()
+    assert inspect_job(job(tmp_path, "Keeping", 2)).errors == ()
+    for refused in (job(tmp_path, "Keeping", 3), job(tmp_path, "Dividing", 3, "true")):
+        (error,) = inspect_job(refused).errors
+        assert error.where == "checkpoint.resume"
+        assert "holds the state of ACTOR x2, and this job's members with state are ACTOR x3" in error.what
