@@ -6,6 +6,8 @@ What the pure machine and its journal can get wrong is in ``tests/simulation/mut
 
 from dataclasses import dataclass
 
+_MASTERS = "../protocol/test_masters_simulation.py"
+
 TESTS = {
     "trainer/durable.py": (
         "trainer/test_durable.py",
@@ -39,6 +41,7 @@ TESTS = {
         "runtime/test_commits.py",
         "runtime/test_commits_of_calls.py",
         "runtime/test_local_durable.py",
+        "runtime/test_other_members.py",
     ),
     "runtime/checkpoint/commits.py": (
         "runtime/test_commits.py",
@@ -48,6 +51,7 @@ TESTS = {
     "runtime/checkpoint/neighbours.py": ("runtime/test_neighbours.py", "runtime/test_room.py"),
     "runtime/checkpoint/room.py": ("runtime/test_room.py",),
     "trainer/transfers.py": ("runtime/test_neighbours.py",),
+    "engine/training/redivide.py": ("engine/test_redivide.py",),
     "runtime/checkpoint/runs.py": ("runtime/test_commits.py", "runtime/test_commits_of_calls.py"),
     "runtime/checkpoint/storage/copies.py": ("runtime/test_commits_of_calls.py", "runtime/test_node_memory.py"),
     "runtime/checkpoint/storage/store.py": (
@@ -58,10 +62,16 @@ TESTS = {
     "runtime/checkpoint/storage/manifest.py": ("runtime/test_store.py", "runtime/test_commits_of_calls.py"),
     "runtime/checkpoint/storage/state_file.py": ("runtime/test_state_file.py", "runtime/test_store.py"),
     "runtime/checkpoint/node_memory.py": ("runtime/test_node_memory.py", "runtime/test_commits_of_calls.py"),
-    "runtime/ray/executor.py": ("runtime/ray/test_ray_executor.py", "runtime/ray/test_leaving.py"),
-    "runtime/ray/processes/process_table.py": ("runtime/ray/test_ray_executor.py", "runtime/ray/test_leaving.py"),
-    "runtime/ray/reservations.py": ("runtime/ray/test_reservations.py", "runtime/ray/test_ray_executor.py"),
-    "master/process/hang_detector.py": ("master/test_hang_detector.py",),
+    "runtime/ray/executor.py": ("runtime/ray/test_ray_executor.py", "runtime/ray/test_leaving.py", _MASTERS),
+    "runtime/ray/processes/process_table.py": (
+        "runtime/ray/test_ray_executor.py",
+        "runtime/ray/test_leaving.py",
+        _MASTERS,
+    ),
+    "runtime/ray/reservations.py": ("runtime/ray/test_reservations.py", "runtime/ray/test_ray_executor.py", _MASTERS),
+    "runtime/ray/cluster/fenced.py": (_MASTERS,),
+    "master/process/rl_master.py": (_MASTERS,),
+    "master/process/hang_detector.py": ("master/test_hang_detector.py", _MASTERS),
     "master/process/replacement.py": ("master/test_replacement.py",),
     "control/state.py": ("control/test_members.py",),
 }
@@ -94,6 +104,11 @@ _FILE, _CALLS, _COPIES = (
 )
 _CADENCE, _MEMORY = "runtime/checkpoint/cadence.py", "runtime/checkpoint/node_memory.py"
 _EXECUTOR, _TABLE = "runtime/ray/executor.py", "runtime/ray/processes/process_table.py"
+_PARTS, _FENCED, _MASTER = (
+    "engine/training/redivide.py",
+    "runtime/ray/cluster/fenced.py",
+    "master/process/rl_master.py",
+)
 _HANGS, _REPLACED = "master/process/hang_detector.py", "master/process/replacement.py"
 
 BUGS = {
@@ -153,13 +168,13 @@ BUGS = {
     "requests have no epoch": Bug(
         _LOG, "Call(RAW_CALL, verb, args, {}, epoch=self.epoch,", "Call(RAW_CALL, verb, args, {}, epoch=0,"
     ),
-    "calls have no epoch": Bug(_LOG, "            epoch=self.epoch,\n", ""),
+    "calls have no epoch": Bug(_LOG, "            self.epoch,\n", "            0,\n"),
     "a call waits for one that has failed": Bug(
         _LOG, "while before is not None and before.error is not None:", "while False:"
     ),
-    "a call waits for none before it": Bug(_LOG, "            after=logged.predecessor_id(),\n", ""),
+    "a call waits for none before it": Bug(_LOG, "            logged.predecessor_id(),\n", ""),
     "members are not told what is committed": Bug(
-        _LOG, "            committed=self.committed or 0,\n            after", "            after"
+        _LOG, "            self.committed or 0,\n            call", "            0,\n            call"
     ),
     "arguments may change before they are sent again": Bug(
         _LOG, "            return value.copy()\n", "            return value\n"
@@ -286,15 +301,15 @@ BUGS = {
     "a replaced process goes on": Bug(_BEATS, "            if not is_current:\n", "            if False:\n"),
     # -- a member's part of a commit ----------------------------------------------------------------------------------
     "calls go on from a state in another folder": Bug(
-        _MEMBER, 'self._since = request.step if "/" not in pieces[-1].folder else None', "self._since = request.step"
+        _MEMBER, 'self._since = request.step if "/" not in own[-1].folder else None', "self._since = request.step"
     ),
     "a repeated commit goes on from what was not committed": Bug(
         _MEMBER, "or self._since >= request.step:", "or self._since > request.step:"
     ),
     "a file of another member is loaded": Bug(
         _MEMBER,
-        'header = self._header if file is not pieces[-1].file else {**self._header, "step": request.step}',
-        "header = {}",
+        'expected = header if file is not pieces[-1].file else {**header, "step": request.step}',
+        "expected = {}",
     ),
     "a node keeps all its commits": Bug(
         _MEMBER, "            store.drop_older(request.first_kept)\n", "            pass\n"
@@ -573,5 +588,47 @@ BUGS = {
     "a replaced trainer goes on": Bug(_DURABLE, "if isinstance(error, StaleCall):", "if False:"),
     "neighbours need no room": Bug(
         "runtime/checkpoint/room.py", "(kept + 1) * most[0] + kept * neighbours", "(kept + 1) * most[0]"
+    ),
+    # -- other numbers of members -------------------------------------------------------------------------------------
+    "states of other members are not checked": Bug(
+        _MEMBER, "self._read(request, own, rank))", "self._read(request, own, self._rank))"
+    ),
+    "other members repeat calls": Bug(
+        _MEMBER, "if later := [own for own in pieces.values() if len(own) > 1]:", "if later := []:"
+    ),
+    "members of another layout are left as they are": Bug(
+        _MEMBER,
+        "            self._restore_other(workload, request, pieces)\n        return calls",
+        "        return calls",
+    ),
+    "parts are copied to where they were": Bug(
+        _PARTS, "slice(low - own_start, high - own_start)", "slice(0, high - low)"
+    ),
+    "a part that no state has is left out": Bug(_PARTS, "    if missing:\n", "    if False:\n"),
+    "copies of a part count twice": Bug(_PARTS, "            if start not in seen[name]:", "            if True:"),
+    "moments stay as they were": Bug(_PARTS, "        if tensor.shape == mine.shape:\n", "        if False:\n"),
+    # -- masters that were replaced ------------------------------------------------------------------------------------
+    "a replaced master ends actors": Bug(
+        _FENCED,
+        "        self.check()\n        self.cluster.kill_actor(handle)",
+        "        self.cluster.kill_actor(handle)",
+    ),
+    "a master that is back forgets what was outstanding": Bug(
+        _MASTER, "            for command in self._brain.outstanding():\n", "            for command in ():\n"
+    ),
+    "a master that is back looks for nothing": Bug(
+        _MASTER,
+        "            alive = await self._executor.adopt(state, self._events.put_nowait)\n",
+        "            alive = 0\n",
+    ),
+    "a full disk of the journal ends the job": Bug(
+        _MASTER,
+        "            except OSError as error:\n                if not a",
+        "            except ZeroDivisionError as error:\n                if not a",
+    ),
+    "hangs are not looked for": Bug(_MASTER, "        self._spawn(self._watch_hangs())\n", ""),
+    "a second resume begins again": Bug(_MASTER, "        if self._tasks:\n            return True\n", ""),
+    "lost nodes are not looked for": Bug(
+        _MASTER, "        self._spawn(self._executor.watch_nodes(self._events.put_nowait))\n", ""
     ),
 }

@@ -53,7 +53,7 @@ def run(seed):
         if differing:
             raise Violation(f"the states of {differing} are not those of an undisturbed run")
     except Exception as error:
-        error.add_note(f"seed {seed}: python tests/protocol/replay_steps.py {seed}")
+        error.add_note(f"seed {seed}: python tests/protocol/replay_protocol.py steps {seed}")
         error.lines = job.world.lines
         raise
     finally:

@@ -2,31 +2,21 @@
 """Durable steps against simulated disasters: two trainers at once, nodes that go, disks that are full, slow or failing.
 
 Each seed is one job with the production steps, port, hosts and stores, on simulated processes, clock and disks.
-``python tests/protocol/replay_steps.py SEED`` shows one; ``--seeds N --jobs 2`` tries many more.
+``python tests/protocol/replay_protocol.py steps SEED`` shows one; ``--seeds N --jobs 2`` tries many more.
 """
 
-import multiprocessing
-from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
-import replay_steps
+from replay_protocol import try_all
 from steps_job import ALWAYS, FAULTS, PAIRS
 from steps_run import run
 
-SEEDS, MORE_SEEDS, CHUNK = range(300), range(300, 2000), 20
+SEEDS, MORE_SEEDS = range(300), range(300, 2000)
 JOBS = 2
 
 
 def reached_by(seeds):
     """What happened in the runs of these seeds, all of which hold."""
-    reached, broken = Counter(), []
-    with ProcessPoolExecutor(JOBS, multiprocessing.get_context("spawn")) as pool:
-        for more, faults in pool.map(
-            replay_steps.chunk, [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
-        ):
-            reached += more
-            broken += faults
+    reached, broken = try_all("steps", seeds, JOBS)
     assert not broken, "\n".join(broken)
     return reached
 
@@ -54,4 +44,4 @@ def test_a_broken_seed_says_how_to_repeat_it(monkeypatch):
     with pytest.raises(Exception) as caught:
         for seed in range(60):
             run(seed)
-    assert "python tests/protocol/replay_steps.py" in caught.value.__notes__[0]
+    assert "python tests/protocol/replay_protocol.py steps" in caught.value.__notes__[0]

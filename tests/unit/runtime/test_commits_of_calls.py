@@ -459,7 +459,7 @@ def states_after(folder, steps):
 
 def load_into(checkpoints, rank, step):
     host = MemberHost(9)
-    host.start(Policy, MemberContext(role="ACTOR", rank=rank), None, {})
+    host.start(Policy, MemberContext(role="ACTOR", rank=rank, world_size=2), None, {})
     host.workload.init_model(7)
     host._restore(checkpoints.restore_request(step))
     host._replay()

@@ -63,6 +63,10 @@ class Brain:
     def outstanding(self) -> tuple[Command, ...]:
         return outstanding(self.state)
 
+    def check(self) -> None:
+        """Raises StaleEpoch if another process has taken the journal over; JournalCorrupt, OSError."""
+        self._store.check()
+
     def close(self) -> None:
         self._store.close()
 

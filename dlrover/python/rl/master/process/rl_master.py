@@ -23,12 +23,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dlrover.python.rl.common.errors import (
-    JobConflict,
-    JobFailed,
-    JournalCorrupt,
-    StaleEpoch,
-)
+from dlrover.python.rl.common.errors import JobConflict, JobFailed, JournalCorrupt, StaleEpoch
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.common.redaction import hide_values
@@ -62,6 +57,7 @@ from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileState
 from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat, leave
 from dlrover.python.rl.runtime.process.inspection import Inspection
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi, kill_process, read_stacks
+from dlrover.python.rl.runtime.ray.cluster.fenced import FencedCluster
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.processes.actors import current_actor, end_later, end_unless, was_restarted
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
@@ -93,7 +89,7 @@ class RLMaster:
         self._claim = RunClaim(job, claims)
         self._brain = Brain(MemoryStateStore())
         self._fallen: JobState | None = None
-        self._cluster = RayClusterApi()
+        self._cluster = FencedCluster(RayClusterApi(), self._check_current)
         plan = RunPlan(job, job.run, placement, inspection.methods)
         self._executor = RayExecutor(plan, current_actor(), self._cluster)
         self._resizer = Resizer(job, inspection, self._executor, lambda: self._state, self._decide)
@@ -280,6 +276,14 @@ class RLMaster:
         )
         self._leave()
         await self._tell()
+
+    def _check_current(self) -> None:
+        try:
+            self._brain.check()
+        except StaleEpoch as error:
+            leave(f"another process of this master has taken over: {error}")
+        except (OSError, JournalCorrupt):
+            pass  # it cannot tell: what the job holds is given back all the same
 
     def _leave(self) -> None:
         self._claim.leave(self._state.phase.value)

@@ -38,6 +38,8 @@ class StateStore(Protocol):
 
     def read(self) -> list[bytes]: ...
 
+    def check(self) -> None: ...  # raises as append
+
     def close(self) -> None: ...  # may be called twice
 
 
@@ -50,6 +52,9 @@ class MemoryStateStore:
 
     def read(self) -> list[bytes]:
         return list(self._lines)
+
+    def check(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -120,6 +125,10 @@ class FileStateStore:
 
     def read(self) -> list[bytes]:
         return list(self._lines)
+
+    def check(self) -> None:
+        """Raise as :meth:`append` would, for any reason but the disk."""
+        self._check_ours()
 
     def close(self) -> None:
         """Write the number of lines to the header, and close the file."""

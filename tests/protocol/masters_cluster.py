@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray cluster under simulation: nodes with room for one placement group each, actors that answer, beat and die, and
+calls of actors by name that wait while an actor is started again."""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+from loops_world import Process as ProcessLoop
+from loops_world import Reply, World
+from ray.exceptions import ActorDiedError
+
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.control.events import Process
+from dlrover.python.rl.control.liveness import Work
+from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat
+from dlrover.python.rl.runtime.ray.cluster.api import CREATED, REMOVED, GroupRow
+from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow
+
+_ANSWER_S = 5.0  # of the master to a beat
+
+
+class Method:
+    def __init__(self, call):
+        self.remote = call
+
+
+class Actor:
+    """A process of the job. Its methods answer after a time; a member beats, and lives no longer than its lease."""
+
+    def __init__(self, cluster, request, node, pid):
+        self.cluster, self.world, self.request = cluster, cluster.world, request
+        self.node, self.pid, self.name = node, pid, request.name
+        self.process_id, self.number = None, 0
+        self.is_up, self.is_alive, self.is_stuck = False, True, False
+        self.epoch, self.seen_s, self._since_s = 0, self.world.now_s, self.world.now_s
+        self._waiting: list[Reply] = []
+        self.born_s = self.world.now_s + self.world.rng.uniform(0.2, 2.0)
+
+    def __getattr__(self, name):
+        if not name.startswith("dlrover_") and name not in ("start", "run"):
+            raise AttributeError(name)
+        return Method(lambda *arguments: self.world.answer_of(lambda reply: self._serve(name, arguments, reply)))
+
+    def _serve(self, name, arguments, reply):
+        if not self.is_alive:
+            reply.error(ActorDiedError())
+            return
+        self._waiting.append(reply)
+        if name == "dlrover_ping":
+            return  # answered by the end of the process
+        delay_s = max(self.born_s - self.world.now_s, 0.0) + self.world.rng.uniform(0.001, 0.05)
+        self.world.after(delay_s, lambda: self._answer(name, arguments, reply))
+
+    def _answer(self, name, arguments, reply):
+        if self.is_alive and not self.is_stuck:
+            getattr(self, f"on_{name.removeprefix('dlrover_')}")(reply, *arguments)
+
+    def on_locate(self, reply, ports):
+        reply.value(self.process)
+
+    def on_prepare(self, reply, job):
+        reply.value(None)
+
+    def on_close(self, reply):
+        reply.value(None)
+
+    def on_leave(self, reply):
+        self.is_up = False
+        reply.value(None)
+
+    def on_start(self, reply, start):
+        self.number, self.is_up = start.incarnation, True
+        reply.value(None)
+
+    @property
+    def process(self):
+        return Process(self.node, self.pid, self.node, "127.0.0.1", port=20_000 + self.pid)
+
+    def beat(self, beats):
+        """Now and from then on."""
+
+        def send() -> None:
+            if not self.is_alive:
+                return
+            if self.world.now_s - self.seen_s > beats.lease_s:
+                self.world.trace(self.name, "ends: its lease is over")
+                self.die()
+                return
+            self.cluster.ask_master("beat", (self.heartbeat(),), self._take_answer, _ANSWER_S)
+            self.world.after(beats.beat_s, send)
+
+        self.world.after(self.born_s - self.world.now_s + beats.beat_s, send)
+
+    def heartbeat(self):
+        method = "work" if self.is_stuck else ""
+        age_s = self.world.now_s - self._since_s if self.is_stuck else 0.0
+        return Heartbeat(self.process_id, self.number, method, age_s, work=Work())
+
+    def _take_answer(self, answer, error):
+        if error is None:
+            self.seen_s = self.world.now_s
+            if answer is BeatAnswer.REPLACED:
+                self.die()
+
+    def stick(self):
+        """It makes no progress any more."""
+        self.is_stuck, self._since_s = True, self.world.now_s
+
+    def die(self):
+        if not self.is_alive:
+            return
+        self.is_alive = self.is_up = False
+        self.cluster.actors.pop(self.name, None)
+        for reply in self._waiting:
+            reply.error(ActorDiedError())
+
+
+class MemberActor(Actor):
+    """A member, or a standby, until it is started as one."""
+
+    def __init__(self, cluster, request, node, pid):
+        super().__init__(cluster, request, node, pid)
+        self.process_id, self.number, _, beats = request.arguments
+        self.beat(beats)
+
+    def on_start(self, reply, start):
+        super().on_start(reply, start)
+        self.process_id = ProcessId(str(start.context.role), start.context.rank)
+
+    def work(self, epoch, incarnation, reply):
+        """A call of a trainer."""
+        if not self.is_alive:
+            reply.error(ActorDiedError())
+        elif epoch < self.epoch:
+            reply.error(StaleCallError())
+        elif incarnation != self.number or not self.is_up:
+            reply.error(ActorDiedError())
+        else:
+            self.epoch = epoch
+            self._waiting.append(reply)
+            if not self.is_stuck:
+                self.world.after(self.world.rng.uniform(0.02, 0.4), lambda: reply.value(None))
+
+
+class StaleCallError(Exception):
+    """From a trainer that has been replaced."""
+
+
+@dataclass
+class Cluster:
+    """Implements ``ClusterApi``."""
+
+    world: World
+    trainer: type
+    nodes: dict[str, bool] = field(default_factory=dict)  # name to whether it is alive
+    groups: dict[str, GroupRow] = field(default_factory=dict)
+    actors: dict[str, Actor] = field(default_factory=dict)
+    everyone: list[Actor] = field(default_factory=list)
+    master: ProcessLoop | None = None
+    is_away: bool = False  # Ray's head
+    audit: object = None
+    _excluded: dict = field(default_factory=dict)
+    _calls: list = field(default_factory=list)
+
+    # -- ClusterApi: in threads ---------------------------------------------------------------------------------------
+
+    def list_actors(self, prefix):
+        return [name for name in self.actors if name.startswith(prefix)]
+
+    def find_actor(self, name):
+        return self.actors.get(name)
+
+    def start_actor(self, request):
+        if request.name in self.actors:
+            raise ValueError(f"the name {request.name} is taken")
+        group = self.groups.get(request.placement.group)
+        node = next(iter(group.nodes), None) if group is not None else None
+        kind = self.trainer if "/trainer/" in request.name else MemberActor
+        actor = kind(self, request, node or "nowhere", 100 + len(self.everyone))
+        self.everyone.append(actor)
+        if node is None or not self.nodes.get(node):
+            actor.die()  # its group was removed meanwhile
+        else:
+            self.actors[request.name] = actor
+        self.world.trace(self._who(), "starts", request.name, "on", node)
+        return actor
+
+    def kill_actor(self, handle):
+        self.world.trace(self._who(), "kills", handle.name)
+        self.audit(handle)
+        self.world.after(self.world.latency_s(), handle.die)
+
+    def list_groups(self):
+        return list(self.groups.values())
+
+    def create_group(self, bundles, name, excluded=()):
+        group = f"group-{len(self.groups)}"
+        self.groups[group] = GroupRow(group, name, "PENDING", frozenset())
+        self._excluded[group] = set(excluded)
+        self.schedule()
+        return group
+
+    def remove_group(self, group):
+        for actor in list(self.actors.values()):
+            if actor.request.placement.group == group:
+                self.audit(actor)
+                actor.die()
+        self.groups[group] = replace(self.groups[group], state=REMOVED, nodes=frozenset())
+        self.schedule()
+
+    def schedule(self):
+        for row in list(self.groups.values()):
+            used = {node for group in self.groups.values() for node in group.nodes}
+            free = sorted(node for node, is_alive in self.nodes.items() if is_alive and node not in used)
+            free = [node for node in free if node not in self._excluded[row.id]]
+            if row.state not in (CREATED, REMOVED) and free:
+                self.groups[row.id] = replace(row, state=CREATED, nodes=frozenset(free[:1]))
+
+    def free_resources(self):
+        return {}
+
+    def list_nodes(self):
+        return [NodeRow(node, is_alive, "127.0.0.1", 0) for node, is_alive in self.nodes.items()]
+
+    async def run_on(self, node, function, *arguments):
+        who = self._who()
+
+        def victims():
+            if function.__name__ not in ("kill_and_wait", "_end_and_forget"):
+                return []
+            on_node = [actor for actor in self.everyone if actor.node == node and actor.is_alive]
+            return [actor for actor in on_node if actor.pid in arguments[0]]
+
+        def arrive(reply):
+            for actor in victims() if self.nodes.get(node) else ():
+                self.world.trace(who, "kills the process of", actor.name)
+                actor.die()
+            reply.value("")
+
+        for actor in victims():
+            self.audit(actor)
+        return await self.world.answer_of(arrive)
+
+    def _who(self):
+        try:
+            return asyncio.get_running_loop().name
+        except RuntimeError:
+            return "-"
+
+    # -- faults -------------------------------------------------------------------------------------------------------
+
+    def lose_node(self, node):
+        self.nodes[node] = False
+        for actor in list(self.actors.values()):
+            if actor.node == node:
+                actor.die()
+        for group, row in self.groups.items():
+            if node in row.nodes:
+                self.groups[group] = replace(row, state="RESCHEDULING", nodes=frozenset())
+        self.schedule()
+
+    def add_node(self):
+        self.nodes[f"n{len(self.nodes)}"] = True
+        self.schedule()
+
+    # -- calls of the master ------------------------------------------------------------------------------------------
+
+    def ask_master(self, method, arguments, take, timeout_s=None):
+        """``take(answer, error)`` comes later. A call waits while the master is started again, and is repeated."""
+        call = [method, arguments, take, False]
+        self._calls.append(call)
+        self.world.after(self.world.latency_s(), lambda: self._deliver(call))
+        if timeout_s is not None:
+            self.world.after(timeout_s, lambda: self._settle(call, None, TimeoutError()))
+
+    def serve_as(self, master):
+        """From now on this process is the master; what was not answered is sent to it."""
+        self.master = master
+        for call in list(self._calls):
+            self._deliver(call)
+
+    def _deliver(self, call):
+        method, arguments, _, is_over = call
+        process = self.master
+        if is_over or process is None or process.is_dead:
+            return
+
+        async def serve() -> None:
+            try:
+                answer, error = await getattr(process.rl_master, method)(*arguments), None
+            except Exception as raised:  # noqa: BLE001 -- it travels
+                answer, error = None, raised
+            self.world.after(self.world.latency_s(), lambda: self._settle(call, answer, error))
+
+        process.call_soon(lambda: process.create_task(serve()))
+
+    def _settle(self, call, answer, error):
+        if not call[3]:
+            call[3] = True
+            self._calls.remove(call)
+            call[2](answer, error)

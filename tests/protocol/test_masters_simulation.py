@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masters against simulated disasters: ended, frozen, cut off and replaced, two and more of them alive at once.
+
+Each seed is one job with the production master, brain, journal, hang detector and executor, on simulated processes,
+cluster and clock. ``python tests/protocol/replay_protocol.py masters SEED`` shows one; ``--seeds N --jobs 2`` tries
+many more.
+"""
+
+import pytest
+from masters_run import FAULTS, run
+from replay_protocol import try_all
+
+from dlrover.python.rl.master.process.rl_master import RLMaster
+
+SEEDS, MORE_SEEDS = range(80), range(80, 1500)
+JOBS = 2
+PHASES = ("placed", "running", "restarting", "ending")
+
+
+def reached_by(seeds):
+    """What happened in the runs of these seeds, all of which hold."""
+    reached, broken = try_all("masters", seeds, JOBS)
+    assert not broken, "\n".join(broken)
+    return reached
+
+
+def test_jobs_finish_whatever_happens_to_their_masters():
+    reached = reached_by(SEEDS)
+    assert not {f"{fault} / running" for fault in FAULTS} - reached.keys()
+    assert reached["a replaced master leaves"] > len(SEEDS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_jobs_finish_after_more_seeds_and_every_fault_in_every_phase():
+    reached = reached_by(MORE_SEEDS)
+    assert not {f"{fault} / {phase}" for fault in FAULTS for phase in PHASES} - reached.keys()
+
+
+def test_a_seed_of_the_masters_is_the_same_run_every_time():
+    for seed in (1, 30, 59):
+        assert run(seed).lines == run(seed).lines
+
+
+def test_a_master_that_does_not_ask_whether_it_was_replaced_ends_what_is_needed(monkeypatch):
+    monkeypatch.setattr(RLMaster, "_check_current", lambda self: None)
+    with pytest.raises(AssertionError, match="which was replaced, ends sim/run1/") as caught:
+        for seed in range(400):
+            run(seed)
+    assert "python tests/protocol/replay_protocol.py masters" in caught.value.__notes__[0]
