@@ -7,7 +7,6 @@ dead one takes none any more. What goes from one to another takes a time that th
 
 import asyncio
 import heapq
-import inspect
 import selectors
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -75,19 +74,10 @@ class Process(asyncio.SelectorEventLoop):
     def close(self) -> None:
         """What the tasks would do at their end is left undone."""
         for task in self.tasks:
-            _drop(task.get_coro())
+            with suppress(BaseException):
+                task.get_coro().close()
         self.tasks.clear()
         super().close()
-
-
-def _drop(work: Any) -> None:
-    """Close a coroutine, and those that it has not begun."""
-    if work.cr_frame is not None:
-        for inner in work.cr_frame.f_locals.values():
-            if inspect.iscoroutine(inner):
-                _drop(inner)
-    with suppress(BaseException):
-        work.close()
 
 
 class World:

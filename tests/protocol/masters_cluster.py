@@ -209,12 +209,15 @@ class Cluster:
         self.schedule()
 
     def schedule(self):
-        for row in list(self.groups.values()):
-            used = {node for group in self.groups.values() for node in group.nodes}
-            free = sorted(node for node, is_alive in self.nodes.items() if is_alive and node not in used)
-            free = [node for node in free if node not in self._excluded[row.id]]
-            if row.state not in (CREATED, REMOVED) and free:
-                self.groups[row.id] = replace(row, state=CREATED, nodes=frozenset(free[:1]))
+        waiting = [row for row in self.groups.values() if row.state not in (CREATED, REMOVED)]
+        used = {node for group in self.groups.values() for node in group.nodes} if waiting else set()
+        for row in waiting:
+            excluded = self._excluded[row.id]
+            free = (node for node in sorted(self.nodes) if self.nodes[node] and node not in used | excluded)
+            node = next(free, None)
+            if node is not None:
+                used.add(node)
+                self.groups[row.id] = replace(row, state=CREATED, nodes=frozenset({node}))
 
     def free_resources(self):
         return {}

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, groupby
 from typing import TypeAlias
 
@@ -66,7 +67,7 @@ class Placement:
     def total(self) -> dict[str, float]:
         return sum_resources(bundle.resources for bundle in self.bundles)
 
-    @property
+    @cached_property
     def nodes(self) -> list[list[Bundle]]:
         return [list(bundles) for _, bundles in groupby(self.bundles, key=lambda bundle: bundle.node)]
 

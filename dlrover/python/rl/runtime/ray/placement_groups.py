@@ -17,7 +17,15 @@ from typing import Any
 from dlrover.python.rl.common.errors import ClusterUnavailable, PlacementTimeout
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.control.placement import Bundle, Placement, Slot, sum_resources
-from dlrover.python.rl.runtime.ray.cluster.api import CREATED, MEGABYTE, RAY_NAMES, REMOVED, ActorPlacement, ClusterApi
+from dlrover.python.rl.runtime.ray.cluster.api import (
+    CREATED,
+    MEGABYTE,
+    RAY_NAMES,
+    REMOVED,
+    ActorPlacement,
+    ClusterApi,
+    GroupRow,
+)
 
 _LOG = get_logger(__name__)
 
@@ -119,8 +127,11 @@ def check_free(cluster: ClusterApi, placement: Placement, node: int) -> None:
 
 def is_usable(cluster: ClusterApi, group: str, excluded: Iterable[str] = ()) -> bool:
     """Return True if a group has its resources on nodes other than ``excluded``."""
-    rows = (row for row in cluster.list_groups() if row.id == group)
-    return any(row.state == CREATED and not row.nodes & set(excluded) for row in rows)
+    return has_resources({row.id: row for row in cluster.list_groups()}.get(group), excluded)
+
+
+def has_resources(row: GroupRow | None, excluded: Iterable[str] = ()) -> bool:
+    return row is not None and row.state == CREATED and row.nodes.isdisjoint(excluded)
 
 
 def find_groups(cluster: ClusterApi, prefix: str) -> list[str]:

@@ -15,9 +15,10 @@ from dlrover.python.rl.control.placement import Placement, Slot
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.checkpoint.runs import forget_commits
-from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ClusterApi, kill_and_wait
+from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ClusterApi, GroupRow, kill_and_wait
 from dlrover.python.rl.runtime.ray.placement_groups import (
     check_free,
+    has_resources,
     is_usable,
     placement_of,
     placement_timeout,
@@ -52,14 +53,17 @@ class Reservations:
 
     def __init__(self, plan: RunPlan, cluster: ClusterApi) -> None:
         self._job, self._run, self._cluster = plan.job, plan.run, cluster
-        self._planned = self._placement = plan.placement
+        self._planned = plan.placement
         self._prefix = f"{plan.job.name}/{plan.run}"
         self._groups: list[str] = []
         self._nodes: set[str] = set()
         self._readmitted: set[str] = set()
         self._lacking: set[int] = set()
         self._lock = asyncio.Lock()
+        self._rows: dict[str, GroupRow] = {}
+        self._read_s = -inf  # when reading them began
         self._threads = Threads()
+        self._set_placement(plan.placement)
 
     @property
     def uses_groups(self) -> bool:
@@ -88,7 +92,7 @@ class Reservations:
 
     async def _reserve(self, prefix: str, excluded: tuple[str, ...] = ()) -> None:
         self._groups = await self._threads.run(reserve, self._cluster, self._placement, prefix, excluded)
-        nodes, spare, self._lacking = range(len(self._groups)), self._spare_nodes(), set()
+        nodes, spare, self._lacking = range(len(self._groups)), self._spare, set()
         await self._wait([self._groups[node] for node in nodes if node not in spare])
         for node in sorted(spare):
             try:
@@ -105,6 +109,12 @@ class Reservations:
     def is_elastic(self, role: RLRoleType) -> bool:
         """Return True if the job may go on with fewer members of ``role``."""
         return self.uses_groups and bool(self._job.workloads[role].min)
+
+    def _set_placement(self, placement: Placement) -> None:
+        self._placement = placement
+        roles = {*placement.slots, *placement.standbys}
+        self._slots = {role: (*placement.slots.get(role, ()), *placement.standbys.get(role, ())) for role in roles}
+        self._spare = self._spare_nodes()
 
     def _spare_nodes(self) -> set[int]:
         """The plan's nodes that have members of such roles only; the trainer goes to the first node."""
@@ -157,11 +167,11 @@ class Reservations:
             if self._groups is not former:
                 raise PlacementTimeout("the job was restarted meanwhile")
             self._groups.extend(groups)
-        self._placement = placement
+        self._set_placement(placement)
 
     def slots(self, role: RLRoleType) -> tuple[Slot, ...]:
         """Of members and standbys of ``role``."""
-        return (*self._placement.slots[role], *self._placement.standbys.get(role, ()))
+        return self._slots[role]
 
     async def place(self, role: RLRoleType, slot: int, excluded: tuple[str, ...]) -> ActorPlacement:
         """Where a process of ``role`` goes. A node that was lost is replaced first, or PlacementTimeout raised."""
@@ -169,7 +179,7 @@ class Reservations:
         if not self.uses_groups:
             return ActorPlacement(slots[slot].resources, excluded=excluded)
         node = self._node_of(slots[slot])
-        await self._ensure_node(node, excluded, _ELASTIC_S if node in self._spare_nodes() else inf)
+        await self._ensure_node(node, excluded, _ELASTIC_S if node in self._spare else inf)
         return placement_of(slots[slot], self._placement, self._groups)
 
     async def place_trainer(self, excluded: tuple[str, ...]) -> ActorPlacement:
@@ -182,9 +192,11 @@ class Reservations:
     async def _ensure_node(self, node: int, excluded: tuple[str, ...], limit_s: float = inf) -> None:
         """Reserve one node of the plan unless it is reserved. Raises PlacementTimeout after ``limit_s`` seconds, and at
         once where that has happened already."""
+        asked_s = asyncio.get_running_loop().time()
         async with self._lock:
             former, excluded = self._groups[node], self._still_excluded(excluded)
-            if await asyncio.to_thread(is_usable, self._cluster, former, excluded):
+            await self._read_groups(asked_s)
+            if has_resources(self._rows.get(former), excluded):
                 self._lacking.discard(node)
                 return
             if node in self._lacking:
@@ -201,8 +213,14 @@ class Reservations:
                 if not await asyncio.to_thread(is_usable, self._cluster, former):
                     await self._replace_node(node)
 
+    async def _read_groups(self, asked_s: float) -> None:
+        """Read the table of groups, unless that has begun after ``asked_s``: whoever starts together shares it."""
+        if self._read_s < asked_s:
+            self._read_s = asyncio.get_running_loop().time()
+            self._rows = {row.id: row for row in await asyncio.to_thread(self._cluster.list_groups)}
+
     async def _replace_node(self, node: int, excluded: tuple[str, ...] = (), limit_s: float = inf) -> None:
-        former = self._groups[node]
+        former, self._read_s = self._groups[node], -inf
         work = self._threads.run(reserve_node, self._cluster, self._placement, node, former, excluded)
         self._groups[node] = await work
         await self._wait([self._groups[node]], limit_s)
@@ -219,7 +237,7 @@ class Reservations:
 
     def replan(self, placement: Placement) -> None:
         """Another plan for what is reserved next."""
-        self._placement = placement
+        self._set_placement(placement)
 
     async def timeout_error(self) -> PlacementTimeout:
         """The error of a cluster that lacks the plan's resources."""

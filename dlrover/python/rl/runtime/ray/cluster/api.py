@@ -107,6 +107,9 @@ class ClusterApi(Protocol):
 class RayClusterApi:
     """Implements :class:`ClusterApi` on the cluster that this process is connected to."""
 
+    def __init__(self) -> None:
+        self._classes: dict[type, Any] = {}  # to Ray's, which Ray's head stores once
+
     def list_actors(self, prefix: str) -> list[str]:
         rows = ray.util.list_named_actors(all_namespaces=True)
         return [row["name"] for row in rows if row["namespace"] == NAMESPACE and row["name"].startswith(prefix)]
@@ -128,7 +131,9 @@ class RayClusterApi:
             "runtime_env": {"env_vars": dict(request.env)},
             **request.placement.to_ray(),
         }
-        return ray.remote(request.cls).options(**options).remote(*request.arguments)
+        if request.cls not in self._classes:
+            self._classes[request.cls] = ray.remote(request.cls)
+        return self._classes[request.cls].options(**options).remote(*request.arguments)
 
     def kill_actor(self, handle: Any) -> None:
         ray.kill(handle)

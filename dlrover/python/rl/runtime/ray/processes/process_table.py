@@ -217,6 +217,10 @@ class ActorPool:
     beats: HeartbeatSettings
     cluster: ClusterApi
     _threads: Threads = field(default_factory=Threads)
+    _made: dict[RLRoleType, tuple[type, Mapping[str, str]]] = field(default_factory=dict)
+
+    def set_job(self, job: JobSpec) -> None:
+        self.job, self._made = job, {}
 
     def member_name(self, role: str, rank: int, incarnation: int, standby: int = -1) -> str:
         """The actor name of a member; one that was a standby has kept the standby's."""
@@ -234,11 +238,17 @@ class ActorPool:
         return self.cluster.list_actors(f"{self.job.name}/{self.run}/")
 
     async def start_member(self, entry: ProcessEntry, placement: ActorPlacement) -> Any:
-        cls = member_class(self.job.workloads[entry.role].class_, self.methods.get(entry.role, ()))
+        cls, env = self._class_and_env(entry.role)
         number = entry.process_id.rank if entry.is_standby else entry.number
         arguments = (entry.process_id, number, self.master, self.beats)
-        env = member_env(self.job, entry.role)
         return await self._start(ActorRequest(self.name_of(entry), cls, arguments, env, placement))
+
+    def _class_and_env(self, role: RLRoleType) -> tuple[type, Mapping[str, str]]:
+        """Made once: Ray's head stores each class, and for secrets the whole config is searched."""
+        if role not in self._made:
+            cls = member_class(self.job.workloads[role].class_, self.methods.get(role, ()))
+            self._made[role] = cls, member_env(self.job, role)
+        return self._made[role]
 
     async def start_trainer(self, entry: ProcessEntry, placement: ActorPlacement) -> Any:
         arguments = (entry.number, self.master, self.beats)
