@@ -9,6 +9,7 @@ import asyncio
 import errno
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -166,7 +167,7 @@ class Job:
         self.committed, self.fence, self.submitted = 0, 0, False
         self.is_full = False  # the disk of the journal
         self.spec = load_job_text(JOB.format(folder=folder), "sim")
-        self.spec = rl_master.replace(self.spec, run="run1")
+        self.spec = replace(self.spec, run="run1")
         self.placement = plan(self.spec)[0]
         self.inspection = Inspection(collectives=("ACTOR",), stateful=("ACTOR",))
         self.cluster = Cluster(world, TrainerActor, {f"n{index}": True for index in range(4)})
@@ -193,8 +194,11 @@ class Job:
         process.call_soon(construct)
 
     def _resume_later(self):
-        process = asyncio.get_running_loop()
-        process.call_soon(lambda: process.create_task(process.rl_master.resume()))
+        """A master's request to itself, which goes to whoever is the master then; others may come first."""
+        self.world.after(
+            self.world.rng.choice((0.0, 1.0)),
+            lambda: self.cluster.ask_master("resume", (), lambda answer, error: None),
+        )
 
     @property
     def master(self):
@@ -278,7 +282,7 @@ class Job:
             RayClusterApi=lambda: self.cluster,
             current_actor=lambda: self.handle,
             was_restarted=lambda: asyncio.get_running_loop().is_restarted,
-            end_unless=lambda *of: None,
+            end_unless=self._end_unless,
             end_later=_end_later,
             leave=self._leave,
             Brain=its_brain,
@@ -298,6 +302,10 @@ class Job:
     def _own(self):
         return getattr(asyncio.get_running_loop(), "rl_master", None)
 
+    def _end_unless(self, has_begun, after_s, why):
+        process = asyncio.get_running_loop()
+        self.world.after(after_s, lambda: None if has_begun() else process.kill())
+
     async def _hold(self, is_over):
         """The folder of the run, whose new owner a master sees soon."""
         while not is_over():
@@ -310,6 +318,9 @@ class Job:
         self.world.trace(process.name, "leaves")
         self.world.reached["a replaced master leaves"] += 1
         process.kill()
+        if process is self.master:  # an earlier one took the journal from it, as it began only then
+            self.world.reached["Ray starts a master that has left again"] += 1
+            self.world.after(self.world.rng.uniform(0.5, 3.0), self.start_master)
         raise Left(why)
 
     def _disk_and_clock(self):

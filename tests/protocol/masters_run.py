@@ -154,5 +154,5 @@ def play(job: Job) -> None:
         job.world.after(rng.choice((1.5, 3.0, 10.0)) * rng.random(), faults.go_on)
         job.world.run(job.is_over, _FAULTY_S + _QUIET_S)
         job.check_end()
-        # What a master has started after it was replaced finds no master, and ends with its lease.
-        job.world.run(lambda: not job.left_over(), 3 * LEASE_S)
+        # A master that was replaced before it did anything ends after five minutes.
+        job.world.run(lambda: not job.left_over(), 300.0 + 3 * LEASE_S)

@@ -2,20 +2,22 @@
 """The pure machine with its journal: an event is saved before its commands are returned; running a job without Ray."""
 
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from dlrover.python.rl.common.errors import JobConflict
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.commands import Command, Release
-from dlrover.python.rl.control.events import Event, RoleSettings, StopRequested, Submitted
+from dlrover.python.rl.control.events import Cause, CauseKind, Event, RoleSettings, StopRequested, Submitted
 from dlrover.python.rl.control.journal import decode, encode
 from dlrover.python.rl.control.machine import outstanding, replay, step
 from dlrover.python.rl.control.placement import Placement
-from dlrover.python.rl.control.state import JobState
+from dlrover.python.rl.control.state import JobState, Phase
 from dlrover.python.rl.master.process.status import JobStatus, status_of
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore, MemoryStateStore, StateStore
 from dlrover.python.rl.runtime.local_executor import LocalExecutor
@@ -97,6 +99,13 @@ def submission(job: JobSpec, run: str, inspection: Inspection, brain: Brain) -> 
         window_s=limits.window_s,
         node_max_failures=limits.node_max_failures,
     )
+
+
+def failed(state: JobState, error: Exception) -> JobState:
+    """Of a job whose master cannot go on because of ``error``, which is being handled."""
+    cause = Cause(CauseKind.INTERNAL, "master", f"{type(error).__name__}: {error}", traceback.format_exc())
+    causes, reason = (*state.causes, cause), f"master: {error}"
+    return replace(state, phase=Phase.FAILED, outcome=Phase.FAILED, causes=causes, failure=cause, reason=reason)
 
 
 def fresh_journal(job: JobSpec) -> Path:

@@ -16,10 +16,8 @@ replays its journal, finds the processes by name, and continues all outstanding 
 import asyncio
 import os
 import time
-import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,8 +43,8 @@ from dlrover.python.rl.control.events import (
     Unplaced,
 )
 from dlrover.python.rl.control.placement import Placement
-from dlrover.python.rl.control.state import JobState, Phase
-from dlrover.python.rl.master.process.brain import Brain, Handled, earlier_journal, fresh_journal, submission
+from dlrover.python.rl.control.state import JobState
+from dlrover.python.rl.master.process.brain import Brain, Handled, earlier_journal, failed, fresh_journal, submission
 from dlrover.python.rl.master.process.hang_detector import HangDetector
 from dlrover.python.rl.master.process.observer import JobObserver
 from dlrover.python.rl.master.process.replacement import find_up, replacement
@@ -160,6 +158,9 @@ class RLMaster:
             await self._journalled([MasterStarted(pid=os.getpid())])
             state = self._state
             _LOG.warning("the master of %s is back: the job is %s", self._job.name, state.phase.value)
+            if state.phase.terminal:
+                self._leave()  # nothing is left to adopt: places that it lacks would be reserved again
+                return
             alive = await self._executor.adopt(state, self._events.put_nowait)
             _LOG.warning("%s: %d processes found alive", self._job.name, alive)
             await self._secrets_of_others()
@@ -263,17 +264,9 @@ class RLMaster:
         state = self._brain.state
         released = asyncio.Event()
         self._executor.execute(Release(state.incarnation, final=True), lambda event: released.set())
-        with suppress(TimeoutError):  # the executor logs the rest; the failure is reported anyway
+        with suppress(TimeoutError):  # the executor logs the rest
             await asyncio.wait_for(released.wait(), _RELEASE_S)
-        cause = Cause(CauseKind.INTERNAL, "master", f"{type(error).__name__}: {error}", traceback.format_exc())
-        self._fallen = replace(
-            state,
-            phase=Phase.FAILED,
-            outcome=Phase.FAILED,
-            causes=(*state.causes, cause),
-            failure=cause,
-            reason=f"master: {error}",
-        )
+        self._fallen = failed(state, error)
         self._leave()
         await self._tell()
 
@@ -318,12 +311,14 @@ class RLMaster:
 
     async def opened(self, epoch: int) -> None:
         """The trainer has entered ``steps()``. Returns once that is journalled, since the trainer relies on it."""
+        await self._awake()
         self._events.put_nowait(StepsOpened(epoch))
         async with self._news:
             recorded = self._news.wait_for(lambda: self._state.opened or not self._state.phase.live)
             await asyncio.wait_for(recorded, _TAKEN_S)
 
     async def progressed(self, epoch: int, step: int) -> None:
+        await self._awake()
         self._events.put_nowait(Progressed(epoch, step))
 
     async def renew(  # noqa: PLR0913 -- what the trainer knows, one by one
@@ -331,6 +326,7 @@ class RLMaster:
     ) -> Replaced | None:
         """The replacement of a member whose ``incarnation`` the trainer of ``epoch`` found dead; None: ask again.
         Raises JobFailed if there will be none, or the trainer itself has been replaced."""
+        await self._awake()
         if epoch < self._state.epoch:
             raise JobFailed(f"the trainer of epoch {epoch} has been replaced")
         if cause.kind is CauseKind.LINK_FAILED and self._inspection.scope_of(role) is RecoveryScope.GROUP:
@@ -362,6 +358,7 @@ class RLMaster:
 
     async def stop(self, reason: str) -> None:
         """Ask the job to end; returns at once."""
+        await self._awake()
         self._events.put_nowait(StopRequested(reason))
 
     async def resize(self, role: str, num: int) -> None:
@@ -379,6 +376,7 @@ class RLMaster:
             await asyncio.wait_for(decided, _TAKEN_S)
 
     async def status(self) -> JobStatus:
+        await self._awake()
         return self._observer.status(self._state)
 
     async def follow(self, position: Position, timeout_s: float) -> Update:
