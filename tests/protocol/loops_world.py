@@ -73,9 +73,13 @@ class Process(asyncio.SelectorEventLoop):
 
     def close(self) -> None:
         """What the tasks would do at their end is left undone."""
-        for task in self.tasks:
-            with suppress(BaseException):
-                task.get_coro().close()
+        asyncio._set_running_loop(self)  # for what they begin in the end
+        try:
+            for task in self.tasks:
+                with suppress(BaseException):
+                    task.get_coro().close()
+        finally:
+            asyncio._set_running_loop(None)
         self.tasks.clear()
         super().close()
 

@@ -193,6 +193,12 @@ class Job:
 
         process.call_soon(construct)
 
+    def close(self):
+        """The files of masters that were killed are closed too."""
+        for process in self.masters:
+            if hasattr(process, "rl_master"):
+                process.rl_master._brain.close()
+
     def _resume_later(self):
         """A master's request to itself, which goes to whoever is the master then; others may come first."""
         self.world.after(

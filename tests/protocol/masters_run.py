@@ -131,15 +131,17 @@ def run(seed: int) -> World:
     """Simulate one job; returns its world. Raises Violation, with the trace as ``lines``."""
     folder = Path(mkdtemp(prefix="masters-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     world = World(seed)
+    job = Job(world, folder)
     logging.disable(logging.CRITICAL)
     try:
-        play(Job(world, folder))
+        play(job)
     except Exception as error:
         error.add_note(f"seed {seed}: python tests/protocol/replay_protocol.py masters {seed}")
         error.lines = world.lines
         raise
     finally:
         logging.disable(logging.NOTSET)
+        job.close()
         world.close()
         shutil.rmtree(folder, ignore_errors=True)
     return world
