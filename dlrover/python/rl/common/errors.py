@@ -10,6 +10,7 @@
     ├── DataError                    a data file or column is wrong; names file and line
     ├── RowsDiffer                   columns of different samples were put together
     ├── EngineError                  an engine cannot do what was asked
+    │   ├── OtherLayout              a state is of ranks that divide the model otherwise
     │   ├── OutOfDeviceMemory        tensors do not fit the device; lists memory by owner
     │   ├── WeightSyncError          received weights differ from those that were sent
     │   │   └── WeightsLost          the weights of a ticket exist nowhere any more

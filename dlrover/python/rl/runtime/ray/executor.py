@@ -51,7 +51,7 @@ from dlrover.python.rl.runtime.process.executor import Emit
 from dlrover.python.rl.runtime.process.heartbeat import HeartbeatSettings
 from dlrover.python.rl.runtime.ray.cluster.api import ClusterApi
 from dlrover.python.rl.runtime.ray.cluster.nodes import Loss, NodeWatch
-from dlrover.python.rl.runtime.ray.processes.actors import Detached, Gate, answer_of, cause_with_log, until_gone
+from dlrover.python.rl.runtime.ray.processes.actors import Detached, Turnstile, answer_of, cause_with_log, until_gone
 from dlrover.python.rl.runtime.ray.processes.member import MemberStart
 from dlrover.python.rl.runtime.ray.processes.process_table import (
     ActorPool,
@@ -91,7 +91,7 @@ class RayExecutor:
         self.open_step = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._detached = Detached(self._job.name)
-        self._gate = Gate()
+        self._turnstile = Turnstile()
 
     def execute(self, command: Command, emit: Emit) -> None:
         """Start a command. One that this master or an earlier one has started before finds the result of that."""
@@ -261,7 +261,7 @@ class RayExecutor:
         self, entry: ProcessEntry, together: StartingTogether, excluded: tuple[str, ...], emit: Emit
     ) -> None:
         process_id, timeout_s = entry.process_id, self._job.liveness.start_timeout_s
-        await self._gate.turn()
+        await self._turnstile.turn()
         if entry.former is not None and not await self._pool.let_leave(entry):
             self._detached.run(self._pool.end(entry.former))
             entry.forget_process()
@@ -270,7 +270,7 @@ class RayExecutor:
         self._watch(entry, emit)
         entry.process = await self._locate(entry)
         neighbours = await together.wait(entry, timeout_s)
-        await self._gate.turn()
+        await self._turnstile.turn()
         reason = self.last_causes.get(process_id, "others of its role had to restart") if entry.number > 1 else ""
         restart = RestartInfo(entry.number - 1, reason, max(self.open_step - 1, 0))
         context = self._table.context(entry, self._pool.name_of(entry), restart, neighbours)

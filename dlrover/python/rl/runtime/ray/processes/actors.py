@@ -321,7 +321,7 @@ class Threads:
             await asyncio.wait(set(self._running), timeout=timeout_s)
 
 
-class Gate:
+class Turnstile:
     """Lets a few of the coroutines that wait for their turn go on in each turn of the event loop, so that requests are
     answered in between when thousands are awake."""
 
