@@ -22,7 +22,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-backends test-peers chaos chaos-outside bench-recovery bench-rollout bench-training bench-weight-sync bench-commits bench-async example-trl example-verl example-openrlhf trace-step check lint types docs lock audit format clean
+.PHONY: help demo test test-slow test-backends test-peers chaos chaos-outside bench-recovery bench-rollout bench-training bench-weight-sync bench-commits bench-dispatch bench-async example-trl example-verl example-openrlhf trace-step check lint types docs lock audit format clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -127,6 +127,18 @@ bench-weight-sync: $(VENV)/dev ## Measure weight sync against a plain memory cop
 
 bench-async: $(VENV)/dev ## Measure how much sooner a run ends whose rollouts run ahead (ARGS=--quick to try it)
 	$(BIN)/python -m benchmarks.running_ahead $(ARGS)
+
+# Both peers' groups of actors, without the versions of everything else that they ask for.
+$(VENV)-groups/ready: setup.py constraints-verl.txt constraints-openrlhf.txt
+	$(PYTHON) -m venv $(VENV)-groups
+	$(VENV)-groups/bin/python -m pip install --quiet --no-deps --requirement constraints-verl.txt
+	$(VENV)-groups/bin/python -m pip install --quiet --no-deps --requirement constraints-openrlhf.txt
+	$(VENV)-groups/bin/python -m pip install --quiet --no-deps --editable . verl==0.9.1 openrlhf==0.11.2
+	rm -r $(VENV)-groups/lib/python3*/site-packages/tests # both bring a package of this name
+	@touch $@
+
+bench-dispatch: $(VENV)-groups/ready ## Measure calls of role groups against Ray, verl and OpenRLHF (ARGS=--quick to try it)
+	$(VENV)-groups/bin/python -m benchmarks.dispatch $(ARGS)
 
 example-trl: $(VENV)-trl/ready ## Run TRL's GRPOTrainer script with its import line changed (SEED=0)
 	$(VENV)-trl/bin/python examples/trl/train.py $(SEED)
