@@ -200,7 +200,7 @@ class Job:
                 process.rl_master._brain.close()
 
     def _resume_later(self):
-        """A master's request to itself, which goes to whoever is the master then; others may come first."""
+        """A master's request to itself, which goes to the current one; others may come first."""
         self.world.after(
             self.world.rng.choice((0.0, 1.0)),
             lambda: self.cluster.ask_master("resume", (), lambda answer, error: None),

@@ -39,6 +39,13 @@ def try_all(which, seeds, jobs):
     return reached, broken
 
 
+def reached_by(which, seeds, jobs=2):
+    """What happened in the runs of these seeds, all of which hold."""
+    reached, broken = try_all(which, seeds, jobs)
+    assert not broken, "\n".join(broken)
+    return reached
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("which", choices=RUNS)

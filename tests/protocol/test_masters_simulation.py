@@ -10,13 +10,12 @@ import gc
 
 import pytest
 from masters_run import FAULTS, run
-from replay_protocol import try_all
+from replay_protocol import reached_by
 
 from dlrover.python.rl.master.process.rl_master import RLMaster
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 SEEDS, MORE_SEEDS = range(80), range(80, 1500)
-JOBS = 2
 PHASES = ("placed", "running", "restarting", "ending")
 
 
@@ -27,15 +26,8 @@ def collected():
     gc.collect()
 
 
-def reached_by(seeds):
-    """What happened in the runs of these seeds, all of which hold."""
-    reached, broken = try_all("masters", seeds, JOBS)
-    assert not broken, "\n".join(broken)
-    return reached
-
-
 def test_jobs_finish_whatever_happens_to_their_masters():
-    reached = reached_by(SEEDS)
+    reached = reached_by("masters", SEEDS)
     assert not {f"{fault} / running" for fault in FAULTS} - reached.keys()
     assert reached["a replaced master leaves"] > len(SEEDS)
 
@@ -43,7 +35,7 @@ def test_jobs_finish_whatever_happens_to_their_masters():
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_jobs_finish_after_more_seeds_and_every_fault_in_every_phase():
-    reached = reached_by(MORE_SEEDS)
+    reached = reached_by("masters", MORE_SEEDS)
     assert not {f"{fault} / {phase}" for fault in FAULTS for phase in PHASES} - reached.keys()
 
 

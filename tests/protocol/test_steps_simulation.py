@@ -6,30 +6,22 @@ Each seed is one job with the production steps, port, hosts and stores, on simul
 """
 
 import pytest
-from replay_protocol import try_all
+from replay_protocol import reached_by
 from steps_job import ALWAYS, FAULTS, PAIRS
 from steps_run import run
 
 SEEDS, MORE_SEEDS = range(300), range(300, 2000)
-JOBS = 2
-
-
-def reached_by(seeds):
-    """What happened in the runs of these seeds, all of which hold."""
-    reached, broken = try_all("steps", seeds, JOBS)
-    assert not broken, "\n".join(broken)
-    return reached
 
 
 def test_steps_survive_every_seed_and_the_faults_of_each_kind():
-    reached = reached_by(SEEDS)
+    reached = reached_by("steps", SEEDS)
     assert not {f"{where}/{fault}" for where in ALWAYS for fault in FAULTS} - reached.keys()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_steps_survive_more_seeds_and_every_fault_in_every_situation():
-    reached = reached_by(MORE_SEEDS)
+    reached = reached_by("steps", MORE_SEEDS)
     assert not {*PAIRS, "a commit of an earlier trainer", "all commits are lost"} - reached.keys()
 
 

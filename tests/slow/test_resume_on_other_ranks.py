@@ -3,11 +3,9 @@
 and in another layout: it ends with the model that it would have had."""
 
 import json
-import os
 import random
 import shutil
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,12 +81,3 @@ def test_a_run_of_two_ranks_goes_on(desk, ranks, layout):
             assert np.abs(found[name] - tensor).max() < 2e-5, name
     if (ranks, layout) == (2, SHARDS):
         assert all(np.array_equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_an_engine_that_cannot_divide_its_state_again_is_refused_before_anything_starts(desk):
-    folder = desk / "refused"
-    shutil.copytree(desk / "half", folder, symlinks=True)
-    before = sorted(Path(root) / name for root, _, names in os.walk(folder) for name in names)
-    code, said = run(folder, 2, "workload.actor.num=4", SHARDS, "engine.train=deepspeed", "checkpoint.resume=latest")
-    assert code != 0 and ("ACTOR x2" in said or "deepspeed" in said), said[-4000:]
-    assert sorted(Path(root) / name for root, _, names in os.walk(folder) for name in names) == before

@@ -194,7 +194,7 @@ def test_states_that_do_not_fit_are_refused():
         merge_states(own, [other])
 
 
-def test_a_state_of_another_layout_is_told_from_one_of_another_model(model_path):
+def test_a_state_of_another_layout_raises_an_error_of_its_own(model_path):
     engine = Rank(0, 1, 0, model_path, ALONE).engine
     state = engine.state_dict()
     with pytest.raises(OtherLayout, match="the state is of layout"):

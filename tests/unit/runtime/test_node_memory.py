@@ -40,8 +40,8 @@ def test_the_memory_folder_is_the_runs_own(tmp_path):
 
 
 def test_processes_that_see_the_same_memory_name_it_alike(memory, monkeypatch):
-    told = "from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name; print(memory_name())"
-    before = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True).stdout.strip()
+    code = "from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name; print(memory_name())"
+    before = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     memory_root("job", "1")
     assert memory_name() == before
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(memory.parent / "another"))

@@ -85,6 +85,12 @@ def test_so_do_as_many_that_divide_it_otherwise_and_only_those_that_can(tmp_path
         Run(tmp_path, 2, cut="columns", takes=False).restore(5)
 
 
+def test_a_workload_that_cannot_divide_its_state_again_is_not_asked_to(tmp_path):
+    Run(tmp_path, 2).commit(5)
+    with pytest.raises(CheckpointMissing, match="step 5 has no ACTOR-0"):
+        Run(tmp_path, 3, takes=False).restore(5)
+
+
 def test_calls_after_a_state_are_repeated_by_as_many_members_only(tmp_path):
     run = Run(tmp_path, 2)
     run.checkpoints.cadence.every = 100

@@ -60,7 +60,7 @@ class Call(NamedTuple):
     after: tuple[int, int] | None = None  # id of the call to this member that must have run before; None for any
 
 
-@dataclass(eq=False, repr=False)  # a frozen one takes five times as long to make, and every call makes some
+@dataclass(eq=False, repr=False)  # not frozen: each call makes some, and a frozen one sets its fields one by one
 class Ref:
     """A result that may be pending, or a stored value (``role`` is ``""``); ``token`` and ``size`` are the port's
     handles of the value and of its row count, if that was asked for; ``incarnation`` 0 is unknown."""

@@ -71,7 +71,8 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _moments(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    return (state["optimizer"] or {}).get(name, {})  # type: ignore[no-any-return]
+    moments: Mapping[str, Any] = (state["optimizer"] or {}).get(name, {})
+    return moments
 
 
 def _start(state: Mapping[str, Any], name: str) -> tuple[int, ...]:
@@ -81,19 +82,19 @@ def _start(state: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 def _copy(own: Mapping[str, Any], state: Mapping[str, Any], name: str) -> int:
     """Copy where the two parts overlap; returns the number of elements."""
-    mine, theirs = own["model"][name], state["model"][name]
-    here, there = [], []
+    part, other = own["model"][name], state["model"][name]
+    own_slices, other_slices = [], []
     for own_start, own_size, start, size in zip(
-        _start(own, name), mine.shape, _start(state, name), theirs.shape, strict=True
+        _start(own, name), part.shape, _start(state, name), other.shape, strict=True
     ):
         low, high = max(own_start, start), min(own_start + own_size, start + size)
         if low >= high:
             return 0
-        here.append(slice(low - own_start, high - own_start))
-        there.append(slice(low - start, high - start))
-    to, source = tuple(here), tuple(there)
-    mine[to].copy_(theirs[source])
+        own_slices.append(slice(low - own_start, high - own_start))
+        other_slices.append(slice(low - start, high - start))
+    target, source = tuple(own_slices), tuple(other_slices)
+    part[target].copy_(other[source])
     for kind, tensor in _moments(own, name).items():
-        if tensor.shape == mine.shape:
-            tensor[to].copy_(_moments(state, name)[kind][source])
-    return int(mine[to].numel())
+        if tensor.shape == part.shape:
+            tensor[target].copy_(_moments(state, name)[kind][source])
+    return int(part[target].numel())

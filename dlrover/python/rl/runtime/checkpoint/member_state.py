@@ -163,7 +163,7 @@ class MemberState:
             try:
                 if len(pieces) == self._members and self._rank in pieces:
                     return self._restore_own(workload, request, pieces)
-                if pieces:
+                if pieces and workload.takes_other_members(workload.config):
                     self._restore_other(workload, request, pieces)
                     return []
             except (CheckpointCorrupt, CheckpointMissing) as error:

@@ -214,10 +214,11 @@ class Reservations:
                     await self._replace_node(node)
 
     async def _read_groups(self, asked_s: float) -> None:
-        """Read the table of groups, unless that has begun after ``asked_s``: whoever starts together shares it."""
+        """Read the table of groups, unless that has begun after ``asked_s``: processes that start together share it."""
         if self._read_s < asked_s:
-            self._read_s = asyncio.get_running_loop().time()
+            began_s = asyncio.get_running_loop().time()
             self._rows = {row.id: row for row in await asyncio.to_thread(self._cluster.list_groups)}
+            self._read_s = began_s
 
     async def _replace_node(self, node: int, excluded: tuple[str, ...] = (), limit_s: float = inf) -> None:
         former, self._read_s = self._groups[node], -inf

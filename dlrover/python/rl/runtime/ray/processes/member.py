@@ -178,8 +178,8 @@ class MemberActor:
             self._host.close()
 
     def dlrover_invoke(self, packed: bytes, *values: Any) -> Any:
-        """Run a method for a role group; see :func:`serve`. The :class:`CallHeader` comes in bytes, since Ray would
-        take as long to pickle it as for all else of a small call."""
+        """Run a method for a role group; see :func:`serve`. The :class:`CallHeader` comes in bytes, which Ray sends as
+        they are."""
         header, host = CallHeader.unpack(packed), self._host
         if host is None and 0 < header.incarnation <= self._left:
             raise gone_incarnation(header.incarnation, self._role, self._identity[0].rank, header.method)
