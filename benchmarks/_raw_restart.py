@@ -34,11 +34,12 @@ class RawRestart:
 
     Args:
         env: environment of its process, as that of the members it is compared with.
+        actor: a class with the method ``work``, and the arguments of its constructor.
     """
 
-    def __init__(self, env: dict[str, str]) -> None:
+    def __init__(self, env: dict[str, str], actor: type[Any] = RawActor, *arguments: Any) -> None:
         options: dict[str, Any] = {"max_restarts": -1, "num_cpus": 0, "runtime_env": {"env_vars": env}}
-        self._actor = ray.remote(RawActor).options(**options).remote()
+        self._actor = ray.remote(actor).options(**options).remote(*arguments)
         self._pid: int = ray.get(self._actor.work.remote(), timeout=_ANSWER_S)
 
     def measure(self) -> float:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commits cost a job that nothing disturbs, by the size of its model: ``make bench-commits``.
+"""What commits cost a job, by the size of its model: ``make bench-commits``.
 
 GRPO in one process, as many steps with commits (``checkpoint.commit_every: auto``, in memory) as without, in processes
 of their own, in turn. Compared are the wall times of the steps; the first ones are a figure of their own, since memory
-that was never used takes several times as long.
+that was never used takes several times as long. Then the same job on Ray, whose actor is killed at the worst moment. At
+the end: how fast states are written and read here, and what follows from that for models of 7 and 70 billion parameters.
 """
 
 import argparse
@@ -20,8 +21,13 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks._commit_kill import kill_at_the_worst_moment
+from benchmarks._commit_speed import extrapolate, speeds
 from benchmarks._results import RESULTS, keep, machine
+from dlrover.python.rl.config.load import load_job
+from dlrover.python.rl.config.spec import JobSpec
 from tests.chaos.tables import markdown
+from tests.ray.two_nodes import two_nodes
 
 _SIZES = {  # hidden, layers, intermediate
     "0.3 M": (96, 2, 384),
@@ -44,15 +50,7 @@ def _prepare(folder: Path) -> None:
     (folder / "problems.jsonl").write_text("\n".join(rows))
 
 
-def _run_job(folder: Path, name: str, steps: int, commits: bool, threads: int) -> dict[str, Any]:
-    """Seconds of each step, of its commit, and the most that the commits took in memory."""
-    from dlrover.python.rl.config.load import load_job
-    from dlrover.python.rl.master.checked_job import check_job
-    from dlrover.python.rl.master.process.brain import run_local
-    from dlrover.python.rl.runtime import local_executor
-    from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
-    from dlrover.python.rl.runtime.run_folder import new_run
-
+def _job(folder: Path, name: str, steps: int, threads: int) -> JobSpec:
     overrides = {
         "model": folder / name,
         "data.train": folder / "problems.jsonl",
@@ -66,16 +64,29 @@ def _run_job(folder: Path, name: str, steps: int, commits: bool, threads: int) -
         "checkpoint.commit_every": "auto",
     }
     job_file = Path(__file__).parents[1] / "examples" / "arithmetic" / "grpo.yaml"
-    job = load_job(job_file, [f"{key}={value}" for key, value in overrides.items()])
+    return load_job(job_file, [f"{key}={value}" for key, value in overrides.items()])
+
+
+def _run_job(folder: Path, name: str, steps: int, commits: bool, threads: int) -> dict[str, Any]:
+    """Seconds of each step, of its commit, and the most that the commits took in memory."""
+    from dlrover.python.rl.master.checked_job import check_job
+    from dlrover.python.rl.master.process.brain import run_local
+    from dlrover.python.rl.runtime import local_executor
+    from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
+    from dlrover.python.rl.runtime.run_folder import new_run
+
+    job = _job(folder, name, steps, threads)
     checked = check_job(job, local=True)
-    times, commit_s, sizes = [time.perf_counter()], list[float](), [0]
+    times, commit_s, sizes, largest = [time.perf_counter()], list[float](), [0], [1]
     run = new_run()
     memory = memory_path(job.name, run)
 
     def report(step: Any) -> None:
         times.append(time.perf_counter())
         commit_s.append(step.metrics.get("time/commit", 0.0))
-        sizes.append(sum(path.stat().st_size for path in memory.rglob("*.state")))
+        files = [path.stat().st_size for path in memory.rglob("ACTOR*.state")]
+        sizes.append(sum(files))
+        largest.append(max(files, default=0))
 
     job = replace(checked.job, run=run)
     if commits:
@@ -84,7 +95,7 @@ def _run_job(folder: Path, name: str, steps: int, commits: bool, threads: int) -
         with patch.object(local_executor, "checkpoints_of", lambda *of: None):
             run_local(job, checked.placement, report)
     step_s = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
-    return {"step_s": step_s, "commit_s": commit_s, "bytes": max(sizes)}
+    return {"step_s": step_s, "commit_s": commit_s, "states": max(sizes) / max(largest)}
 
 
 def _child(folder: Path, name: str, steps: int, commits: bool, threads: int) -> dict[str, Any]:
@@ -111,22 +122,36 @@ def _measure(folder: Path, name: str, steps: int, rounds: int, threads: int) -> 
     return {
         "step_s": median(second for side in sides[False] for second in side["step_s"][_FIRST:]),
         "commit_share": median(sum(side["commit_s"][_FIRST:]) / sum(side["step_s"][_FIRST:]) for side in sides[True]),
-        "bytes": max(side["bytes"] for side in sides[True]),
+        "states": max(side["states"] for side in sides[True]),
         "ratios": ratios,
     }
 
 
 def _table(results: dict[str, Any]) -> str:
     head = ["parameters", "step, s", "wall time with commits", f"first {_FIRST} steps", "later", "in commits, later"]
+    head += ["states in memory"]
     rows = [
         [
             name,
             f"{found['step_s']:.3f}",
             *(f"{median(found['ratios'][part]):.3f}x" for part in ("all", "first", "later")),
             f"{100 * found['commit_share']:.2f} %",
+            f"{found['states']:.2f}",
         ]
         for name, found in results["sizes"].items()
     ]
+    return f"{markdown(head, rows)}\n\n{_kills(results)}\n\n{extrapolate(results['speeds'])}"
+
+
+def _kills(results: dict[str, Any]) -> str:
+    head = ["parameters", "calls repeated", "R, s", "recovery, s", "an update, s", "of 1.15 R + 10 updates", "lost", "bits"]
+    rows = []
+    for name, found in results["kills"].items():
+        for one in found["rounds"]:
+            share = one["recovery_s"] / (1.15 * one["raw_s"] + 10 * one["update_s"])
+            seconds = [f"{one[key]:.2f}" for key in ("raw_s", "recovery_s", "update_s")]
+            bits = "the same" if one["same_bits"] else "others"
+            rows.append([name, one["calls"], *seconds, f"{share:.2f}", "steps" if one["lost"] else "nothing", bits])
     return markdown(head, rows)
 
 
@@ -148,8 +173,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     results: dict[str, Any] = {"machine": machine(options.threads), "steps": steps, "rounds": rounds, "sizes": {}}
     with tempfile.TemporaryDirectory(prefix="dlrover-rl-commits-") as name:
         _prepare(Path(name))
+        results["speeds"] = speeds()
         for size in names:
             results["sizes"][size] = _measure(Path(name), size, steps, rounds, options.threads)
+        results["kills"] = {}
+        with two_nodes(workers=0, head_cpus=16):
+            for size in names:
+                job = _job(Path(name), size, 30, options.threads)
+                job = replace(job, checkpoint=replace(job.checkpoint, every=30))
+                results["kills"][size] = kill_at_the_worst_moment(job, Path(name) / size, 1 if options.quick else 3)
     keep(options.out, "commit_cost", results, _table(results))
 
 

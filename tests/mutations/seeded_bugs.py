@@ -25,6 +25,7 @@ TESTS = {
     "trainer/port.py": ("trainer/test_role_group.py", "trainer/test_durable.py"),
     "runtime/process/host.py": (
         "runtime/test_host.py",
+        "runtime/test_snapshots.py",
         "runtime/test_commits_of_calls.py",
         "runtime/test_local_durable.py",
     ),
@@ -38,6 +39,7 @@ TESTS = {
     "runtime/checkpoint/cadence.py": ("runtime/test_cadence.py",),
     "runtime/checkpoint/member_state.py": (
         "runtime/test_host.py",
+        "runtime/test_snapshots.py",
         "runtime/test_commits.py",
         "runtime/test_commits_of_calls.py",
         "runtime/test_local_durable.py",
@@ -45,6 +47,14 @@ TESTS = {
     ),
     "runtime/checkpoint/commits.py": (
         "runtime/test_commits.py",
+        "runtime/test_snapshots.py",
+        "runtime/test_commits_of_calls.py",
+        "runtime/test_local_durable.py",
+    ),
+    "runtime/checkpoint/snapshots.py": ("runtime/test_snapshots.py", "runtime/test_commits_of_calls.py"),
+    "runtime/checkpoint/copying.py": (
+        "runtime/test_commits.py",
+        "runtime/test_snapshots.py",
         "runtime/test_commits_of_calls.py",
         "runtime/test_local_durable.py",
     ),
@@ -94,6 +104,7 @@ class Bug:
 
 _DURABLE, _LOG, _STEPS = "trainer/durable.py", "trainer/call_log.py", "trainer/steps.py"
 _HOST, _ARGUMENTS, _BEATS = "runtime/process/host.py", "runtime/process/arguments.py", "runtime/process/heartbeat.py"
+_COPYING, _SNAPSHOTS = "runtime/checkpoint/copying.py", "runtime/checkpoint/snapshots.py"
 _MEMBER, _COMMITS = "runtime/checkpoint/member_state.py", "runtime/checkpoint/commits.py"
 _RUNS, _NEIGHBOURS = "runtime/checkpoint/runs.py", "runtime/checkpoint/neighbours.py"
 _STORE, _MANIFEST = "runtime/checkpoint/storage/store.py", "runtime/checkpoint/storage/manifest.py"
@@ -275,7 +286,9 @@ BUGS = {
     "a file of calls may name anything": Bug(
         _HOST, 'if call.method.startswith("_") or not callable(', "if not callable("
     ),
-    "what changes nothing is repeated": Bug(_HOST, " or not get_invocation_options(method).changes_state", ""),
+    "what changes nothing is repeated": Bug(
+        _HOST, " or not self._options_of(header.method).changes_state", ""
+    ),
     "a state stands for its commit before its calls are repeated": Bug(
         _HOST,
         "        if not calls:\n            self._replay()\n",
@@ -318,14 +331,14 @@ BUGS = {
         _MEMBER, "store.drop_older(request.first_kept)", "store.drop_older(request.step)"
     ),
     "another step's copy is taken for the one under way": Bug(
-        _MEMBER, "if copy is None or copy.step != request.copying:", "if copy is None:"
+        _MEMBER, "        if self.step != step:\n            return Progress()\n", ""
     ),
     "what is being copied is removed by its member": Bug(
         _MEMBER,
         "        if request.copying is not None:\n"
         "            store.pinned.add(request.copying)\n"
-        "        if copy is not None and copy.thread.is_alive():\n"
-        "            store.pinned.add(copy.step)\n",
+        "        if self._copy is not None and self._copy.thread.is_alive():\n"
+        "            store.pinned.add(self._copy.step)\n",
         "",
     ),
     "a call that cannot be written ends the job": Bug(
@@ -339,15 +352,15 @@ BUGS = {
         "            except (CheckpointCorrupt, CheckpointMissing) as error:\n                raise error\n",
     ),
     # -- commits ------------------------------------------------------------------------------------------------------
-    "a copy is published when one member has it": Bug(_COMMITS, "if len(copies) == len(answers):", "if copies:"),
+    "a copy is published when one member has it": Bug(_COPYING, "if len(copies) == len(found):", "if copies:"),
     "what is being copied is not pinned": Bug(
-        _COMMITS, "            self._commits.pinned.add(step)\n", "            pass\n"
+        _COPYING, "        self.commits.pinned.add(manifest.step)\n", ""
     ),
     "only the first place of a damaged commit is set aside": Bug(
         _COMMITS, "for generation in self._offered:", "for generation in self._offered[:1]:"
     ),
     "calls follow any commit": Bug(
-        _COMMITS, "follows = self._at is not None and self._at.step == step - 1", "follows = self._at is not None"
+        _COMMITS, "self._at is not None and self._at.step == step - 1", "self._at is not None"
     ),
     "calls go on from a commit that was given up": Bug(
         _COMMITS, "self._newest, self._offered, self._at = None, [], None", "self._newest, self._offered = None, []"
@@ -371,8 +384,52 @@ BUGS = {
     ),
     "states are never due": Bug(_CADENCE, "return self._calls + 1 >= self.every", "return False"),
     "the room of calls does not count": Bug(_CADENCE, " or self._call_bytes + per_step > self._state_bytes", ""),
-    "trainers that die make the calls more": Bug(_CADENCE, "        self._calls = calls\n", "        pass\n"),
+    "trainers that die make the calls more": Bug(
+        _CADENCE, "        self._calls, self._call_bytes = calls, 0\n", "        pass\n"
+    ),
     "a commit of states is one of calls": Bug(_CADENCE, "            self._calls = self._call_bytes = 0\n", ""),
+    # -- states that are written while the members go on ---------------------------------------------------------------
+    "a call changes the state that is being written": Bug(
+        _HOST, "            return nullcontext()\n        self._state.wait_until_written()\n", "            return nullcontext()\n"
+    ),
+    "a raw call changes the state that is being written": Bug(
+        _HOST, "        self._note_raw_call()\n        self._state.wait_until_written()\n", "        self._note_raw_call()\n"
+    ),
+    "a process ends in the middle of writing its state": Bug(
+        _HOST, "        self._state.wait_until_written()\n        try:\n", "        try:\n"
+    ),
+    "workloads are not told that their state is being written": Bug(
+        _MEMBER, "        workload.note_writing(self.wait_until_written)\n", ""
+    ),
+    "two states are written at once": Bug(_MEMBER, "        if request.snapshot or not request.calls:\n", "        if False:\n"),
+    "the copy is of the calls": Bug(
+        _MEMBER, "            state = file if snapshot is None else snapshot.file\n", "            state = file\n"
+    ),
+    "a state that failed is one that runs": Bug(
+        _MEMBER, "return Progress(self.file, self.thread.is_alive(), self.seconds)", "return Progress(self.file, True, 0.0)"
+    ),
+    "commits follow from states that one member has not written": Bug(
+        _SNAPSHOTS, "if len(files) == len(found):", "if files:"
+    ),
+    "states that failed are awaited": Bug(
+        _SNAPSHOTS, "elif not all(each.file is not None or each.running for each in found.values()):", "elif False:"
+    ),
+    "the calls before a state are repeated after it": Bug(
+        _SNAPSHOTS, "if _step_of(piece) > self.at.step)", "if _step_of(piece) >= 0)"
+    ),
+    "the call of its own step is repeated after a state": Bug(
+        _SNAPSHOTS, "if _step_of(piece) > self.at.step)", "if _step_of(piece) >= self.at.step)"
+    ),
+    "a new trainer awaits the states of the last one": Bug(_COMMITS, "        self.snapshots.at = None\n        self._newest", "        self._newest"),
+    "a copy begins without the state of its step": Bug(
+        _COMMITS, "snapshot = calls and (persist or (self.snapshots.at", "snapshot = calls and (False or (self.snapshots.at"
+    ),
+    "after states that failed the next ones are late": Bug(
+        _COMMITS, "            self.cadence.go_on(_calls_since_states(self._at))\n\n", "            pass\n\n"
+    ),
+    "the next node gets no states": Bug(
+        _NEIGHBOURS, "wanted = [piece for piece in (*earlier, last) if piece not in known]", "wanted = [last] if known else [*earlier, last]"
+    ),
     # -- calls as values ----------------------------------------------------------------------------------------------
     "a recorded array changes with the caller's": Bug(
         _CALLS, "        return value.copy() if value.flags.writeable else value", "        return value"
@@ -472,9 +529,7 @@ BUGS = {
         _COPIES, "for each in (*states_before(memory, manifest), manifest):", "for each in (manifest,):"
     ),
     "the states before calls are not copied at the end": Bug(
-        _COMMITS,
-        "for manifest in (*states_before(self._commits, newest.manifest), newest.manifest):",
-        "for manifest in (newest.manifest,):",
+        _COPYING, "for manifest in (*first, newest):", "for manifest in (newest,):"
     ),
     "a run that cannot be continued begins anew": Bug(
         _COMMITS, "not all(map(self._can_repeat, self.before.manifests())):", "False:"

@@ -192,6 +192,9 @@ class StepsJob:
     def kill(self, member):
         member.alive = False
         self.world.trace("dead", member.host._context.name)
+        for process in self.world.processes:
+            if getattr(process, "member", None) is member:
+                process.kill()
         if member.host not in self.busy:
             member.host.end()
 

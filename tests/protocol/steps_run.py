@@ -107,5 +107,6 @@ def copies_of(world):
             begun_by = world.current
             inside = getattr(begun_by, "inside", None)
             self._process.origin = inside[-1][1].host._node if inside else begun_by.node
+            self._process.member = inside[-1][1] if inside else None
 
     return Copy

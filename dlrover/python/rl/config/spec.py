@@ -133,9 +133,10 @@ class CheckpointSpec:
     """Of the ended runs of this name with folders of their own, the newest ones that keep their checkpoints; models,
     metrics and logs of the others stay."""
 
-    commit_every: Positive | Literal["auto"] = 1
+    commit_every: Positive | Literal["auto"] = "auto"
     """Steps between commits of the whole state. In between a commit has the calls that changed the state, which a
-    recovery repeats. ``auto``: as often as it takes a hundredth of the time, at least every tenth step."""
+    recovery repeats. ``auto``: as often as it takes a hundredth of the time, at least every tenth step. 1: every commit
+    waits until the states are written; for calls that do not give the same results again."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import math
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,13 @@ _JSON_INT = 2**63
 _MAX_ERRORS = 20
 
 
+class InPieces(Protocol):
+    """Bytes that are not in the host's memory, and come there piece by piece."""
+
+    def __len__(self) -> int: ...
+    def pieces(self) -> Iterator[memoryview]: ...
+
+
 class StateTree(NamedTuple):
     """``skeleton`` is UTF-8 JSON; ``buffers`` are contiguous bytes, one per array, tensor and bytes object, in its
     order. They may be views of the tree's own memory: do not change it while they are in use."""
@@ -36,14 +43,27 @@ class StateTree(NamedTuple):
     buffers: list[memoryview]
 
 
+class DumpedState(NamedTuple):
+    """A :class:`StateTree` whose tensors on devices are still there."""
+
+    skeleton: bytes
+    buffers: "list[memoryview | InPieces]"
+
+
 def dump(tree: Any) -> StateTree:
     """Raise DataError if the tree holds anything not listed above, with each location (``state['optimizer'][3]``)."""
-    dumper = _Dumper()
+    skeleton, buffers = dump_in_place(tree, lambda tensor: _host_bytes(tensor.cpu()))
+    return StateTree(skeleton, cast(list[memoryview], buffers))
+
+
+def dump_in_place(tree: Any, of_device: "Callable[[Any], memoryview | InPieces] | None" = None) -> DumpedState:
+    """Like :func:`dump`, without copying what is on a device."""
+    dumper = _Dumper(of_device or _device_bytes)
     node = dumper.node(tree, "state", 0)
     if dumper.errors:
         raise DataError(dumper.errors)
     text = json.dumps(node, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return StateTree(text.encode("utf-8", "surrogatepass"), dumper.buffers)
+    return DumpedState(text.encode("utf-8", "surrogatepass"), dumper.buffers)
 
 
 def load(skeleton: bytes, buffers: Sequence[memoryview]) -> Any:
@@ -69,8 +89,9 @@ class _At:
 class _Dumper:
     """Turns values into JSON nodes: scalars and lists as they are, all else as ``{tag: content}``."""
 
-    def __init__(self) -> None:
-        self.buffers: list[memoryview] = []
+    def __init__(self, of_device: "Callable[[Any], memoryview | InPieces]") -> None:
+        self._of_device = of_device
+        self.buffers: list[memoryview | InPieces] = []
         self.errors: list[ConfigError] = []
         self._torch = sys.modules.get("torch")  # without torch imported, no value is a tensor
         self._containers: dict[type, Callable[[Any, _At | str, int], Any]] = {
@@ -128,19 +149,29 @@ class _Dumper:
         plain = type(value) in (torch.Tensor, torch.nn.Parameter)
         if not plain or value.layout is not torch.strided or value.is_quantized or value.is_meta:
             return self._refuse(at, f"a {_tensor_kind(value)} cannot be saved; save dense tensors that hold data")
-        dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        # Through DLPack, since a tensor that has once been asked for its numpy() can never be moved by its storage.
-        flat: Any = np.from_dlpack(dense.view(torch.uint8)) if dense.numel() else b""
-        content = memoryview(flat).cast("B")
+        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        content = _host_bytes(flat) if flat.device.type == "cpu" else self._of_device(flat)
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), self._buffer(content)]}
 
-    def _buffer(self, content: memoryview) -> int:
+    def _buffer(self, content: "memoryview | InPieces") -> int:
         self.buffers.append(content)
         return len(self.buffers) - 1
 
     def _refuse(self, at: _At | str, what: str) -> None:
         if len(self.errors) < _MAX_ERRORS:
             self.errors.append(ConfigError(str(at), what))
+
+
+def _host_bytes(flat: Any) -> memoryview:
+    # Through DLPack, since a tensor that has once been asked for its numpy() can never be moved by its storage.
+    content: Any = np.from_dlpack(flat) if flat.numel() else b""
+    return memoryview(content).cast("B")
+
+
+def _device_bytes(flat: Any) -> InPieces:
+    from dlrover.python.rl.data.device_bytes import DeviceBytes  # it needs torch
+
+    return DeviceBytes(flat)
 
 
 _ALLOWED = "dict, list, tuple, str, int, float, bool, None, bytes, numpy arrays and torch tensors"

@@ -82,7 +82,8 @@ def trainer_invocation(**options: Any) -> Callable[[F], F]:
         post_func: ``post_func(results)`` runs in the trainer on the gathered results; what it returns is the call's
             value.
         changes_state: False says that the method leaves what ``state_dict`` returns as it is, random states included:
-            a recovery that repeats the calls after an earlier commit leaves it out.
+            it may run while that is written, and a recovery that repeats the calls after an earlier commit leaves it
+            out.
 
     Raises:
         TypeError: an unknown option (the nearest name is given) or one of the wrong type.
@@ -230,10 +231,16 @@ class BaseWorkload:
         """The state with which another process can continue; None for a stateless workload. Override it together with
         :meth:`load_state_dict` if calls change the results of later calls.
 
-        A tree of dict, list, tuple, str, int, float, bool, None, bytes, numpy arrays and torch tensors. Called at each
-        commit; it is written before the next call.
+        A tree of dict, list, tuple, str, int, float, bool, None, bytes, numpy arrays and torch tensors. Called at a
+        commit; it is written before the next call that may change it, which is any but those with
+        ``changes_state=False``.
         """
         return None
+
+    def note_writing(self, wait: Callable[[], None]) -> None:
+        """What ``state_dict`` has just returned is being written by another thread, until ``wait()`` returns. Override
+        it in a workload that frees or overwrites the memory of its tensors in calls with ``changes_state=False``, such
+        as those that move them between device and host: they have to wait first."""
 
     def load_state_dict(self, state: Any) -> None:
         """Continue from a :meth:`state_dict`: in a new process after the trainer's ``init`` was repeated there, or in

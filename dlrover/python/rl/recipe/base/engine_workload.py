@@ -100,6 +100,7 @@ class EngineWorkload(BaseWorkload):
     _transport: WeightTransport | None = None
     _device_locks: tuple[DeviceLock, ...] = ()
     _memory: DeviceMemory | None = None
+    _wait_until_written: Callable[[], None] = staticmethod(lambda: None)
 
     @classmethod
     def warm_up(cls) -> None:
@@ -140,7 +141,11 @@ class EngineWorkload(BaseWorkload):
                 yield
             finally:
                 if self._engine is not None:
+                    self._wait_until_written()
                     self._engine.cpu()
+
+    def note_writing(self, wait: Callable[[], None]) -> None:
+        self._wait_until_written = wait
 
     @contextmanager
     def _bare_turn(self) -> Iterator[None]:

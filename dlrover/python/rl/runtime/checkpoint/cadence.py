@@ -37,7 +37,11 @@ class Cadence:
 
     def go_on(self, calls: int) -> None:
         """The last commit is the one of ``calls`` steps after the states."""
-        self._calls = calls
+        self._calls, self._call_bytes = calls, 0
+
+    def note_states(self, files: Collection[StateFile], seconds: float) -> None:
+        """States that were written beside commits of calls, of which the slowest took ``seconds`` from its member."""
+        self._state_s, self._state_bytes = seconds, sum(file.nbytes for file in files)
 
     def note(self, files: Collection[StateFile], seconds: float, whole: bool) -> None:
         """A commit of these files, of which the slowest took ``seconds``."""

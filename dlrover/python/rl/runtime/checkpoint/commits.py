@@ -4,8 +4,9 @@
 ::
 
     COMMIT --> members write their states, or the calls of the step --> trainer.state --> manifest: committed
-                  '- every few steps, in threads: copies of the states to the job's checkpoints
-    a later COMMIT --> all copies complete? --> the trainer's file --> manifest: durable
+                  '- every few steps, in threads: states beside the calls, and copies of states
+    a later COMMIT --> all states written? commits follow from them from now on
+                       all copies complete? the trainer's file --> manifest: durable
 """
 
 import time
@@ -21,6 +22,7 @@ from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.layout import digest_of_results
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
+from dlrover.python.rl.runtime.checkpoint.copying import Copying
 from dlrover.python.rl.runtime.checkpoint.member_state import (
     CommitAnswer,
     CommitRequest,
@@ -47,9 +49,8 @@ from dlrover.python.rl.runtime.checkpoint.runs import (
     TRAINER,
     can_repeat,
     newest_commit,
-    prune_earlier_runs,
 )
-from dlrover.python.rl.runtime.checkpoint.storage.copies import gathered, states_before
+from dlrover.python.rl.runtime.checkpoint.snapshots import Snapshots
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest, Piece, folder_name
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import Header, StateFile
@@ -115,11 +116,8 @@ class StoreCheckpoints:
     _at: Manifest | None = None  # the last commit, if it is in the folder of the next one
     _asked: CommitRequest | None = None
     _kept: list[Manifest] = field(default_factory=list, repr=False)
-    _persisting: list[int] = field(default_factory=list, repr=False)
     _last: LastCommit | None = None
-    _copying: Manifest | None = None
-    _copy_asked: bool = False
-    _copying_since_s: float = 0.0
+    _transferring_since_s: float = 0.0
     _there: set[str] = field(default_factory=set, repr=False)  # the nodes that have members
     _newest: _Generation | None = field(default=None, repr=False)
     _offered: list[_Generation] = field(default_factory=list, repr=False)
@@ -129,17 +127,20 @@ class StoreCheckpoints:
         self._durable = self.roots.durable_store(self.keep)
         for store in (self._commits, self._durable):
             retry_io(partial(store.claim, self.roots.epoch), self._commits.root, self.disk_wait)
+        self.copying = Copying(self._commits, self._durable, self.roots.epoch, self.files, self._extra)
+        self.snapshots = Snapshots()
 
     def _patiently(self, act: Callable[[], T]) -> T:
         return retry_io(act, self._commits.root, self.disk_wait)
 
     def newest(self) -> int | None:
-        self._publish_complete()
+        self.copying.publish_complete()
+        self.snapshots.at = None
         self._newest = newest = self._patiently(self._find_newest)
         self._offered = [newest] if newest is not None else []
         self._at = newest.manifest if newest is not None and newest.store is self._commits else None
         if self._at is not None:
-            self.cadence.go_on(max(map(len, self._at.earlier.values()), default=0))
+            self.cadence.go_on(_calls_since_states(self._at))
         if newest is None and self.before is not None and not all(map(self._can_repeat, self.before.manifests())):
             what = "it has calls without the states before them, which other settings cannot repeat"
             raise CheckpointMissing(f"run {self.before.run} cannot be continued: {what}")
@@ -201,13 +202,13 @@ class StoreCheckpoints:
         return state
 
     def discard(self, step: int, why: str) -> None:
-        self._publish_complete()
+        self.copying.publish_complete()
         for generation in self._offered:
             if generation.manifest.step == step:
                 generation.store.quarantine(generation.manifest, why)
         self._newest, self._offered, self._at = None, [], None
-        if self._copying is not None and self._copying.step == step:
-            self._end_copy()
+        if self.copying.step == step:
+            self.copying.end()
 
     def restore_request(self, step: int) -> RestoreRequest:
         self._offered = self._patiently(partial(self._find, step))
@@ -234,21 +235,29 @@ class StoreCheckpoints:
         }
 
     def commit_request(self, step: int, last: bool) -> CommitRequest:
-        self._publish_complete()
+        self.copying.publish_complete()
         due = step > 0 and (last or step % self.every == 0)
-        self._copy_asked = due and self._copying is None
-        follows = self._at is not None and self._at.step == step - 1
-        calls = follows and not due and not self.cadence.is_due()
-        copying = self._copying.step if self._copying is not None else None
-        first_kept = min((manifest.since for manifest in self._kept), default=step - 1)
-        needed, records = self._first_needed(step), self.cadence.every != 1
-        self._asked = CommitRequest(step, self.roots, self._copy_asked, copying, calls, first_kept, needed, records)
+        persist = due and self.copying.at is None
+        calls = self.cadence.every != 1 and self._at is not None and self._at.step == step - 1
+        snapshot = calls and (persist or (self.snapshots.at is None and self.cadence.is_due()))
+        self._asked = CommitRequest(
+            step,
+            self.roots,
+            persist,
+            self.copying.step,
+            calls,
+            snapshot,
+            self.snapshots.at.step if self.snapshots.at is not None else None,
+            first_kept=min((manifest.since for manifest in self._kept), default=step - 1),
+            first_needed=self._first_needed(step),
+            records=self.cadence.every != 1,
+        )
         return self._asked
 
     def commit_request_for_states(self, answers: Mapping[ProcessId, CommitAnswer]) -> CommitRequest | None:
         if self._asked is None or all(answer.file is not None for answer in answers.values()):
             return None
-        self._asked = replace(self._asked, calls=False)
+        self._asked = replace(self._asked, calls=False, snapshot=False)
         return self._asked
 
     def _first_needed(self, step: int) -> int:
@@ -256,7 +265,8 @@ class StoreCheckpoints:
         return self._at.since if self._at is not None else step - 1
 
     def copies(self, answers: Mapping[ProcessId, CommitAnswer], nodes: Nodes) -> list[Transfer]:
-        self._copying_since_s = time.monotonic()
+        self._transferring_since_s = time.monotonic()
+        self.snapshots.note(answers)
         if not self.spread or self._asked is None:
             return []
         folder = folder_name(self._asked.step, self.roots.epoch)
@@ -268,7 +278,7 @@ class StoreCheckpoints:
         return copies_for_neighbours(self.roots, pieces, nodes, self._at, self._asked.first_kept)
 
     def _earlier(self, name: str, file: StateFile) -> tuple[Piece, ...]:
-        return self._at.pieces_of(name) if is_calls(file) and self._at is not None else ()
+        return self.snapshots.earlier(name, self._at) if is_calls(file) and self._at is not None else ()
 
     def commit(
         self,
@@ -277,8 +287,9 @@ class StoreCheckpoints:
         state: Mapping[str, Any],
         copied: Mapping[Transfer, str],
     ) -> None:
-        if self._copy_asked:
-            self._commits.pinned.add(step)
+        asked = self._asked
+        if asked is None or asked.step != step:
+            raise ValueError(f"step {step} was not asked for")
         files = {member.file_name: answer.file for member, answer in answers.items() if answer.file is not None}
         earlier = {name: pieces for name, file in files.items() if (pieces := self._earlier(name, file))}
         extra = {**self._extra, NODES: where_kept(files, copied, self._at)} if self.spread else self._extra
@@ -287,13 +298,29 @@ class StoreCheckpoints:
         self._latest = self._at = retry_io(write, self._commits.root, self.disk_wait, free_space)
         self._kept = [self._at, *self._kept][: self._commits.keep]
         slowest_s = max((answer.seconds for answer in answers.values()), default=0.0)
-        slowest_s += time.monotonic() - self._copying_since_s if copied else 0.0
+        slowest_s += time.monotonic() - self._transferring_since_s if copied else 0.0
         self.cadence.note(files.values(), slowest_s, whole=not earlier)
-        self.committed_bytes += sum(file.nbytes for file in self._latest.files.values())
-        self._remember_writers(self._latest)
-        self._check_copies(answers)
-        if self._copy_asked:
-            self._copying = self._latest
+        self.committed_bytes += sum(file.nbytes for file in self._at.files.values())
+        self._remember_writers(self._at)
+        self._end_snapshots(asked)
+        self.copying.note(answers)
+        if asked.snapshot:
+            self.snapshots.at = self._at
+            self.cadence.go_on(0)
+        if asked.persist:
+            self.copying.begin(self._at)
+
+    def _end_snapshots(self, asked: CommitRequest) -> None:
+        """The commit follows from those that members have written meanwhile, if they have."""
+        states = {name: piece.file for name, piece in self.snapshots.states.items()}
+        if self.snapshots.at is not None and states:
+            self.cadence.note_states(states.values(), self.snapshots.seconds)
+            self.committed_bytes += sum(file.nbytes for file in states.values())
+            if self.copying.step == self.snapshots.at.step:
+                self.copying.note_states(states)
+            self.snapshots.at = None
+        elif asked.snapshotting is not None and self.snapshots.at is None and self._at is not None:
+            self.cadence.go_on(_calls_since_states(self._at))
 
     def _write(
         self,
@@ -336,63 +363,18 @@ class StoreCheckpoints:
     def _extra(self) -> dict[str, Any]:
         return {SETTINGS: self.settings}
 
-    def _check_copies(self, answers: Mapping[ProcessId, CommitAnswer]) -> None:
-        """Publish the copy under way once all members have finished theirs; abandon it if one has failed."""
-        if self._copying is None:
-            return
-        copies = {member.file_name: (answer.copied,) for member, answer in answers.items() if answer.copied is not None}
-        if len(copies) == len(answers):
-            self._publish(self._copying, copies)
-        elif all(answer.copied is not None or answer.running for answer in answers.values()):
-            return
-        self._end_copy()
-
-    def _publish_complete(self) -> None:
-        """Publish the copy under way if all its files exist, even if members have died since: a file gets its name only
-        after its checksum was verified."""
-        if self._copying is None:
-            return
-        copies = {name: replace(file, node="") for name, file in self._copying.files.items() if name != TRAINER}
-        try:
-            for copy in copies.values():
-                self._durable.check(self._copying.folder, copy)
-        except (CheckpointCorrupt, CheckpointMissing, OSError):
-            return
-        self._publish(self._copying, {name: (copy,) for name, copy in copies.items()})
-        self._end_copy()
-
-    def _end_copy(self) -> None:
-        if self._copying is not None:
-            self._commits.pinned.discard(self._copying.step)
-        self._copying = None
-
     def persist_request(self) -> PersistRequest | None:
         newest = self._newest_in(self._commits)
-        if newest is None:
+        manifest = self.copying.next_at_the_end(newest.manifest) if newest is not None else None
+        if newest is None or manifest is None:
             return None
-        tried = max([*self._persisting, *(manifest.step for manifest in self._durable.manifests())], default=-1)
-        for manifest in (*states_before(self._commits, newest.manifest), newest.manifest):
-            if manifest.step > tried:
-                self._latest = manifest
-                self._persisting.append(manifest.step)
-                return PersistRequest(manifest.step, self._pieces_of(replace(newest, manifest=manifest)), self.roots)
-        return None
+        self._latest = manifest
+        return PersistRequest(manifest.step, self._pieces_of(replace(newest, manifest=manifest)), self.roots)
 
     def persisted(self, answers: Mapping[ProcessId, tuple[StateFile, ...]]) -> None:
         if self._latest is not None:
-            self._publish(self._latest, {member.file_name: copies for member, copies in answers.items()})
+            self.copying.publish(self._latest, answers)
 
-    def _publish(self, manifest: Manifest, copies: Mapping[str, tuple[StateFile, ...]]) -> None:
-        try:
-            trainers = self._durable.put(
-                self._commits.root / manifest.folder, manifest.step, self.roots.epoch, manifest.files[TRAINER]
-            )
-            if self.files is not None:
-                self.files.upload()
-            files = {name: own[-1] for name, own in copies.items()}
-            earlier = gathered(folder_name(manifest.step, self.roots.epoch), copies)
-            files[TRAINER] = trainers
-            self._durable.commit(manifest.step, self.roots.epoch, files, earlier, self._extra)
-            prune_earlier_runs(self._durable)
-        except (CheckpointCorrupt, CheckpointMissing, OSError) as error:
-            _LOG.warning("step %d was not copied to %s: %s", manifest.step, self._durable.root, error)
+
+def _calls_since_states(manifest: Manifest) -> int:
+    return max(map(len, manifest.earlier.values()), default=0)

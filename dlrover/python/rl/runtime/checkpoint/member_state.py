@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A member's part of commits: its state file, in a folder in the node's memory, the copy to the job's directory, and
-restoring."""
+"""A member's part of commits: its files in a folder in the node's memory, the copy to the job's directory, restoring.
 
+::
+
+    COMMIT of step 4, with a snapshot    COMMIT of step 5        COMMIT of step 6
+    calls of 4 --> answer                calls of 5 --> answer   calls of 6 --> answer
+    state after 4 --> a thread writes it ------> "the state of 4 is written": commits follow from it
+                      '- a call that may change it waits
+"""
+
+import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +22,7 @@ from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, ret
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, DataError, OtherLayout
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId, is_url
+from dlrover.python.rl.data.state_tree import dump_in_place
 from dlrover.python.rl.runtime.checkpoint.calls import RecordedCall, load_calls
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.copies import copy_pieces
@@ -30,29 +39,41 @@ CALLS = ".calls"
 
 @dataclass(frozen=True)
 class CommitRequest:
-    """Write the state after ``step``, or with ``calls`` those of the step; ``persist``: begin to copy the
-    state to the job's directory; ``copying``: the step whose copy is under way; ``first_kept``: the first step whose
-    files stay, or ``first_needed`` where there is no room; ``records``: later commits may ask for calls."""
+    """Write the state after ``step``, or with ``calls`` those of the step, and with ``snapshot`` also the state, in the
+    background; ``persist``: copy the state to the job's directory, in the background; ``snapshotting`` and ``copying``:
+    the steps whose snapshot and copy are under way; ``first_kept``: the first step whose files stay, or
+    ``first_needed`` where there is no room; ``records``: later commits may ask for calls."""
 
     step: int
     roots: Roots
     persist: bool = False
     copying: int | None = None
     calls: bool = False
+    snapshot: bool = False
+    snapshotting: int | None = None
     first_kept: int = 0
     first_needed: int = 0
     records: bool = True
 
 
 @dataclass(frozen=True)
-class CommitAnswer:
-    """The file, None where the calls are not enough, and how long it took; the copy of ``CommitRequest.copying``:
-    finished, or still running."""
+class Progress:
+    """Of a file that is written in the background: ``file`` once it is finished, and how many seconds it took from the
+    member's calls; ``running``: not yet. Neither: it failed."""
 
-    file: StateFile | None
-    copied: StateFile | None = None
+    file: StateFile | None = None
     running: bool = False
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class CommitAnswer:
+    """The file, None where the calls are not enough, and how long it took."""
+
+    file: StateFile | None
+    seconds: float = 0.0
+    snapshot: Progress = Progress()
+    copy: Progress = Progress()
 
 
 @dataclass(frozen=True)
@@ -76,10 +97,37 @@ class RestoreRequest:
 
 
 @dataclass
-class _Copy:
+class _Background:
+    """A file of ``step`` that a thread writes; ``seconds`` are those that calls of the member have waited for it, and
+    its share of this process's cores."""
+
     step: int
-    thread: threading.Thread
+    write: Callable[[], StateFile | None]
+    what: str
     file: StateFile | None = None
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, name=f"dlrover-copy-{self.step}", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        began_s = time.thread_time()
+        try:
+            self.file = self.write()
+        except Exception as error:  # noqa: BLE001 -- the run continues without the file
+            _LOG.warning("%s: %s", self.what, error)
+        self.seconds += (time.thread_time() - began_s) / len(os.sched_getaffinity(0))
+
+    def wait(self) -> None:
+        began_s = time.monotonic()
+        self.thread.join()  # waits: for a file on this machine, which ends or fails
+        self.seconds += time.monotonic() - began_s
+
+    def progress(self, step: int | None) -> Progress:
+        if self.step != step:
+            return Progress()
+        return Progress(self.file, self.thread.is_alive(), self.seconds)
 
 
 def is_calls(file: StateFile) -> bool:
@@ -106,35 +154,71 @@ class MemberState:
         self.key = ProcessId(role, rank).file_name
         self._incarnation, self._node = incarnation, node
         self._rank, self._header = rank, dict[str, str | int](role=str(role), rank=rank)
-        self._copy: _Copy | None = None
+        self._snapshot: _Background | None = None
+        self._copy: _Background | None = None
         self._since: int | None = None  # the first of the commits in this node's folder that calls can go on from
+
+    def wait_until_written(self) -> None:
+        """What the workload's ``state_dict`` has returned may change from now on."""
+        if self._snapshot is not None and self._snapshot.thread.is_alive():
+            self._snapshot.wait()
 
     def commit(self, workload: Any, request: CommitRequest, calls: list[Any] | None = None) -> CommitAnswer:
         """Write the workload's ``state_dict``, or the ``calls`` of the step. Raises DataError for values that cannot be
         saved, StaleEpoch, OSError."""
-        roots, copy, began_s = request.roots, self._copy, time.monotonic()
-        store = roots.commit_store(self._node)
+        began_s, store = time.monotonic(), request.roots.commit_store(self._node)
+        if request.snapshot or not request.calls:
+            self.wait_until_written()
+        self._clean_up(store, request)
+        snapshot, copy = self._snapshot, self._copy
+        file = self._write_calls(store, request, calls) if request.calls else self._write_state(store, workload, request)
+        if file is None:
+            return CommitAnswer(None)
+        if request.snapshot:
+            self._begin_snapshot(store, workload, request)
+        if request.persist:
+            self._begin_copy(store, request, file)
+        return CommitAnswer(
+            file,
+            time.monotonic() - began_s,
+            snapshot.progress(request.snapshotting) if snapshot is not None else Progress(),
+            copy.progress(request.copying) if copy is not None else Progress(),
+        )
+
+    def _clean_up(self, store: CheckpointStore, request: CommitRequest) -> None:
         if request.copying is not None:
             store.pinned.add(request.copying)
-        if copy is not None and copy.thread.is_alive():
-            store.pinned.add(copy.step)
-        if not roots.shared and self._node != roots.node:
+        if self._copy is not None and self._copy.thread.is_alive():
+            store.pinned.add(self._copy.step)
+        if not request.roots.shared and self._node != request.roots.node:
             store.drop_older(request.first_kept)
-        if request.calls:
-            file = self._write_calls(store, request, calls)
-            if file is None:
-                return CommitAnswer(None)
-        else:
-            # Only once: ranks may meet in it.
-            file = self._write(store, request, f"{self.key}.{self._incarnation}.state", workload.state_dict())
-            self._since = request.step if self._since is None else self._since
-        if request.persist:
-            self._begin_copy(request.step, store.root / folder_name(request.step, roots.epoch), file, roots)
-        file = replace(file, node=roots.owner(self._node))
-        seconds = time.monotonic() - began_s
-        if copy is None or copy.step != request.copying:
-            return CommitAnswer(file, seconds=seconds)
-        return CommitAnswer(file, copy.file, copy.thread.is_alive(), seconds)
+
+    def _write_state(self, store: CheckpointStore, workload: Any, request: CommitRequest) -> StateFile:
+        file = self._write(store, request, self._state_name, workload.state_dict())  # only once: ranks may meet in it
+        self._since = request.step if self._since is None else self._since
+        return file
+
+    @property
+    def _state_name(self) -> str:
+        return f"{self.key}.{self._incarnation}.state"
+
+    def _begin_snapshot(self, store: CheckpointStore, workload: Any, request: CommitRequest) -> None:
+        state = dump_in_place(workload.state_dict())
+        write = partial(self._write, store, request, self._state_name, state)
+        self._snapshot = _Background(request.step, write, f"{self.key}: the state of step {request.step} is not written")
+        workload.note_writing(self.wait_until_written)
+
+    def _begin_copy(self, store: CheckpointStore, request: CommitRequest, file: StateFile) -> None:
+        step, roots, snapshot = request.step, request.roots, self._snapshot if request.snapshot else None
+        source = store.root / folder_name(step, roots.epoch)
+
+        def copy() -> StateFile | None:
+            if snapshot is not None:
+                snapshot.thread.join()  # waits: see wait
+            state = file if snapshot is None else snapshot.file
+            return roots.durable_store().put(source, step, roots.epoch, state) if state is not None else None
+
+        self._copy = _Background(step, copy, f"{self.key} of step {step} was not copied to {roots.durable}")
 
     def _write_calls(self, store: CheckpointStore, request: CommitRequest, calls: Any) -> StateFile | None:
         """None if there are none, an argument cannot be saved, or the commit before is not in this folder."""
@@ -152,11 +236,13 @@ class MemberState:
         def write() -> StateFile:
             return store.write(request.step, epoch, name, header, tree)
 
-        return retry_io(write, store.root, self._disk_wait, partial(store.free_space, request.first_needed))
+        file = retry_io(write, store.root, self._disk_wait, partial(store.free_space, request.first_needed))
+        return replace(file, node=request.roots.owner(self._node))
 
     def restore(self, workload: Any, request: RestoreRequest) -> list[RecordedCall]:
         """Load the state from the first intact source; returns the calls after which it is that of the request. Raises
         CheckpointCorrupt or CheckpointMissing if there is none, DataError if this code cannot repeat the calls."""
+        self.wait_until_written()
         failure: CheckpointCorrupt | CheckpointMissing = CheckpointMissing(f"step {request.step} has no {self.key}")
         for source in request.sources:
             pieces = self._pieces_by_rank(source)
@@ -213,22 +299,12 @@ class MemberState:
     def persist(self, request: PersistRequest) -> tuple[StateFile, ...]:
         """Finish the copy of a generation, or make it; raises CheckpointCorrupt, CheckpointMissing, OSError."""
         copy, pieces = self._copy, request.pieces[self.key]
-        if copy is not None and copy.step == request.step and len(pieces) == 1:
-            copy.thread.join()  # waits: for a copy on this machine, which ends or fails
+        if copy is not None and copy.step == request.step:
+            copy.wait()
             if copy.file is not None:
                 return (copy.file,)
         root, copies = request.roots.commit_root(), request.roots.durable_store()
         return copy_pieces(root, copies, request.step, request.roots.epoch, pieces)
-
-    def _begin_copy(self, step: int, source: Path, file: StateFile, roots: Roots) -> None:
-        def run() -> None:
-            try:
-                copy.file = roots.durable_store().put(source, step, roots.epoch, file)
-            except Exception as error:  # noqa: BLE001 -- the run continues without the copy
-                _LOG.warning("%s of step %d was not copied to %s: %s", self.key, step, roots.durable, error)
-
-        self._copy = copy = _Copy(step, threading.Thread(target=run, name=f"dlrover-copy-{step}", daemon=True))
-        copy.thread.start()
 
 
 def _read(root: Path, folder: str, file: StateFile, header: Header) -> Any:

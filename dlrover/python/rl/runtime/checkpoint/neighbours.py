@@ -167,7 +167,8 @@ def copies_for_neighbours(
         if neighbour is not None:
             has_earlier = before is not None and neighbour in nodes_of(before, member.file_name)
             hosts = on_node[neighbour]
-            wanted = (last,) if has_earlier else (*earlier, last)
+            known = before.pieces_of(member.file_name) if before is not None and has_earlier else ()
+            wanted = [piece for piece in (*earlier, last) if piece not in known]
             target = hosts[member.rank % len(hosts)]
             transfers.append(Transfer(target, _parts(roots, wanted, first_kept), member))
     return transfers

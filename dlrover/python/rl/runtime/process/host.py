@@ -55,7 +55,13 @@ from dlrover.python.rl.trainer.port import (
     Standing,
     gone_incarnation,
 )
-from dlrover.python.rl.trainer.workload import MemberContext, get_invocation_options, is_stateful, member_context
+from dlrover.python.rl.trainer.workload import (
+    InvocationOptions,
+    MemberContext,
+    get_invocation_options,
+    is_stateful,
+    member_context,
+)
 
 Arguments: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 
@@ -139,6 +145,7 @@ class MemberHost:
         return None if now is None else CurrentCall(now[0], now[1], self._now_s() - max(now[2], self._progressed_s))
 
     def close(self) -> None:
+        self._state.wait_until_written()
         try:
             if self.workload is not None:
                 self.workload.close()
@@ -179,6 +186,7 @@ class MemberHost:
     def run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a call through a raw handle: it belongs to no step, nothing is kept, and errors are raised unchanged."""
         self._note_raw_call()
+        self._state.wait_until_written()
         return self._call(method, _NEVER, args, kwargs)
 
     def _note_raw_call(self) -> None:
@@ -253,12 +261,16 @@ class MemberHost:
     def _recording(
         self, header: CallHeader, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> AbstractContextManager[None]:
-        method = getattr(type(self.workload), header.method, None)
-        is_kept = self._records and header.keep
-        if not is_kept or not self._is_stateful or not get_invocation_options(method).changes_state:
+        if not self._is_stateful or not self._options_of(header.method).changes_state:
+            return nullcontext()
+        self._state.wait_until_written()
+        if not self._records or not header.keep:
             return nullcontext()
         step = max(header.call_id[0], self._settled + 1)  # it may come late
         return self._record.recording(step, header.method, args, kwargs)
+
+    def _options_of(self, method: str) -> InvocationOptions:
+        return get_invocation_options(getattr(type(self.workload), method, None))
 
     def _keep(self, header: CallHeader, answer: _Answer) -> None:
         if not header.keep:

@@ -2,6 +2,7 @@
 """Copies of commits, in the job's directory or in an object store. A copy has all its files in its own folder."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
@@ -50,7 +51,12 @@ def save_generation(memory: CheckpointStore, manifest: Manifest, copies: Checkpo
 
 
 def states_before(memory: CheckpointStore, manifest: Manifest) -> list[Manifest]:
-    """The generation of states from which a job with other settings can go on: it cannot repeat the calls."""
-    firsts = {pieces[0].folder for pieces in manifest.earlier.values()}
-    found = [each for each in memory.manifests() if {each.folder} == firsts and not each.earlier]
+    """The generation of states that the calls of ``manifest`` follow from: a job with other settings can go on from it,
+    and cannot repeat the calls."""
+    firsts = {name: pieces[0] for name, pieces in manifest.earlier.items()}
+    folders = {piece.folder for piece in firsts.values()}
+    states = {name: piece.file for name, piece in firsts.items()}
+    found = [
+        replace(each, files={**each.files, **states}, earlier={}) for each in memory.manifests() if {each.folder} == folders
+    ]
     return [each for each in found if memory.valid(each)]

@@ -29,7 +29,7 @@ from isal.isal_zlib import crc32
 
 from dlrover.python.rl.common.disk_space import disk_full_error, is_disk_full
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, DataError
-from dlrover.python.rl.data.state_tree import dump, load
+from dlrover.python.rl.data.state_tree import DumpedState, InPieces, dump_in_place, load
 
 VERSION = 1
 
@@ -53,7 +53,8 @@ class StateFile:
 
 
 def write_state(path: Path, header: Header, tree: Any, durable: bool, recycled: Path | None = None) -> StateFile:
-    """Write ``tree`` (see data/state_tree.py) to ``path``, whole or not at all. It must not change meanwhile.
+    """Write ``tree`` (see data/state_tree.py), or one that is dumped in place, to ``path``, whole or not at all. It must
+    not change meanwhile.
 
     Args:
         header: the owner of the state (role, rank, step, ...), to detect files that were mixed up.
@@ -64,7 +65,7 @@ def write_state(path: Path, header: Header, tree: Any, durable: bool, recycled: 
         DataError: ``tree`` cannot be saved.
         OSError: the disk is full (with the bytes needed and free), read-only, ...; ``path`` is unchanged.
     """
-    state = dump(tree)
+    state = tree if isinstance(tree, DumpedState) else dump_in_place(tree)
     parts, total = _layout(header, state.skeleton, state.buffers)
     checksum = 0
     with new_file(path, durable, total, recycled) as file:
@@ -174,11 +175,13 @@ def sync_folder(folder: Path) -> None:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def _layout(header: Header, skeleton: bytes, buffers: list[memoryview]) -> tuple[list[memoryview], int]:
+def _layout(
+    header: Header, skeleton: bytes, buffers: list[memoryview | InPieces]
+) -> tuple[list[memoryview | InPieces], int]:
     sizes = [len(buffer) for buffer in buffers]
     table = json.dumps({"header": dict(header), "sizes": sizes}).encode()
     at = _PREFIX.size + len(table) + len(skeleton)
-    body: list[memoryview] = []
+    body: list[memoryview | InPieces] = []
     for buffer in buffers:
         body += [memoryview(bytes(-at % _ALIGN)), buffer]
         at += -at % _ALIGN + len(buffer)
@@ -187,11 +190,12 @@ def _layout(header: Header, skeleton: bytes, buffers: list[memoryview]) -> tuple
     return [memoryview(prefix), memoryview(table), memoryview(skeleton), *body], total
 
 
-def _chunks(parts: Iterable[memoryview]) -> Iterator[memoryview]:
+def _chunks(parts: Iterable[memoryview | InPieces]) -> Iterator[memoryview]:
     """The same bytes in pieces that stay in the CPU cache between checksum and write."""
     for part in parts:
-        for start in range(0, len(part), _CHUNK):
-            yield part[start : start + _CHUNK]
+        for piece in (part,) if isinstance(part, memoryview) else part.pieces():
+            for start in range(0, len(piece), _CHUNK):
+                yield piece[start : start + _CHUNK]
 
 
 def _open_new(path: Path, recycled: Path | None) -> BinaryIO:

@@ -148,7 +148,7 @@ class CheckpointStore:
     def drop_older(self, step: int) -> None:
         """Remove the folders of the steps before ``step``: for a node with a separate root, where no manifest is ever
         committed."""
-        for folder in self._folders():
+        for folder in sorted(self._folders(), reverse=True):  # see _prune
             if folder[0] < step and folder[0] not in self.pinned:
                 self._retire(self.root / folder_name(*folder))
 

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The actor is killed when most calls have to be repeated: what that costs, and that nothing is lost.
+
+::
+
+    commit of step   9         10        |          11
+    follows from     state 0, 1-9        | kill     its members have written the state of 10
+                               state 0, calls 1-10: all are repeated, and the open step's
+"""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks._live import Live
+from benchmarks._raw_restart import RawRestart
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
+from dlrover.python.rl.runtime.checkpoint.runs import COPIES
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest, read_manifest
+from dlrover.python.rl.runtime.ray.processes.actors import process_env
+from dlrover.python.rl.runtime.run_folder import new_run
+from dlrover.python.rl.trainer.trainer import StepReport
+
+_ACTOR = "ACTOR-0"
+_MOST = 10
+_LATEST_STEP = 25
+_LONGEST_S = 1800.0
+
+
+class _Timed(list[StepReport]):
+    """Reports, and when they came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at_s: list[float] = []
+
+    def append(self, report: StepReport) -> None:
+        self.at_s.append(time.monotonic())
+        super().append(report)
+
+
+class RawTrainer:
+    """What somebody would restart without this system: the same engine on the same model."""
+
+    def __init__(self, model: str) -> None:
+        from dlrover.python.rl.engine.api.base import OptimizerConfig, TrainSettings
+        from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+
+        self._engine = Fsdp2TrainEngine(model, OptimizerConfig(), TrainSettings(device="cpu"))
+
+    def work(self) -> int:
+        """A call; returns the process id."""
+        return os.getpid()
+
+
+def kill_at_the_worst_moment(job: JobSpec, model: Path, rounds: int) -> dict[str, Any]:
+    """Of ``rounds`` killed runs after an undisturbed one, interleaved with raw restarts."""
+    expected, _ = _run(job, strikes=False)
+    raw = RawRestart(process_env(job), RawTrainer, str(model))
+    try:
+        found = []
+        for _ in range(rounds):
+            raw_s = raw.measure()
+            states, struck = _run(job, strikes=True)
+            found.append({**struck, "raw_s": raw_s, "same_bits": states == expected})
+    finally:
+        raw.close()
+    return {"rounds": found, "within": all(map(_is_within, found))}
+
+
+def _is_within(one: dict[str, Any]) -> bool:
+    limit_s = 1.15 * one["raw_s"] + _MOST * one["update_s"]
+    return bool(one["recovery_s"] <= limit_s and one["same_bits"] and not one["lost"])
+
+
+def _run(job: JobSpec, strikes: bool) -> tuple[dict[str, int], dict[str, Any]]:
+    """Checksums of the last states, and what the kill has cost."""
+    run = new_run()
+    memory = memory_path(job.name, run)
+    with Live(replace(job, run=run)) as live:
+        live.reports = reports = _Timed()
+        struck = _strike(live, memory, run) if strikes else 0
+        calls = _calls_in(memory, run)
+        live.join(_LONGEST_S)
+    newest = max((job.job_dir / COPIES / run).glob("step-*"), key=lambda folder: folder.name)
+    states = {name: file.checksum for name, file in read_manifest(newest, run).files.items()}
+    if not strikes:
+        return states, {}
+    step_s = [later - earlier for earlier, later in zip(reports.at_s, reports.at_s[1:], strict=False)]
+    steps = [report.step for report in reports]
+    return states, {
+        "calls": calls,
+        "recovery_s": step_s[struck - 1] - median(step_s),
+        "update_s": median(report.metrics["time/update"] for report in reports),
+        "lost": steps != list(range(1, len(steps) + 1)),
+    }
+
+
+def _strike(live: Live, memory: Path, run: str) -> int:
+    """Returns the step after whose commit it was."""
+
+    def is_worst() -> bool:
+        return _calls_in(memory, run) >= _MOST or len(live.reports) >= _LATEST_STEP
+
+    live.until(is_worst, "commit of many calls", _LONGEST_S)
+    os.kill(live.ledger.up["ACTOR[0]"].pid, signal.SIGKILL)
+    return len(live.reports)
+
+
+def _calls_in(memory: Path, run: str) -> int:
+    """That the newest commit has after the state."""
+    manifests: list[Manifest] = []
+    for folder in memory.glob("step-*"):
+        with suppress(CheckpointMissing, CheckpointCorrupt, OSError):
+            manifests.append(read_manifest(folder, run))
+    newest = max(manifests, key=lambda each: each.step, default=None)
+    return len(newest.earlier.get(_ACTOR, ())) if newest is not None else 0

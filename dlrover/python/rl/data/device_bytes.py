@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes of a tensor on an accelerator, which come to the host in pieces.
+
+::
+
+    main thread    update | DeviceBytes(tensor) | rollout ...
+    own stream              '- after the update: piece -> pinned A, piece -> pinned B, piece -> pinned A, ...
+    another thread                                 checksum and write A      B                 A
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+PIECE = 1 << 25
+"""Bytes of each of the two host buffers of a device."""
+
+_buffers: dict[torch.device, tuple[Any, Any]] = {}
+_streams: dict[torch.device, Any] = {}
+
+
+class DeviceBytes:
+    """``flat`` is contiguous, of bytes, and does not change until :meth:`pieces` has come to its end. One thread at a
+    time may read those of a device."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat, self._ready = flat, None
+        if flat.device.type == "cuda":
+            self._ready = torch.cuda.current_stream(flat.device).record_event()
+
+    def __len__(self) -> int:
+        return self._flat.numel()
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Each is valid until the next one is requested."""
+        buffers = _buffers_of(self._flat.device)
+        starts = range(0, len(self), PIECE)
+        under_way = [self._fetch(start, buffer) for start, buffer in zip(starts[:2], buffers, strict=False)]
+        for number, start in enumerate(starts):
+            piece, arrived = under_way[number % 2]
+            if arrived is not None:
+                arrived.synchronize()
+            yield memoryview(piece.numpy()).cast("B")
+            if start + 2 * PIECE < len(self):
+                under_way[number % 2] = self._fetch(start + 2 * PIECE, buffers[number % 2])
+
+    def _fetch(self, start: int, buffer: Any) -> tuple[Any, Any]:
+        """Begin to copy a piece; returns where, and the event of its end."""
+        source = self._flat[start : start + PIECE]
+        target = buffer[: source.numel()]
+        if self._ready is None:
+            return target.copy_(source), None
+        stream = _streams.setdefault(self._flat.device, torch.cuda.Stream(self._flat.device))
+        with torch.cuda.stream(stream):
+            stream.wait_event(self._ready)
+            target.copy_(source, non_blocking=True)
+            return target, stream.record_event()
+
+
+def _buffers_of(device: torch.device) -> tuple[Any, Any]:
+    if device not in _buffers:
+        pinned = device.type == "cuda"
+        one, two = (torch.empty(PIECE, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
+        _buffers[device] = one, two
+    return _buffers[device]

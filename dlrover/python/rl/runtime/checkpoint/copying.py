@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The copies of a run's commits in its job's directory, of one commit at a time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.runtime.checkpoint.member_state import CommitAnswer
+from dlrover.python.rl.runtime.checkpoint.run_files import RunFiles
+from dlrover.python.rl.runtime.checkpoint.runs import TRAINER, prune_earlier_runs
+from dlrover.python.rl.runtime.checkpoint.storage.copies import gathered, states_before
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest, folder_name
+from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile
+from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
+
+_LOG = get_logger(__name__)
+
+
+@dataclass
+class Copying:
+    """Members copy; this publishes what all have copied, as a generation of ``durable``."""
+
+    commits: CheckpointStore
+    durable: CheckpointStore | ObjectStore
+    epoch: int
+    files: RunFiles | None
+    extra: Mapping[str, Any]
+    at: Manifest | None = None
+    """The commit whose copy is under way."""
+
+    _tried: list[int] = field(default_factory=list, repr=False)
+
+    @property
+    def step(self) -> int | None:
+        return self.at.step if self.at is not None else None
+
+    def begin(self, manifest: Manifest) -> None:
+        self.at = manifest
+        self.commits.pinned.add(manifest.step)
+
+    def note_states(self, states: Mapping[str, StateFile]) -> None:
+        """The states after the commit under way are written: copies of them are of the same lengths."""
+        if self.at is not None:
+            self.at = replace(self.at, files={**self.at.files, **states}, earlier={})
+
+    def note(self, answers: Mapping[ProcessId, CommitAnswer]) -> None:
+        """Publish the copy under way once all members have finished theirs; abandon it if one has failed."""
+        if self.at is None:
+            return
+        found = {member.file_name: answer.copy for member, answer in answers.items()}
+        copies = {name: (each.file,) for name, each in found.items() if each.file is not None}
+        if len(copies) == len(found):
+            self._publish(self.at, copies)
+        elif all(each.file is not None or each.running for each in found.values()):
+            return
+        self.end()
+
+    def publish_complete(self) -> None:
+        """Publish the copy under way if all its files exist, even if members have died since: a file gets its name only
+        after its checksum was verified."""
+        if self.at is None or self.at.earlier:
+            return
+        copies = {name: replace(file, node="") for name, file in self.at.files.items() if name != TRAINER}
+        try:
+            for copy in copies.values():
+                self.durable.check(self.at.folder, copy)
+        except (CheckpointCorrupt, CheckpointMissing, OSError):
+            return
+        self._publish(self.at, {name: (copy,) for name, copy in copies.items()})
+        self.end()
+
+    def end(self) -> None:
+        if self.at is not None:
+            self.commits.pinned.discard(self.at.step)
+        self.at = None
+
+    def next_at_the_end(self, newest: Manifest) -> Manifest | None:
+        """A commit up to the ``newest`` one that is to be copied before the run ends; each is tried once."""
+        tried = max([*self._tried, *(manifest.step for manifest in self.durable.manifests())], default=-1)
+        first = states_before(self.commits, newest) if self.step != newest.step else []
+        for manifest in (*first, newest):
+            if manifest.step > tried:
+                self._tried.append(manifest.step)
+                return manifest
+        return None
+
+    def publish(self, manifest: Manifest, answers: Mapping[ProcessId, tuple[StateFile, ...]]) -> None:
+        self._publish(manifest, {member.file_name: copies for member, copies in answers.items()})
+
+    def _publish(self, manifest: Manifest, copies: Mapping[str, tuple[StateFile, ...]]) -> None:
+        try:
+            source = self.commits.root / manifest.folder
+            trainers = self.durable.put(source, manifest.step, self.epoch, manifest.files[TRAINER])
+            if self.files is not None:
+                self.files.upload()
+            files = {name: own[-1] for name, own in copies.items()}
+            earlier = gathered(folder_name(manifest.step, self.epoch), copies)
+            files[TRAINER] = trainers
+            self.durable.commit(manifest.step, self.epoch, files, earlier, self.extra)
+            prune_earlier_runs(self.durable)
+        except (CheckpointCorrupt, CheckpointMissing, OSError) as error:
+            _LOG.warning("step %d was not copied to %s: %s", manifest.step, self.durable.root, error)

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States that are written while the members go on."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from durable_toys import CLASSES, Policy, Stage, kill, kill_trainer, wait_for_copies
+
+from dlrover.python.rl.common.errors import DataError, InvocationError
+from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.runtime.checkpoint import member_state
+from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest
+from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
+from dlrover.python.rl.runtime.process.arguments import CallHeader
+from dlrover.python.rl.runtime.process.host import MemberHost
+from dlrover.python.rl.trainer.port import COMMIT, RAW_CALL
+from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext, trainer_invocation
+
+
+class Adder(BaseWorkload):
+    """Adds in place; what it has given to be written is the live array."""
+
+    def __init__(self, master_handle, config):
+        super().__init__(master_handle, config)
+        self.total, self.wait_for_writing = np.zeros(100_000), lambda: None
+
+    def add(self, number):
+        self.total += number
+
+    @trainer_invocation(changes_state=False)
+    def look(self):
+        return float(self.total[0])
+
+    @trainer_invocation(changes_state=False)
+    def move(self):
+        self.wait_for_writing()
+        self.total = self.total.copy()
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+
+    def note_writing(self, wait):
+        self.wait_for_writing = wait
+
+
+@pytest.fixture
+def roots(tmp_path):
+    made = Roots("job", "run1", 1, tmp_path / "durable", tmp_path / "memory")
+    made.commit_store("").claim(1)
+    made.durable_store().claim(1)
+    return made
+
+
+@pytest.fixture
+def host():
+    made = MemberHost()
+    made.start(Adder, MemberContext(role=RLRoleType.ACTOR, rank=0), None, {})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """Writes of states wait until ``disk.set()``, or fail with ``disk.error``."""
+    free, write = threading.Event(), CheckpointStore.write
+    free.error = None
+
+    def slowly(self, step, epoch, name, header, tree):
+        if threading.current_thread().name.startswith("dlrover-copy"):
+            assert free.wait(30)
+            if free.error is not None:
+                raise free.error
+        return write(self, step, epoch, name, header, tree)
+
+    monkeypatch.setattr(CheckpointStore, "write", slowly)
+    yield free
+    free.set()
+
+
+def call(host, step, method="add", *args):
+    number = call.number = getattr(call, "number", 0) + 1
+    return host.invoke(CallHeader((step, number), method, keep=True), lambda: (args, {}))
+
+
+def commit(host, roots, step, **terms):
+    request = CommitRequest(step, roots, calls=step > 0, **terms)
+    return host.invoke(CallHeader(RAW_CALL, COMMIT), lambda: ((request,), {}))
+
+
+def begin(host, roots, **terms):
+    """Step 1 is committed, and its state is being written."""
+    commit(host, roots, 0)
+    call(host, 1, "add", 1)
+    return commit(host, roots, 1, snapshot=True, **terms)
+
+
+def finished(host, roots):
+    return commit(host, roots, 2, snapshotting=1)
+
+
+def in_thread(act):
+    done = threading.Event()
+
+    def run():
+        act()
+        done.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    return done
+
+
+def test_a_commit_and_calls_that_change_nothing_do_not_wait_for_the_state(host, roots, disk):
+    answer = begin(host, roots)
+    assert answer.file.name.endswith(".calls")
+    assert call(host, 2, "look") == 1.0
+    assert finished(host, roots).snapshot.running
+    disk.set()
+    wait_for_copies()
+    assert commit(host, roots, 3, snapshotting=1).snapshot.file.name == "ACTOR-0.1.state"
+
+
+@pytest.mark.parametrize("method", ["add", "move", "raw", "close", "state", "snapshot"])
+def test_what_may_change_or_free_the_state_waits_until_it_is_written(host, roots, disk, method):
+    begin(host, roots)
+    acts = {
+        "raw": lambda: host.run("add", (1,), {}),
+        "close": host.close,
+        "state": lambda: host._state.commit(host.workload, CommitRequest(2, roots), []),
+        "snapshot": lambda: commit(host, roots, 2, snapshot=True),
+        "move": lambda: call(host, 2, "move"),
+    }
+    done = in_thread(acts.get(method, lambda: call(host, 2, "add", 5)))
+    assert not done.wait(0.2)
+    disk.set()
+    assert done.wait(30)
+    state = roots.commits / "step-00000001.e1" / "ACTOR-0.1.state"
+    assert np.frombuffer(state.read_bytes()[-8004:-4]).tolist() == [1.0] * 1000, "as it was after step 1"
+
+
+def test_the_copy_in_the_jobs_directory_has_the_state_of_its_step(host, roots):
+    begin(host, roots, persist=True)
+    call(host, 2, "add", 5)
+    wait_for_copies()
+    answer = commit(host, roots, 2, snapshotting=1, copying=1)
+    path = roots.durable / "step-00000001.e1" / answer.copy.file.name
+    assert path.read_bytes() == (roots.commits / "step-00000001.e1" / "ACTOR-0.1.state").read_bytes()
+
+
+def test_one_that_cannot_be_written_is_neither_there_nor_awaited(host, roots, disk, caplog):
+    disk.error = OSError("no such luck")
+    begin(host, roots)
+    disk.set()
+    call(host, 2, "add", 5)
+    answer = finished(host, roots)
+    assert (answer.snapshot.file, answer.snapshot.running) == (None, False)
+    assert "ACTOR-0: the state of step 1 is not written: no such luck" in caplog.text
+
+
+def test_values_that_cannot_be_saved_are_refused_at_once(host, roots):
+    commit(host, roots, 0)
+    host.workload.state_dict = lambda: {"total": object()}
+    with pytest.raises(InvocationError, match=r"state\['total'\]: a object cannot be saved") as caught:
+        commit(host, roots, 1, snapshot=True)
+    assert isinstance(caught.value.original, DataError)
+
+
+# -- in a job ---------------------------------------------------------------------------------------------------------
+
+
+def files_of_each_commit(stage):
+    """Step to the files of the first actor in its commit."""
+    found = {}
+
+    def look(self, step):
+        (manifest, *_) = CheckpointStore(stage.path / "memory", "run1", durable=False).manifests()
+        found[step] = [f"{piece.folder[10:13]}{Path(piece.file.name).suffix}" for piece in manifest.pieces_of("ACTOR-0")]
+
+    stage.progress = type("Look", (), {"append": look})()
+    return found
+
+
+def test_commits_follow_from_the_state_once_all_members_have_written_it(tmp_path):
+    stage = Stage(tmp_path, steps=6, every=100, commit_every=3)
+    found = files_of_each_commit(stage)
+    stage.run()
+    assert found == {
+        1: ["000.state", "001.calls"],
+        2: ["000.state", "001.calls", "002.calls"],
+        3: ["000.state", "001.calls", "002.calls", "003.calls"],
+        4: ["003.state", "004.calls"],
+        5: ["003.state", "004.calls", "005.calls"],
+        6: ["003.state", "004.calls", "005.calls", "006.calls"],
+    }
+    copies = CheckpointStore(tmp_path / "durable", "run1", durable=True).manifests()
+    assert [(copy.step, [piece.file.name for piece in copy.pieces_of("ACTOR-0")]) for copy in copies] == [
+        (6, ["ACTOR-0.1.state"])
+    ]
+
+
+@pytest.mark.parametrize("actor", [Policy, type("Alone", (Policy,), {"needs_own_process": False})])
+def test_if_one_member_has_not_written_its_state_none_is_used(tmp_path, monkeypatch, actor):
+    """And others are written at the next commit."""
+    failed, write = [], CheckpointStore.write
+
+    def failing(self, step, epoch, name, header, tree):
+        if threading.current_thread().name == "dlrover-copy-3" and name.startswith("ACTOR-1"):
+            failed.append(name)
+            raise OSError("no such luck")
+        return write(self, step, epoch, name, header, tree)
+
+    options = {"steps": 7, "every": 100, "commit_every": 3, "classes": {**CLASSES, "ACTOR": actor}}
+    expected = Stage(tmp_path / "undisturbed", **options).run()
+    monkeypatch.setattr(CheckpointStore, "write", failing)
+    stage = Stage(tmp_path / "job", **options)
+    found = files_of_each_commit(stage)
+    assert stage.run() == expected
+    assert len(failed) == 1
+    assert found[4] == ["000.state", "001.calls", "002.calls", "003.calls", "004.calls"]
+    assert (found[6], found[7]) == (["005.state", "006.calls"], ["005.state", "006.calls", "007.calls"])
+
+
+@pytest.mark.parametrize("fault", [kill("ACTOR", 1), kill_trainer], ids=["actor", "trainer"])
+def test_a_fault_while_states_are_written_costs_no_step(tmp_path, monkeypatch, fault):
+    """Each background thread ends only after the fault, or never."""
+    expected = Stage(tmp_path / "undisturbed", steps=6, every=100, commit_every=3).run()
+    stage = Stage(tmp_path / "job", steps=6, every=100, commit_every=3)
+    strike, go_on = threading.Event(), threading.Event()
+    write = CheckpointStore.write
+
+    def slowly(self, step, epoch, name, header, tree):
+        if threading.current_thread().name == "dlrover-copy-3" and not go_on.is_set():
+            strike.set()
+            go_on.wait(30)
+        return write(self, step, epoch, name, header, tree)
+
+    monkeypatch.setattr(CheckpointStore, "write", slowly)
+    submit, struck = type(stage.port).__mro__[1].submit, []
+
+    def striking(role, rank, call):
+        if strike.is_set() and not struck:
+            struck.append(call.method)
+            try:
+                fault(stage.port)
+            finally:
+                threading.Timer(0.1, go_on.set).start()
+        return submit(stage.port, role, rank, call)
+
+    stage.port.submit = striking
+    assert stage.run() == expected
+    assert struck and stage.progress == list(range(1, 7))
+
+
+def test_threads_know_which_member_and_step_they_write_for(monkeypatch):
+    """Their share of the cores is part of what a state costs."""
+    spent = iter([1.0, 5.0])
+    monkeypatch.setattr(member_state.time, "thread_time", lambda: next(spent))
+    monkeypatch.setattr(member_state.os, "sched_getaffinity", lambda process: {0, 1})
+    background = member_state._Background(7, lambda: None, "a test")
+    assert background.thread.name == "dlrover-copy-7"
+    background.wait()
+    assert background.seconds == pytest.approx(2.0, abs=0.5)
