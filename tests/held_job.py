@@ -11,6 +11,7 @@ TEXT = """
 name: held
 trainer: {module: held_job_classes, class: Held, device_type: CPU, device_per_node: 2}
 workload: {actor: {module: held_job_classes, class: Counter}}
+checkpoint: {commit_every: 1}  # they go on with other settings
 config: {steps: 6, hold: 0}
 """
 

@@ -190,10 +190,11 @@ def test_ctrl_c_while_the_command_is_being_loaded_is_answered_in_one_line(inputs
 
 @slow
 def test_a_run_on_a_full_disk_says_that_it_waits_and_then_that_there_is_no_space(inputs, tmp_path):
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", tmp_path], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2M", "tmpfs", tmp_path], capture_output=True)
     if mounted.returncode:
         pytest.skip("no small disk can be mounted here")
     try:
+        (tmp_path / "others").write_bytes(bytes(2_000_000))
         code, printed = cli(inputs, f"run --local job.yaml job_dir={tmp_path}/out")
     finally:
         subprocess.run(["umount", "--lazy", tmp_path], check=True)

@@ -131,6 +131,18 @@ def test_the_last_step_of_a_killed_run_is_kept_when_another_run_of_the_name_clea
     assert desk.steps("out") == desk.steps("other") == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize(("changed", "first"), [([], 4), (["steps=7"], 1)])
+def test_steps_of_which_the_calls_are_kept_go_on_with_the_same_settings_only(desk, changed, first):
+    """The state of step 0 is the last one that was written."""
+    kill(desk.held("out", HERE, "checkpoint.commit_every=100"))
+    process = desk.start("resume", "out", *changed)
+    desk.release("out")
+    said = desk.end(process)
+    others = "later ones, up to step 3, were made with other settings and are done again"
+    assert ("after step 3" in said, others in said) == (not changed, bool(changed))
+    assert desk.steps("out") == [1, 2, 3, *range(first, 8 if changed else 7)]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_after_ctrl_c_or_sigterm_the_command_to_go_on_is_printed_and_works(desk, number):
     process = desk.held("out", HERE)

@@ -253,7 +253,7 @@ class TestState:
         durable = roots.durable / "step-00000002.e1" / copied.name
         assert durable.read_bytes() == (roots.commits / "step-00000002.e1" / copied.name).read_bytes()
         later = ask(host, COMMIT, CommitRequest(3, roots, copying=2))
-        assert (later.copied, later.running) == (copied, False)
+        assert (later.copy.file, later.copy.running) == (copied, False)
         durable.unlink()
         other = MemberHost(4)
         other.start(Work, MemberContext(role=RLRoleType.ACTOR, rank=1), None, {})

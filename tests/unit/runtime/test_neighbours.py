@@ -36,6 +36,12 @@ def numbers(stage, role, method):
     return [number for number, call in enumerate(stage.port.calls) if call[0] == role and call[2] == method]
 
 
+def same(outcome, expected):
+    """Those who are lost after their last call are not replaced."""
+    living = {name: expected["members"][name] for name in outcome["members"]}
+    assert outcome == {**expected, "members": living}
+
+
 def assert_no_step_is_lost(stage):
     assert stage.progress == sorted(set(stage.progress))
     assert stage.progress[-1] == STEPS
@@ -50,7 +56,7 @@ def test_a_lost_node_costs_no_committed_step(tmp_path, lost, classes, commit_eve
     begin = numbers(reference, "ACTOR", "!commit")[-1] // 2
     for at in range(begin, len(reference.port.calls), 11):
         stage = stage_on(tmp_path / f"at{at}", classes=classes, commit_every=commit_every)
-        assert stage.run({(at, "before"): stage.lose(lost)}) == expected
+        same(stage.run({(at, "before"): stage.lose(lost)}), expected)
         assert_no_step_is_lost(stage)
 
 
@@ -106,7 +112,7 @@ def test_between_states_only_the_calls_travel(tmp_path):
     stage.run()
     assert [part for part in sent if part.piece.file.name.endswith(".calls")]
     steps = [part.piece.folder for part in sent if part.piece.file.name.endswith(".state")]
-    assert steps == [f"step-{step:08d}.e1" for step in (0, 3, 6, 7) for _ in range(2)]
+    assert steps == [f"step-{step:08d}.e1" for step in (0, 3, 6) for _ in range(2)]
 
 
 def test_a_neighbour_that_has_no_room_costs_a_warning_and_later_the_steps_since_the_copy(tmp_path, caplog, monkeypatch):

@@ -133,11 +133,13 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], local: bool | None, **w
     if local and owner.work_dir:
         os.chdir(owner.work_dir)
     checked = check_described(lambda: saved_job(saved, overrides), local)
-    step = last_commit(checked.job, folder)
+    step, last = last_commit(checked.job, folder)
     if step is None and owner.state == FINISHED:
         what = "has finished, and its commits were removed (checkpoint.keep_runs): nothing is left to go on from"
         raise InvalidJob([ConfigError(name_or_dir, what)])
-    after = f"after step {step}" if step else "from the beginning: no step was committed"
+    after = f"after step {step}" if step else "from the beginning" + ("" if last else ": no step was committed")
+    if last and last > (step or 0):
+        after += f"; later ones, up to step {last}, were made with other settings and are done again"
     click.echo(f"{owner.job}: going on in {folder}, {after}", err=True)
     _run(checked, replace(place, local=local))
 
@@ -353,7 +355,7 @@ def _run(checked: CheckedJob, place: _Place) -> None:
 
 
 def _show_how_to_go_on(job: JobSpec, folder: Path) -> None:
-    if last_commit(job, folder, job.archive) is not None:
+    if last_commit(job, folder, job.archive)[0] is not None:
         click.echo(f"to go on after its last committed step: dlrover-rl resume {job.archive or folder}", err=True)
 
 

@@ -104,12 +104,12 @@ def archived_job(url: str, overrides: Sequence[str] = ()) -> JobSpec:
     return _with_secrets(load_job_text(text, "", ["checkpoint.resume=latest", *overrides]))
 
 
-def last_commit(job: JobSpec, folder: Path, archive: str = "") -> int | None:
-    """The step from which ``job`` goes on in a run's folder; what its last process has left in this node's memory is
-    saved first. None for none."""
+def last_commit(job: JobSpec, folder: Path, archive: str = "") -> tuple[int | None, int | None]:
+    """The step from which ``job`` goes on in a run's folder, and the last one that was committed there; what its last
+    process has left in this node's memory is saved first. None for none."""
     forget_memory(job.name)
-    newest = newest_commit(folder, archive, digest_of_results(job))
-    return newest[1].step if newest is not None else None
+    usable, any_settings = (newest_commit(folder, archive, settings) for settings in (digest_of_results(job), None))
+    return usable and usable[1].step, any_settings and any_settings[1].step
 
 
 def wait_for_lost_owner(job: JobSpec) -> JobSpec:

@@ -71,12 +71,12 @@ def validate_room(job: JobSpec, room: Room | None) -> list[ConfigError]:
         return []
     errors = []
     memory, folder = memory_path(job.name, "").parent.parent, job.run_folders or job.job_dir
-    if is_on_one_node(job) and room.memory > _size_of(memory):
+    if is_on_one_node(job) and 0 < _size_of(memory) < room.memory:
         advice = "checkpoint.commit_to: job_dir needs no memory"
         if job.checkpoint.commit_every == 1:
             advice += ", checkpoint.commit_every: auto a quarter less"
         errors.append(_misfit("checkpoint.commit_to", room.memory, memory, advice))
-    if room.disk > _size_of(folder):
+    if 0 < _size_of(folder) < room.disk:
         errors.append(_misfit("job_dir", room.disk, folder, "checkpoint.keep: 1 and another disk are what helps"))
     return errors
 
@@ -87,6 +87,7 @@ def _misfit(where: str, nbytes: int, folder: Path, advice: str) -> ConfigError:
 
 
 def _size_of(folder: Path) -> int:
+    """0 for what is no disk."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     disk = os.statvfs(existing)
     return disk.f_blocks * disk.f_frsize
