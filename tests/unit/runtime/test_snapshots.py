@@ -9,15 +9,22 @@ import pytest
 from durable_toys import CLASSES, Policy, Stage, kill, kill_trainer, wait_for_copies
 
 from dlrover.python.rl.common.errors import DataError, InvocationError
-from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.runtime.checkpoint import member_state
-from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest
+from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
+from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
+from dlrover.python.rl.runtime.checkpoint.copying import Copying
+from dlrover.python.rl.runtime.checkpoint.member_state import CommitAnswer, CommitRequest, Progress
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.checkpoint.runs import TRAINER
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 from dlrover.python.rl.runtime.process.arguments import CallHeader
 from dlrover.python.rl.runtime.process.host import MemberHost
 from dlrover.python.rl.trainer.port import COMMIT, RAW_CALL
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext, trainer_invocation
+
+ACTOR = ProcessId("ACTOR", 0)
 
 
 class Adder(BaseWorkload):
@@ -168,6 +175,49 @@ def test_values_that_cannot_be_saved_are_refused_at_once(host, roots):
     with pytest.raises(InvocationError, match=r"state\['total'\]: a object cannot be saved") as caught:
         commit(host, roots, 1, snapshot=True)
     assert isinstance(caught.value.original, DataError)
+
+
+def test_only_the_copy_and_the_state_that_are_asked_for_count(host, roots):
+    begin(host, roots, persist=True)
+    wait_for_copies()
+    other = commit(host, roots, 2, snapshotting=7, copying=7)
+    assert other.snapshot == other.copy == Progress()
+    own = commit(host, roots, 3, snapshotting=1, copying=1)
+    assert own.snapshot.file is not None and own.copy.file is not None
+
+
+# -- for the trainer --------------------------------------------------------------------------------------------------
+
+
+def checkpoints_of(roots, **options):
+    return StoreCheckpoints(roots, cadence=Cadence(2), **options)
+
+
+def test_another_trainer_does_not_wait_for_the_states_of_the_last_one(host, roots):
+    checkpoints = checkpoints_of(roots, every=100)
+    for step in range(3):
+        answer = host._state.commit(host.workload, checkpoints.commit_request(step, last=False), [])
+        checkpoints.copies({ACTOR: answer}, {})
+        checkpoints.commit(step, {ACTOR: answer}, {"step": step}, {})
+    assert checkpoints.commit_request(3, last=False).snapshotting == 2
+    assert checkpoints.newest() == 2
+    assert checkpoints.commit_request(3, last=False).snapshotting is None
+
+
+@pytest.mark.parametrize("other", [Progress(running=True), Progress(), Progress(StateFile("ACTOR-1.1.state", 10, 0))])
+def test_a_copy_is_published_once_all_members_have_made_theirs(tmp_path, roots, other):
+    files = {f"ACTOR-{rank}": StateFile(f"ACTOR-{rank}.1.state", 10, 0) for rank in (0, 1)}
+    trainers = roots.commit_store("").write(4, 1, "trainer.state", {}, {})
+    for store in (roots.durable_store(), roots.commit_store("")):
+        for file in files.values():
+            (store.folder(4, 1) / file.name).write_bytes(bytes(10))
+    manifest = roots.commit_store("").commit(4, 1, {**files, TRAINER: trainers})
+    copying = Copying(roots.commit_store(""), roots.durable_store(), 1, None, {})
+    copying.begin(manifest)
+    answers = {ACTOR: Progress(files["ACTOR-0"]), ProcessId("ACTOR", 1): other}
+    copying.note({member: CommitAnswer(None, copy=progress) for member, progress in answers.items()})
+    assert [copy.step for copy in roots.durable_store().manifests()] == ([4] if other.file else [])
+    assert (copying.step is None) == (not other.running), "one that failed is given up"
 
 
 # -- in a job ---------------------------------------------------------------------------------------------------------
