@@ -22,7 +22,7 @@ from benchmarks._raw_restart import RawRestart
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
-from dlrover.python.rl.runtime.checkpoint.runs import COPIES
+from dlrover.python.rl.runtime.checkpoint.runs import COPIES, TRAINER
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest, read_manifest
 from dlrover.python.rl.runtime.ray.processes.actors import process_env
 from dlrover.python.rl.runtime.run_folder import new_run
@@ -30,7 +30,7 @@ from dlrover.python.rl.trainer.trainer import StepReport
 
 _ACTOR = "ACTOR-0"
 _MOST = 10
-_LATEST_STEP = 25
+_LEARNT_BY = 15  # steps
 _LONGEST_S = 1800.0
 
 
@@ -81,37 +81,40 @@ def _is_within(one: dict[str, Any]) -> bool:
 
 
 def _run(job: JobSpec, strikes: bool) -> tuple[dict[str, int], dict[str, Any]]:
-    """Checksums of the last states, and what the kill has cost."""
+    """Checksums of the last states, but not of the trainer (it has times), and what the kill has cost: the time of
+    its step beyond that of others."""
     run = new_run()
     memory = memory_path(job.name, run)
     with Live(replace(job, run=run)) as live:
         live.reports = reports = _Timed()
-        struck = _strike(live, memory, run) if strikes else 0
-        calls = _calls_in(memory, run)
+        struck, calls = _strike(live, memory, run) if strikes else (0, 0)
         live.join(_LONGEST_S)
     newest = max((job.job_dir / COPIES / run).glob("step-*"), key=lambda folder: folder.name)
-    states = {name: file.checksum for name, file in read_manifest(newest, run).files.items()}
+    states = {name: file.checksum for name, file in read_manifest(newest, run).files.items() if name != TRAINER}
     if not strikes:
         return states, {}
     step_s = [later - earlier for earlier, later in zip(reports.at_s, reports.at_s[1:], strict=False)]
     steps = [report.step for report in reports]
     return states, {
         "calls": calls,
-        "recovery_s": step_s[struck - 1] - median(step_s),
+        "recovery_s": max(step_s[struck - 1 : struck + 2]) - median(step_s),
         "update_s": median(report.metrics["time/update"] for report in reports),
         "lost": steps != list(range(1, len(steps) + 1)),
     }
 
 
-def _strike(live: Live, memory: Path, run: str) -> int:
-    """Returns the step after whose commit it was."""
+def _strike(live: Live, memory: Path, run: str) -> tuple[int, int]:
+    """Returns the step after whose commit it was, and how many calls follow the state in it."""
+
+    seen = [1]
 
     def is_worst() -> bool:
-        return _calls_in(memory, run) >= _MOST or len(live.reports) >= _LATEST_STEP
+        seen.append(_calls_in(memory, run))
+        return seen[-1] >= _MOST or (len(live.reports) >= _LEARNT_BY and seen[-1] == max(seen))
 
     live.until(is_worst, "commit of many calls", _LONGEST_S)
     os.kill(live.ledger.up["ACTOR[0]"].pid, signal.SIGKILL)
-    return len(live.reports)
+    return len(live.reports), seen[-1]
 
 
 def _calls_in(memory: Path, run: str) -> int:

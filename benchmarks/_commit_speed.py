@@ -47,7 +47,11 @@ def speeds(nbytes: int = 1 << 29, rounds: int = 5) -> dict[str, float]:
             again_s.append(_seconds(lambda: write_state(folder / "state", {}, state, False, folder / "old")))
             read_s.append(_seconds(lambda: read_state(folder / "state")))
     gigabytes = nbytes / _GB
-    return {"first_write": gigabytes / first_s, "write": gigabytes / median(again_s), "read": gigabytes / median(read_s)}
+    return {
+        "first_write": gigabytes / first_s,
+        "write": gigabytes / median(again_s),
+        "read": gigabytes / median(read_s),
+    }
 
 
 def _seconds(act: Callable[[], Any]) -> float:

@@ -2,9 +2,9 @@
 """What commits cost a job, by the size of its model: ``make bench-commits``.
 
 GRPO in one process, as many steps with commits (``checkpoint.commit_every: auto``, in memory) as without, in processes
-of their own, in turn. Compared are the wall times of the steps; the first ones are a figure of their own, since memory
-that was never used takes several times as long. Then the same job on Ray, whose actor is killed at the worst moment. At
-the end: how fast states are written and read here, and what follows from that for models of 7 and 70 billion parameters.
+of their own, in turn. Compared are the wall times of the steps; the first ones are a figure of their own, since unused
+memory takes several times as long. Then the same job on Ray, whose actor is killed at the worst moment. At the end: how
+fast states are written and read here, and what follows from that for models of 7 and 70 billion parameters.
 """
 
 import argparse
@@ -35,6 +35,8 @@ _SIZES = {  # hidden, layers, intermediate
     "30 M": (544, 6, 2304),
     "100 M": (864, 8, 3456),
 }
+_ROUNDS = {"0.3 M": 5, "3 M": 4, "30 M": 2, "100 M": 1}
+_KILLS = 1
 _FIRST = 20  # steps
 
 
@@ -127,6 +129,10 @@ def _measure(folder: Path, name: str, steps: int, rounds: int, threads: int) -> 
     }
 
 
+def _say(line: str) -> None:
+    sys.stderr.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+
+
 def _table(results: dict[str, Any]) -> str:
     head = ["parameters", "step, s", "wall time with commits", f"first {_FIRST} steps", "later", "in commits, later"]
     head += ["states in memory"]
@@ -144,7 +150,16 @@ def _table(results: dict[str, Any]) -> str:
 
 
 def _kills(results: dict[str, Any]) -> str:
-    head = ["parameters", "calls repeated", "R, s", "recovery, s", "an update, s", "of 1.15 R + 10 updates", "lost", "bits"]
+    head = [
+        "parameters",
+        "calls repeated",
+        "R, s",
+        "recovery, s",
+        "an update, s",
+        "of 1.15 R + 10 updates",
+        "lost",
+        "bits",
+    ]
     rows = []
     for name, found in results["kills"].items():
         for one in found["rounds"]:
@@ -158,7 +173,6 @@ def _kills(results: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.commit_cost", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="One round of the two small models, to try it.")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
@@ -169,20 +183,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.write(f"\n{json.dumps(found)}\n")
         return
     names = list(_SIZES)[:2] if options.quick else list(_SIZES)
-    steps, rounds = (30, 1) if options.quick else (100, options.rounds)
+    steps, rounds = (30, dict.fromkeys(names, 1)) if options.quick else (100, _ROUNDS)
     results: dict[str, Any] = {"machine": machine(options.threads), "steps": steps, "rounds": rounds, "sizes": {}}
     with tempfile.TemporaryDirectory(prefix="dlrover-rl-commits-") as name:
         _prepare(Path(name))
         results["speeds"] = speeds()
         for size in names:
-            results["sizes"][size] = _measure(Path(name), size, steps, rounds, options.threads)
+            results["sizes"][size] = _measure(Path(name), size, steps, rounds[size], options.threads)
+            _say(f"{size}: {results['sizes'][size]['ratios']}")
         results["kills"] = {}
         with two_nodes(workers=0, head_cpus=16):
             for size in names:
                 job = _job(Path(name), size, 30, options.threads)
-                job = replace(job, checkpoint=replace(job.checkpoint, every=30))
-                results["kills"][size] = kill_at_the_worst_moment(job, Path(name) / size, 1 if options.quick else 3)
-    keep(options.out, "commit_cost", results, _table(results))
+                place = Path(name) / "killed" / "out"  # whose parent is emptied
+                job = replace(job, job_dir=place, checkpoint=replace(job.checkpoint, every=30))
+                results["kills"][size] = kill_at_the_worst_moment(
+                    job, Path(name) / size, 1 if options.quick else _KILLS
+                )
+                _say(f"{size}: {results['kills'][size]}")
+    keep(options.out, "commit_cost-quick" if options.quick else "commit_cost", results, _table(results))
 
 
 if __name__ == "__main__":

@@ -283,9 +283,7 @@ BUGS = {
     "a file of calls may name anything": Bug(
         _HOST, 'if call.method.startswith("_") or not callable(', "if not callable("
     ),
-    "what changes nothing is repeated": Bug(
-        _HOST, " or not self._options_of(header.method).changes_state", ""
-    ),
+    "what changes nothing is repeated": Bug(_HOST, " or not self._options_of(header.method).changes_state", ""),
     "a state stands for its commit before its calls are repeated": Bug(
         _HOST,
         "        if not calls:\n            self._replay()\n",
@@ -350,9 +348,7 @@ BUGS = {
     ),
     # -- commits ------------------------------------------------------------------------------------------------------
     "a copy is published when one member has it": Bug(_COPYING, "if len(copies) == len(found):", "if copies:"),
-    "what is being copied is not pinned": Bug(
-        _COPYING, "        self.commits.pinned.add(manifest.step)\n", ""
-    ),
+    "what is being copied is not pinned": Bug(_COPYING, "        self.commits.pinned.add(manifest.step)\n", ""),
     "only the first place of a damaged commit is set aside": Bug(
         _COMMITS, "for generation in self._offered:", "for generation in self._offered[:1]:"
     ),
@@ -387,10 +383,14 @@ BUGS = {
     "a commit of states is one of calls": Bug(_CADENCE, "            self._calls = self._call_bytes = 0\n", ""),
     # -- states that are written while the members go on ---------------------------------------------------------------
     "a call changes the state that is being written": Bug(
-        _HOST, "            return nullcontext()\n        self._state.wait_until_written()\n", "            return nullcontext()\n"
+        _HOST,
+        "            return nullcontext()\n        self._state.wait_until_written()\n",
+        "            return nullcontext()\n",
     ),
     "a raw call changes the state that is being written": Bug(
-        _HOST, "        self._note_raw_call()\n        self._state.wait_until_written()\n", "        self._note_raw_call()\n"
+        _HOST,
+        "        self._note_raw_call()\n        self._state.wait_until_written()\n",
+        "        self._note_raw_call()\n",
     ),
     "a process ends in the middle of writing its state": Bug(
         _HOST, "        self._state.wait_until_written()\n        try:\n", "        try:\n"
@@ -398,12 +398,16 @@ BUGS = {
     "workloads are not told that their state is being written": Bug(
         _MEMBER, "        workload.note_writing(self.wait_until_written)\n", ""
     ),
-    "two states are written at once": Bug(_MEMBER, "        if request.snapshot or not request.calls:\n", "        if False:\n"),
+    "two states are written at once": Bug(
+        _MEMBER, "        if request.snapshot or not request.calls:\n", "        if False:\n"
+    ),
     "the copy is of the calls": Bug(
         _MEMBER, "            state = file if snapshot is None else snapshot.file\n", "            state = file\n"
     ),
     "a state that failed is one that runs": Bug(
-        _MEMBER, "return Progress(self.file, self.thread.is_alive(), self.seconds)", "return Progress(self.file, True, 0.0)"
+        _MEMBER,
+        "return Progress(self.file, self.thread.is_alive(), self.seconds)",
+        "return Progress(self.file, True, 0.0)",
     ),
     "commits follow from states that one member has not written": Bug(
         _SNAPSHOTS, "if len(files) == len(found):", "if files:"
@@ -417,15 +421,21 @@ BUGS = {
     "the call of its own step is repeated after a state": Bug(
         _SNAPSHOTS, "if _step_of(piece) > self.at.step)", "if _step_of(piece) >= self.at.step)"
     ),
-    "a new trainer awaits the states of the last one": Bug(_COMMITS, "        self.snapshots.at = None\n        self._newest", "        self._newest"),
+    "a new trainer awaits the states of the last one": Bug(
+        _COMMITS, "        self.snapshots.at = None\n        self._newest", "        self._newest"
+    ),
     "a copy begins without the state of its step": Bug(
-        _COMMITS, "snapshot = calls and (persist or (self.snapshots.at", "snapshot = calls and (False or (self.snapshots.at"
+        _COMMITS,
+        "snapshot = calls and (persist or (self.snapshots.at",
+        "snapshot = calls and (False or (self.snapshots.at",
     ),
     "after states that failed the next ones are late": Bug(
         _COMMITS, "            self.cadence.go_on(_calls_since_states(self._at))\n\n", "            pass\n\n"
     ),
     "the next node gets no states": Bug(
-        _NEIGHBOURS, "wanted = [piece for piece in (*earlier, last) if piece not in known]", "wanted = [last] if known else [*earlier, last]"
+        _NEIGHBOURS,
+        "wanted = [piece for piece in (*earlier, last) if piece not in known]",
+        "wanted = [last] if known else [*earlier, last]",
     ),
     # -- calls as values ----------------------------------------------------------------------------------------------
     "a recorded array changes with the caller's": Bug(

@@ -37,7 +37,9 @@ def test_a_state_file_of_them_is_the_same(tmp_path):
     state = {"a": torch.randn(700), "b": torch.arange(9, dtype=torch.int16), "none": torch.empty(0), "c": b"xyz"}
     whole = write_state(tmp_path / "whole", {"role": "ACTOR"}, state, durable=False)
     skeleton, buffers = dump(state)
-    pieces = [DeviceBytes(torch.frombuffer(buffer, dtype=torch.uint8)) if len(buffer) > 9 else buffer for buffer in buffers]
+    pieces = [
+        DeviceBytes(torch.frombuffer(buffer, dtype=torch.uint8)) if len(buffer) > 9 else buffer for buffer in buffers
+    ]
     found = write_state(tmp_path / "pieces", {"role": "ACTOR"}, DumpedState(skeleton, pieces), durable=False)
     assert (found.nbytes, found.checksum) == (whole.nbytes, whole.checksum)
     read = read_state(tmp_path / "pieces", found)

@@ -74,7 +74,7 @@ def test_whatever_dies_at_whichever_call_the_end_is_the_same(folder, fault, when
         same(stage.run({(number, when): FAULTS[fault]}), expected)
 
 
-@pytest.mark.parametrize("distance", [1, 2, pytest.param(3, marks=pytest.mark.slow), 5, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("distance", [1, 2, 5, *(pytest.param(calls, marks=pytest.mark.slow) for calls in (3, 8))])
 def test_a_second_death_during_the_recovery_of_the_first_changes_nothing(folder, distance):
     reference, expected = undisturbed(folder, steps=2)
     for number in range(OPENED, len(reference.port.calls)):

@@ -204,6 +204,28 @@ def test_another_trainer_does_not_wait_for_the_states_of_the_last_one(host, root
     assert checkpoints.commit_request(3, last=False).snapshotting is None
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_commit_leaves_alone_what_members_still_write_and_removes_what_they_left(host, roots, disk, fails):
+    checkpoints = checkpoints_of(roots, every=100)
+    disk.error = OSError("no such luck") if fails else None
+    partial = roots.commits / "step-00000002.e1" / ".ACTOR-0.1.state.tmp"
+
+    def commit_step(step):
+        answer = host._state.commit(host.workload, checkpoints.commit_request(step, last=False), [])
+        checkpoints.copies({ACTOR: answer}, {})
+        if step == 2:
+            partial.write_bytes(b"half of it")
+        checkpoints.commit(step, {ACTOR: answer}, {"step": step}, {})
+
+    for step in range(4):
+        commit_step(step)
+    assert partial.exists(), "step 3 is committed while the state of 2 is being written"
+    disk.set()
+    wait_for_copies()
+    commit_step(4)
+    assert partial.exists() != fails
+
+
 @pytest.mark.parametrize("other", [Progress(running=True), Progress(), Progress(StateFile("ACTOR-1.1.state", 10, 0))])
 def test_a_copy_is_published_once_all_members_have_made_theirs(tmp_path, roots, other):
     files = {f"ACTOR-{rank}": StateFile(f"ACTOR-{rank}.1.state", 10, 0) for rank in (0, 1)}
@@ -229,7 +251,8 @@ def files_of_each_commit(stage):
 
     def look(self, step):
         (manifest, *_) = CheckpointStore(stage.path / "memory", "run1", durable=False).manifests()
-        found[step] = [f"{piece.folder[10:13]}{Path(piece.file.name).suffix}" for piece in manifest.pieces_of("ACTOR-0")]
+        pieces = manifest.pieces_of("ACTOR-0")
+        found[step] = [f"{piece.folder[10:13]}{Path(piece.file.name).suffix}" for piece in pieces]
 
     stage.progress = type("Look", (), {"append": look})()
     return found
@@ -313,5 +336,5 @@ def test_threads_know_which_member_and_step_they_write_for(monkeypatch):
     monkeypatch.setattr(member_state.os, "sched_getaffinity", lambda process: {0, 1})
     background = member_state._Background(7, lambda: None, "a test")
     assert background.thread.name == "dlrover-copy-7"
-    background.wait()
+    background.finish()
     assert background.seconds == pytest.approx(2.0, abs=0.5)

@@ -30,7 +30,7 @@ class DeviceBytes:
             self._ready = torch.cuda.current_stream(flat.device).record_event()
 
     def __len__(self) -> int:
-        return self._flat.numel()
+        return int(self._flat.numel())
 
     def pieces(self) -> Iterator[memoryview]:
         """Each is valid until the next one is requested."""

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, retry_io
-from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
+from dlrover.python.rl.common.errors import CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.layout import digest_of_results
@@ -293,6 +293,7 @@ class StoreCheckpoints:
         files = {member.file_name: answer.file for member, answer in answers.items() if answer.file is not None}
         earlier = {name: pieces for name, file in files.items() if (pieces := self._earlier(name, file))}
         extra = {**self._extra, NODES: where_kept(files, copied, self._at)} if self.spread else self._extra
+        self._commits.written = step if asked.snapshot else None
         write = partial(self._write, step, files, earlier, dict(state), extra)
         free_space = partial(self._commits.free_space, self._first_needed(step))
         self._latest = self._at = retry_io(write, self._commits.root, self.disk_wait, free_space)
@@ -302,7 +303,7 @@ class StoreCheckpoints:
         self.cadence.note(files.values(), slowest_s, whole=not earlier)
         self.committed_bytes += sum(file.nbytes for file in self._at.files.values())
         self._remember_writers(self._at)
-        self._end_snapshots(asked)
+        self._end_snapshots()
         self.copying.note(answers)
         if asked.snapshot:
             self.snapshots.at = self._at
@@ -310,7 +311,7 @@ class StoreCheckpoints:
         if asked.persist:
             self.copying.begin(self._at)
 
-    def _end_snapshots(self, asked: CommitRequest) -> None:
+    def _end_snapshots(self) -> None:
         """The commit follows from those that members have written meanwhile, if they have."""
         states = {name: piece.file for name, piece in self.snapshots.states.items()}
         if self.snapshots.at is not None and states:
@@ -319,7 +320,9 @@ class StoreCheckpoints:
             if self.copying.step == self.snapshots.at.step:
                 self.copying.note_states(states)
             self.snapshots.at = None
-        elif asked.snapshotting is not None and self.snapshots.at is None and self._at is not None:
+        elif self.snapshots.given_up is not None and self._at is not None:
+            self._commits.sweep(self.snapshots.given_up)
+            self.snapshots.given_up = None
             self.cadence.go_on(_calls_since_states(self._at))
 
     def _write(

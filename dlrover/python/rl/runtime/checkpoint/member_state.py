@@ -119,7 +119,7 @@ class _Background:
             _LOG.warning("%s: %s", self.what, error)
         self.seconds += (time.thread_time() - began_s) / len(os.sched_getaffinity(0))
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         began_s = time.monotonic()
         self.thread.join()  # waits: for a file on this machine, which ends or fails
         self.seconds += time.monotonic() - began_s
@@ -161,7 +161,7 @@ class MemberState:
     def wait_until_written(self) -> None:
         """What the workload's ``state_dict`` has returned may change from now on."""
         if self._snapshot is not None and self._snapshot.thread.is_alive():
-            self._snapshot.wait()
+            self._snapshot.finish()
 
     def commit(self, workload: Any, request: CommitRequest, calls: list[Any] | None = None) -> CommitAnswer:
         """Write the workload's ``state_dict``, or the ``calls`` of the step. Raises DataError for values that cannot be
@@ -171,7 +171,9 @@ class MemberState:
             self.wait_until_written()
         self._clean_up(store, request)
         snapshot, copy = self._snapshot, self._copy
-        file = self._write_calls(store, request, calls) if request.calls else self._write_state(store, workload, request)
+        file = (
+            self._write_calls(store, request, calls) if request.calls else self._write_state(store, workload, request)
+        )
         if file is None:
             return CommitAnswer(None)
         if request.snapshot:
@@ -203,9 +205,13 @@ class MemberState:
         return f"{self.key}.{self._incarnation}.state"
 
     def _begin_snapshot(self, store: CheckpointStore, workload: Any, request: CommitRequest) -> None:
+        began_s = time.monotonic()
         state = dump_in_place(workload.state_dict())
         write = partial(self._write, store, request, self._state_name, state)
-        self._snapshot = _Background(request.step, write, f"{self.key}: the state of step {request.step} is not written")
+        self._snapshot = _Background(
+            request.step, write, f"{self.key}: the state of step {request.step} is not written"
+        )
+        self._snapshot.seconds += time.monotonic() - began_s
         workload.note_writing(self.wait_until_written)
 
     def _begin_copy(self, store: CheckpointStore, request: CommitRequest, file: StateFile) -> None:
@@ -214,7 +220,7 @@ class MemberState:
 
         def copy() -> StateFile | None:
             if snapshot is not None:
-                snapshot.thread.join()  # waits: see wait
+                snapshot.thread.join()  # waits: as finish does
             state = file if snapshot is None else snapshot.file
             return roots.durable_store().put(source, step, roots.epoch, state) if state is not None else None
 
@@ -300,7 +306,7 @@ class MemberState:
         """Finish the copy of a generation, or make it; raises CheckpointCorrupt, CheckpointMissing, OSError."""
         copy, pieces = self._copy, request.pieces[self.key]
         if copy is not None and copy.step == request.step:
-            copy.wait()
+            copy.finish()
             if copy.file is not None:
                 return (copy.file,)
         root, copies = request.roots.commit_root(), request.roots.durable_store()

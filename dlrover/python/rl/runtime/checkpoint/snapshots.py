@@ -28,6 +28,9 @@ class Snapshots:
     states: Mapping[str, Piece] = field(default_factory=dict)
     """Of each process, once all are there, for the commit that takes note of it."""
 
+    given_up: Manifest | None = None
+    """The commit after which one member could not write its state."""
+
     seconds: float = 0.0
     """What they took from the calls of the slowest member."""
 
@@ -43,7 +46,7 @@ class Snapshots:
             self.seconds = max((each.seconds for each in found.values()), default=0.0)
         elif not all(each.file is not None or each.running for each in found.values()):
             _LOG.info("the states of step %d are not complete: others are written", self.at.step)
-            self.at = None
+            self.at, self.given_up = None, self.at
 
     def earlier(self, name: str, before: Manifest) -> tuple[Piece, ...]:
         """What the calls after the commit ``before`` follow from."""

@@ -57,6 +57,8 @@ def states_before(memory: CheckpointStore, manifest: Manifest) -> list[Manifest]
     folders = {piece.folder for piece in firsts.values()}
     states = {name: piece.file for name, piece in firsts.items()}
     found = [
-        replace(each, files={**each.files, **states}, earlier={}) for each in memory.manifests() if {each.folder} == folders
+        replace(each, files={**each.files, **states}, earlier={})
+        for each in memory.manifests()
+        if {each.folder} == folders
     ]
     return [each for each in found if memory.valid(each)]

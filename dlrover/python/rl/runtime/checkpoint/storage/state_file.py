@@ -53,7 +53,7 @@ class StateFile:
 
 
 def write_state(path: Path, header: Header, tree: Any, durable: bool, recycled: Path | None = None) -> StateFile:
-    """Write ``tree`` (see data/state_tree.py), or one that is dumped in place, to ``path``, whole or not at all. It must
+    """Write ``tree`` (see data/state_tree.py), which may be dumped in place, to ``path``, whole or not at all. It does
     not change meanwhile.
 
     Args:

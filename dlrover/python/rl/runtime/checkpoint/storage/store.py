@@ -69,6 +69,7 @@ class CheckpointStore:
 
     Attributes:
         pinned: steps that are not removed, because they are being copied.
+        written: the step in whose folder others still write, None for none.
     """
 
     def __init__(self, root: Path, run: str, durable: bool, keep: int = 2, node: str = "") -> None:
@@ -76,6 +77,7 @@ class CheckpointStore:
             raise ValueError(f"keep must be at least 1, not {keep}")
         self.root, self.run, self.durable = root, run, durable
         self.pinned: set[int] = set()
+        self.written: int | None = None
         self.keep, self._node = keep, node
         self._known: dict[str, tuple[tuple[int, int, int], Manifest]] = {}
         self._fence = EpochFence(root, durable, lambda: max((epoch for _, epoch in self._folders()), default=0))
@@ -140,6 +142,8 @@ class CheckpointStore:
             serial = 1 + max((old.serial for old in existing), default=0)
             manifest = replace(manifest, serial=serial, committed_at=time.time())
             write_manifest(folder, manifest, self.durable)
+            with suppress(OSError):  # it is read again then
+                self._known[folder.name] = _version(folder), manifest
             if self.durable:
                 sync_folder(self.root)
             self._prune(manifest, [old for old in existing if old.folder != manifest.folder])
@@ -191,8 +195,7 @@ class CheckpointStore:
     def _manifest_in(self, folder: Path) -> Manifest:
         """Read again only if its file is another one, or was changed."""
         with suppress(FileNotFoundError, NotADirectoryError):
-            status = os.stat(folder / MANIFEST)
-            version = status.st_ino, status.st_mtime_ns, status.st_size
+            version = _version(folder)
             known, manifest = self._known.get(folder.name, (None, None))
             if manifest is None or known != version:
                 manifest = read_manifest(folder, self.run)
@@ -258,13 +261,17 @@ class CheckpointStore:
             old = name in committed or (step <= newest.step and epoch <= newest.epoch)
             if old and name not in needed and step not in self.pinned:
                 self._retire(self.root / name)
-        self._sweep(self.root / newest.folder)
+        self._sweep()
+        if self.written != newest.step:
+            self.sweep(newest)
 
-    def _sweep(self, newest: Path) -> None:
+    def sweep(self, manifest: Manifest) -> None:
+        """Remove the partial files of crashed processes in a generation, in whose folder nobody writes any more."""
+        _unlink((self.root / manifest.folder).glob(".*.tmp"))
+
+    def _sweep(self) -> None:
         """Remove the remains of crashed processes: partial files, half-removed folders, all but two damaged ones."""
-        for path in (*self.root.glob(".*.tmp"), *newest.glob(".*.tmp")):
-            with suppress(OSError):
-                path.unlink()
+        _unlink(self.root.glob(".*.tmp"))
         for folder in self.root.glob(f"*{_GONE}"):
             shutil.rmtree(folder, ignore_errors=True)
         for folder in sorted(self.root.glob(f"*{_BAD}*"), key=_changed_at)[:-_KEPT_BAD]:
@@ -312,6 +319,18 @@ class CheckpointStore:
             _LOG.warning("%s cannot be removed: %s", folder, error)
             return
         shutil.rmtree(target, ignore_errors=True)
+
+
+def _unlink(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _version(folder: Path) -> tuple[int, int, int]:
+    """Of its manifest."""
+    status = os.stat(folder / MANIFEST)
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _changed_at(path: Path) -> float:
