@@ -53,7 +53,7 @@ class Shape:
     standby: int = 0
     master_restarts: int = 10
     rollout_restarts: int = 5
-    checkpoint: CheckpointSpec = CheckpointSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec(commit_every=1)  # only the open step is repeated
 
 
 def describe(name: str, folder: Path, faults, shape: Shape = Shape()) -> JobSpec:

@@ -35,7 +35,7 @@ def play(tmp_path, monkeypatch):
             raise supervisor._Lost("Ray was lost")
 
         monkeypatch.setattr(supervisor, "_attempt", attempt)
-        monkeypatch.setattr(supervisor, "last_commit", lambda *_: next(steps) or None)
+        monkeypatch.setattr(supervisor, "last_commit", lambda *_: (next(steps) or None, None))
         status = supervisor.run_supervised(checked, lambda report: None, told.append)
         return status, tried, told
 
