@@ -79,9 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dispatch", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two rounds of 4 members, to try it")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--sizes", type=int, nargs="+", default=_SIZES, help="members; 16 of four kinds take 16 GB")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
-    sizes, rounds, steps = ((4,), 2, 3) if options.quick else (_SIZES, options.rounds, 20)
+    sizes, rounds, steps = ((4,), 2, 3) if options.quick else (options.sizes, options.rounds, 20)
     versions = {peer: metadata.version(peer.lower()) for peer in PEERS if is_installed(peer)}
     results: dict[str, Any] = {"machine": machine(1, ray=ray.__version__), "versions": versions, "rounds": rounds}
     with tempfile.TemporaryDirectory(prefix="dlrover-rl-dispatch-") as name, two_nodes(workers=0, head_cpus=80):

@@ -333,7 +333,7 @@ def test_threads_know_which_member_and_step_they_write_for(monkeypatch):
     """Their share of the cores is part of what a state costs."""
     spent = iter([1.0, 5.0])
     monkeypatch.setattr(member_state.time, "thread_time", lambda: next(spent))
-    monkeypatch.setattr(member_state.os, "sched_getaffinity", lambda process: {0, 1})
+    monkeypatch.setattr(member_state.os, "cpu_count", lambda: 2)
     background = member_state._Background(7, lambda: None, "a test")
     assert background.thread.name == "dlrover-copy-7"
     background.finish()

@@ -51,11 +51,17 @@ class DeviceBytes:
         target = buffer[: source.numel()]
         if self._ready is None:
             return target.copy_(source), None
-        stream = _streams.setdefault(self._flat.device, torch.cuda.Stream(self._flat.device))
+        stream = _stream_of(self._flat.device)
         with torch.cuda.stream(stream):
             stream.wait_event(self._ready)
             target.copy_(source, non_blocking=True)
             return target, stream.record_event()
+
+
+def _stream_of(device: torch.device) -> Any:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
 
 
 def _buffers_of(device: torch.device) -> tuple[Any, Any]:

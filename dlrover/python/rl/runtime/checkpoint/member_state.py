@@ -117,7 +117,7 @@ class _Background:
             self.file = self.write()
         except Exception as error:  # noqa: BLE001 -- the run continues without the file
             _LOG.warning("%s: %s", self.what, error)
-        self.seconds += (time.thread_time() - began_s) / len(os.sched_getaffinity(0))
+        self.seconds += (time.thread_time() - began_s) / (os.cpu_count() or 1)
 
     def finish(self) -> None:
         began_s = time.monotonic()
