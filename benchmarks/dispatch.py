@@ -62,12 +62,14 @@ def _table(results: dict[str, Any]) -> str:
         for size, kinds in results["race"].items()
         for kind, found in kinds.items()
     ]
-    share = results["share"]
+    race = markdown(head, rows)
+    if (share := results.get("share")) is None:
+        return race
     last = (
         f"A step of {len(ROLES)} roles x {_SHARE_SIZE} members that rest for a second takes {share[OWN]:.3f} s with its"
         f" commit; the same calls by Ray alone {share[RAW]:.3f} s: {100 * (share[OWN] / share[RAW] - 1):+.2f} %."
     )
-    return f"{markdown(head, rows)}\n\n{last}"
+    return f"{race}\n\n{last}"
 
 
 def _spread(ratios: Sequence[float]) -> str:
@@ -83,13 +85,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     sizes, rounds, steps = ((4,), 2, 3) if options.quick else (options.sizes, options.rounds, 20)
+    file = "dispatch-quick" if options.quick else "dispatch"
     versions = {peer: metadata.version(peer.lower()) for peer in PEERS if is_installed(peer)}
     results: dict[str, Any] = {"machine": machine(1, ray=ray.__version__), "versions": versions, "rounds": rounds}
     with tempfile.TemporaryDirectory(prefix="dlrover-rl-dispatch-") as name, two_nodes(workers=0, head_cpus=80):
-        results["race"] = {size: _race(Path(name), size, rounds) for size in sizes}
+        results["race"] = {}
+        for size in sizes:
+            results["race"][size] = _race(Path(name), size, rounds)
+            keep(options.out, file, results, _table(results))  # the larger sizes may not fit
         took = _run(share_job(Path(name), _SHARE_SIZE, steps), Path(name) / "found.json")
     results["share"] = {side: median(found) for side, found in took.items()}
-    keep(options.out, "dispatch-quick" if options.quick else "dispatch", results, _table(results))
+    keep(options.out, file, results, _table(results))
     return 0
 
 

@@ -373,7 +373,7 @@ BUGS = {
         "self._newest_in(self._durable, self._commits, usable",
     ),
     "commits of an ended run go though they are ahead": Bug(
-        _RUNS, "if max(_steps(commits), default=0) <= max(_steps(copies), default=0):", "if True:"
+        _RUNS, "if _newest_step(commits) <= _newest_step(copies):", "if True:"
     ),
     "states are never due": Bug(_CADENCE, "return self._calls + 1 >= self.every", "return False"),
     "the room of calls does not count": Bug(_CADENCE, " or self._call_bytes + per_step > self._state_bytes", ""),
@@ -384,13 +384,22 @@ BUGS = {
     # -- states that are written while the members go on ---------------------------------------------------------------
     "a call changes the state that is being written": Bug(
         _HOST,
-        "            return nullcontext()\n        self._state.wait_until_written()\n",
-        "            return nullcontext()\n",
+        "            if self._is_stateful and self._options_of(method).changes_state:\n",
+        "            if False:\n",
     ),
-    "a raw call changes the state that is being written": Bug(
-        _HOST,
-        "        self._note_raw_call()\n        self._state.wait_until_written()\n",
-        "        self._note_raw_call()\n",
+    "calls that change nothing wait for the state": Bug(
+        _HOST, "if self._is_stateful and self._options_of(method).changes_state:", "if self._is_stateful:"
+    ),
+    "the commit of the states keeps its calls": Bug(
+        _COMMITS, "            self._patiently(partial(self._commits.revise, states, self.roots.epoch))\n", ""
+    ),
+    "ranks wait for one that has not all its calls": Bug(
+        _MEMBER,
+        "            if request.snapshot:\n                workload",
+        "            if False:\n                workload",
+    ),
+    "states and calls make one copy at the end": Bug(
+        _COPYING, "any(len(copies) > 1 for copies in answers.values())", "False"
     ),
     "a process ends in the middle of writing its state": Bug(
         _HOST, "        self._state.wait_until_written()\n        try:\n", "        try:\n"
@@ -406,7 +415,7 @@ BUGS = {
     ),
     "a state that failed is one that runs": Bug(
         _MEMBER,
-        "return Progress(self.file, self.thread.is_alive(), self.seconds)",
+        "return Progress(self.file, running, self.seconds)",
         "return Progress(self.file, True, 0.0)",
     ),
     "commits follow from states that one member has not written": Bug(
@@ -463,7 +472,7 @@ BUGS = {
         _CALLS, 'if fields.keys() != getattr(value, "__dict__", fields).keys():', "if False:"
     ),
     # -- stores -------------------------------------------------------------------------------------------------------
-    "an earlier trainer may write": Bug(_STORE, "        self._fence.check(epoch)\n", ""),
+    "an earlier trainer may write": Bug(_STORE, "        self._fence.check(epoch)\n        folder", "        folder"),
     "an earlier trainer may commit": Bug(_STORE, "            self._fence.claim(epoch)\n", ""),
     "damaged generations count as kept": Bug(
         _STORE, "if len(recent) < self.keep and self.valid(manifest, check_size):", "if len(recent) < self.keep:"

@@ -271,6 +271,7 @@ def test_without_room_there_is_an_error_with_the_figures_and_no_half_generation(
     (small / "filler").unlink()
     store.commit(2)
     assert store.checkpoints.newest() == 2
+    store.copied()  # it reads from the disk that goes now
 
 
 def test_a_trainers_file_that_does_not_fit_leaves_the_last_commit(tmp_path, small):

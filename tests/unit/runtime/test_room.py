@@ -78,12 +78,12 @@ def size_of(path):
         return 0
 
 
-@pytest.mark.parametrize(("commit_every", "most"), [(1, 3), (3, 2)])
+@pytest.mark.parametrize(("commit_every", "most"), [(1, 3), (2, 2), (3, 2)])
 @pytest.mark.parametrize("spread", [False, True])
 def test_commits_take_no_more_memory_than_that(tmp_path, commit_every, most, spread):
     """Apart from copies, of which this job makes one: at its end, when the states are due anyway."""
     nodes = {("ACTOR", 0): "a", ("ACTOR", 1): "b", ("ROLLOUT", 1): "b", "trainer": "a"}
-    stage = Stage(tmp_path / "job", steps=15, every=100, nodes=nodes, spread=spread, commit_every=commit_every)
+    stage = Stage(tmp_path / "job", steps=12, every=100, nodes=nodes, spread=spread, commit_every=commit_every)
     taken, one = [0], [0]
     submit = stage.port.submit
 

@@ -2,6 +2,7 @@
 """States that are written while the members go on."""
 
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -186,6 +187,24 @@ def test_only_the_copy_and_the_state_that_are_asked_for_count(host, roots):
     assert own.snapshot.file is not None and own.copy.file is not None
 
 
+def test_ranks_that_have_their_calls_meet_those_that_have_not(host, roots):
+    """A state may be gathered by all ranks together, and all are asked for theirs next."""
+    commit(host, roots, 0)
+    host.run("add", (1,), {})
+    met = []
+    host.workload.state_dict = lambda: met.append("here") or {"total": host.workload.total}
+    assert commit(host, roots, 1, snapshot=True).file is None
+    assert met == ["here"]
+
+
+def test_a_state_that_is_written_is_let_go(host, roots):
+    begin(host, roots)
+    wait_for_copies()
+    total = weakref.ref(host.workload.total)
+    host.workload.total = np.zeros(3)
+    assert total() is None
+
+
 # -- for the trainer --------------------------------------------------------------------------------------------------
 
 
@@ -273,6 +292,48 @@ def test_commits_follow_from_the_state_once_all_members_have_written_it(tmp_path
     copies = CheckpointStore(tmp_path / "durable", "run1", durable=True).manifests()
     assert [(copy.step, [piece.file.name for piece in copy.pieces_of("ACTOR-0")]) for copy in copies] == [
         (6, ["ACTOR-0.1.state"])
+    ]
+
+
+def test_the_commit_of_the_states_stands_alone_from_then_on(tmp_path):
+    """It needs no earlier folder, which is gone soon, and other settings can go on from it."""
+    stage = Stage(tmp_path, steps=5, every=100, commit_every=3)
+
+    class Ended(BaseException):
+        pass
+
+    def end(self, step):
+        if step == 5:
+            raise Ended
+
+    stage.progress = type("End", (), {"append": end})()
+    with pytest.raises(Ended):
+        stage.run()
+    store = CheckpointStore(tmp_path / "memory", "run1", durable=False)
+    assert {manifest.step: manifest.since for manifest in store.manifests()} == {3: 3, 4: 3, 5: 3}
+    assert all(store.valid(manifest) for manifest in store.manifests())
+    before = StoreCheckpoints(
+        Roots("job", "run2", 1, tmp_path / "copies", tmp_path / "other"), before=store, settings="x"
+    )
+    assert before.newest() == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_at_the_end_all_copy_their_calls_if_one_cannot_write_its_state(tmp_path, monkeypatch, rank):
+    write = CheckpointStore.write
+
+    def failing(self, step, epoch, name, header, tree):
+        if threading.current_thread().name == "dlrover-copy-4" and name.startswith(f"ACTOR-{rank}"):
+            raise OSError("no such luck")
+        return write(self, step, epoch, name, header, tree)
+
+    monkeypatch.setattr(CheckpointStore, "write", failing)
+    stage = Stage(tmp_path, steps=4, every=100, commit_every=100)
+    stage.run()
+    copies = CheckpointStore(tmp_path / "durable", "run1", durable=True).manifests()
+    assert [(copy.step, len(copy.pieces_of("ACTOR-0")), len(copy.pieces_of("ACTOR-1"))) for copy in copies] == [
+        (4, 5, 5),
+        (0, 1, 1),
     ]
 
 

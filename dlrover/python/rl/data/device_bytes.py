@@ -8,6 +8,7 @@
     another thread                                 checksum and write A      B                 A
 """
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,13 +17,13 @@ import torch
 PIECE = 1 << 25
 """Bytes of each of the two host buffers of a device."""
 
+_one_reader = threading.Lock()  # of the buffers: members of one process may share a device
 _buffers: dict[torch.device, tuple[Any, Any]] = {}
 _streams: dict[torch.device, Any] = {}
 
 
 class DeviceBytes:
-    """``flat`` is contiguous, of bytes, and does not change until :meth:`pieces` has come to its end. One thread at a
-    time may read those of a device."""
+    """``flat`` is contiguous, of bytes, and does not change until :meth:`pieces` has come to its end."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self._flat, self._ready = flat, None
@@ -34,6 +35,10 @@ class DeviceBytes:
 
     def pieces(self) -> Iterator[memoryview]:
         """Each is valid until the next one is requested."""
+        with _one_reader:
+            yield from self._pieces()
+
+    def _pieces(self) -> Iterator[memoryview]:
         buffers = _buffers_of(self._flat.device)
         starts = range(0, len(self), PIECE)
         under_way = [self._fetch(start, buffer) for start, buffer in zip(starts[:2], buffers, strict=False)]

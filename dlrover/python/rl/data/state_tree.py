@@ -63,7 +63,8 @@ def dump_in_place(tree: Any, of_device: "Callable[[Any], memoryview | InPieces] 
     if dumper.errors:
         raise DataError(dumper.errors)
     text = json.dumps(node, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return DumpedState(text.encode("utf-8", "surrogatepass"), dumper.buffers)
+    buffers, dumper.buffers = dumper.buffers, []  # it refers to itself, and must not keep the tree alive until then
+    return DumpedState(text.encode("utf-8", "surrogatepass"), buffers)
 
 
 def load(skeleton: bytes, buffers: Sequence[memoryview]) -> Any:

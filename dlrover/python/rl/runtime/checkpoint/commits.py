@@ -293,17 +293,21 @@ class StoreCheckpoints:
         files = {member.file_name: answer.file for member, answer in answers.items() if answer.file is not None}
         earlier = {name: pieces for name, file in files.items() if (pieces := self._earlier(name, file))}
         extra = {**self._extra, NODES: where_kept(files, copied, self._at)} if self.spread else self._extra
+        if (states := self.snapshots.commit_of_states(extra)) is not None:
+            self._patiently(partial(self._commits.revise, states, self.roots.epoch))
+            self._kept = [states if kept.folder == states.folder else kept for kept in self._kept]
         self._commits.written = step if asked.snapshot else None
         write = partial(self._write, step, files, earlier, dict(state), extra)
         free_space = partial(self._commits.free_space, self._first_needed(step))
         self._latest = self._at = retry_io(write, self._commits.root, self.disk_wait, free_space)
         self._kept = [self._at, *self._kept][: self._commits.keep]
         slowest_s = max((answer.seconds for answer in answers.values()), default=0.0)
-        slowest_s += time.monotonic() - self._transferring_since_s if copied else 0.0
+        transfer_s = time.monotonic() - self._transferring_since_s if copied else 0.0
+        slowest_s += transfer_s
         self.cadence.note(files.values(), slowest_s, whole=not earlier)
         self.committed_bytes += sum(file.nbytes for file in self._at.files.values())
         self._remember_writers(self._at)
-        self._end_snapshots()
+        self._end_snapshots(transfer_s)
         self.copying.note(answers)
         if asked.snapshot:
             self.snapshots.at = self._at
@@ -311,17 +315,18 @@ class StoreCheckpoints:
         if asked.persist:
             self.copying.begin(self._at)
 
-    def _end_snapshots(self) -> None:
+    def _end_snapshots(self, transfer_s: float) -> None:
         """The commit follows from those that members have written meanwhile, if they have."""
         states = {name: piece.file for name, piece in self.snapshots.states.items()}
         if self.snapshots.at is not None and states:
-            self.cadence.note_states(states.values(), self.snapshots.seconds)
+            self.cadence.note_states(states.values(), self.snapshots.seconds + transfer_s)
             self.committed_bytes += sum(file.nbytes for file in states.values())
             if self.copying.step == self.snapshots.at.step:
                 self.copying.note_states(states)
             self.snapshots.at = None
         elif self.snapshots.given_up is not None and self._at is not None:
-            self._commits.sweep(self.snapshots.given_up)
+            if not self.snapshots.still_written:
+                self._commits.sweep(self.snapshots.given_up)
             self.snapshots.given_up = None
             self.cadence.go_on(_calls_since_states(self._at))
 
@@ -372,7 +377,8 @@ class StoreCheckpoints:
         if newest is None or manifest is None:
             return None
         self._latest = manifest
-        return PersistRequest(manifest.step, self._pieces_of(replace(newest, manifest=manifest)), self.roots)
+        pieces = self._pieces_of(replace(newest, manifest=manifest))
+        return PersistRequest(manifest.step, pieces, self.roots, finish=not self.copying.failed)
 
     def persisted(self, answers: Mapping[ProcessId, tuple[StateFile, ...]]) -> None:
         if self._latest is not None:

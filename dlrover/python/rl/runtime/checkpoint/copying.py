@@ -32,6 +32,9 @@ class Copying:
     at: Manifest | None = None
     """The commit whose copy is under way."""
 
+    failed: bool = False
+    """A member could not copy its state at the end: then all copy what the commit has."""
+
     _tried: list[int] = field(default_factory=list, repr=False)
 
     @property
@@ -81,7 +84,7 @@ class Copying:
     def next_at_the_end(self, newest: Manifest) -> Manifest | None:
         """A commit up to the ``newest`` one that is to be copied before the run ends; each is tried once."""
         tried = max([*self._tried, *(manifest.step for manifest in self.durable.manifests())], default=-1)
-        first = states_before(self.commits, newest) if self.step != newest.step else []
+        first = states_before(self.commits, newest) if self.failed or self.step != newest.step else []
         for manifest in (*first, newest):
             if manifest.step > tried:
                 self._tried.append(manifest.step)
@@ -89,7 +92,11 @@ class Copying:
         return None
 
     def publish(self, manifest: Manifest, answers: Mapping[ProcessId, tuple[StateFile, ...]]) -> None:
-        self._publish(manifest, {member.file_name: copies for member, copies in answers.items()})
+        if not self.failed and self.step == manifest.step and any(len(copies) > 1 for copies in answers.values()):
+            self.failed = True
+            self._tried.clear()
+        else:
+            self._publish(manifest, {member.file_name: copies for member, copies in answers.items()})
 
     def _publish(self, manifest: Manifest, copies: Mapping[str, tuple[StateFile, ...]]) -> None:
         try:

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,11 +78,13 @@ class CommitAnswer:
 
 @dataclass(frozen=True)
 class PersistRequest:
-    """Finish the copy of generation ``step``, which has these files of each process."""
+    """Copy generation ``step``, which has these files of each process; ``finish`` the copy of the state that is under
+    way instead, if it succeeds."""
 
     step: int
     pieces: Mapping[str, tuple[Piece, ...]]
     roots: Roots
+    finish: bool = True
 
 
 @dataclass(frozen=True)
@@ -102,19 +104,20 @@ class _Background:
     its share of this process's cores."""
 
     step: int
-    write: Callable[[], StateFile | None]
+    write: InitVar[Callable[[], StateFile | None]]  # not kept: it holds the state
     what: str
     file: StateFile | None = None
     seconds: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._run, name=f"dlrover-copy-{self.step}", daemon=True)
+    def __post_init__(self, write: Callable[[], StateFile | None]) -> None:
+        run = partial(self._run, write)
+        self.thread = threading.Thread(target=run, name=f"dlrover-copy-{self.step}", daemon=True)
         self.thread.start()
 
-    def _run(self) -> None:
+    def _run(self, write: Callable[[], StateFile | None]) -> None:
         began_s = time.thread_time()
         try:
-            self.file = self.write()
+            self.file = write()
         except Exception as error:  # noqa: BLE001 -- the run continues without the file
             _LOG.warning("%s: %s", self.what, error)
         self.seconds += (time.thread_time() - began_s) / (os.cpu_count() or 1)
@@ -127,7 +130,8 @@ class _Background:
     def progress(self, step: int | None) -> Progress:
         if self.step != step:
             return Progress()
-        return Progress(self.file, self.thread.is_alive(), self.seconds)
+        running = self.thread.is_alive()  # first: what has ended by now has its file
+        return Progress(self.file, running, self.seconds)
 
 
 def is_calls(file: StateFile) -> bool:
@@ -175,6 +179,8 @@ class MemberState:
             self._write_calls(store, request, calls) if request.calls else self._write_state(store, workload, request)
         )
         if file is None:
+            if request.snapshot:
+                workload.state_dict()  # ranks that have all their calls may meet in it
             return CommitAnswer(None)
         if request.snapshot:
             self._begin_snapshot(store, workload, request)
@@ -305,7 +311,7 @@ class MemberState:
     def persist(self, request: PersistRequest) -> tuple[StateFile, ...]:
         """Finish the copy of a generation, or make it; raises CheckpointCorrupt, CheckpointMissing, OSError."""
         copy, pieces = self._copy, request.pieces[self.key]
-        if copy is not None and copy.step == request.step:
+        if copy is not None and copy.step == request.step and request.finish:
             copy.finish()
             if copy.file is not None:
                 return (copy.file,)

@@ -22,12 +22,12 @@ def forget_commits(job_dir: Path, run: str) -> None:
     """Remove the commits of an ended run from the job's directory, unless they go beyond its last copy."""
     folder = job_dir.absolute()
     commits, copies = (CheckpointStore(folder / name / run, run, durable=True) for name in (COMMITS, COPIES))
-    if max(_steps(commits), default=0) <= max(_steps(copies), default=0):
+    if _newest_step(commits) <= _newest_step(copies):
         commits.remove()
 
 
-def _steps(store: CheckpointStore) -> list[int]:
-    return [manifest.step for manifest in store.manifests() if store.valid(manifest, check_size)]
+def _newest_step(store: CheckpointStore) -> int:
+    return next((manifest.step for manifest in store.manifests() if store.valid(manifest, check_size)), 0)
 
 
 def newest_commit(

@@ -10,7 +10,8 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
@@ -31,6 +32,9 @@ class Snapshots:
     given_up: Manifest | None = None
     """The commit after which one member could not write its state."""
 
+    still_written: bool = False
+    """Another one still writes its own then."""
+
     seconds: float = 0.0
     """What they took from the calls of the slowest member."""
 
@@ -47,6 +51,14 @@ class Snapshots:
         elif not all(each.file is not None or each.running for each in found.values()):
             _LOG.info("the states of step %d are not complete: others are written", self.at.step)
             self.at, self.given_up = None, self.at
+            self.still_written = any(each.running for each in found.values())
+
+    def commit_of_states(self, extra: Mapping[str, Any]) -> Manifest | None:
+        """The commit after which the states are, with them instead of the calls up to there."""
+        if self.at is None or not self.states:
+            return None
+        files = {name: piece.file for name, piece in self.states.items()}
+        return replace(self.at, files={**self.at.files, **files}, earlier={}, extra=dict(extra))
 
     def earlier(self, name: str, before: Manifest) -> tuple[Piece, ...]:
         """What the calls after the commit ``before`` follow from."""

@@ -186,7 +186,6 @@ class MemberHost:
     def run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a call through a raw handle: it belongs to no step, nothing is kept, and errors are raised unchanged."""
         self._note_raw_call()
-        self._state.wait_until_written()
         return self._call(method, _NEVER, args, kwargs)
 
     def _note_raw_call(self) -> None:
@@ -263,7 +262,6 @@ class MemberHost:
     ) -> AbstractContextManager[None]:
         if not self._is_stateful or not self._options_of(header.method).changes_state:
             return nullcontext()
-        self._state.wait_until_written()
         if not self._records or not header.keep:
             return nullcontext()
         step = max(header.call_id[0], self._settled + 1)  # it may come late
@@ -283,6 +281,8 @@ class MemberHost:
     def _call(self, method: str, call_id: CallId, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with self._in(method, call_id):
             self.executed[method] += 1
+            if self._is_stateful and self._options_of(method).changes_state:
+                self._state.wait_until_written()
             result = getattr(self.workload, method)(*args, **kwargs)
             if not inspect.isawaitable(result):
                 return result

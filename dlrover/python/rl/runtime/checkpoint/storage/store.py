@@ -36,6 +36,7 @@ from dlrover.python.rl.runtime.checkpoint.storage.manifest import (
     EpochFence,
     Manifest,
     Piece,
+    encode,
     folder_name,
     read_manifest,
     step_and_epoch,
@@ -47,6 +48,7 @@ from dlrover.python.rl.runtime.checkpoint.storage.state_file import (
     check_file,
     check_size,
     copy_file,
+    new_file,
     read_state,
     sync_folder,
     write_state,
@@ -148,6 +150,15 @@ class CheckpointStore:
                 sync_folder(self.root)
             self._prune(manifest, [old for old in existing if old.folder != manifest.folder])
         return manifest
+
+    def revise(self, manifest: Manifest, epoch: int) -> None:
+        """Give a generation other files, which are there. Raises StaleEpoch, and OSError, after which it has these or
+        those that it had."""
+        with self._fence.locked():
+            self._fence.check(epoch)
+            content = encode(manifest)
+            with new_file(self.root / manifest.folder / MANIFEST, self.durable, len(content)) as file:
+                file.write(content)
 
     def drop_older(self, step: int) -> None:
         """Remove the folders of the steps before ``step``: for a node with a separate root, where no manifest is ever
