@@ -174,6 +174,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.commit_cost", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="One round of the two small models, to try it.")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--sizes", nargs="+", choices=list(_SIZES), default=list(_SIZES))
+    parser.add_argument("--rounds", type=int, help="The same number for all sizes.")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -182,8 +184,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = _run_job(Path(folder), name, int(steps), bool(int(commits)), int(threads))
         sys.stdout.write(f"\n{json.dumps(found)}\n")
         return
-    names = list(_SIZES)[:2] if options.quick else list(_SIZES)
-    steps, rounds = (30, dict.fromkeys(names, 1)) if options.quick else (100, _ROUNDS)
+    names = options.sizes[:2] if options.quick else options.sizes
+    steps, rounds = (
+        (30, dict.fromkeys(names, 1))
+        if options.quick
+        else (100, dict.fromkeys(names, options.rounds) if options.rounds else _ROUNDS)
+    )
     results: dict[str, Any] = {"machine": machine(options.threads), "steps": steps, "rounds": rounds, "sizes": {}}
     with tempfile.TemporaryDirectory(prefix="dlrover-rl-commits-") as name:
         _prepare(Path(name))
