@@ -155,6 +155,9 @@ def test_a_sender_that_is_dropped_ends_its_thread_and_frees_its_memory():
         return names.count("dlrover-weights"), sum("dlrover-weights" in link for link in links)
 
     gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "dlrover-weights":
+            thread.join(5)  # of senders that earlier tests have dropped
     before = resources()
     sender, _ = pair("pull")
     sent(sender, 1)
