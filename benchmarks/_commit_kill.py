@@ -47,7 +47,7 @@ class _Timed(list[StepReport]):
 
 
 class RawTrainer:
-    """What somebody would restart without this system: the same engine on the same model."""
+    """What a user of Ray alone would restart: the same engine on the same model."""
 
     def __init__(self, model: str) -> None:
         from dlrover.python.rl.engine.api.base import OptimizerConfig, TrainSettings

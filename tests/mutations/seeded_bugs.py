@@ -26,6 +26,7 @@ TESTS = {
     "runtime/process/host.py": (
         "runtime/test_host.py",
         "runtime/test_snapshots.py",
+        "runtime/test_jobs_with_snapshots.py",
         "runtime/test_commits_of_calls.py",
         "runtime/test_local_durable.py",
     ),
@@ -40,6 +41,7 @@ TESTS = {
     "runtime/checkpoint/member_state.py": (
         "runtime/test_host.py",
         "runtime/test_snapshots.py",
+        "runtime/test_jobs_with_snapshots.py",
         "runtime/test_commits.py",
         "runtime/test_commits_of_calls.py",
         "runtime/test_other_members.py",
@@ -47,12 +49,18 @@ TESTS = {
     "runtime/checkpoint/commits.py": (
         "runtime/test_commits.py",
         "runtime/test_snapshots.py",
+        "runtime/test_jobs_with_snapshots.py",
         "runtime/test_commits_of_calls.py",
     ),
-    "runtime/checkpoint/snapshots.py": ("runtime/test_snapshots.py", "runtime/test_commits_of_calls.py"),
+    "runtime/checkpoint/snapshots.py": (
+        "runtime/test_snapshots.py",
+        "runtime/test_jobs_with_snapshots.py",
+        "runtime/test_commits_of_calls.py",
+    ),
     "runtime/checkpoint/copying.py": (
         "runtime/test_commits.py",
         "runtime/test_snapshots.py",
+        "runtime/test_jobs_with_snapshots.py",
         "runtime/test_commits_of_calls.py",
     ),
     "runtime/checkpoint/neighbours.py": ("runtime/test_neighbours.py", "runtime/test_room.py"),
@@ -404,7 +412,7 @@ BUGS = {
     "a process ends in the middle of writing its state": Bug(
         _HOST, "        self._state.wait_until_written()\n        try:\n", "        try:\n"
     ),
-    "workloads are not told that their state is being written": Bug(
+    "workloads do not learn that their state is being written": Bug(
         _MEMBER, "        workload.note_writing(self.wait_until_written)\n", ""
     ),
     "two states are written at once": Bug(

@@ -46,6 +46,20 @@ def test_a_state_file_of_them_is_the_same(tmp_path):
     assert all(torch.equal(read[name], state[name]) for name in ("a", "b", "none")) and read["c"] == b"xyz"
 
 
+def test_a_write_that_fails_leaves_the_buffers_to_others(monkeypatch, tmp_path):
+    def refuse(chunk, checksum):
+        raise OSError("no such luck")
+
+    monkeypatch.setattr(state_file, "crc32", refuse)
+    skeleton, buffers = dump([torch.ones(700)])
+    flat = torch.frombuffer(buffers[0], dtype=torch.uint8)
+    monkeypatch.setattr(state_file, "_layout", lambda header, skeleton, buffers: (buffers, 2800))
+    with pytest.raises(OSError, match="no such luck") as caught:
+        write_state(tmp_path / "x", {}, DumpedState(skeleton, [DeviceBytes(flat)]), durable=False)
+    assert caught.tb is not None, "what was under way is still referred to"
+    assert not device_bytes._one_reader.locked()
+
+
 def test_only_what_is_on_a_device_comes_in_pieces(monkeypatch, tmp_path):
     monkeypatch.setattr(state_file, "dump_in_place", lambda tree: pytest.fail("it is dumped"))
     write_state(tmp_path / "x", {}, DumpedState(*dump([torch.ones(3)])), durable=False)

@@ -22,7 +22,7 @@ _LOG = get_logger(__name__)
 
 @dataclass
 class Copying:
-    """Members copy; this publishes what all have copied, as a generation of ``durable``."""
+    """Members copy their states; once every one has, this publishes the copies as a generation of ``durable``."""
 
     commits: CheckpointStore
     durable: CheckpointStore | ObjectStore
@@ -51,7 +51,7 @@ class Copying:
             self.at = replace(self.at, files={**self.at.files, **states}, earlier={})
 
     def note(self, answers: Mapping[ProcessId, CommitAnswer]) -> None:
-        """Publish the copy under way once all members have finished theirs; abandon it if one has failed."""
+        """Publish the copy under way once every member has finished its part; abandon it if one has failed."""
         if self.at is None:
             return
         found = {member.file_name: answer.copy for member, answer in answers.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states that members write while they go on: commits follow from them once all members have written theirs.
+"""The states that members write while they go on: commits follow from them once every member has written its state.
 
 ::
 

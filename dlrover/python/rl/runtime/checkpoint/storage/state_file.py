@@ -17,8 +17,8 @@ import errno
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -68,8 +68,9 @@ def write_state(path: Path, header: Header, tree: Any, durable: bool, recycled: 
     state = tree if isinstance(tree, DumpedState) else dump_in_place(tree)
     parts, total = _layout(header, state.skeleton, state.buffers)
     checksum = 0
-    with new_file(path, durable, total, recycled) as file:
-        for chunk in _chunks(parts):
+    # Closed also after an error: buffers of a device have one reader at a time.
+    with new_file(path, durable, total, recycled) as file, closing(_chunks(parts)) as chunks:
+        for chunk in chunks:
             checksum = crc32(chunk, checksum)
             file.write(chunk)
         file.write(_CRC.pack(checksum))
@@ -190,7 +191,7 @@ def _layout(
     return [memoryview(prefix), memoryview(table), memoryview(skeleton), *body], total
 
 
-def _chunks(parts: Iterable[memoryview | InPieces]) -> Iterator[memoryview]:
+def _chunks(parts: Iterable[memoryview | InPieces]) -> Generator[memoryview, None, None]:
     """The same bytes in pieces that stay in the CPU cache between checksum and write."""
     for part in parts:
         for piece in (part,) if isinstance(part, memoryview) else part.pieces():

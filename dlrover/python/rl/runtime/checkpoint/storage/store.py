@@ -277,7 +277,7 @@ class CheckpointStore:
             self.sweep(newest)
 
     def sweep(self, manifest: Manifest) -> None:
-        """Remove the partial files of crashed processes in a generation, in whose folder nobody writes any more."""
+        """Remove the partial files of crashed processes in a generation whose folder is no longer written to."""
         _unlink((self.root / manifest.folder).glob(".*.tmp"))
 
     def _sweep(self) -> None:
