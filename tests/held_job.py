@@ -77,6 +77,10 @@ class Desk:
     def end(self, process):
         """Wait until a process has ended, and return what it said."""
         process.wait(_DEADLINE_S)
+        return self.said(process)
+
+    def said(self, process):
+        """What a process has said until now."""
         return self._outputs[process].read_text()
 
     def kill_all(self):
