@@ -1,160 +1,148 @@
 # SPDX-License-Identifier: Apache-2.0
 """What engines hold of a device, and how fast they are on it: ``python -m benchmarks.device --device cuda``.
 
-After each call that moves an engine: the bytes that it accounts for, and on a GPU those that torch says are allocated.
-Then how long the weights of a train engine take to a rollout engine beside it, next to a plain copy of as many bytes on
-the device; and how many tokens a second the rollout engine draws for 64 prompts. Needs neither Ray nor vLLM. On a CPU
-the host stands in for the device, which tries the command.
+A model with random weights of the shape of Qwen2.5-0.5B, in one process:
+
+* an SFT step, an update of GRPO, and a step of it (weights to the rollout engine, 64 completions, the update): seconds,
+  peak memory, and the share of what a large matrix product reaches here
+* tokens a second of the rollout engine, next to those of ``generate`` of transformers, interleaved
+* weights from the train engine to the rollout engine, next to a plain copy of as many bytes on the device
+* the completions while a thread writes the train engine's state, as commits do, and without
+* after each call that moves an engine: the bytes that it accounts for, and on a GPU those that torch has allocated
+
+Needs neither Ray nor vLLM, and on a GPU about two minutes. On a CPU, which tries the command, the host stands in for
+the device, and the model is tiny.
 """
 
 import argparse
+import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 
+from benchmarks._device_sides import QWEN_HALF_BILLION, SMALL, Bench, Transformers, memory_folder, told
 from benchmarks._results import RESULTS, keep
-from dlrover.python.rl.algorithm.registry import make_algorithm
-from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.api.base import OptimizerConfig, RolloutSettings, SamplingParams, TrainSettings
-from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
-from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 
-ROWS, PROMPT, NEW = 64, 128, 128
-
-Told = dict[str, dict[str, Any]]
+Results = dict[str, Any]
 
 
-class Bench:
-    """Engines that share a device.
-
-    Args:
-        model: folder of the model.
-        device: a torch device.
-        precision: of the passes.
-    """
-
-    def __init__(self, model: Path, device: str, precision: Any) -> None:
-        self.on_gpu = torch.device(device).type == "cuda"
-        self.memory = DeviceMemory(device)
-        self.train = Fsdp2TrainEngine(
-            model, OptimizerConfig(lr=1e-5), TrainSettings(device, precision), memory=self.memory
-        )
-        self.rollout = TorchRolloutEngine(model, RolloutSettings(device, precision, ROWS), self.memory)
-
-    def held(self) -> dict[str, int]:
-        """Bytes on the device now."""
-        footprint = {"train": sum(self.train.footprint().values()), "rollout": sum(self.rollout.footprint().values())}
-        if self.on_gpu:
-            torch.cuda.synchronize()
-            footprint["allocated"] = torch.cuda.memory_allocated()
-            footprint["reserved"] = torch.cuda.memory_reserved()
-        return footprint
-
-    def timed(self, call: Callable[[], Any]) -> float:
-        """Seconds of a call, the device's work included."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        began_s = time.perf_counter()
-        call()
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - began_s
-
-    def places(self) -> Told:
-        """What is held after each call, and how long it took."""
-        results: Told = {"both built": {"seconds": None, **self.held()}}
-        for name, call in (
-            ("train.step()", self.step),
-            ("rollout.receive()", self.sync),
-            ("rollout.generate()", self.draw),
-            ("rollout.cpu()", self.rollout.cpu),
-            ("train.cpu()", self.train.cpu),
-            ('rollout.cuda("weights")', lambda: self.rollout.cuda("weights")),
-            ('rollout.cuda("kv_cache")', lambda: self.rollout.cuda("kv_cache")),
-            ("rollout.meta()", self.rollout.meta),
-            ("train.cuda()", self.train.cuda),
-            ("train.meta()", self.train.meta),
-        ):
-            results[name] = {"seconds": self.timed(call), **self.held()}
-        return results
-
-    def step(self) -> None:
-        """One optimizer step on random tokens."""
-        generator = np.random.default_rng(0)
-        rows = [generator.integers(0, 256, PROMPT + NEW) for _ in range(ROWS)]
-        tokens = Ragged.from_rows(rows, dtype=np.int64)
-        chosen = [np.arange(PROMPT + NEW) >= PROMPT] * ROWS
-        batch = Batch(
-            {
-                "tokens": tokens,
-                "action_mask": Ragged.from_rows(chosen, dtype=np.bool_),
-                "old_logprobs": tokens.like(np.full(len(tokens.values), -5.5, dtype=np.float32)),
-                "advantage": np.resize(np.array([1.0, -1.0], dtype=np.float32), ROWS),
-                "weight": np.full(ROWS, 1 / (ROWS * NEW), dtype=np.float32),
-            }
-        )
-        self.train.step(batch, make_algorithm("grpo", {}).loss)
-
-    def sync(self) -> None:
-        """The train engine's weights to the rollout engine, verified."""
-        self.rollout.receive(self.train.publish(), rewind=True)
-
-    def draw(self) -> None:
-        """Complete 64 prompts."""
-        generator = np.random.default_rng(1)
-        prompts = [generator.integers(0, 256, PROMPT) for _ in range(ROWS)]
-        prompt_batch = Batch({"prompt_id": np.arange(ROWS), "tokens": Ragged.from_rows(prompts, dtype=np.int64)})
-        self.rollout.generate(prompt_batch, SamplingParams(NEW, ignore_eos=True), (0,))
-
-    def copy(self) -> tuple[float, int]:
-        """Seconds of a plain copy of the weights on the device, and their bytes."""
-        named = [tensor.detach().to(self.memory.device, copy=True) for _, tensor in self.train.named_weights()]
-        other = [torch.empty_like(tensor) for tensor in named]
-        seconds = [self.timed(lambda: [to.copy_(of) for to, of in zip(other, named, strict=True)]) for _ in range(5)]
-        return median(seconds), sum(tensor.nbytes for tensor in named)
-
-
-def measure(made: Bench, rounds: int) -> dict[str, Any]:
-    """Everything, the speeds interleaved; the first round warms up."""
-    made.sync()
-    speeds: dict[str, list[float]] = {"sync_s": [], "copy_s": [], "draw_s": []}
-    nbytes = 0
+def medians(bench: Bench, calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Seconds of calls, interleaved; the first round warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
-        copy_s, nbytes = made.copy()
-        timings = {"sync_s": made.timed(made.sync), "copy_s": copy_s, "draw_s": made.timed(made.draw)}
-        for name, seconds in timings.items():
-            speeds[name] += [seconds] if number else []
-    medians = {name: median(seconds) for name, seconds in speeds.items()}
+        for name, call in calls.items():
+            took_s = bench.timed(call)
+            seconds[name] += [took_s] if number else []
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def training(bench: Bench, parameters: int, rounds: int) -> Results:
+    """Steps, and the memory that they take beyond what the engines hold."""
+    calls = {"sft step": bench.sft_step, "grpo update": bench.grpo_update, "grpo step": bench.grpo_step}
+    seconds, rate = medians(bench, calls, rounds), bench.product_flops()
+    flops = bench.shape.flops(parameters)
     return {
-        "weight_bytes": nbytes,
-        **medians,
-        "sync_share_of_copy": medians["copy_s"] / medians["sync_s"],
-        "tokens_per_s": ROWS * NEW / medians["draw_s"],
-        "places": made.places(),
+        "product_tflops": rate / 1e12,
+        **{
+            name: {
+                "seconds": seconds[name],
+                "tokens_per_s": bench.shape.rows * bench.shape.length / seconds[name],
+                "share_of_product": flops / seconds[name] / rate,
+                "peak_bytes": bench.peak(call),
+            }
+            for name, call in calls.items()
+        },
     }
 
 
-def summary(results: dict[str, Any]) -> str:
+def rollouts(bench: Bench, model: Path, rounds: int) -> Results:
+    """The engine against ``generate``."""
+    seconds = medians(bench, {"engine": bench.draw, "transformers": Transformers(model, bench).draw}, rounds)
+    return {name: {"seconds": took_s, "tokens_per_s": bench.shape.tokens / took_s} for name, took_s in seconds.items()}
+
+
+def syncs(bench: Bench, rounds: int) -> Results:
+    """The weights, and a plain copy of them."""
+    seconds, (copy_s, nbytes) = medians(bench, {"sync": bench.sync}, rounds)["sync"], bench.copy()
+    return {"seconds": seconds, "copy_seconds": copy_s, "weight_bytes": nbytes}
+
+
+def commits(bench: Bench, rounds: int) -> Results:
+    """Completions with and without the state on its way to the node's memory."""
+    folder, written, drawing_s = memory_folder(), dict[str, float](), list[float]()
+
+    def draw_and_write() -> None:
+        with bench.writing(folder) as found:
+            drawing_s.append(bench.timed(bench.draw))
+        written.update(found)
+
+    def write() -> None:
+        with bench.writing(folder):
+            pass
+
+    try:
+        seconds = medians(bench, {"draw": bench.draw, "both": draw_and_write, "write": write}, rounds)
+    finally:
+        shutil.rmtree(folder)
+    return {**seconds, "draw_meanwhile": median(drawing_s[1:]), "state_bytes": written["bytes"]}
+
+
+def places(bench: Bench) -> dict[str, Results]:
+    """What is held after each call, and how long it took."""
+    results: dict[str, Results] = {"both built": {"seconds": None, **bench.held()}}
+    for name, call in (
+        ("train.step()", bench.grpo_update),
+        ("rollout.receive()", bench.sync),
+        ("rollout.generate()", bench.draw),
+        ("rollout.cpu()", bench.rollout.cpu),
+        ("train.cpu()", bench.train.cpu),
+        ('rollout.cuda("weights")', lambda: bench.rollout.cuda("weights")),
+        ('rollout.cuda("kv_cache")', lambda: bench.rollout.cuda("kv_cache")),
+        ("rollout.meta()", bench.rollout.meta),
+        ("train.cuda()", bench.train.cuda),
+        ("train.meta()", bench.train.meta),
+    ):
+        results[name] = {"seconds": bench.timed(call), **bench.held()}
+    return results
+
+
+def summary(results: Results) -> str:
     """The tables of a run."""
+    shape, sync, commit = results["shape"], results["sync"], results["commit"]
+    engine, library = results["rollout"]["engine"], results["rollout"]["transformers"]
+    megabytes = sync["weight_bytes"] / 1e6
     lines = [
-        f"{results['device']}, {results['precision']}, torch {results['torch']}; model: {results['model']},"
-        f" {results['weight_bytes'] / 1e6:,.0f} MB of float32 weights.",
+        f"{results['device']}, {results['precision']}, torch {results['torch']}; {shape['parameters'] / 1e6:,.1f} M"
+        f" parameters (hidden {shape['hidden']}, {shape['layers']} layers, vocabulary {shape['vocabulary']:,}),"
+        f" {shape['rows']} sequences of {shape['prompt']} + {shape['new_tokens']} tokens.",
         "",
-        f"* rollout: {results['tokens_per_s']:,.0f} tokens/s at {ROWS} sequences of {PROMPT} + {NEW} tokens",
-        f"* weight sync in one process, verified: {results['sync_s'] * 1e3:.1f} ms,"
-        f" {100 * results['sync_share_of_copy']:.1f} % of a plain copy there ({results['copy_s'] * 1e3:.2f} ms)",
+        "| | seconds | tokens/s | of a matrix product's rate | peak memory, GB |",
+        "|---|---|---|---|---|",
+    ]
+    for name in ("sft step", "grpo update", "grpo step"):
+        step = results["training"][name]
+        lines.append(
+            f"| {name} | {step['seconds']:.3f} | {step['tokens_per_s']:,.0f} | {100 * step['share_of_product']:.1f} % |"
+            f" {step['peak_bytes'] / 1e9:.1f} |"
+        )
+    lines += [
+        "",
+        f"* a matrix product reaches {results['training']['product_tflops']:,.1f} TFLOP/s",
+        f"* rollout: {engine['tokens_per_s']:,.0f} tokens/s, {library['seconds'] / engine['seconds']:.2f}x of"
+        f" transformers' `generate` ({library['tokens_per_s']:,.0f})",
+        f"* weight sync in one process, verified: {sync['seconds'] * 1e3:,.1f} ms for {megabytes:,.0f} MB of float32;"
+        f" a plain copy of them on the device: {sync['copy_seconds'] * 1e3:,.2f} ms",
+        f"* the state, {commit['state_bytes'] / 1e9:.2f} GB, written to memory: {commit['write']:.2f} s; completions"
+        f" take {commit['draw']:.3f} s, {commit['draw_meanwhile']:.3f} s while it is written; until both have ended"
+        f" {commit['both']:.2f} s",
         "",
     ]
-    columns = [name for name in next(iter(results["places"].values())) if name != "seconds"]
+    columns = [name for name in results["places"]["both built"] if name != "seconds"]
     lines.append(f"| after | seconds | {' | '.join(f'{name}, MB' for name in columns)} |")
     lines.append(f"|---|---|{'---|' * len(columns)}")
     for after, footprint in results["places"].items():
@@ -170,24 +158,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", choices=["fp32", "bf16"], help="default: bf16 on a GPU")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--hidden", type=int, help="width of the model (default: 1024 on a GPU, else 128)")
-    parser.add_argument("--layers", type=int, help="its layers (default: 16 on a GPU, else 2)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     on_gpu = torch.device(options.device).type == "cuda"
-    hidden, layers = options.hidden or (1024 if on_gpu else 128), options.layers or (16 if on_gpu else 2)
-    precision = options.precision or ("bf16" if on_gpu else "fp32")
-    results: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "precision": precision,
-        "torch": torch.__version__,
-        "model": f"hidden {hidden}, layers {layers}",
-    }
+    shape, precision = QWEN_HALF_BILLION if on_gpu else SMALL, options.precision or ("bf16" if on_gpu else "fp32")
     with tempfile.TemporaryDirectory() as folder:
-        heads = max(hidden // 64, 2)
-        shape = {"hidden": hidden, "layers": layers, "heads": heads, "kv_heads": heads // 2}
-        model = write_tiny_model(Path(folder) / "model", **shape, max_positions=1024)
-        results |= measure(Bench(model, options.device, precision), options.rounds)
+        model = Path(folder) / "model"
+        parameters = shape.write(model)
+        bench = Bench(model, shape, options.device, precision)
+        bench.sync()
+        results: Results = {
+            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+            "precision": precision,
+            "torch": torch.__version__,
+            "shape": told(shape, parameters),
+            "training": training(bench, parameters, options.rounds),
+            "rollout": rollouts(bench, model, options.rounds),
+            "sync": syncs(bench, options.rounds),
+            "commit": commits(bench, options.rounds),
+            "places": places(bench),
+        }
     keep(options.out, f"device-{torch.device(options.device).type}", results, summary(results))
     return 0
 

@@ -15,6 +15,9 @@ class TorchOptions:
     """``fused``: this engine's forward pass, for Llama-like models; ``huggingface``: the model's; ``auto``: ``fused``
     where the model supports it."""
 
+    enforce_eager: bool = False
+    """On CUDA, launch the operations of a step of ``fused`` one by one, instead of a CUDA graph."""
+
     prefill_tokens: Annotated[int, Gt(0)] = 8192
     """Most tokens, padding included, of one forward pass over prompts; a longer prompt is read alone."""
 

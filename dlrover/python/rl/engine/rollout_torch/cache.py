@@ -139,11 +139,19 @@ class SlotCache:
                 self._data[:, :, row, :, :length] = self._data[:, :, old, :, :length]
         self.lengths = [self.lengths[old] for old in rows]
 
-    def grow(self) -> tuple[Any, Any]:
-        """Make each row a token longer; returns the indices for :meth:`write` and the new positions ``[rows]``."""
-        positions = torch.tensor(self.lengths, device=self._starts.device)
-        self.lengths = [length + 1 for length in self.lengths]
-        return (self._starts[: len(self.lengths)] + positions.view(-1, 1, 1)).flatten(), positions
+    @property
+    def rows(self) -> int:
+        return int(self._data.shape[2])
+
+    def grow(self) -> list[int]:
+        """Make each row a token longer; returns the positions of the new tokens."""
+        positions = self.lengths
+        self.lengths = [length + 1 for length in positions]
+        return positions
+
+    def indices(self, positions: Any) -> Any:
+        """Where :meth:`write` stores what is at these positions ``[rows]`` of the first rows."""
+        return (self._starts[: len(positions)] + positions.view(-1, 1, 1)).flatten()
 
     def write(self, layer: int, indices: Any, entries: Any) -> None:
         """Store the new keys and values of one layer: ``[rows, 2 * kv_heads, head_dim]``."""
@@ -180,11 +188,18 @@ class SlotCache:
         values = (first + torch.arange(longest, dtype=torch.int32)).flatten()
         return Segment(start, stop, longest, hidden, values, torch.arange(0, len(values), longest, dtype=torch.int32))
 
+    def whole(self, positions: Any, longest: int) -> Segment:
+        """The first rows as one segment, up to the positions ``[rows]``, whose values only the device knows."""
+        begins = (self._data.shape[4] - 1 - positions).repeat_interleave(self._heads)
+        return Segment(0, len(positions), longest, self._windows(longest, begins)[..., :longest], None, None)
+
     def _bias(self) -> Any:
         """Minus infinity beyond each row's length, else 0: ``[rows * kv_heads, 1, aligned seq]``, or None."""
         longest = max(self.lengths)
         if min(self.lengths) == longest:
             return None
-        windows = self._mask.unfold(0, -(-longest // _ALIGNED) * _ALIGNED, 1)
         begins = [self._data.shape[4] - length for length in self.lengths for _ in range(self._heads)]
-        return windows.index_select(0, torch.tensor(begins, device=windows.device))[:, None]
+        return self._windows(longest, torch.tensor(begins, device=self._mask.device))
+
+    def _windows(self, longest: int, begins: Any) -> Any:
+        return self._mask.unfold(0, -(-longest // _ALIGNED) * _ALIGNED, 1).index_select(0, begins)[:, None]

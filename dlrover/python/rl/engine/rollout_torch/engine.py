@@ -282,7 +282,8 @@ def _make_decoder(
 ) -> Decoder:
     dtype, share = DTYPES[settings.precision], settings.gpu_memory_utilization
     if options.forward != "huggingface" and fused.is_supported(lm):
-        return fused.FusedDecoder(lm, dtype, memory, owner, share)
+        graphs = not options.enforce_eager and torch.device(memory.device).type == "cuda"
+        return fused.FusedDecoder(lm, dtype, memory, owner, share, graphs)
     if options.forward == "fused":
         raise EngineError(f"the fused forward pass does not fit this model of type '{lm.model.config.model_type}'")
     return HuggingFaceDecoder(lm, dtype, memory, owner, share)

@@ -13,6 +13,7 @@ from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.loading import CausalLM
 from dlrover.python.rl.engine.rollout_torch.cache import Segment, SlotCache
 from dlrover.python.rl.engine.rollout_torch.decoder import Ids, Prefix, WeightStore
+from dlrover.python.rl.engine.rollout_torch.graphs import StepGraphs
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ROTARIES = ("default", "linear", "llama3", "yarn")
@@ -93,10 +94,13 @@ class _Layer:
 class FusedDecoder:
     """Implements ``Decoder`` for models for which :func:`is_supported` is True; their weights are copied.
 
-    Query, key and value are one product, gate and up another. Weights and cache may fill ``share`` of the device.
+    Query, key and value are one product, gate and up another. Weights and cache may fill ``share`` of the device. With
+    ``graphs`` steps are recorded.
     """
 
-    def __init__(self, lm: CausalLM, dtype: Any, memory: DeviceMemory, owner: str, share: float) -> None:
+    def __init__(  # noqa: PLR0913 - as HuggingFaceDecoder, and one
+        self, lm: CausalLM, dtype: Any, memory: DeviceMemory, owner: str, share: float, graphs: bool = False
+    ) -> None:
         named = dict(lm.named_weights())
         groups = _groups(lm.model.config.num_hidden_layers, set(named))
         self.store = WeightStore([[(name, named[name]) for name in group] for group in groups], dtype, memory, owner)
@@ -105,6 +109,7 @@ class FusedDecoder:
         self._frequencies, self._scaling = rotary.inv_freq.float().cpu().clone(), float(rotary.attention_scaling)
         self._dtype, self._memory, self._owner, self._share = dtype, memory, owner, share
         self._cache: SlotCache | None = None
+        self._records = graphs
         self._cos: Any = None
         self._sin: Any = None
         self._no_bias = torch.zeros((1, 1, 1), dtype=dtype, device=memory.device)
@@ -117,6 +122,7 @@ class FusedDecoder:
 
     def bind(self) -> None:
         self._layers: list[_Layer] = []
+        self._record()
         self._embedding = self._norm = self._head = None
         if self.store.place == "cuda":
             views = self.store.views
@@ -148,11 +154,19 @@ class FusedDecoder:
         self._cache = SlotCache(sizes, self._dtype, self._memory, self._owner)
         self.capacity = length
         self._cos, self._sin = self._rotations(length)
+        self._record()
         return rows
 
     def clear(self) -> None:
         self._cache, self.capacity = None, 0
         self._cos = self._sin = None
+        self._record()
+
+    def _record(self) -> None:
+        """Steps are recorded anew: weights or cache are at other addresses."""
+        self._graphs: StepGraphs | None = None
+        if self._records and self._cache is not None:
+            self._graphs = StepGraphs(self._step, self._cache.rows, self.capacity, self._memory.device)
 
     def prefill(self, sequences: Sequence[Ids]) -> list[Prefix]:
         lengths = [len(tokens) for tokens in sequences]
@@ -182,10 +196,21 @@ class FusedDecoder:
             self._cache.select_rows(rows)
 
     def step(self, tokens: Any) -> Any:
-        tokens = tokens.to(self._memory.device)
-        indices, positions = self._slots.grow()
+        positions = self._slots.grow()
+        if self._graphs is not None:
+            return self._graphs(tokens, positions)
+        inputs = torch.stack([tokens, torch.tensor(positions)]).to(self._memory.device)
+        return self._advance(inputs, self._slots.segments(self._shape.heads))
+
+    def _step(self, inputs: Any, longest: int) -> Any:
+        """See ``graphs.Step``."""
+        return self._advance(inputs, [self._slots.whole(inputs[1], longest)])
+
+    def _advance(self, inputs: Any, segments: Sequence[Segment]) -> Any:
+        """Logits after one token of each row; ``inputs`` ``[2, rows]`` are the tokens and their positions."""
+        tokens, positions = inputs
+        indices = self._slots.indices(positions)
         rotations = self._cos[positions][:, None], self._sin[positions][:, None]
-        segments = self._slots.segments(self._shape.heads)
         hidden = functional.embedding(tokens, self._embedding)
         for index, layer in enumerate(self._layers):
             heads = self._heads(layer, self._rms_norm(hidden, layer.before), rotations)
@@ -237,7 +262,7 @@ class FusedDecoder:
         outputs = [
             attend(index, queries[part.start * shape.kv_heads : part.stop * shape.kv_heads], part) for part in segments
         ]
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).view(len(heads), -1)
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).reshape(len(heads), -1)
 
     def _by_kernel(self, index: int, queries: Any, part: Segment) -> Any:
         """Attention of ``queries`` ``[heads, new, head_dim]`` by a kernel that keeps the scores in float32."""

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engines that ``benchmarks.device`` measures, and the library that they are measured against."""
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from dlrover.python.rl.algorithm.registry import make_algorithm
+from dlrover.python.rl.algorithm.sft import SFT
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.data.state_tree import dump_in_place
+from dlrover.python.rl.engine.api.base import OptimizerConfig, RolloutSettings, SamplingParams, TrainSettings
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.model.loading import DTYPES, write_atomically
+from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
+from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import write_state
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and the work that is done with it."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    rows: int
+    """Sequences that are drawn side by side, and those of an optimizer step."""
+
+    prompt: int
+    new_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of a step."""
+        return self.rows * self.new_tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens of each sequence."""
+        return self.prompt + self.new_tokens
+
+    def write(self, folder: Path) -> int:
+        """Write a Qwen2 with random weights of this shape; returns its number of parameters."""
+        tokenizer = make_byte_tokenizer()
+        config = Qwen2Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+        write_atomically(folder, model, tokenizer)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    def flops(self, parameters: int) -> float:
+        """Of an optimizer step without recomputation: 6 for each parameter and token, those of the embedding being the
+        head's, and causal attention's 6 for each layer, channel, and token that another one reads."""
+        attention = 6 * self.layers * self.hidden * self.length
+        return float((6 * parameters + attention) * self.rows * self.length)
+
+
+QWEN_HALF_BILLION = Shape(896, 4864, 24, 14, 2, 151_936, rows=64, prompt=128, new_tokens=128)
+SMALL = Shape(64, 192, 2, 4, 2, 512, rows=8, prompt=16, new_tokens=16)
+
+
+class Bench:
+    """A train engine and a rollout engine that share a device.
+
+    Args:
+        model: its folder.
+        device: a torch device.
+        precision: of the passes.
+    """
+
+    def __init__(self, model: Path, shape: Shape, device: str, precision: Any) -> None:
+        self.shape, self.on_gpu = shape, torch.device(device).type == "cuda"
+        self.memory, self.precision = DeviceMemory(device), precision
+        self.train = Fsdp2TrainEngine(
+            model, OptimizerConfig(lr=1e-5), TrainSettings(device, precision), memory=self.memory
+        )
+        self.rollout = TorchRolloutEngine(model, RolloutSettings(device, precision, shape.rows), self.memory)
+
+    # -- measuring ----------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait until the device has nothing left to do."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def timed(self, call: Callable[[], Any]) -> float:
+        """Seconds of a call, the device's work included."""
+        self.settle()
+        began_s = time.perf_counter()
+        call()
+        self.settle()
+        return time.perf_counter() - began_s
+
+    def held(self) -> dict[str, int]:
+        """Bytes on the device now: those accounted for, and on a GPU torch's."""
+        footprint = {"train": sum(self.train.footprint().values()), "rollout": sum(self.rollout.footprint().values())}
+        if self.on_gpu:
+            self.settle()
+            footprint["allocated"] = torch.cuda.memory_allocated()
+            footprint["reserved"] = torch.cuda.memory_reserved()
+        return footprint
+
+    def peak(self, call: Callable[[], Any]) -> int:
+        """Bytes that a call allocates on the device beyond those before it, at most; 0 without a GPU."""
+        if not self.on_gpu:
+            call()
+            return 0
+        self.settle()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        self.settle()
+        return torch.cuda.max_memory_allocated() - before
+
+    # -- the work -----------------------------------------------------------------------------------------------------
+
+    def sequences(self) -> list[Any]:
+        """Token ids of a step."""
+        generator, shape = np.random.default_rng(0), self.shape
+        return [generator.integers(0, shape.vocabulary, shape.length) for _ in range(shape.rows)]
+
+    def sft_step(self) -> None:
+        """An optimizer step on all tokens but the first of each sequence."""
+        shape = self.shape
+        masks = [np.arange(shape.length) > 0] * shape.rows
+        weights = SFT().annotate(Batch({"action_tokens": np.full(shape.rows, shape.length - 1)}))["weight"]
+        tokens = Ragged.from_rows(self.sequences(), dtype=np.int64)
+        masks = Ragged.from_rows(masks, dtype=np.bool_)
+        self.train.step(Batch({"tokens": tokens, "action_mask": masks, "weight": weights}), SFT().loss)
+
+    def grpo_update(self) -> None:
+        """An optimizer step on the new tokens."""
+        shape = self.shape
+        tokens = Ragged.from_rows(self.sequences(), dtype=np.int64)
+        chosen = [np.arange(shape.length) >= shape.prompt] * shape.rows
+        batch = Batch(
+            {
+                "tokens": tokens,
+                "action_mask": Ragged.from_rows(chosen, dtype=np.bool_),
+                "old_logprobs": tokens.like(np.full(len(tokens.values), -12.0, dtype=np.float32)),
+                "advantage": np.resize(np.array([1.0, -1.0], dtype=np.float32), shape.rows),
+                "weight": np.full(shape.rows, 1 / shape.tokens, dtype=np.float32),
+            }
+        )
+        self.train.step(batch, make_algorithm("grpo", {}).loss)
+
+    def sync(self) -> None:
+        """The train engine's weights to the rollout engine, verified."""
+        self.rollout.receive(self.train.publish(), rewind=True)
+
+    def draw(self) -> None:
+        """Complete the prompts."""
+        rows = [row[: self.shape.prompt] for row in self.sequences()]
+        prompts = Batch({"prompt_id": np.arange(len(rows)), "tokens": Ragged.from_rows(rows, dtype=np.int64)})
+        self.rollout.generate(prompts, SamplingParams(self.shape.new_tokens, ignore_eos=True), (0,))
+
+    def grpo_step(self) -> None:
+        """Sync, draw, update."""
+        self.sync()
+        self.draw()
+        self.grpo_update()
+
+    # -- what it is measured against ----------------------------------------------------------------------------------
+
+    def copy(self) -> tuple[float, int]:
+        """Seconds of a plain copy of the weights on the device, and their bytes."""
+        named = [tensor.detach().to(self.memory.device, copy=True) for _, tensor in self.train.named_weights()]
+        other = [torch.empty_like(tensor) for tensor in named]
+        seconds = [self.timed(lambda: [to.copy_(of) for to, of in zip(other, named, strict=True)]) for _ in range(5)]
+        return median(seconds), sum(tensor.nbytes for tensor in named)
+
+    def product_flops(self) -> float:
+        """FLOP a second of a large matrix product."""
+        size = 8192 if self.on_gpu else 512
+        one, two = (torch.randn((size, size), device=self.memory.device, dtype=DTYPES[self.precision]) for _ in "ab")
+        seconds = [self.timed(lambda: one @ two) for _ in range(8)]
+        return 2 * size**3 / median(seconds)
+
+    # -- commits ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def writing(self, folder: Path) -> Iterator[dict[str, float]]:
+        """A thread writes the train engine's state, as a commit does; afterwards how much and how fast."""
+        found: dict[str, float] = {}
+        state, file = dump_in_place(self.train.state_dict()), folder / "state"
+        recycled = file if file.exists() else None
+
+        def write() -> None:
+            began_s = time.perf_counter()
+            found["bytes"] = write_state(file, {}, state, durable=False, recycled=recycled).nbytes
+            found["seconds"] = time.perf_counter() - began_s
+
+        thread = threading.Thread(target=write, name="state")
+        thread.start()
+        try:
+            yield found
+        finally:
+            thread.join()
+
+
+class Transformers:
+    """``generate`` of the library at its fastest for sequences of one length."""
+
+    def __init__(self, model: Path, bench: Bench) -> None:
+        dtype = DTYPES[bench.precision]
+        self._bench = bench
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(bench.memory.device)
+        self._model.generation_config.eos_token_id = None
+
+    @torch.inference_mode()
+    def draw(self) -> None:
+        """See :meth:`Bench.draw`."""
+        rows = np.stack(self._bench.sequences())[:, : self._bench.shape.prompt]
+        prompts = torch.from_numpy(rows).to(self._model.device)
+        self._model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            max_new_tokens=self._bench.shape.new_tokens,
+            pad_token_id=0,
+        )
+
+
+def memory_folder() -> Path:
+    """A new folder in memory, where commits are; elsewhere if there is none."""
+    parent = Path("/dev/shm")
+    return Path(tempfile.mkdtemp(prefix="dlrover-rl-device-", dir=parent if parent.is_dir() else None))
+
+
+def told(shape: Shape, parameters: int) -> dict[str, Any]:
+    """The shape, for the results."""
+    return {**asdict(shape), "parameters": parameters}
