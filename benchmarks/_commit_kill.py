@@ -3,9 +3,9 @@
 
 ::
 
-    commit of step   9         10        |          11
-    follows from     state 0, 1-9        | kill     its members have written the state of 10
-                               state 0, calls 1-10: all are repeated, and the open step's
+    commit of step   8         9         |          10
+    follows from     state 0, 1-8        | kill     its members have written the state of 9
+                               state 0, calls 1-9: all are repeated, and the open step's
 """
 
 import os
@@ -29,7 +29,8 @@ from dlrover.python.rl.runtime.run_folder import new_run
 from dlrover.python.rl.trainer.trainer import StepReport
 
 _ACTOR = "ACTOR-0"
-_MOST = 10
+_MOST = 10  # updates that a recovery may cost beyond the restart
+_LONGEST_LOG = 9  # calls, unless a state is written for more than a step
 _LEARNT_BY = 15  # steps
 _LONGEST_S = 1800.0
 
@@ -110,7 +111,7 @@ def _strike(live: Live, memory: Path, run: str) -> tuple[int, int]:
 
     def is_worst() -> bool:
         seen.append(_calls_in(memory, run))
-        return seen[-1] >= _MOST or (len(live.reports) >= _LEARNT_BY and seen[-1] == max(seen))
+        return seen[-1] >= _LONGEST_LOG or (len(live.reports) >= _LEARNT_BY and seen[-1] == max(seen))
 
     live.until(is_worst, "commit of many calls", _LONGEST_S)
     os.kill(live.ledger.up["ACTOR[0]"].pid, signal.SIGKILL)

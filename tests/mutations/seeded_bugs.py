@@ -16,6 +16,7 @@ TESTS = {
     ),
     "trainer/call_log.py": ("trainer/test_call_log.py", "trainer/test_durable.py", "runtime/test_local_durable.py"),
     "trainer/steps.py": (
+        "trainer/test_steps.py",
         "trainer/test_durable.py",
         "runtime/test_local_durable.py",
         "runtime/test_commits_of_calls.py",

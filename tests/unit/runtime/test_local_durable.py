@@ -10,6 +10,7 @@ from random import Random
 import numpy as np
 import pytest
 from durable_toys import (
+    CLASSES,
     Flaky,
     Pipelined,
     Policy,
@@ -257,6 +258,22 @@ def test_it_is_raised_when_trying_again_does_not_help(folder):
     with pytest.raises(InvocationError, match="Flaky: for now"):
         stage.run()
     assert len(stage.attempts) == 4
+
+
+class FlakyLater(FlakyPolicy):
+    def update(self, rollouts, rewards):
+        if self.rank == 0 and self.failures and self.updates == self.failures[0]:
+            self.failures.pop(0)
+            raise Flaky("for now")
+        return Policy.update(self, rollouts, rewards)
+
+
+def test_a_committed_step_forgives_the_tries_of_those_before(folder):
+    _, expected = undisturbed(folder)
+    FlakyLater.failures = [1, 1, 2, 2]  # after so many updates
+    stage = Stage(folder / "flaky", classes={**CLASSES, "ACTOR": FlakyLater})
+    same(stage.run(), expected)
+    assert len(stage.attempts) == 5
 
 
 def test_a_users_error_is_raised_at_once(folder):

@@ -9,7 +9,9 @@ import pytest
 
 from dlrover.python.rl.common.errors import (
     CallError,
+    CheckpointCorrupt,
     InvocationError,
+    InvocationTimeout,
     JobFailed,
     ResultLost,
     StepAbandoned,
@@ -215,6 +217,72 @@ def test_the_user_hears_of_an_error_where_nobody_died():
     with pytest.raises(InvocationError, match="the user's own words"):
         submit(port, 0).result()
     port.settle()  # it has been seen: the commit does not raise it again
+
+
+def test_a_death_that_is_heard_of_again_replaces_nobody(port):
+    port.inner.answers = [died()]
+    submit(port, 0).result()
+    port.inner.answers = [died()]
+    assert submit(port, 1).result() == "done"
+    assert port.recovery.asked == [("A", 0, 1)]
+
+
+def test_a_further_death_does_not_repeat_the_calls_of_members_that_were_rebuilt(port):
+    port.inner.answers = [died()]
+    submit(port, 0).result()
+    port.inner.answers = [died(rank=1)]
+    submit(port, 1, rank=1).result()
+    assert sent(port) == [(0, (1, 0), "go")] * 2 + [(1, (1, 1), "go")] * 2
+
+
+def test_a_call_that_has_succeeded_and_fails_when_it_is_repeated_gives_the_step_up(port):
+    port.inner.answers = ["first", died(), InvocationError("not as before", **AT)]
+    submit(port, 0).result()
+    with pytest.raises(StepAbandoned) as caught:
+        submit(port, 1).result()
+    assert "not as before" in str(caught.value.cause)
+
+
+def test_a_member_that_is_late_is_replaced_and_the_late_call_is_not_made_again(port):
+    submit(port, 0).result()
+    submit(port, 1, method="slow").token.issue(Ref(port.inner, Outcome(late=True)))
+    port.inner.calls.clear()
+    late = InvocationTimeout(role="A", method="slow", timeout_s=1.0, late=[0], arrived={})
+    port.replace_late(late)
+    assert port.recovery.asked == [("A", 0, 1)]
+    assert sent(port) == [(0, (1, 0), "go")]
+
+
+@dataclass
+class Damaged:
+    """Commits of which the last one cannot be read."""
+
+    discarded: list = field(default_factory=list)
+    spread = False
+
+    def restore_request(self, step):
+        return step
+
+    def discard(self, step, why):
+        self.discarded.append(step)
+
+
+def test_a_commit_that_a_new_member_finds_damaged_is_given_up(port):
+    port.checkpoints, port.roles = Damaged(), {"A": RoleTraits(2, stateful=True)}
+    port.resume_from(4)
+    damage = InvocationError("damaged", role="A", rank=0, method="load")
+    damage.original = CheckpointCorrupt("step-4", "its checksum differs")
+    port.inner.answers = [died(), damage]
+    with pytest.raises(StepAbandoned):
+        submit(port, 0).result()
+    assert port.checkpoints.discarded == [4]
+
+
+def test_every_request_says_whose_it_is_and_what_is_committed(port):
+    port.resume_from(4)
+    submit(port, 0)
+    port.ask([ProcessId("A", 1)], "where")
+    assert [(call.epoch, call.committed) for _, _, call in port.inner.calls] == [(1, 4)] * 2
 
 
 def test_another_trainer_object_goes_on_so_this_one_calls_nobody(port):

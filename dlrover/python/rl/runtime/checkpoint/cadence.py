@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile
 
 _SHARE = 0.01
-_MOST = 10  # steps that a recovery repeats, with the open one
+_MOST = 9  # steps that a recovery repeats before the open one
 
 
 @dataclass
 class Cadence:
     """Whole states at every ``every``-th commit; None: such that they take a hundredth of the time, at least at every
-    tenth step, and before the calls take more room than the states."""
+    ninth step, and before the calls take more room than the states."""
 
     every: int | None = None
     now_s: Callable[[], float] = time.monotonic

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a trainer goes back to a commit, over a port that the test plays."""
+
+from dataclasses import dataclass, field
+
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.trainer.port import (
+    FORGET,
+    REPLAY,
+    RESTORE,
+    WHERE,
+    Outcome,
+    Ref,
+    RestartInfo,
+    RoleTraits,
+    Standing,
+)
+from dlrover.python.rl.trainer.steps import Attempt, Steps
+
+
+@dataclass
+class Members:
+    """Say where they stand, and what they were asked; a restored one stands at the commit."""
+
+    standings: dict
+    asked: list = field(default_factory=list)
+
+    def submit(self, role, rank, call):
+        self.asked.append((call.method, rank))
+        if call.method == RESTORE:
+            self.standings[rank] = Standing(call.args[0], call.args[0], call.args[0])
+        answer = self.standings[rank] if call.method == WHERE else None
+        return Ref(self, Outcome(answer), None, role, rank, call.method, 1)
+
+    def wait(self, refs, timeout_s):
+        return [ref.token for ref in refs]
+
+
+@dataclass
+class Commits:
+    """Of one step."""
+
+    step: int
+    spread = False
+
+    def newest(self):
+        return self.step
+
+    def load(self, step):
+        return {}
+
+    def transfers_to(self, step, members, nodes):
+        return []
+
+    def restore_request(self, step):
+        return step
+
+
+class Anew:
+    """A trainer that begins again with members that are up."""
+
+    epoch = 2
+    fresh = False
+    restart_info = RestartInfo()
+
+    def incarnations(self):
+        return {ProcessId("A", 0): 1, ProcessId("A", 1): 1}
+
+    def opened(self):
+        pass
+
+
+def goes_back(standings, together):
+    members = Members(standings)
+    traits = {"A": RoleTraits(2, stateful=True, together=together)}
+    assert Steps(members, Anew(), Commits(4), traits, Attempt()).open() == 4
+    return [(verb, rank) for verb, rank in members.asked if verb in (RESTORE, REPLAY, FORGET)]
+
+
+def test_ranks_that_meet_are_restored_together():
+    there, behind = Standing(4, 4, 4), Standing(3, 3, 3)
+    assert goes_back({0: there, 1: behind}, together=True) == [(RESTORE, 0), (RESTORE, 1)]
+    assert goes_back({0: there, 1: behind}, together=False) == [(RESTORE, 1)]
+    assert goes_back({0: there, 1: there}, together=True) == []
+
+
+def test_members_that_are_ahead_forget_what_they_have_answered():
+    assert goes_back({0: Standing(4, 6, 7), 1: Standing(4, 4, 5)}, together=False) == [(FORGET, 0)]
