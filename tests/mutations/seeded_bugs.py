@@ -40,6 +40,7 @@ TESTS = {
     "runtime/checkpoint/calls.py": ("runtime/test_calls.py", "runtime/test_commits_of_calls.py"),
     "runtime/checkpoint/cadence.py": ("runtime/test_cadence.py", "runtime/test_commits_of_calls.py"),
     "runtime/checkpoint/member_state.py": (
+        "runtime/test_member_state.py",
         "runtime/test_host.py",
         "runtime/test_snapshots.py",
         "runtime/test_jobs_with_snapshots.py",
@@ -76,7 +77,11 @@ TESTS = {
         "runtime/test_commits.py",
     ),
     "runtime/checkpoint/storage/manifest.py": ("runtime/test_store.py", "runtime/test_commits_of_calls.py"),
-    "runtime/checkpoint/storage/state_file.py": ("runtime/test_state_file.py", "runtime/test_store.py"),
+    "runtime/checkpoint/storage/state_file.py": (
+        "runtime/test_state_file.py",
+        "runtime/test_store.py",
+        "runtime/test_node_memory.py",
+    ),
     "runtime/checkpoint/node_memory.py": ("runtime/test_node_memory.py", "runtime/test_commits_of_calls.py"),
     "runtime/ray/executor.py": ("runtime/ray/test_ray_executor.py", "runtime/ray/test_leaving.py", _MASTERS),
     "runtime/ray/processes/process_table.py": (
@@ -606,16 +611,14 @@ BUGS = {
         "return True",
     ),
     "members begin before the others are located": Bug(
-        _TABLE, "        await asyncio.wait_for(self._located.wait(), timeout_s)\n", ""
+        _TABLE, "        await asyncio.wait_for(self._gate_of[entry.process_id].wait(), timeout_s)\n", ""
     ),
     "local ranks count over all nodes": Bug(
         _TABLE, "self._local[rank] = self._sizes[self._nodes[rank]]", "self._local[rank] = rank"
     ),
     "an earlier incarnation is heard": Bug(_HANGS, "return beat.number >= member.first", "return True"),
     "what is not up is watched": Bug(
-        _HANGS,
-        "if not _is_up(beat.process_id, state) or beat.method == CONSTRUCTING:",
-        "if beat.method == CONSTRUCTING:",
+        _HANGS, "        self._signs = {process_id: self._signs[process_id] for process_id in up}\n", ""
     ),
     "all ranks that wait for one hang": Bug(
         _HANGS, "settings.scope is RecoveryScope.GROUP and len(of_role) > 1:", "False:"

@@ -162,15 +162,15 @@ class Training:
 class Job:
     """The run, and what its masters are."""
 
-    def __init__(self, world: World, folder) -> None:
+    def __init__(self, world: World, folder, text=JOB, nodes=4) -> None:
         self.world, self.folder = world, folder
         self.committed, self.fence, self.submitted = 0, 0, False
         self.is_full = False  # the disk of the journal
-        self.spec = load_job_text(JOB.format(folder=folder), "sim")
+        self.spec = load_job_text(text.format(folder=folder), "sim")
         self.spec = replace(self.spec, run="run1")
         self.placement = plan(self.spec)[0]
         self.inspection = Inspection(collectives=("ACTOR",), stateful=("ACTOR",))
-        self.cluster = Cluster(world, TrainerActor, {f"n{index}": True for index in range(4)})
+        self.cluster = Cluster(world, TrainerActor, {f"n{index}": True for index in range(nodes)})
         self.cluster.job, self.cluster.audit = self, self.audit
         self.masters: list[Process] = []
         self.handle = SimpleNamespace(resume=SimpleNamespace(remote=self._resume_later))

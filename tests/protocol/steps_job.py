@@ -292,6 +292,7 @@ class StepsJob:
             self.world.sleep(0.2)
         elif what in _FAILING.get(kind, ()) and self.world.rng.random() < 0.5:
             self.refused = True
+            self.count_copies()
             raise OSError(_ERRORS[kind][0], "simulated")
 
     def due(self, situation):
@@ -349,14 +350,18 @@ class StepsJob:
             self.world.strikes = False
             self.world.hand_over()
 
+    def count_copies(self):
+        """Between two commits there may be one copy: the other one is lost, or was refused by its disk."""
+        lost = self.lost_nodes + self.lost_before
+        is_lost = lost > 1 or (lost > 0 and (self.refused or self.refused_before))
+        self.allowed += is_lost and not self.terms.shared
+
     def lose(self, node):
         """A node goes with all that was on it, and another one takes its place."""
         if self.terms.nodes == 1:
             return
         self.lost_nodes += 1
-        # Between two commits there may be one copy: the other one is lost, or was refused by its disk.
-        alone = self.lost_nodes + self.lost_before > 1 or self.refused or self.refused_before
-        self.allowed += alone and not self.terms.shared
+        self.count_copies()
         shutil.rmtree(self.folder / node, ignore_errors=True)
         gone = [who for who, of in self.nodes.items() if of == node]
         self.nodes.update(dict.fromkeys(gone, f"{node}+"))

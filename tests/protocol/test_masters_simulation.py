@@ -9,10 +9,17 @@ many more.
 import gc
 
 import pytest
+from loops_world import World
+from masters_job import Job
 from masters_run import FAULTS, run
 from replay_protocol import reached_by
 
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.control.events import NodeLost
+from dlrover.python.rl.control.journal import decode
+from dlrover.python.rl.master.process.brain import JOURNAL
 from dlrover.python.rl.master.process.rl_master import RLMaster
+from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 SEEDS, MORE_SEEDS = range(80), range(80, 1500)
@@ -37,6 +44,26 @@ def test_jobs_finish_whatever_happens_to_their_masters():
 def test_jobs_finish_after_more_seeds_and_every_fault_in_every_phase():
     reached = reached_by("masters", MORE_SEEDS)
     assert not {f"{fault} / {phase}" for fault in FAULTS for phase in PHASES} - reached.keys()
+
+
+def test_a_lost_node_is_noticed_whatever_else_tells_of_it(tmp_path):
+    world = World(0)
+    job = Job(world, tmp_path)
+
+    def noticed():
+        return [event for _, event in decode(read_lines(tmp_path / JOURNAL)) if isinstance(event, NodeLost)]
+
+    try:
+        with job.environment():
+            job.begin()
+            world.run(lambda: job.committed >= 3, 60.0)
+            node = job.state().members[ProcessId("ACTOR", 0)].process.node
+            job.cluster.lose_node(node)
+            world.run(noticed, 120.0)
+            assert [event.node for event in noticed()] == [node]
+    finally:
+        job.close()
+        world.close()
 
 
 def test_a_seed_of_the_masters_is_the_same_run_every_time():

@@ -193,6 +193,35 @@ def test_what_a_replaced_process_last_said_is_not_held_against_the_new_one(job):
     assert hangs(detector, renewed) == []
 
 
+def test_what_a_lost_process_last_said_is_not_held_against_it_while_it_is_replaced(job):
+    detector = detector_of(job)
+    detector.take(beat("ACTOR[0]", 1, "update", LIMIT_S + 1.0, 3), running(job))
+    dead = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")
+    assert hangs(detector, running(job, MemberLost("ACTOR", 0, 1, dead))) == []
+
+
+def test_a_pause_of_the_master_is_not_held_against_the_processes_and_who_stays_silent_then_is_found(job):
+    clock = ManualClock(1000.0)
+    state, detector = running(job), HangDetector(job, BEATS, lambda process_id: None, no_stacks, clock)
+    processes = ("ACTOR[0]", "ACTOR[1]", "REWARD[0]", "REWARD[1]", "trainer")
+
+    def beat_until(end_s, processes):
+        while clock() < end_s:
+            clock.advance(BEATS.beat_s)
+            for process in processes:
+                detector.take(beat(process, 1), state)
+            if found := hangs(detector, state):
+                return found
+        return []
+
+    assert beat_until(1005.0, processes) == []
+    clock.advance(10 * LIMIT_S)
+    assert hangs(detector, state) == []
+    (lost,) = beat_until(clock() + 2 * LIMIT_S, processes[1:])
+    assert lost.cause.who == "ACTOR[0]"
+    assert LIMIT_S < clock() - 1005.0 - 10 * LIMIT_S <= LIMIT_S + 2 * BEATS.beat_s
+
+
 def test_taking_stacks_is_not_mistaken_for_a_pause_of_the_master(job):
     """A process that went silent meanwhile is found as soon as without."""
     clock = ManualClock(1000.0)

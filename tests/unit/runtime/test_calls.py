@@ -61,10 +61,14 @@ class Loaded:
         type(self).constructed += 1
 
 
+def dumped(*args, **kwargs):
+    note_modules()
+    return dump({"calls": [RecordedCall.of("update", args, kwargs).dump()]})
+
+
 def written(*args, **kwargs):
     """The arguments of a call that was written to a file and read."""
-    note_modules()
-    tree = dump({"calls": [RecordedCall.of("update", args, kwargs).dump()]})
+    tree = dumped(*args, **kwargs)
     (call,) = load_calls(load(tree.skeleton, [memoryview(bytes(buffer)) for buffer in tree.buffers]))
     assert call.method == "update"
     return call.load()
@@ -110,9 +114,9 @@ PLAINLESS = {
 
 
 @pytest.mark.parametrize("value", PLAINLESS.values(), ids=PLAINLESS)
-def test_what_has_no_plain_form_is_refused(value):
+def test_what_has_no_plain_form_is_refused_when_it_is_written(value):
     with pytest.raises(DataError):
-        written(value)
+        dumped(value)
 
 
 def test_an_object_with_more_than_its_fields_is_refused():

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commits on several nodes: what a lost node takes with it, and what it cannot."""
 
+import enum
 import errno
 import logging
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +18,13 @@ from dlrover.python.rl.common.disk_space import DiskWait
 from dlrover.python.rl.common.errors import CheckpointMissing
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
+from dlrover.python.rl.runtime.checkpoint.calls import CallRecord, note_modules
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints, checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.member_state import MemberState
 from dlrover.python.rl.runtime.checkpoint.roots import Roots, roots_of
 from dlrover.python.rl.runtime.checkpoint.runs import forget_commits, newest_commit
+from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 
 ACTORS = [("ACTOR", 0), ("ACTOR", 1)]
 
@@ -159,9 +164,12 @@ class Store:
         self.checkpoints = StoreCheckpoints(self.roots, every=2, disk_wait=disk_wait)
         self.member, self.workload = MemberState("ACTOR", 0, 1, "", disk_wait=disk_wait), Weights(size)
 
-    def commit(self, step):
-        answer = self.member.commit(self.workload, self.checkpoints.commit_request(step, last=False))
-        self.checkpoints.commit(step, {ProcessId("ACTOR", 0): answer}, {"step": step}, {})
+    def commit(self, step, calls=()):
+        request = self.checkpoints.commit_request(step, last=False)
+        while request is not None:
+            answers = {ProcessId("ACTOR", 0): self.member.commit(self.workload, request, calls)}
+            request = self.checkpoints.commit_request_for_states(answers)
+        self.checkpoints.commit(step, answers, {"step": step}, {})
 
     def restore(self, step):
         self.member.restore(self.workload, self.checkpoints.restore_request(step))
@@ -214,6 +222,44 @@ def test_a_valid_copy_of_the_same_step_is_used_and_stays(tmp_path, file):
     assert [path.name for path in store.roots.durable.glob("step-*")] == ["step-00000002.e1"]
 
 
+def test_a_run_goes_on_from_the_commit_rather_than_from_its_copy(tmp_path, caplog):
+    store = Store(tmp_path)
+    for step in (1, 2):
+        store.commit(step)
+    store.copied()
+    with caplog.at_level(logging.WARNING, "dlrover"):
+        assert store.checkpoints.newest() == 2
+    assert list(store.roots.durable.glob("*2.e1/manifest.json"))
+    assert "continuing from its copy" not in caplog.text
+
+
+def test_a_slow_copy_is_finished_however_many_commits_there_are_meanwhile(tmp_path, monkeypatch):
+    store, free, put = Store(tmp_path), threading.Event(), CheckpointStore.put
+
+    def slowly(*arguments):
+        assert free.wait(30)
+        return put(*arguments)
+
+    monkeypatch.setattr(CheckpointStore, "put", slowly)
+    for step in range(1, 6):
+        store.commit(step)
+    free.set()
+    store.copied()
+    assert store.checkpoints.newest() == 5
+    assert [manifest.step for manifest in store.roots.durable_store().manifests()] == [2]
+
+
+def test_what_a_member_can_read_in_no_place_is_not_offered_again(tmp_path):
+    store = Store(tmp_path)
+    for step in (1, 2):
+        store.commit(step)
+    store.copied()
+    assert store.checkpoints.newest() == 2
+    store.checkpoints.restore_request(2)
+    store.checkpoints.discard(2, "a test")
+    assert store.checkpoints.newest() == 1
+
+
 def test_only_what_was_offered_is_set_aside(tmp_path):
     store = Store(tmp_path)
     store.commit(1)
@@ -225,6 +271,67 @@ def test_only_what_was_offered_is_set_aside(tmp_path):
     left = {path.name for path in store.roots.durable.glob("step-*")}
     assert left == {"step-00000002.e2", "step-00000002.e1"}
     assert {path.name for path in store.roots.commits.glob("step-*")} == {"step-00000001.e1", "step-00000002.e1.bad.1"}
+
+
+# -- calls ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store_of_calls(tmp_path):
+    """Of the state after step 1, and then of calls."""
+    store = Store(tmp_path)
+    store.checkpoints.every, store.checkpoints.cadence = 100, Cadence(9)
+    store.commit(1)
+    return store
+
+
+def test_without_the_commit_of_the_step_before_there_is_the_state(store_of_calls):
+    store_of_calls.workload.weights += 1  # in step 2, whose commit has failed
+    store_of_calls.commit(3)
+    assert weights_after(3, store_of_calls) == 1
+
+
+def test_no_calls_go_on_from_a_commit_that_was_given_up(store_of_calls):
+    store_of_calls.commit(2)
+    assert store_of_calls.checkpoints.newest() == 2
+    store_of_calls.checkpoints.discard(2, "a test")
+    store_of_calls.workload.weights += 1
+    store_of_calls.commit(3)
+    assert weights_after(3, store_of_calls) == 1
+
+
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+def test_a_call_with_two_flags_does_not_cost_the_commit(store_of_calls):
+    """Together they have no name under which another process finds them."""
+    note_modules()
+    record = CallRecord()
+    with record.recording(2, "open", (Access.READ | Access.WRITE,), {}):
+        store_of_calls.workload.weights += 1
+    store_of_calls.commit(2, record.calls_of(2))
+    assert weights_after(2, store_of_calls) == 1
+
+
+def test_where_there_is_no_room_the_state_that_calls_go_on_from_stays(store_of_calls, monkeypatch):
+    for step in (2, 3):
+        store_of_calls.commit(step)
+    fault = FaultyCalls(monkeypatch, "replace", errno.ENOSPC, "commits")
+    fault.at(1)
+    store_of_calls.commit(4)
+    assert fault.happened
+    assert weights_after(4, store_of_calls) == 0
+
+
+def weights_after(step, store):
+    """What is restored of them where no call changes them."""
+    store.workload.weights = None
+    assert store.checkpoints.newest() == step
+    store.restore(step)
+    (weight,) = set(store.workload.weights)
+    return weight
 
 
 # -- no room ----------------------------------------------------------------------------------------------------------

@@ -13,21 +13,22 @@ DEADLINE_S = 10.0
 
 
 class Master:
-    """Takes beats in, and answers what it is told to."""
+    """Takes beats in, and answers what it is told to, in turns; a beat takes 4 s of the clock's."""
 
-    def __init__(self, answer=True, clock=None):
+    def __init__(self, *answers, clock=None):
         self.beats, self.several = [], threading.Event()
-        self._answer, self._clock = answer, clock
+        self._answers, self._clock = answers, clock
 
     def __call__(self, beat):
         self.beats.append(beat)
         if self._clock:
             self._clock.advance(4.0)
-        if len(self.beats) >= 3:
+        if len(self.beats) >= 5:
             self.several.set()
-        if isinstance(self._answer, Exception):
-            raise self._answer
-        return self._answer
+        answer = self._answers[(len(self.beats) - 1) % len(self._answers)]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 def beating(master, now_s=time.monotonic):
@@ -43,7 +44,7 @@ def beating(master, now_s=time.monotonic):
 
 
 def test_a_process_beats_again_and_again_with_what_it_does():
-    master = Master()
+    master = Master(True)
     beater, ended, _ = beating(master)
     assert master.several.wait(DEADLINE_S)
     beater.stop()
@@ -52,7 +53,7 @@ def test_a_process_beats_again_and_again_with_what_it_does():
 
 
 def test_a_process_whose_place_is_taken_ends_itself_at_once():
-    master = Master(answer=False)
+    master = Master(False)
     _, ended, why = beating(master)
     assert ended.wait(DEADLINE_S)
     assert len(master.beats) == 1
@@ -61,7 +62,7 @@ def test_a_process_whose_place_is_taken_ends_itself_at_once():
 
 def test_a_master_that_is_away_is_waited_for_until_the_lease_is_over():
     clock = ManualClock()
-    master = Master(answer=ConnectionError("away"), clock=clock)
+    master = Master(ConnectionError("away"), clock=clock)
     _, ended, why = beating(master, clock)
     assert ended.wait(DEADLINE_S)
     assert len(master.beats) == 3, "the lease of 10 s is over at the third beat of 4 s"
@@ -70,8 +71,8 @@ def test_a_master_that_is_away_is_waited_for_until_the_lease_is_over():
 
 def test_an_answer_renews_the_lease():
     clock = ManualClock()
-    master = Master(clock=clock)
+    master = Master(ConnectionError("away"), True, clock=clock)
     beater, ended, _ = beating(master, clock)
-    assert master.several.wait(DEADLINE_S)
+    assert master.several.wait(DEADLINE_S), "it is 8 s from one answer to the next, and the lease is 10 s"
     beater.stop()
     assert not ended.is_set()

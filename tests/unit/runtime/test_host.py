@@ -23,7 +23,7 @@ from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Piece
 from dlrover.python.rl.runtime.process.arguments import CallHeader
 from dlrover.python.rl.runtime.process.host import CurrentCall, MemberHost
-from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RAW_CALL, RESTORE, WHERE, Standing
+from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RAW_CALL, REPLAY, RESTORE, WHERE, Standing
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
 from tests.manual_clock import ManualClock
 
@@ -192,8 +192,10 @@ class TestState:
         (tmp_path / "durable").mkdir()
         return Roots("job", "run1", 1, tmp_path / "durable", tmp_path / "memory")
 
-    def restore(self, host, roots, step, file):
-        source = {"ACTOR-1": (Piece(f"step-{step:08d}.e1", file),)}
+    def restore(self, host, roots, step, *files):
+        """``files`` are those of the last steps up to ``step``."""
+        folders = [f"step-{at:08d}.e1" for at in range(step + 1 - len(files), step + 1)]
+        source = {"ACTOR-1": tuple(map(Piece, folders, files))}
         return ask(host, RESTORE, RestoreRequest(step, (source,), roots))
 
     def test_committed_and_restored_in_another_process(self, host, roots):
@@ -231,6 +233,35 @@ class TestState:
         assert call(host, 0, 0, "add", 1).tolist() == [1.0] * 3  # init's answer stays
         assert call(host, 2, 0, "add", 5).tolist() == [6.0] * 3
         assert host.executed == {"add": 3}
+
+    def test_calls_that_were_given_up_are_not_among_those_of_the_step(self, host, roots):
+        state = ask(host, COMMIT, CommitRequest(1, roots)).file
+        call(host, 2, 0, "add", 2)
+        self.restore(host, roots, 1, state)
+        call(host, 2, 0, "add", 5)
+        calls = ask(host, COMMIT, CommitRequest(2, roots, calls=True)).file
+        assert self.restore(host, roots, 2, state, calls) == 1
+        ask(host, REPLAY)
+        assert host.workload.total.tolist() == [5.0] * 3
+
+    def test_a_state_is_that_of_its_commit_once_the_calls_after_it_are_repeated(self, host, roots):
+        state = ask(host, COMMIT, CommitRequest(1, roots)).file
+        call(host, 2, 0, "add", 2)
+        calls = ask(host, COMMIT, CommitRequest(2, roots, calls=True)).file
+        assert self.restore(host, roots, 2, state, calls) == 1
+        assert not ask(host, WHERE).agrees_with(2)
+        ask(host, REPLAY)
+        assert ask(host, WHERE) == Standing(2, 2, 2)
+
+    @pytest.mark.parametrize("name", ["__init__", "total", "missing"])
+    def test_a_file_of_calls_can_only_name_public_methods(self, host, roots, name):
+        state = ask(host, COMMIT, CommitRequest(1, roots)).file
+        header = {"role": "ACTOR", "rank": 1, "step": 2}
+        calls = roots.commit_store("").write(2, 1, "ACTOR-1.2.3.calls", header, {"calls": [[name, [[None, {}], {}]]]})
+        self.restore(host, roots, 2, state, calls)
+        with pytest.raises(InvocationError, match=f"the workload has no public method '{name}'"):
+            ask(host, REPLAY)
+        assert not ask(host, WHERE).agrees_with(2)
 
     def test_a_damaged_or_missing_file_is_not_loaded(self, host, roots):
         answer = ask(host, COMMIT, CommitRequest(1, roots))

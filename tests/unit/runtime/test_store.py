@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -143,6 +144,13 @@ def test_what_is_being_read_while_it_is_written_over_is_never_taken_for_good(tmp
         read_state(tmp_path / "seen", replace(old.files["ACTOR-0"], name="seen"))
     assert not store.valid(old)
     assert generations(store) == ["step-00000003.e1", "step-00000004.e1"]
+
+
+def test_a_generation_that_is_removed_takes_no_memory(store):
+    removed = weakref.ref(commit(store, 1))
+    for step in (2, 3, 4):
+        commit(store, step)
+    assert removed() is None
 
 
 def test_a_pinned_generation_is_kept_until_it_is_copied(store, tmp_path):
@@ -286,6 +294,15 @@ def test_a_damaged_generation_is_set_aside_with_a_word_and_the_older_one_is_used
     assert "step-00000002.e1.bad" in caplog.text
     assert "ACTOR-1.1.state: the content does not match" in caplog.text
     assert generations(store) == ["step-00000001.e1", "step-00000002.e1.bad.1"]
+
+
+def test_a_damaged_generation_does_not_cost_the_one_before_it(store):
+    for step in (1, 2):
+        manifest = commit(store, step)
+    os.truncate(store.root / manifest.folder / "ACTOR-1.1.state", 100)
+    commit(store, 3)
+    store.quarantine(store.manifests()[0], "a test")
+    assert newest_valid(store).step == 1
 
 
 def test_damaged_ones_are_kept_to_be_looked_at_but_not_for_ever(store, caplog):

@@ -152,6 +152,10 @@ class MemberMap(Mapping[ProcessId, Member]):
     def items(self) -> Iterator[tuple[ProcessId, Member]]:  # type: ignore[override]
         return zip(self._ids, self.values(), strict=True)
 
+    def of_role(self, role: str) -> list[Member]:
+        """By rank."""
+        return list(chain.from_iterable(self._roles.get(role, ())))
+
     def _chunk(self, process_id: ProcessId) -> tuple[Member, ...]:
         chunks, number = self._roles.get(process_id.role, ()), process_id.rank // _CHUNK
         if process_id.kind is not ProcessKind.MEMBER or not 0 <= number < len(chunks):
@@ -257,10 +261,9 @@ def start_members(state: JobState, role: str, ranks: Sequence[int], spared: Iter
     ready = (number for number in sorted(pool) if pool[number].phase is StandbyPhase.READY)
     in_fresh_processes = (rank for rank in ranks if rank not in left_out)
     taking = dict(zip(in_fresh_processes, ready, strict=False))
+    members = state.members.of_role(role)
     starting = {
-        ProcessId(role, rank): replace(
-            state.members[ProcessId(role, rank)], phase=MemberPhase.STARTING, standby=taking.get(rank, -1)
-        )
+        ProcessId(role, rank): replace(members[rank], phase=MemberPhase.STARTING, standby=taking.get(rank, -1))
         for rank in ranks
     }
     state = replace(state, members=state.members.replacing(starting))
@@ -271,7 +274,8 @@ def start_members(state: JobState, role: str, ranks: Sequence[int], spared: Iter
 
 
 def _members_command(state: JobState, role: str, ranks: Iterable[int]) -> StartMembers:
-    members = {rank: state.members[ProcessId(role, rank)] for rank in ranks}
+    of_role = state.members.of_role(role)
+    members = {rank: of_role[rank] for rank in ranks}
     return StartMembers(
         role,
         tuple((rank, member.incarnation) for rank, member in members.items()),

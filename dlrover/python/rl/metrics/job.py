@@ -257,6 +257,8 @@ class JobMetrics:
 
 def _lost(before: JobState, after: JobState) -> Iterator[ProcessId]:
     """The processes that were up before and are not any more."""
+    if not before.members.up:
+        return
     for process_id in after.members.changed_since(before.members):
         now = after.members.get(process_id)
         if before.members[process_id].phase is MemberPhase.UP and (now is None or now.phase is not MemberPhase.UP):

@@ -24,28 +24,36 @@ class Method:
 
 
 class MemoryActor:
-    """A member that locates itself on ``node``, starts and closes at once, and answers pings until it is killed."""
+    """A member that locates itself on ``node``, starts and closes at once, and answers pings until it ends.
+
+    Attributes:
+        context: that it was started with as a member.
+    """
 
     def __init__(self, request, node, pid):
         self.request, self.node, self.pid = request, node, pid
-        self.process_id = request.arguments[0]
-        self._killed = asyncio.Event()
+        self.process_id, self.context = request.arguments[0], None
+        self._ended = asyncio.Event()
         self.dlrover_locate = Method(self._locate)
         self.dlrover_ping = Method(self._ping)
-        self.dlrover_start = self.dlrover_prepare = self.dlrover_close = Method(self._answer)
+        self.dlrover_start = Method(self._start)
+        self.dlrover_prepare = self.dlrover_close = Method(self._answer)
 
     async def _locate(self, tcp_ports):
-        return Process(self.node, self.pid)
+        return Process(self.node, self.pid, address=f"address of {self.node}", port=self.pid)
+
+    async def _start(self, start):
+        self.context = start.context
 
     async def _answer(self, *arguments):
         return None
 
     async def _ping(self):
-        await self._killed.wait()
+        await self._ended.wait()
         raise ActorDiedError
 
-    def kill(self):
-        self._killed.set()
+    def end(self):
+        self._ended.set()
 
 
 @dataclass
@@ -80,9 +88,13 @@ class MemoryCluster:
         return actor
 
     def kill_actor(self, handle):
-        handle.kill()
-        self.actors.pop(handle.request.name, None)
+        self.end(handle)
         self.killed.append(str(handle.process_id))
+
+    def end(self, actor):
+        """Its process is gone, whoever has ended it."""
+        actor.end()
+        self.actors.pop(actor.request.name, None)
 
     def list_groups(self):
         return list(self.groups.values())

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The executor on a cluster in memory: slots of members and standbys, and what a release ends."""
+"""The executor on a cluster in memory: where members and standbys are, which deaths it tells, what a release ends."""
 
 import asyncio
 
+import pytest
 from memory_cluster import MemoryCluster
 
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.commands import KillStandby, Place, Release, StartMembers, StartStandby
-from dlrover.python.rl.control.events import MemberStarted, Placed, Released, StandbyReady
+from dlrover.python.rl.control.events import CauseKind, MemberLost, MemberStarted, Placed, Released, StandbyReady
 from dlrover.python.rl.control.placement import plan
+from dlrover.python.rl.master.process.brain import Brain, submission
+from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
+from dlrover.python.rl.runtime.process.inspection import Inspection
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
+from dlrover.python.rl.runtime.ray.processes import actors
 from dlrover.python.rl.runtime.ray.reservations import RunPlan
 
 JOB = """
@@ -17,31 +22,62 @@ trainer: {{module: toys, class: Loop, device_per_node: 4, device_type: CPU}}
 workload:
   actor: {{module: toys, class: Policy, num: 1, standby: {standby}}}
 """
+TWO_NODES = """
+trainer: {{module: toys, class: Loop, node_number: 2, device_per_node: 4, device_type: CPU}}
+workload:
+  actor: {{module: toys, class: Policy, num: 4, per_node: 2, standby: {standby}}}
+"""
 
 
 class Stage:
     """An executor that runs commands one after the other; a started process answers, a killed one is gone."""
 
-    def __init__(self, standby):
-        job = load_job_text(JOB.format(standby=standby), "job")
-        self.cluster = MemoryCluster(("a",))
-        self._plan = RunPlan(job, "run", plan(job)[0])
+    def __init__(self, standby=0, text=JOB, nodes=("a",)):
+        self.job = load_job_text(text.format(standby=standby), "job")
+        self.cluster = MemoryCluster(nodes)
+        self._plan = RunPlan(self.job, "run", plan(self.job)[0])
         self.events = []
 
     def run(self, *commands):
-        asyncio.run(self._execute(Place(1), *commands))
+        asyncio.run(self.execute(Place(1), *commands))
         return self.cluster.started
 
-    async def _execute(self, *commands):
-        executor = RayExecutor(self._plan, None, self.cluster)
+    def new_executor(self):
+        return RayExecutor(self._plan, None, self.cluster)
+
+    async def execute(self, *commands):
+        executor = self.new_executor()
         for command in commands:
-            answers, kills = len(self.events), len(self.cluster.killed)
+            kills = len(self.cluster.killed)
+            answers = len(self.events) + (len(command.members) if isinstance(command, StartMembers) else 1)
             executor.execute(command, self.events.append)
             async with asyncio.timeout(20):
-                while len(self.events) == answers and not (
+                while len(self.events) < answers and not (
                     isinstance(command, KillStandby) and len(self.cluster.killed) > kills
                 ):
                     await asyncio.sleep(0.001)
+
+    async def lose(self, events):
+        """The only process dies by itself; returns the event that is then emitted to ``events``."""
+        (actor,) = self.cluster.actors.values()
+        before = len(events)
+        self.cluster.end(actor)
+        async with asyncio.timeout(5):
+            while len(events) == before:
+                await asyncio.sleep(0.001)
+        return events[-1]
+
+    def state(self):
+        """What a master that comes back reads in the journal."""
+        brain = Brain(MemoryStateStore())
+        for event in (submission(self.job, "run", Inspection(), brain), *self.events):
+            brain.handle(event)
+        return brain.state
+
+
+@pytest.fixture
+def without_logs(monkeypatch):
+    monkeypatch.setattr(actors, "session_folder", lambda: "/nonexistent")
 
 
 def member(number, **standbys):
@@ -85,3 +121,43 @@ def test_a_release_ends_the_processes_before_it_removes_their_memory():
     assert isinstance(stage.events[-1], Released)
     assert stage.cluster.actors == stage.cluster.reserved() == {}
     assert stage.cluster.calls == [("a", "_end_and_forget", [100, 101], "job", "run")]
+
+
+def assert_the_member_has_died(event):
+    assert (type(event), event.role, event.rank, event.incarnation, event.node) == (MemberLost, "ACTOR", 0, 1, "a")
+    assert (event.cause.kind, event.cause.who) == (CauseKind.PROCESS_DIED, "ACTOR[0]")
+
+
+@pytest.mark.usefixtures("without_logs")
+def test_the_death_of_an_idle_member_is_told_at_once():
+    stage = Stage()
+
+    async def scenario():
+        await stage.execute(Place(1), member(1))
+        assert_the_member_has_died(await stage.lose(stage.events))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("without_logs")
+def test_a_master_that_comes_back_notices_the_deaths_of_the_processes_that_it_finds():
+    stage, events = Stage(), []
+
+    async def scenario():
+        await stage.execute(Place(1), member(1))
+        assert await stage.new_executor().adopt(stage.state(), events.append) == 1
+        assert events == stage.cluster.killed == []
+        assert_the_member_has_died(await stage.lose(events))
+
+    asyncio.run(scenario())
+
+
+def test_members_that_start_together_all_know_their_first_rank_and_who_shares_their_node():
+    stage = Stage(text=TWO_NODES, nodes=("a", "b"))
+    stage.run(StartMembers("ACTOR", tuple((rank, 1) for rank in range(4))))
+    by_rank = sorted(stage.cluster.actors.values(), key=lambda actor: actor.process_id.rank)
+    assert len({actor.node for actor in by_rank[:2]}) == len({actor.node for actor in by_rank[2:]}) == 1
+    contexts = [actor.context for actor in by_rank]
+    assert [(each.local_rank, each.local_world_size) for each in contexts] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    first = by_rank[0]
+    assert {(each.master_addr, each.master_port) for each in contexts} == {(f"address of {first.node}", first.pid)}

@@ -218,7 +218,7 @@ class RayExecutor:
     async def _start_members(self, command: StartMembers, emit: Emit) -> None:
         entries = [self._add_member(command, rank, number) for rank, number in command.members]
         together = StartingTogether(self._table, entries)
-        for entry in entries:
+        async for entry in together.in_turns():
             self._start_task(self._start_member(entry, together, command.excluded, emit), emit, entry)
 
     def _add_member(self, command: StartMembers, rank: int, incarnation: int) -> ProcessEntry:

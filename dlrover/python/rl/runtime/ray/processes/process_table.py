@@ -6,7 +6,7 @@ Every process is a detached, named actor, so a master that has restarted finds t
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -149,6 +149,9 @@ class ProcessTable:
         )
 
 
+_PER_TURN = 256  # members that go on in one turn of the event loop: requests are answered in between
+
+
 class Neighbours:
     """Where the members of a role are, by rank."""
 
@@ -170,19 +173,38 @@ class StartingTogether:
     """Members of a role that start together: none begins before all are located."""
 
     def __init__(self, table: ProcessTable, entries: Sequence[ProcessEntry]) -> None:
-        self._table, self._missing = table, {entry.process_id for entry in entries}
-        self._located = asyncio.Event()
+        self._table, self._entries = table, entries
+        self._missing = {entry.process_id for entry in entries}
+        self._gates = [asyncio.Event() for _ in range(0, len(entries), _PER_TURN)]
+        self._gate_of = {entry.process_id: self._gates[at // _PER_TURN] for at, entry in enumerate(entries)}
         self._neighbours: Neighbours | None = None
+
+    async def in_turns(self) -> AsyncIterator[ProcessEntry]:
+        """The entries that have not been replaced meanwhile."""
+        for number, entry in enumerate(self._entries, 1):
+            if self._table.find(entry.process_id) is entry:
+                yield entry
+            if number % _PER_TURN == 0:
+                await asyncio.sleep(0)
 
     async def wait(self, entry: ProcessEntry, timeout_s: float) -> Neighbours:
         """``entry`` is located. Raises TimeoutError if another one is not in time."""
         self._missing.discard(entry.process_id)
         if not self._missing:
-            self._located.set()
-        await asyncio.wait_for(self._located.wait(), timeout_s)
+            await self._open()
+        await asyncio.wait_for(self._gate_of[entry.process_id].wait(), timeout_s)
         if self._neighbours is None:
             self._neighbours = self._table.neighbours(entry.process_id.pool)
         return self._neighbours
+
+    async def _open(self) -> None:
+        try:
+            for gate in self._gates:
+                gate.set()
+                await asyncio.sleep(0)
+        finally:
+            for gate in self._gates:
+                gate.set()
 
 
 def entries_of(state: JobState) -> Iterator[ProcessEntry]:
