@@ -31,7 +31,7 @@ from dlrover.python.rl.trainer.trainer import StepReport
 _ACTOR = "ACTOR-0"
 _MOST = 10  # updates that a recovery may cost beyond the restart
 _LONGEST_LOG = 9  # calls, unless a state is written for more than a step
-_LEARNT_BY = 15  # steps
+_LEARNT_BY, _PATIENCE = 15, 3  # steps until the longest log is known, and until one that is shorter by a call will do
 _LONGEST_S = 1800.0
 
 
@@ -111,7 +111,8 @@ def _strike(live: Live, memory: Path, run: str) -> tuple[int, int]:
 
     def is_worst() -> bool:
         seen.append(_calls_in(memory, run))
-        return seen[-1] >= _LONGEST_LOG or (len(live.reports) >= _LEARNT_BY and seen[-1] == max(seen))
+        more = len(live.reports) - _LEARNT_BY
+        return seen[-1] >= _LONGEST_LOG or (more >= 0 and seen[-1] >= max(seen) - more // _PATIENCE)
 
     live.until(is_worst, "commit of many calls", _LONGEST_S)
     os.kill(live.ledger.up["ACTOR[0]"].pid, signal.SIGKILL)

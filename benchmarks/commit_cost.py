@@ -8,6 +8,7 @@ fast states are written and read here, and what follows from that for models of 
 """
 
 import argparse
+import contextlib
 import json
 import random
 import subprocess
@@ -190,14 +191,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.quick
         else (100, dict.fromkeys(names, options.rounds) if options.rounds else _ROUNDS)
     )
-    results: dict[str, Any] = {"machine": machine(options.threads), "steps": steps, "rounds": rounds, "sizes": {}}
+    results = _results(options, steps)
     with tempfile.TemporaryDirectory(prefix="dlrover-rl-commits-") as name:
         _prepare(Path(name))
         results["speeds"] = speeds()
         for size in names:
             results["sizes"][size] = _measure(Path(name), size, steps, rounds[size], options.threads)
+            results["rounds"][size] = rounds[size]
+            _keep(options, results)
             _say(f"{size}: {results['sizes'][size]['ratios']}")
-        results["kills"] = {}
         with two_nodes(workers=0, head_cpus=16):
             for size in names:
                 job = _job(Path(name), size, 30, options.threads)
@@ -206,8 +208,32 @@ def main(argv: Sequence[str] | None = None) -> None:
                 results["kills"][size] = kill_at_the_worst_moment(
                     job, Path(name) / size, 1 if options.quick else _KILLS
                 )
+                _keep(options, results)
                 _say(f"{size}: {results['kills'][size]}")
-    keep(options.out, "commit_cost-quick" if options.quick else "commit_cost", results, _table(results))
+    sys.stdout.write(_table(results))
+
+
+def _results(options: argparse.Namespace, steps: int) -> dict[str, Any]:
+    """Those that are kept, of the sizes that are not measured this time, or none."""
+    file = options.out / f"{_name(options)}.json"
+    old = json.loads(file.read_text()) if file.is_file() and not options.quick else {}
+    kept = {
+        part: {size: found for size, found in old.get(part, {}).items() if size not in options.sizes}
+        for part in ("sizes", "kills", "rounds")
+    }
+    return {"machine": machine(options.threads), "steps": steps, **kept}
+
+
+def _name(options: argparse.Namespace) -> str:
+    return "commit_cost-quick" if options.quick else "commit_cost"
+
+
+def _keep(options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Sizes in their order; a run that breaks off leaves what it has measured."""
+    for part in ("sizes", "kills"):
+        results[part] = {size: results[part][size] for size in _SIZES if size in results[part]}
+    with contextlib.redirect_stdout(None):
+        keep(options.out, _name(options), results, _table(results))
 
 
 if __name__ == "__main__":

@@ -105,6 +105,8 @@ def places(bench: Bench) -> dict[str, Results]:
         ('rollout.cuda("kv_cache")', lambda: bench.rollout.cuda("kv_cache")),
         ("rollout.meta()", bench.rollout.meta),
         ("train.cuda()", bench.train.cuda),
+        ("train.cpu() again", bench.train.cpu),
+        ("train.cuda() again", bench.train.cuda),
         ("train.meta()", bench.train.meta),
     ):
         results[name] = {"seconds": bench.timed(call), **bench.held()}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs and entropies of tokens: value and gradient against the plain formulas, whole and divided over ranks."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,11 +10,12 @@ from processes import run
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.base import Rendezvous
-from dlrover.python.rl.engine.model import outputs
+from dlrover.python.rl.engine.model import compiled_logprobs, outputs
 from dlrover.python.rl.engine.model.outputs import VocabularyShard, token_logprobs, top_token_ids
 from dlrover.python.rl.engine.model.ranks import Ranks
 
 TOKENS, VOCAB = 7, 11
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
 def problem(dtype=torch.float64):
@@ -55,6 +58,33 @@ def test_an_entropy_that_is_only_measured_changes_no_gradient():
     assert torch.equal(*gradients)
     assert torch.allclose(entropies, plain(0.7)[1], rtol=0, atol=1e-12)
     (weights[1] @ token_logprobs(logits, targets, 0.7, entropy=True)[1]).backward()  # without the log-probs
+
+
+def outcome(logits, temperature, trains):
+    """Log-probs, entropies and a gradient, where one logit is minus infinity."""
+    _, targets, weights = problem()
+    with torch.no_grad():
+        logits[2, (int(targets[2]) + 1) % VOCAB] = -torch.inf
+    logits.requires_grad_()
+    outputs = token_logprobs(logits * 1.0, targets.to(logits.device), temperature, entropy=True)
+    parts = zip(trains, weights.to(logits), outputs, strict=True)
+    sum(weight @ output for is_trained, weight, output in parts if is_trained).backward()
+    return [part.detach().cpu().double() for part in (*outputs, logits.grad)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("trains", [(True, False), (True, True), (False, True)])
+def test_what_is_compiled_for_gpus_gives_the_same(device, temperature, trains, monkeypatch):
+    """On a CPU what was traced runs as it is written."""
+    logits = problem()[0].detach()
+    expected = outcome(logits.clone(), temperature, trains)
+    if device == "cpu":
+        monkeypatch.setattr(compiled_logprobs, "serve", lambda logits: True)
+        traced = functools.cache(functools.partial(torch.compile, dynamic=True, backend="eager"))
+        monkeypatch.setattr(compiled_logprobs, "compiled", traced)
+    for found, plain_one in zip(outcome(logits.to(device, torch.float32), temperature, trains), expected, strict=True):
+        assert torch.allclose(found, plain_one, rtol=0, atol=1e-5)
 
 
 def many():

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.model import compiled_logprobs
 from dlrover.python.rl.engine.model.attention import Documents
+from dlrover.python.rl.engine.model.compiled_logprobs import LOWEST
 from dlrover.python.rl.engine.model.packing import Head, MicroBatch
 from dlrover.python.rl.engine.model.ranks import gather_padded
 
@@ -72,15 +74,19 @@ class _TokenLogprobs(torch.autograd.Function):
             dist.all_reduce(most, dist.ReduceOp.MAX, group=shard.group)
         # Sums over the vocabulary: of exp(c), of exp(c) c, and of c at each target.
         sums = logits.new_zeros((2 + targets.shape[1], len(logits)), dtype=wide)
-        for rows in _chunks(logits):
+        if is_compiled := compiled_logprobs.serve(logits):
+            sums[0], sums[1] = compiled_logprobs.compiled(compiled_logprobs.sums)(logits.detach(), most, temperature)
+            centred = (logits.gather(1, places).to(wide) - most[:, None]) / temperature
+            sums[2:] = torch.where(mine, centred, 0.0).t()
+        for rows in [] if is_compiled else _chunks(logits):
             centred = logits[rows].to(wide) - most[rows, None]
             if temperature != 1.0:
                 centred.div_(temperature)
             sums[2:, rows] = torch.where(mine[rows], centred.gather(1, places[rows]), 0.0).t()
             weights = centred.exp() if entropy else centred.exp_()
             sums[0, rows] = weights.sum(dim=1)
-            if entropy:  # A logit of minus infinity has weight 0, and 0 times infinity is NaN.
-                sums[1, rows] = weights.mul_(centred.clamp_(min=-1e4)).sum(dim=1)
+            if entropy:
+                sums[1, rows] = weights.mul_(centred.clamp_(min=LOWEST)).sum(dim=1)
         if shard is not None:
             dist.all_reduce(sums, group=shard.group)
         log_total = sums[0].log()
@@ -93,10 +99,13 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_logprob: Any, by_entropy: Any) -> tuple[Any, ...]:
         logits, places, mine, most, log_total, entropies = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
         if by_logprob is None:
             by_logprob = torch.zeros_like(mine, dtype=log_total.dtype)
         by_target = torch.where(mine, by_logprob, 0.0)
+        if places.shape[1] == 1 and compiled_logprobs.serve(logits):
+            factors = logits.detach(), most.detach(), log_total.detach(), places, by_target, by_logprob, ctx.temperature
+            return _compiled_gradient(factors, entropies.detach(), by_entropy), None, None, None, None
+        gradient = torch.empty_like(logits)
         for rows in _chunks(logits):
             part = logits[rows].to(most.dtype) - most[rows, None]
             if ctx.temperature != 1.0:
@@ -104,10 +113,16 @@ class _TokenLogprobs(torch.autograd.Function):
             part.sub_(log_total[rows, None])
             slope = by_logprob[rows].sum(dim=1, keepdim=True)
             if by_entropy is not None:
-                slope = part.clamp(min=-1e4).add_(entropies[rows, None]).mul_(by_entropy[rows, None]).add_(slope)
+                slope = part.clamp(min=LOWEST).add_(entropies[rows, None]).mul_(by_entropy[rows, None]).add_(slope)
             part.exp_().mul_(slope).neg_().scatter_add_(1, places[rows], by_target[rows])
             gradient[rows] = part.div_(ctx.temperature) if ctx.temperature != 1.0 else part
         return gradient, None, None, None, None
+
+
+def _compiled_gradient(factors: tuple[Any, ...], entropies: Any, by_entropy: Any) -> Any:
+    if by_entropy is None:
+        return compiled_logprobs.compiled(compiled_logprobs.gradient)(*factors)
+    return compiled_logprobs.compiled(compiled_logprobs.gradient_with_entropy)(*factors, entropies, by_entropy)
 
 
 def _chunks(logits: Any) -> list[slice]:
