@@ -201,7 +201,7 @@ SECTIONS = {
 QUICKLY = "EFGIJ"
 """Sections whose features ``make test`` shows, each by a test that is not slow at least."""
 
-ABSENT = {144: "not there: kernels of Liger need a GPU, and nothing has run on one yet"}
+ABSENT = {144: "not there: `torch.compile` makes the kernels of log-probs on a GPU; the others are the model's"}
 """Features without a test, and why."""
 
 
