@@ -152,9 +152,9 @@ class MemberMap(Mapping[ProcessId, Member]):
     def items(self) -> Iterator[tuple[ProcessId, Member]]:  # type: ignore[override]
         return zip(self._ids, self.values(), strict=True)
 
-    def of_role(self, role: str) -> list[Member]:
-        """By rank."""
-        return list(chain.from_iterable(self._roles.get(role, ())))
+    def at(self, role: str, rank: int) -> Member:
+        """The same as by its id; raises KeyError or IndexError."""
+        return self._roles[role][rank // _CHUNK][rank % _CHUNK]
 
     def _chunk(self, process_id: ProcessId) -> tuple[Member, ...]:
         chunks, number = self._roles.get(process_id.role, ()), process_id.rank // _CHUNK
@@ -261,12 +261,12 @@ def start_members(state: JobState, role: str, ranks: Sequence[int], spared: Iter
     ready = (number for number in sorted(pool) if pool[number].phase is StandbyPhase.READY)
     in_fresh_processes = (rank for rank in ranks if rank not in left_out)
     taking = dict(zip(in_fresh_processes, ready, strict=False))
-    members = state.members.of_role(role)
+    members = state.members
     starting = {
-        ProcessId(role, rank): replace(members[rank], phase=MemberPhase.STARTING, standby=taking.get(rank, -1))
+        ProcessId(role, rank): replace(members.at(role, rank), phase=MemberPhase.STARTING, standby=taking.get(rank, -1))
         for rank in ranks
     }
-    state = replace(state, members=state.members.replacing(starting))
+    state = replace(state, members=members.replacing(starting))
     if taking:
         used = {number: replace(pool[number], phase=StandbyPhase.TAKING) for number in taking.values()}
         state = replace(state, standbys={**state.standbys, role: {**pool, **used}})
@@ -274,8 +274,7 @@ def start_members(state: JobState, role: str, ranks: Sequence[int], spared: Iter
 
 
 def _members_command(state: JobState, role: str, ranks: Iterable[int]) -> StartMembers:
-    of_role = state.members.of_role(role)
-    members = {rank: of_role[rank] for rank in ranks}
+    members = {rank: state.members.at(role, rank) for rank in ranks}
     return StartMembers(
         role,
         tuple((rank, member.incarnation) for rank, member in members.items()),
