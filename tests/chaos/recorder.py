@@ -9,6 +9,7 @@ from pathlib import Path
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.checkpoint.roots import roots_of
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import decode
 from tests.chaos.ledger import Generation, Ledger, generations, read_ledger
 
 _LOOK_S = 0.01
@@ -100,10 +101,10 @@ class Recorder:
         now_s = time.time()
         for generation in reversed(found):
             try:
-                inode = (generation.folder / "manifest.json").stat().st_ino
+                serial = decode((generation.folder / "manifest.json").read_bytes()).serial
             except OSError:
                 continue  # superfluous meanwhile
-            key = (generation.step, generation.epoch, inode)
+            key = (generation.step, generation.epoch, serial)  # it stays when a commit gets the states instead of calls
             if key not in self._seen:
                 self._seen.add(key)
                 self.commits.append(Commit(generation.step, generation.epoch, now_s))
