@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,7 +39,7 @@ class Shape:
     kv_heads: int
     vocabulary: int
     rows: int
-    """Sequences that are drawn side by side, and those of an optimizer step."""
+    """Sequences that are generated side by side, and those of an optimizer step."""
 
     prompt: int
     new_tokens: int
@@ -206,15 +206,13 @@ class Bench:
 
     @contextmanager
     def writing(self, folder: Path) -> Iterator[dict[str, float]]:
-        """A thread writes the train engine's state, as a commit does; afterwards how much and how fast."""
+        """A thread writes the train engine's state, as a commit does; afterwards how much."""
         found: dict[str, float] = {}
         state, file = dump_in_place(self.train.state_dict()), folder / "state"
         recycled = file if file.exists() else None
 
         def write() -> None:
-            began_s = time.perf_counter()
             found["bytes"] = write_state(file, {}, state, durable=False, recycled=recycled).nbytes
-            found["seconds"] = time.perf_counter() - began_s
 
         thread = threading.Thread(target=write, name="state")
         thread.start()
@@ -225,7 +223,7 @@ class Bench:
 
 
 class Transformers:
-    """``generate`` of the library at its fastest for sequences of one length."""
+    """``generate`` of the library with its default attention and cache."""
 
     def __init__(self, model: Path, bench: Bench) -> None:
         dtype = DTYPES[bench.precision]
@@ -253,8 +251,3 @@ def memory_folder() -> Path:
     """A new folder in memory, where commits are; elsewhere if there is none."""
     parent = Path("/dev/shm")
     return Path(tempfile.mkdtemp(prefix="dlrover-rl-device-", dir=parent if parent.is_dir() else None))
-
-
-def told(shape: Shape, parameters: int) -> dict[str, Any]:
-    """The shape, for the results."""
-    return {**asdict(shape), "parameters": parameters}

@@ -19,13 +19,14 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks._device_sides import QWEN_HALF_BILLION, SMALL, Bench, Transformers, memory_folder, told
+from benchmarks._device_sides import QWEN_HALF_BILLION, SMALL, Bench, Transformers, memory_folder
 from benchmarks._results import RESULTS, keep
 
 Results = dict[str, Any]
@@ -173,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
             "precision": precision,
             "torch": torch.__version__,
-            "shape": told(shape, parameters),
+            "shape": {**asdict(shape), "parameters": parameters},
             "training": training(bench, parameters, options.rounds),
             "rollout": rollouts(bench, model, options.rounds),
             "sync": syncs(bench, options.rounds),

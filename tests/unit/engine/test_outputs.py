@@ -80,7 +80,7 @@ def test_what_is_compiled_for_gpus_gives_the_same(device, temperature, trains, m
     logits = problem()[0].detach()
     expected = outcome(logits.clone(), temperature, trains)
     if device == "cpu":
-        monkeypatch.setattr(compiled_logprobs, "serve", lambda logits: True)
+        monkeypatch.setattr(compiled_logprobs, "applies_to", lambda logits: True)
         traced = functools.cache(functools.partial(torch.compile, dynamic=True, backend="eager"))
         monkeypatch.setattr(compiled_logprobs, "compiled", traced)
     for found, plain_one in zip(outcome(logits.to(device, torch.float32), temperature, trains), expected, strict=True):

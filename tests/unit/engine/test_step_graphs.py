@@ -37,7 +37,7 @@ def tokens_of(engine, lengths, new_tokens):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("lengths", "rows"), [([5, 40, 17], 8), ([100] * 8, 8), ([3, 90, 200, 4, 150, 6, 7], 3)])
-def test_what_is_drawn_is_the_same(model_path, device, lengths, rows, monkeypatch):
+def test_the_generated_tokens_are_the_same(model_path, device, lengths, rows, monkeypatch):
     monkeypatch.setattr(graphs, "_SHORTEST", 64)
     monkeypatch.setattr(graphs, "_FEWEST_ROWS", 2)
     plain = tokens_of(engine_with(model_path, device, rows, False), lengths, 60)

@@ -270,7 +270,7 @@ class FlakyLater(FlakyPolicy):
 
 def test_a_committed_step_forgives_the_tries_of_those_before(folder):
     _, expected = undisturbed(folder)
-    FlakyLater.failures = [1, 1, 2, 2]  # after so many updates
+    FlakyLater.failures = [1, 1, 2, 2]  # numbers of updates
     stage = Stage(folder / "flaky", classes={**CLASSES, "ACTOR": FlakyLater})
     same(stage.run(), expected)
     assert len(stage.attempts) == 5

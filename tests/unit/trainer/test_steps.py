@@ -56,7 +56,7 @@ class Commits:
         return step
 
 
-class Anew:
+class Restarted:
     """A trainer that begins again with members that are up."""
 
     epoch = 2
@@ -73,7 +73,7 @@ class Anew:
 def goes_back(standings, together):
     members = Members(standings)
     traits = {"A": RoleTraits(2, stateful=True, together=together)}
-    assert Steps(members, Anew(), Commits(4), traits, Attempt()).open() == 4
+    assert Steps(members, Restarted(), Commits(4), traits, Attempt()).open() == 4
     return [(verb, rank) for verb, rank in members.asked if verb in (RESTORE, REPLAY, FORGET)]
 
 

@@ -92,7 +92,7 @@ class MemoryCluster:
         self.killed.append(str(handle.process_id))
 
     def end(self, actor):
-        """Its process is gone, whoever has ended it."""
+        """Its process is gone, whatever has ended it."""
         actor.end()
         self.actors.pop(actor.request.name, None)
 

@@ -52,8 +52,8 @@ def gradient_with_entropy(  # noqa: PLR0913 - the factors of the formula
     return ((torch.where(at_target, by_target, 0.0) - logprobs.exp() * slope) / temperature).to(logits.dtype)
 
 
-def serve(logits: Any) -> bool:
-    """Whether these are for logits like those."""
+def applies_to(logits: Any) -> bool:
+    """Whether these can be compiled for the device and dtype of ``logits``."""
     return bool(logits.is_cuda) and logits.dtype != torch.float64 and _can_compile(logits.device)
 
 

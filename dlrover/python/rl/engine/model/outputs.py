@@ -74,7 +74,7 @@ class _TokenLogprobs(torch.autograd.Function):
             dist.all_reduce(most, dist.ReduceOp.MAX, group=shard.group)
         # Sums over the vocabulary: of exp(c), of exp(c) c, and of c at each target.
         sums = logits.new_zeros((2 + targets.shape[1], len(logits)), dtype=wide)
-        if is_compiled := compiled_logprobs.serve(logits):
+        if is_compiled := compiled_logprobs.applies_to(logits):
             sums[0], sums[1] = compiled_logprobs.compiled(compiled_logprobs.sums)(logits.detach(), most, temperature)
             centred = (logits.gather(1, places).to(wide) - most[:, None]) / temperature
             sums[2:] = torch.where(mine, centred, 0.0).t()
@@ -102,7 +102,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if by_logprob is None:
             by_logprob = torch.zeros_like(mine, dtype=log_total.dtype)
         by_target = torch.where(mine, by_logprob, 0.0)
-        if places.shape[1] == 1 and compiled_logprobs.serve(logits):
+        if places.shape[1] == 1 and compiled_logprobs.applies_to(logits):
             factors = logits.detach(), most.detach(), log_total.detach(), places, by_target, by_logprob, ctx.temperature
             return _compiled_gradient(factors, entropies.detach(), by_entropy), None, None, None, None
         gradient = torch.empty_like(logits)

@@ -163,7 +163,7 @@ class FusedDecoder:
         self._record()
 
     def _record(self) -> None:
-        """Steps are recorded anew: weights or cache are at other addresses."""
+        """Steps are recorded again: weights or cache are at other addresses."""
         self._graphs: StepGraphs | None = None
         if self._records and self._cache is not None:
             self._graphs = StepGraphs(self._step, self._cache.rows, self.capacity, self._memory.device)
