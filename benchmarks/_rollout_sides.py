@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines that ``benchmarks.rollout`` runs against each other, each on the same work."""
 
+import contextlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -139,6 +141,58 @@ class Transformers:
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+class Processes:
+    """Another side in several processes of one thread each, which have every so many-th sequence."""
+
+    def __init__(self, count: int, make: Callable[[int], Side], at_a_time: int) -> None:
+        """``make(sequences)``, which is pickled, makes the side with so many sequences at a time."""
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(count)]
+        self._share = at_a_time // count
+        self._processes = [
+            context.Process(target=_serve, args=(make, self._share, far), daemon=True) for _, far in pipes
+        ]
+        self._pipes = [near for near, _ in pipes]
+        for process, (_, far) in zip(self._processes, pipes, strict=True):
+            process.start()
+            far.close()
+        names = {self._answer(pipe) for pipe in self._pipes}
+        self.name = f"{names.pop()}, {count} processes"
+
+    def run(self, work: Work) -> list[int]:
+        """Hand each its part, and wait for all."""
+        count = len(self._pipes)
+        for number, pipe in enumerate(self._pipes):
+            pipe.send(Work(work.name, work.prompts[number::count], work.lengths[number::count], self._share))
+        drawn = [0] * len(work.lengths)
+        for number, pipe in enumerate(self._pipes):
+            drawn[number::count] = self._answer(pipe)
+        return drawn
+
+    @staticmethod
+    def _answer(pipe: Any) -> Any:
+        if not pipe.poll(ANSWER_S):
+            raise RuntimeError(f"a process did not answer within {ANSWER_S:.0f} s")
+        return pipe.recv()
+
+    def close(self) -> None:
+        """End them."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(timeout=60.0)
+
+
+def _serve(make: Callable[[int], Side], share: int, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    side = make(share)
+    pipe.send(side.name)
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(side.run(pipe.recv()))
+    side.close()
 
 
 class Vllm:

@@ -2,13 +2,15 @@
 """How fast rollout engines draw tokens: ``make bench-rollout`` (``--quick`` to try it).
 
 Each round lets every engine do each work once, one after the other in changing order, in one run on one machine. The
-engines have the same model, prompts, lengths and threads, and decode 64 sequences at a time:
+engines have the same model, prompts, lengths and cores, and decode 64 sequences at a time:
 
 * equal: 64 prompts of 32 tokens, 64 new tokens each;
 * mixed: 256 such prompts, 8 to 256 new tokens each, in random order. An engine that knows continuous batching gives a
   sequence's place to the next one when it ends; ``transformers`` waits for the longest of each batch of 64.
 
-``transformers`` is measured at several settings, and compared with at the best of them. Not among these is a compiled
+Both are measured in one process with a thread for each core, and in a process for each core with one thread, which is
+what two members of a job's rollout are. ``transformers`` is measured at several settings, and compared with at the best
+of them; of this project's engine the better of its two counts. Not among these is a compiled
 forward pass, which is compiled for more than a minute before the first token.
 """
 
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median, quantiles
@@ -28,7 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks._results import RESULTS, keep, machine
-from benchmarks._rollout_sides import Side, Torch, Transformers, Vllm, Work
+from benchmarks._rollout_sides import Processes, Side, Torch, Transformers, Vllm, Work
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 SHAPE = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "max_positions": 512}
@@ -67,17 +70,17 @@ def measure(sides: Sequence[Side], chosen: Sequence[Work], rounds: int) -> dict[
     return rates
 
 
-def best_peer(found: dict[str, list[float]]) -> str:
-    """The fastest setting of ``transformers`` that needs no lengths beforehand."""
-    peers = [name for name in found if name.startswith("transformers") and "beforehand" not in name]
-    return max(peers, key=lambda name: median(found[name]))
+def best(found: dict[str, list[float]], kind: str) -> str:
+    """The fastest setting of an engine that needs no lengths beforehand."""
+    names = [name for name in found if name.startswith(kind) and "beforehand" not in name]
+    return max(names, key=lambda name: median(found[name]))
 
 
 def summary(results: dict[str, Any]) -> str:
     """The tables of a run."""
     lines = []
     for name, found in results["tokens_per_s"].items():
-        peer, own = best_peer(found), median(found[Torch.name])
+        peer, own = best(found, "transformers"), median(found[best(found, Torch.name)])
         ratio = own / median(found[peer])
         lines += [f"### {name}: {ratio:.2f}x transformers generate at its best (goal {GOALS[name]}x)", ""]
         lines += ["| engine | tokens/s, median | quartiles | torch engine is |", "|---|---|---|---|"]
@@ -91,6 +94,10 @@ def summary(results: dict[str, Any]) -> str:
         f" transformers {at['transformers']}; model: {results['model']}."
     )
     return "\n".join(lines)
+
+
+def _generate(model: Path, cache: str | None, _: int) -> Transformers:
+    return Transformers(model, "sdpa", cache)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,6 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             sides += [Torch(model, AT_A_TIME), *(Transformers(model, attention) for attention in ("sdpa", "eager"))]
             sides += [Transformers(model, "sdpa", "static"), Transformers(model, "sdpa", sort=True)]
+            if options.threads > 1:
+                sides.append(Processes(options.threads, partial(Torch, model), AT_A_TIME))
+                sides += [
+                    Processes(options.threads, partial(_generate, model, cache), AT_A_TIME)
+                    for cache in (None, "static")
+                ]
             if vllm:
                 sides.append(Vllm(vllm, model, AT_A_TIME, options.threads))
             rates = measure(sides, works(options.quick), rounds)

@@ -49,8 +49,8 @@ class ChaosActor(Warm, ActorWorkload):
         super().init_model(*arguments)
         whole = self._engine.named_weights
 
-        def in_the_midst():
-            for number, named in enumerate(whole()):
+        def in_the_midst(dtype=None):
+            for number, named in enumerate(whole(dtype)):
                 if number == _MIDST:
                     Gates.of_this_process().hold("publish_weights")
                 yield named

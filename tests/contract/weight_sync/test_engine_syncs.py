@@ -24,7 +24,14 @@ from sync_sides import (
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, SamplingParams, TrainSettings
+from dlrover.python.rl.engine.api.base import (
+    LoraSettings,
+    OptimizerConfig,
+    Rendezvous,
+    RolloutSettings,
+    SamplingParams,
+    TrainSettings,
+)
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
@@ -150,6 +157,23 @@ def test_a_sync_that_breaks_off_leaves_the_old_version_serving(tmp_path, model_p
     assert completions(rollout) == before
     assert rollout.version == 1
     wire.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rollouts_in_bf16_get_two_bytes_a_parameter_and_serve_the_same_bits(kind, tmp_path, model_path):
+    engine = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), TrainSettings(precision="bf16"))
+    step(engine)
+    drawn = []
+    for dtype, width in ((torch.bfloat16, 2), (None, 4)):
+        wire = Wire(kind, tmp_path / str(width), settings=dataclasses.replace(PATIENT, dtype=dtype))
+        stamp, (received,) = wire.sync(engine)
+        assert received.nbytes == width * engine.parameter_count
+        assert received.stamp == stamp
+        rollout = TorchRolloutEngine(model_path, RolloutSettings(precision="bf16"))
+        rollout.receive(received)
+        drawn.append(completions(rollout))
+        wire.close()
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.feature(105)

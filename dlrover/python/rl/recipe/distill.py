@@ -12,6 +12,7 @@ from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.names import RLRoleType, hint
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info
 from dlrover.python.rl.recipe.base.config import PolicyConfig, Positive, RewardConfig, RolloutConfig
+from dlrover.python.rl.recipe.base.memory_plan import ModelUse
 from dlrover.python.rl.recipe.base.model_facts import validate_model
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
 from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
@@ -81,6 +82,17 @@ class DistillationTrainer(PolicyTrainer):
         if len(weights) > 1:
             rows = rows.with_columns(teacher_weights=np.tile(weights / weights.sum(), (len(rows), 1)))
         return replace(batch, train_rows=rows)
+
+    @classmethod
+    def model_uses(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> dict[RLRoleType, ModelUse]:
+        longest = cls.longest_row(cfg)
+        teachers = {RLRoleType(name): teacher.model for name, teacher in cfg.teachers.items()}
+        frozen = {
+            role: ModelUse("frozen", model, roles[role], longest=longest)
+            for role, model in teachers.items()
+            if role in roles
+        }
+        return super().model_uses(cfg, roles) | frozen
 
     @classmethod
     def validate_own(cls, cfg: DistillationConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:

@@ -11,6 +11,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.recipe.base.checks import require_role, validate_train_engine
 from dlrover.python.rl.recipe.base.config import NonNegative, PolicyConfig, Positive, RolloutConfig
+from dlrover.python.rl.recipe.base.memory_plan import ModelUse
 from dlrover.python.rl.recipe.base.model_facts import validate_model
 from dlrover.python.rl.recipe.base.updates import average_metrics
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
@@ -99,6 +100,16 @@ class PPOTrainer(PolicyTrainer):
         if self.uses("values"):
             self.RG_CRITIC.save(self.results_dir / "critic")
         super().finish(before, after)
+
+    @classmethod
+    def model_uses(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> dict[RLRoleType, ModelUse]:
+        uses = super().model_uses(cfg, roles)
+        if RLRoleType.CRITIC in roles:
+            model, members = cfg.critic.model or cfg.model, roles[RLRoleType.CRITIC]
+            uses[RLRoleType.CRITIC] = ModelUse(
+                "trained", model, members, cfg.critic.optimizer, longest=cls.longest_row(cfg)
+            )
+        return uses
 
     @classmethod
     def validate_own(cls, cfg: PPOConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:

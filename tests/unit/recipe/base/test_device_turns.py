@@ -14,8 +14,10 @@ from recipe_stage import Stage, kill  # noqa: E402
 from dlrover.python.rl.common.errors import InvocationError  # noqa: E402
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine  # noqa: E402
 from dlrover.python.rl.engine.memory.device_memory import MemoryLedger  # noqa: E402
+from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine  # noqa: E402
 from dlrover.python.rl.recipe.base.engine_workload import physical_device  # noqa: E402
 from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
+from dlrover.python.rl.recipe.online import collector  # noqa: E402
 from dlrover.python.rl.recipe.workloads import (  # noqa: E402
     ActorWorkload,
     ReferenceWorkload,
@@ -78,9 +80,9 @@ def test_collocated_roles_have_the_device_in_turn_and_the_run_is_the_same(tmp_pa
         assert [memory.total() for memory in memories()] == [0] * len(memories()), call.method
         return ref
 
-    def gathering(engine):
+    def gathering(engine, dtype=None):
         held.append([lock.is_held for lock in made.workload("ACTOR")._device_locks])
-        return gather(engine)
+        return gather(engine, dtype)
 
     gather, held = Fsdp2TrainEngine.named_weights, []
     monkeypatch.setattr(Fsdp2TrainEngine, "named_weights", gathering)
@@ -93,6 +95,32 @@ def test_collocated_roles_have_the_device_in_turn_and_the_run_is_the_same(tmp_pa
     assert len(peaks) == len(SHARING)
     assert 0 < max(together) <= max(peaks) < sum(peaks)
     assert list((tmp_path / "dlrover-rl" / "job-run1" / "devices" / "cpu-0").glob("*.wait")) == []
+
+
+@pytest.mark.parametrize("samples", [4, 6])
+def test_a_collocated_rollout_wakes_once_a_step_and_reads_each_prompt_once(tmp_path, monkeypatch, samples):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
+    monkeypatch.setattr(collector, "_FIRST_POLL_S", 0.0)  # apart the trainer would look at once, and all the time
+    made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), samples_per_prompt=samples)
+    wakes, read = [], []
+    wake, add = TorchRolloutEngine.cuda, TorchRolloutEngine.add
+
+    def waking(engine, part="all"):
+        if engine.place() == "cpu":
+            wakes.append(engine.version)
+        wake(engine, part)
+
+    def adding(engine, requests, sampling, seed):
+        if sampling.temperature:  # else it is an evaluation
+            read.extend((engine.version, *request.key, len(request.done)) for request in requests)
+        add(engine, requests, sampling, seed)
+
+    monkeypatch.setattr(TorchRolloutEngine, "cuda", waking)
+    monkeypatch.setattr(TorchRolloutEngine, "add", adding)
+    end_of(made)
+    assert wakes == [0, 0, 1, 2], "evaluation, step 1, step 2, evaluation"
+    assert len(read) == len(set(read)) == 2 * 4 * samples
+    assert {done for *_, done in read} == {0}
 
 
 def test_roles_that_share_nothing_or_only_cores_keep_what_they_have(tmp_path, undisturbed):

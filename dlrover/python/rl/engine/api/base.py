@@ -136,8 +136,9 @@ class BaseTrainEngine(Offloadable, Protocol):
                 not; nothing has changed on any rank.
         """
 
-    def named_weights(self) -> Iterator[tuple[str, Any]]:
-        """Hugging Face's name and whole tensor of each weight; tied ones once, adapters merged.
+    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
+        """Hugging Face's name and whole tensor of each weight; tied ones once, adapters merged. Parameters are cast to
+        the torch ``dtype``, if there is one: each rank its part, before they are gathered.
 
         A collective: every rank must consume all. A tensor is valid until the next one is requested.
         """

@@ -109,16 +109,25 @@ def engine_place(point: ExtensionPoint, name: str) -> str:
         raise EngineError(str(error)) from error
 
 
-def validate_engine(point: ExtensionPoint, name: str, options: Mapping[str, Any], where: str) -> list[ConfigError]:
-    """Validate name, extra and options (key ``{where}_options``) of an engine without importing its backend."""
+def validate_engine(
+    point: ExtensionPoint, name: str, options: Mapping[str, Any], where: str, runs_here: bool = True
+) -> list[ConfigError]:
+    """Validate name, extra and options (key ``{where}_options``) of an engine without importing its backend, which only
+    an engine that ``runs_here`` has to find."""
     try:
         info = _read_info(point, name)
     except (ClassNotFound, MissingExtra) as error:
         return [ConfigError(where, str(error))]
-    is_remote = "url" in options  # a server that has the package itself
-    if info.package and importlib.util.find_spec(info.package) is None and not is_remote:
-        return [ConfigError(where, str(MissingExtra(info.distribution or info.package, info.package)))]
+    if runs_here and (absent := absent_package(point, name, options)):
+        return [ConfigError(where, str(MissingExtra(info.distribution or absent, absent)))]
     return [] if info.options is None else parse(info.options, dict(options), f"{where}_options")[1]
+
+
+def absent_package(point: ExtensionPoint, name: str, options: Mapping[str, Any]) -> str:
+    """The import name of the backend of an engine, if it is not installed here."""
+    package = engine_info(point, name).package
+    is_remote = "url" in options  # a server that has the package itself
+    return package if package and importlib.util.find_spec(package) is None and not is_remote else ""
 
 
 def find_train_errors(

@@ -19,6 +19,7 @@ from dlrover.python.rl.engine.fsdp2.materialize import MaterializedModule, Mater
 from dlrover.python.rl.engine.fsdp2.shards import Grid, ParameterShard, to_local_tensor
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model import attention
+from dlrover.python.rl.engine.model.chunked_head import ChunkedHead
 from dlrover.python.rl.engine.model.loading import DTYPES, WeightReader, find_limits, list_aliases, prepare_training
 from dlrover.python.rl.engine.model.outputs import OutputReader
 from dlrover.python.rl.engine.model.packing import MicroBatch
@@ -68,7 +69,10 @@ class Fsdp2Backend(ShardedBackend):
         self.made = made = materialize(module, source, grid, _make_options(spec, module, settings))
         self.module, self.shards, self.buffers = module, made.shards, made.buffers
         self.packs = attention.can_pack(module)
-        self.reader = OutputReader(settings.head, settings.device, self.packs, 0, grid.context, made.vocabulary)
+        chunked = ChunkedHead.of(module) if self.packs and settings.head == "causal" and not made.vocabulary else None
+        self.reader = OutputReader(
+            settings.head, settings.device, self.packs, 0, grid.context, made.vocabulary, chunked
+        )
         self.limits = find_limits(module)
         self.optimizer = None if config is None else MasterOptimizer(config, made.shards.trained)
         self._track_memory()
@@ -113,21 +117,20 @@ class Fsdp2Backend(ShardedBackend):
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def named_weights(self) -> Iterator[tuple[str, Any]]:
-        """See ``BaseTrainEngine``. A trained model's weights are float32, frozen ones of lower precision too."""
+    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
+        """See ``BaseTrainEngine``. Without a ``dtype`` a trained model's weights are float32, frozen ones of lower
+        precision too."""
         lora = self._settings.lora
+        dtype = dtype or (None if self.optimizer is None else torch.float32)
         for shard in self.shards:
             if lora is None:
-                yield shard.name, self._cast(self._whole(shard))
+                yield shard.name, self._whole(shard, dtype)
             elif not is_adapter(shard):
-                yield model_name(shard.name), self._cast(merge(self.shards, shard, self._whole, lora))
+                yield model_name(shard.name), merge(self.shards, shard, self._whole, lora).to(dtype)
         yield from ((name, self.parked.locate(buffer)) for name, buffer in self.buffers.items())
 
-    def _cast(self, tensor: Any) -> Any:
-        return tensor if self.optimizer is None else tensor.float()
-
-    def _whole(self, shard: ParameterShard) -> Any:
-        local = self.parked.locate(shard.master)
+    def _whole(self, shard: ParameterShard, dtype: Any = None) -> Any:
+        local = self.parked.locate(shard.master).to(dtype)
         divided = shard.sharded or shard.tensor_dim is not None
         return shard.whole(local.to(self._settings.device), self.shards.grid) if divided else local
 

@@ -183,8 +183,8 @@ class MegatronBackend(ShardedBackend):
     def _local(self, shard: MegatronShard) -> Any:
         return self.parked.locate(shard.master)
 
-    def named_weights(self) -> Iterator[tuple[str, Any]]:
-        return self.shards.named_weights(self._local, self._settings.device)
+    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
+        return self.shards.named_weights(self._local, self._settings.device, dtype)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self.shards.shapes()

@@ -116,13 +116,13 @@ class MegatronShards:
         return split(shard.parameter, tensors, self._shape, self._stage.place.tensor, self._stage.layout.tensor)
 
     @torch.no_grad()
-    def named_weights(self, local: Any, device: str) -> Iterator[tuple[str, Any]]:
+    def named_weights(self, local: Any, device: str, dtype: Any = None) -> Iterator[tuple[str, Any]]:
         """Hugging Face's name and whole tensor of everything, of the parts that ``local`` gives. A collective."""
-        layout, dtype = self._stage.layout, next(iter(self)).master.dtype
+        layout, dtype = self._stage.layout, dtype or next(iter(self)).master.dtype
         for index, item in enumerate(self._table):
             stage = item.stage(self._shape, layout.pipeline)
             if stage == self._stage.place.pipeline:
-                tensors = join(item, self._gather(item, local(self._own[index]).to(device)), self._shape)
+                tensors = join(item, self._gather(item, local(self._own[index]).to(device, dtype)), self._shape)
             else:
                 tensors = [torch.empty(size, dtype=dtype, device=device) for size in item.shapes]
             for name, tensor in zip(item.sources, tensors, strict=True):

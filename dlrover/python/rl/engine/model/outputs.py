@@ -12,6 +12,7 @@ from torch.nn import functional
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.model import compiled_logprobs
 from dlrover.python.rl.engine.model.attention import Documents
+from dlrover.python.rl.engine.model.chunked_head import ChunkedHead
 from dlrover.python.rl.engine.model.compiled_logprobs import LOWEST
 from dlrover.python.rl.engine.model.packing import Head, MicroBatch
 from dlrover.python.rl.engine.model.ranks import gather_padded
@@ -166,6 +167,7 @@ class OutputReader:
     fill: int = 0  # the token id of padding
     context: Any = None  # process group that divides the tokens (context parallel)
     shard: VocabularyShard | None = None  # this rank's part of the vocabulary
+    chunked: ChunkedHead | None = None  # of a model that packs
 
     def read(self, model: Any, micro: MicroBatch, temperature: float = 1.0, entropy: bool = False) -> tuple[Any, ...]:
         """Log-probs or scores, float32 ``[actions]``, and entropies or None. With candidates the log-probs are
@@ -175,20 +177,40 @@ class OutputReader:
         outputs of the whole micro-batch; gradients flow to the rank that computed them.
         """
         part = self._part(micro)
-        likely: tuple[Any, ...] = ()
-        logits = self._packed(model, part) if self.packs else self._padded(model, micro)
-        if self.head == "token":
-            outputs, entropies = logits.squeeze(-1).float(), None
+        rows = self.chunked.rows_at_a_time(len(part.reads)) if self.chunked is not None and not micro.top else None
+        if self.chunked is not None and rows is not None:
+            columns = self._chunks(model, part, self.chunked, rows, temperature, entropy)
         else:
-            targets = torch.from_numpy(part.targets).to(self.device)
-            if micro.top:
-                likely = (top_token_ids(logits, micro.top, self.shard),)
-                targets = torch.cat([targets[:, None], *likely], dim=1)
-            outputs, entropies = token_logprobs(logits, targets, temperature, entropy, self.shard)
-        columns = (outputs, entropies, *likely)
+            columns = self._whole(model, micro, part, temperature, entropy)
         if self.context is None:
             return columns
         return tuple(None if values is None else _Join.apply(values, part.counts, self.context) for values in columns)
+
+    def _whole(
+        self, model: Any, micro: MicroBatch, part: "_Part", temperature: float, entropy: bool
+    ) -> tuple[Any, ...]:
+        likely: tuple[Any, ...] = ()
+        logits = self._packed(model, part) if self.packs else self._padded(model, micro)
+        if self.head == "token":
+            return logits.squeeze(-1).float(), None
+        targets = torch.from_numpy(part.targets).to(self.device)
+        if micro.top:
+            likely = (top_token_ids(logits, micro.top, self.shard),)
+            targets = torch.cat([targets[:, None], *likely], dim=1)
+        return *token_logprobs(logits, targets, temperature, entropy, self.shard), *likely
+
+    def _chunks(  # noqa: PLR0913 - what is read, and how
+        self, model: Any, part: "_Part", head: ChunkedHead, rows: int, temperature: float, entropy: bool
+    ) -> tuple[Any, ...]:
+        targets = torch.from_numpy(part.targets).to(self.device)
+
+        def score(logits: Any, targets: Any) -> tuple[Any, Any]:
+            return token_logprobs(logits, targets, temperature, entropy)
+
+        with head.scoring(targets if targets.ndim > 1 else targets[:, None], score, rows):
+            scored = self._packed(model, part)
+        logprobs = scored[:, :-1] if entropy else scored
+        return logprobs if targets.ndim > 1 else logprobs[:, 0], scored[:, -1] if entropy else None
 
     def _packed(self, model: Any, part: "_Part") -> Any:
         everything = len(part.reads) == len(part.inputs)

@@ -142,8 +142,8 @@ class ModuleEngine:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def named_weights(self) -> Iterator[tuple[str, Any]]:
-        """Name and whole tensor of all that the module exports. A collective.
+    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
+        """Name and whole tensor of all that the module exports, cast to ``dtype`` if there is one. A collective.
 
         Raises:
             EngineError: the weights are released, or two are exported under one name.
@@ -165,7 +165,7 @@ class ModuleEngine:
             if exported[0] in exported_names:
                 raise EngineError(f"two parameters are exported as '{exported[0]}'; '{name}' is one of them")
             exported_names.add(exported[0])
-            yield exported
+            yield exported[0], exported[1].to(dtype)
 
     def _own_weights(self, made: MaterializedModule) -> Iterator[tuple[str, Any]]:
         for shard in made.shards:

@@ -66,7 +66,7 @@ class TrainBackend(Protocol):
 
     def drop_gradients(self) -> None: ...
 
-    def named_weights(self) -> Iterator[tuple[str, Any]]:
+    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
         """See ``BaseTrainEngine.named_weights``."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -177,8 +177,8 @@ class BackendTrainEngine(ABC):
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def named_weights(self) -> Iterator[tuple[str, Any]]:
-        return self._require_weights("named_weights").named_weights()
+    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
+        return self._require_weights("named_weights").named_weights(dtype)
 
     def publish(self) -> WeightSnapshot:
         """Whole on rank 0, without tensors on the others. If each rank has the whole model, rank 0 may call alone."""

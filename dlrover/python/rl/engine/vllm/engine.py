@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Collection
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.engine.api.base import Finish, RolloutSettings
 from dlrover.python.rl.engine.api.registry import read_options
 from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
@@ -19,8 +20,12 @@ from dlrover.python.rl.engine.model.loading import DTYPES
 from dlrover.python.rl.engine.model.spec import count_weight_bytes, get_head_width, load_meta_causal_lm
 from dlrover.python.rl.engine.model.visible_devices import device_environment
 from dlrover.python.rl.engine.rollout.requests import RolloutEngineBase, RunningRequests
-from dlrover.python.rl.engine.vllm import INFO, VllmOptions, engine_arguments
+from dlrover.python.rl.engine.vllm import INFO, VllmOptions
+from dlrover.python.rl.engine.vllm.arguments import engine_arguments
 from dlrover.python.rl.engine.vllm.child import ChildRunner
+
+if find_spec("vllm") is None:
+    raise MissingExtra("vllm", "vllm")
 
 if TYPE_CHECKING:
     from dlrover.python.rl.engine.vllm.runner import OffloadableRunner

@@ -79,8 +79,9 @@ class WeightSource(Protocol):
 
     version: int
 
-    def named_weights(self) -> Iterator[tuple[str, Any]]:
-        """Name and whole tensor of each weight, always in the same order; a collective of all train ranks."""
+    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
+        """Name and whole tensor of each weight, always in the same order; a collective of all train ranks. With a torch
+        ``dtype`` weights are cast to it, before they are gathered where that is possible."""
 
 
 class TensorEntry(NamedTuple):
@@ -203,6 +204,9 @@ class SyncSettings:
     memory: DeviceMemory | None = None
     """Accounts for those buckets."""
 
+    dtype: Any = None
+    """The torch dtype in which the receivers compute, and weights are sent; None: the source's own."""
+
     @property
     def is_on_host(self) -> bool:
         return bool(torch.device(self.device).type == "cpu")
@@ -256,9 +260,13 @@ class SenderBase:
 
     def offer(self, source: WeightSource) -> Ticket:
         if self._table is None or self._source() is not source:
-            self._table, self._source = WeightTable.of(source.named_weights()), weakref.ref(source)
+            self._table, self._source = WeightTable.of(self._named_weights(source)), weakref.ref(source)
         address = self._address() if self.settings.is_leader else {}
         return Ticket(uuid4().hex, source.version, self.settings.name, self._table, address)
+
+    def _named_weights(self, source: WeightSource) -> Iterator[tuple[str, Any]]:
+        dtype = self.settings.dtype
+        return source.named_weights() if dtype is None else source.named_weights(dtype)
 
     def _address(self) -> dict[str, Any]:
         return {}
@@ -299,7 +307,7 @@ class SenderBase:
 
     def _iterate(self, ticket: Ticket, source: WeightSource, bucket: int) -> Pieces:
         offers = zip(ticket.table.entries, ticket.table.spans(), strict=True)
-        for offer, named in zip_longest(offers, source.named_weights()):
+        for offer, named in zip_longest(offers, self._named_weights(source)):
             flat = self._validate_tensor(ticket, offer and offer[0], named)
             begin, end = start, _ = offer[1]
             while begin < end:

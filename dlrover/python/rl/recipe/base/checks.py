@@ -3,6 +3,8 @@
 
 from collections.abc import Callable, Mapping
 
+import torch
+
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.dapo import DAPO
 from dlrover.python.rl.algorithm.dpo import DPO
@@ -48,7 +50,8 @@ def validate_train_engine(
 ) -> list[ConfigError]:
     """Whether there is such an engine, that can do what is asked of it, and whether its sizes divide the members of a
     role that trains."""
-    errors = validate_engine(TRAIN_ENGINES, engine.train, engine.train_options, "config.engine.train")
+    where = "config.engine.train"
+    errors = validate_engine(TRAIN_ENGINES, engine.train, engine.train_options, where, _runs_here(engine))
     info, sizes = engine_info(TRAIN_ENGINES, engine.train), engine.parallel or ParallelSizes()
     faults = find_train_errors(engine.train, info, sizes, engine.lora is not None, bare_head)
     errors += [ConfigError("config.engine", fault) for fault in faults]
@@ -59,13 +62,19 @@ def validate_train_engine(
     return errors
 
 
+def _runs_here(engine: EngineConfig) -> bool:
+    """False for devices that this machine has not: then the job is for others."""
+    return not engine.device.startswith("cuda") or torch.cuda.is_available()
+
+
 def validate_optimizer(engine: EngineConfig, optimizer: OptimizerConfig) -> list[ConfigError]:
     errors = find_optimizer_errors(engine.train, engine_info(TRAIN_ENGINES, engine.train), optimizer)
     return [ConfigError("config.optimizer.name", error) for error in errors]
 
 
 def validate_rollout_engine(engine: EngineConfig) -> list[ConfigError]:
-    errors = validate_engine(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, "config.engine.rollout")
+    where = "config.engine.rollout"
+    errors = validate_engine(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, where, _runs_here(engine))
     errors += validate_transport(engine.weight_sync, engine.weight_sync_options, engine.device)
     split = find_rollout_errors(
         engine.rollout, engine_info(ROLLOUT_ENGINES, engine.rollout), engine.rollout_tensor_parallel_size

@@ -76,6 +76,9 @@ class EngineConfig:
     rollout_tensor_parallel_size: Positive = 1
     """Devices over which each rollout member splits the model, if the engine supports it."""
 
+    device_memory_gb: Annotated[float, Gt(0.0)] | None = None
+    """Memory of a device in GB, for the arithmetic before the start. None: that of the devices of this machine."""
+
     gpu_memory_utilization: Annotated[float, Gt(0.0), Le(1.0)] = 0.85
     """Fraction of device memory for the weights and the key-value cache of a rollout engine."""
 
@@ -311,6 +314,10 @@ class PolicyConfig:
 
     model: str
     """Folder or hub name of a causal language model."""
+
+    model_config: str | None = None
+    """Its ``config.json``, or a folder with it, for the arithmetic of memory where the files of ``model`` are not on
+    this machine. None: that of ``model``."""
 
     data: PromptData = PromptData()
     steps: Positive = 100

@@ -41,6 +41,7 @@ from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class, e
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.memory.device_lock import DeviceLock
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.model.loading import DTYPES
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.model.ranks import get_random_state, seed_random, set_random_state
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTransport
@@ -187,6 +188,7 @@ class EngineWorkload(BaseWorkload):
             channel="ACTOR",
             timeout_s=_PATIENCE_S,
             device=device,
+            dtype=DTYPES[engine.dtype],
         )
         self._transport = transport = make_transport(engine.weight_sync, engine.weight_sync_options, settings)
         return transport
@@ -258,7 +260,8 @@ class TrainedWorkload(EngineWorkload):
     @classmethod
     def state_bytes(cls, config: Any, world_size: int) -> int | None:
         engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
-        whole = trained_bytes(*cls._trained(config), engine.lora if cls.has_adapters else None)
+        lora, fallback = engine.lora if cls.has_adapters else None, config.get("model_config")
+        whole = trained_bytes(*cls._trained(config), lora, fallback)
         sizes = engine.parallel or ParallelSizes(ddp_size=world_size if _holds_copies(engine, engine.device) else 1)
         return None if whole is None else whole // (world_size // sizes.ddp_size)
 

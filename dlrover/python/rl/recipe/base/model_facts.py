@@ -13,6 +13,8 @@ from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.hub import NOT_LOOKED_UP, Lookup, current_lookup, hub_fault
 from dlrover.python.rl.common.log import short_number
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, TRAIN_ENGINES, absent_package
+from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.recipe.base.config import EngineConfig
 
 _ALMOST = 0.8
@@ -50,13 +52,19 @@ def _shapes_in(file: Path) -> Iterator[tuple[str, list[int]]]:
     return ((name, tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
-def trained_bytes(model: str, optimizer: OptimizerConfig, lora: LoraSettings | None = None) -> int | None:
+def trained_bytes(
+    model: str, optimizer: OptimizerConfig, lora: LoraSettings | None = None, fallback: str | None = None
+) -> int | None:
     """The state of a model that is trained, in float32: weights and the optimizer's moments, of the adapters alone if
-    there are some. None if the model's files are not here."""
+    there are some. None if neither the model's files are here nor its configuration; ``fallback``: see
+    :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
     shapes = _shapes(Path(model).expanduser())
     if shapes is None:
-        return None
-    if lora is not None:
+        shape = shape_of(model, fallback)
+        if shape is None:
+            return None
+        parameters = shape.parameters if lora is None else lora.rank * shape.adapted
+    elif lora is not None:
         adapted = [shape for name, shape in shapes.items() if _layer_of(name) in lora.targets]
         parameters = sum(lora.rank * sum(shape) for shape in adapted if len(shape) == _MATRIX)
     else:
@@ -70,8 +78,10 @@ def _layer_of(tensor: str) -> str:
     return tensor.rpartition(".")[0].rpartition(".")[2]
 
 
-def describe_engines(model: str, engine: EngineConfig) -> list[str]:
-    parameters = count_parameters(Path(model).expanduser())
+def describe_engines(model: str, engine: EngineConfig, fallback: str | None = None) -> list[str]:
+    """``fallback``: see :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
+    shape = shape_of(model, fallback)
+    parameters = count_parameters(Path(model).expanduser()) or (None if shape is None else shape.parameters)
     size = ""
     if parameters is not None:
         weights = parameters * (2 if engine.precision == "bf16" else 4)
@@ -82,9 +92,14 @@ def describe_engines(model: str, engine: EngineConfig) -> list[str]:
         )
     elif current_lookup() is Lookup.NONE and not Path(model).expanduser().is_dir():
         size = f", {NOT_LOOKED_UP}"
+    absent = {
+        absent_package(TRAIN_ENGINES, engine.train, engine.train_options),
+        absent_package(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options),
+    }
     return [
         f"model: {model}{size}",
         f"engines: train {engine.train}, rollout {engine.rollout}, on {engine.device} in {engine.precision}",
+        *(f"  {package} is not on this machine: those of the job need it" for package in sorted(absent) if package),
     ]
 
 

@@ -40,6 +40,10 @@ class ExampleConfig:
     model: str
     """Folder or hub name of a causal language model."""
 
+    model_config: str | None = None
+    """Its ``config.json``, or a folder with it, for the arithmetic of memory where the files of ``model`` are not on
+    this machine. None: that of ``model``."""
+
     data: ExampleData
     epochs: Annotated[float, Gt(0.0)] = 1.0
     """Passes over the data."""
@@ -210,6 +214,10 @@ class ExampleTrainer(RecipeTrainer):
         held_out_rows = {} if held_out is None else {"held-out rows": len(held_out)}
         cut_rows = {"cut rows": counts.cut, "dropped rows": counts.dropped}
         self.write_results({"examples": self.segment_count, **held_out_rows, **cut_rows, "steps": steps})
+
+    @classmethod
+    def longest_row(cls, cfg: ExampleConfig) -> int:
+        return cfg.data.max_length
 
     @classmethod
     def describe_step(cls, cfg: ExampleConfig) -> str:

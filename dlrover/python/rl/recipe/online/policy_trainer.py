@@ -16,6 +16,7 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.recipe.base.checks import require_role, validate_algorithm, validate_roles, validate_rollout
 from dlrover.python.rl.recipe.base.config import PolicyConfig
+from dlrover.python.rl.recipe.base.memory_plan import ModelUse
 from dlrover.python.rl.recipe.base.updates import UpdatePlan, assign_updates, average_metrics
 from dlrover.python.rl.recipe.online.batch import (
     AuxOutput,
@@ -317,6 +318,20 @@ class PolicyTrainer(RecipeTrainer):
     def algorithm_of(cls, cfg: PolicyConfig) -> Algorithm:
         options = dict(cfg.algorithm)
         return make_algorithm(str(options.pop("name", cls.algorithm_name)), options)
+
+    @classmethod
+    def longest_row(cls, cfg: PolicyConfig) -> int:
+        turns = cfg.rollout.max_turns if cfg.rollout.env_path else 1
+        return (cfg.data.max_prompt_tokens or 0) + turns * cfg.rollout.max_new_tokens
+
+    @classmethod
+    def model_uses(cls, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> dict[RLRoleType, ModelUse]:
+        uses = super().model_uses(cfg, roles)
+        if cfg.reward.model is not None and RLRoleType.REWARD in roles:
+            uses[RLRoleType.REWARD] = ModelUse(
+                "frozen", cfg.reward.model, roles[RLRoleType.REWARD], longest=cls.longest_row(cfg)
+            )
+        return uses
 
     @classmethod
     def describe_step(cls, cfg: PolicyConfig) -> str:

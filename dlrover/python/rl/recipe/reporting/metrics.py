@@ -26,6 +26,7 @@ from dlrover.python.rl.data.source import is_left_unread
 from dlrover.python.rl.recipe.base.auto import Devices, complete_config
 from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_train_engine
 from dlrover.python.rl.recipe.base.machine import Machine
+from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan, ModelUse
 from dlrover.python.rl.recipe.base.model_facts import describe_engines, validate_model
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
 from dlrover.python.rl.recipe.reporting.trackers import validate_log
@@ -302,10 +303,32 @@ class RecipeTrainer(BaseTrainer):
         evaluated = cfg.data.eval.values() if isinstance(cfg.data.eval, Mapping) else [cfg.data.eval]
         unread = [where for where in (cfg.data.train, *evaluated) if where and is_left_unread(where)]
         return [
-            *describe_engines(cfg.model, cfg.engine),
+            *describe_engines(cfg.model, cfg.engine, cfg.model_config),
             *(f"data: {where}, {NOT_LOOKED_UP}" for where in unread),
             f"each step: {cls.describe_step(cfg)}",
+            *cls._plan_memory(cfg, roles).lines(),
         ]
+
+    @classmethod
+    def _plan_memory(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> MemoryPlan:
+        uses = cls.model_uses(cfg, roles) if cfg.engine.device.startswith("cuda") else {}
+        return MemoryPlan.of(uses, cfg.engine, cfg.model_config)
+
+    @classmethod
+    def model_uses(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> dict[RLRoleType, ModelUse]:
+        """The models of the job's roles."""
+        made = {
+            RLRoleType.ACTOR: ModelUse("trained", cfg.model, optimizer=cfg.optimizer, lora=cfg.engine.lora),
+            RLRoleType.ROLLOUT: ModelUse("rollout", cfg.model),
+            RLRoleType.REFERENCE: ModelUse("frozen", cfg.model),
+        }
+        longest = cls.longest_row(cfg)
+        return {role: replace(use, members=roles[role], longest=longest) for role, use in made.items() if role in roles}
+
+    @classmethod
+    @abstractmethod
+    def longest_row(cls, cfg: Any) -> int:
+        """Tokens of the longest row, as far as the configuration says."""
 
     @classmethod
     @abstractmethod
@@ -328,6 +351,7 @@ class RecipeTrainer(BaseTrainer):
         errors = [*validate_model(cfg.model), *validate_optimizer(cfg.engine, cfg.optimizer)]
         errors += validate_train_engine(cfg.engine, roles.get(RLRoleType.ACTOR, 1), cls.bare_head)
         errors += validate_keep(cfg.keep, cfg.eval_every, cls.evaluation_names(cfg, roles))
+        errors += cls._plan_memory(cfg, roles).find_errors()
         return [*errors, *validate_log(cfg.log)]
 
     @classmethod

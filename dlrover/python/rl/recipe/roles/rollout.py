@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """ROLLOUT: generates completions with the policy."""
 
+import math
+from contextlib import nullcontext
+
 import numpy as np
 import torch
 
@@ -121,14 +124,16 @@ class RolloutWorkload(EngineWorkload):
         Returns the status of each group: the three numbers, ``started``, ``complete`` (bool) and ``min_version``
         (int64: lowest weight version of its tokens, -1 for none). Raises WeightSyncError without weights, EngineError
         if a prompt cannot be completed or the engine cannot generate."""
+        if self._device_locks:  # one turn of the device for all of a step: it does not run ahead, so all is needed
+            enough, patience_s = len(wanted), math.inf
         return self._loop.run(self._scheduler.sample(wanted, sampling, seed, enough, patience_s))
 
     @trainer_invocation(blocking=False)
-    @on_device
     def fetch(self, groups: Batch) -> Batch:
         """Wait for some groups of the last :meth:`sample` and return their rows, in this order; see
         :func:`~dlrover.python.rl.recipe.rollout.episodes.make_batch`."""
-        return self._loop.run(self._scheduler.fetch(groups))
+        with nullcontext() if self._scheduler.are_complete(groups) else self._turn():
+            return self._loop.run(self._scheduler.fetch(groups))
 
     def summarize(self, rollouts: Batch) -> Batch:
         """What the trainer needs of the rows of :meth:`fetch` or :meth:`generate`, with the rewards of an environment;

@@ -76,6 +76,12 @@ class RolloutScheduler:
         await self._run_until(groups, lambda: sum(group.complete for group in groups) >= needed, patience_s)
         return self._status(groups)
 
+    def are_complete(self, wanted: Batch) -> bool:
+        """Whether :meth:`fetch` would return these at once. May be called from any thread."""
+        keys = [_key_of(row) for row in _plain_rows(wanted)]
+        groups = [self._groups.get(key) for key in keys]
+        return all(group is not None and group.complete for group in groups)
+
     async def fetch(self, wanted: Batch) -> Batch:
         self._check_weights()
         groups = [self._find_or_create(row) for row in _plain_rows(wanted)]
@@ -111,7 +117,7 @@ class RolloutScheduler:
         return groups
 
     def _find_or_create(self, row: dict[str, Any]) -> Group:
-        key = GroupKey(row["prompt_id"], row["retry"], row["created_step"])
+        key = _key_of(row)
         if key not in self._groups:
             if self._sampling is None:
                 raise EngineError("groups were requested before their sampling parameters were set")
@@ -317,6 +323,10 @@ def _plain_rows(wanted: Batch) -> Iterator[dict[str, Any]]:
     objects = zip(*(wanted.objects(name) for name in _PROMPT_COLUMNS), strict=True)
     for values, texts in zip(numbers, objects, strict=True):
         yield dict(zip((*names, *_PROMPT_COLUMNS), (*values, *texts), strict=True))
+
+
+def _key_of(row: dict[str, Any]) -> GroupKey:
+    return GroupKey(row["prompt_id"], row["retry"], row["created_step"])
 
 
 def _prompt_of(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs without all of the logits: the output layer computes them a chunk of tokens at a time, and again in the
+backward pass.
+
+A vocabulary of 152,000 takes 10 GB for the logits of 16,384 tokens in bf16 and their gradient, more than the rest of a
+small model. With chunks it takes :data:`CHUNK_ELEMENTS` logits and their gradient, for one more product of matrices.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn import functional
+
+CHUNK_ELEMENTS = 1 << 29
+"""Logits at a time; fewer are computed whole, and kept for the backward pass."""
+
+_UNCHANGED_BY = frozenset(
+    {"llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
+)
+"""Types of models that return what their output layer gives as it is: others scale or cap their logits."""
+
+Score: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
+"""From logits ``[tokens, vocab]`` and targets to log-probs ``[tokens, n]`` and entropies ``[tokens]``, or None."""
+
+
+def chunked_logprobs(hidden: Any, weight: Any, bias: Any, targets: Any, score: Score, rows: int) -> tuple[Any, Any]:
+    """``score`` of the logits of ``hidden`` (``[tokens, width]``), of ``rows`` tokens at a time. The gradient of
+    ``weight`` is summed in float32 (float64 for float64)."""
+    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, score, rows)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0913 - autograd takes no keywords
+        ctx: Any, hidden: Any, weight: Any, bias: Any, targets: Any, score: Score, rows: int
+    ) -> tuple[Any, Any]:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.score, ctx.rows = score, rows
+        ctx.set_materialize_grads(False)
+        parts = [score(functional.linear(hidden[part], weight, bias), targets[part]) for part in _parts(hidden, rows)]
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), None if entropies[0] is None else torch.cat(entropies)
+
+    @staticmethod
+    def backward(ctx: Any, by_logprob: Any, by_entropy: Any) -> tuple[Any, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        by_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        by_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        by_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+        for part in _parts(hidden, ctx.rows):
+            with torch.enable_grad():
+                logits = functional.linear(hidden[part], weight, bias).detach().requires_grad_()
+                scored = zip(ctx.score(logits, targets[part]), (by_logprob, by_entropy), strict=True)
+                outputs, slopes = zip(*((out, slope[part]) for out, slope in scored if slope is not None), strict=True)
+                (gradient,) = torch.autograd.grad(outputs, logits, slopes)
+            if by_hidden is not None:
+                by_hidden[part] = gradient @ weight
+            if by_weight is not None:
+                by_weight += gradient.t() @ hidden[part]
+            if by_bias is not None:
+                by_bias += gradient.sum(dim=0, dtype=wide)
+        by_weight = by_weight if by_weight is None else by_weight.to(weight.dtype)
+        return by_hidden, by_weight, by_bias if by_bias is None else by_bias.to(bias.dtype), None, None, None
+
+
+def _parts(hidden: Any, rows: int) -> list[slice]:
+    return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
+
+
+class ChunkedHead:
+    """The output layer of a language model, which returns log-probs in place of logits if they are many: within the
+    model's own forward pass, where its weight is whole."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._request: tuple[Any, Score, int] | None = None
+        layer.forward = self._forward
+
+    @classmethod
+    def of(cls, model: Any) -> "ChunkedHead | None":
+        """None for a model whose logits are not those of its output layer."""
+        layer = getattr(model, "lm_head", None)
+        if model.config.model_type not in _UNCHANGED_BY or type(layer) is not torch.nn.Linear:
+            return None
+        return cls(layer)
+
+    def rows_at_a_time(self, tokens: int) -> int | None:
+        """None: all."""
+        rows = max(1, CHUNK_ELEMENTS // int(self._layer.out_features))
+        return rows if tokens > rows else None
+
+    @contextmanager
+    def scoring(self, targets: Any, score: Score, rows: int) -> Iterator[None]:
+        """Inside, the model's "logits" of ``len(targets)`` tokens are their log-probs, and then the entropy if
+        ``score`` gives one: ``[1, tokens, n]``."""
+        self._request = targets, score, rows
+        try:
+            yield
+        finally:
+            self._request = None
+
+    def _forward(self, hidden: Any) -> Any:
+        weight, bias = self._layer.weight, self._layer.bias
+        if self._request is None:
+            return functional.linear(hidden, weight, bias)
+        logprobs, entropies = chunked_logprobs(hidden[0], weight, bias, *self._request)
+        return (logprobs if entropies is None else torch.cat([logprobs, entropies[:, None]], dim=1))[None]

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of a language model, from its configuration alone."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+
+from dlrover.python.rl.engine.api.base import LoraSettings
+from dlrover.python.rl.engine.model.train_module import empty_weights
+
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+"""Types of models whose shape follows from the configuration alone, which takes no time."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a language model."""
+
+    parameters: int
+    layers: int
+    layer: int  # parameters of the largest layer
+    tensor: int  # parameters of the largest tensor
+    hidden: int
+    queries: int  # width of all heads of a token
+    keys: int
+    intermediate: int  # width of all MLPs that a token passes in a layer
+    vocabulary: int
+    adapted: int = 0  # sum of the two sizes of each matrix that adapters may have, by default
+
+    @classmethod
+    def of_dense(cls, config: Mapping[str, Any]) -> "ModelShape":
+        """``config`` is the ``config.json`` of a model of one of the types ``DENSE``. Raises KeyError."""
+        hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+        heads, layers, kind = config["num_attention_heads"], config["num_hidden_layers"], config["model_type"]
+        width = config.get("head_dim") or hidden // heads
+        queries, keys = heads * width, (config.get("num_key_value_heads") or heads) * width
+        matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden), *[(hidden, inner)] * 3]
+        vectors = 2 * hidden + (queries + 2 * keys if kind == "qwen2" else 0) + (2 * width if kind == "qwen3" else 0)
+        if config.get("attention_bias"):
+            vectors += queries + 2 * keys + hidden
+        if config.get("mlp_bias"):
+            vectors += 2 * inner + hidden
+        layer = sum(rows * columns for rows, columns in matrices) + vectors
+        embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+        return cls(
+            embeddings + layers * layer + hidden,
+            layers,
+            layer,
+            max(vocabulary * hidden, *(rows * columns for rows, columns in matrices)),
+            hidden,
+            queries,
+            keys,
+            inner,
+            vocabulary,
+            layers * sum(map(sum, matrices)),
+        )
+
+    @classmethod
+    def of(cls, config: Any) -> "ModelShape":
+        """``config`` is of Transformers. Builds the model without its weights."""
+        # Imported on demand, as below: it takes longer than all the rest of a check.
+        from transformers import AutoModelForCausalLM
+
+        with empty_weights():
+            module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        text = config.get_text_config()
+        heads, layers = int(text.num_attention_heads), int(text.num_hidden_layers)
+        width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+        lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == layers]
+        experts = int(getattr(text, "num_experts_per_tok", None) or 0)
+        inner = experts * int(getattr(text, "moe_intermediate_size", None) or text.intermediate_size)
+        targets = LoraSettings().targets
+        return cls(
+            sum(parameter.numel() for parameter in module.parameters()),
+            layers,
+            max(sum(parameter.numel() for parameter in layer.parameters()) for part in lists for layer in part),
+            max(parameter.numel() for parameter in module.parameters()),
+            int(text.hidden_size),
+            heads * width,
+            int(getattr(text, "num_key_value_heads", None) or heads) * width,
+            inner or int(text.intermediate_size),
+            int(text.vocab_size),
+            sum(
+                sum(part.weight.shape)
+                for name, part in module.named_modules()
+                if isinstance(part, torch.nn.Linear) and name.rpartition(".")[2] in targets
+            ),
+        )
+
+
+def shape_of(model: str, fallback: str | None = None) -> ModelShape | None:
+    """That of a folder, of a hub's model in this machine's cache, or of ``fallback``, a ``config.json`` or its folder;
+    None if there is none, or it is not of a language model."""
+    file = _config_file(model) or (_config_file(fallback) if fallback else None)
+    return None if file is None else _read_shape(file)
+
+
+def _config_file(model: str) -> Path | None:
+    path = Path(model).expanduser()
+    if path.is_file():
+        return path
+    if (path / "config.json").is_file():
+        return path / "config.json"
+    try:
+        cached = huggingface_hub.try_to_load_from_cache(model, "config.json")
+    except ValueError:  # it is no hub's name
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+@cache
+def _read_shape(file: Path) -> ModelShape | None:
+    try:
+        plain = json.loads(file.read_text())
+        if plain.get("model_type") in DENSE:
+            return ModelShape.of_dense(plain)
+        from transformers import AutoConfig
+
+        return ModelShape.of(AutoConfig.from_pretrained(file))
+    except Exception:  # noqa: BLE001 - code of any architecture may raise anything; the engine says what is wrong
+        return None

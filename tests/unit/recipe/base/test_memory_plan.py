@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of device memory: against what engines hold, against a measured step, and what it refuses."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, TrainSettings
+from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.model.model_shape import DENSE, ModelShape, shape_of
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.recipe.base import memory_plan
+from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan, ModelUse, bytes_of
+
+ON_CUDA = EngineConfig(device="cuda", precision="bf16", rollout="torch")
+ACTOR, ROLLOUT, REFERENCE = RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REFERENCE
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=64, layers=3, max_positions=64))
+
+
+@pytest.fixture(scope="module")
+def small():
+    """The shape of Qwen2.5-0.5B."""
+    sizes = {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }
+    return ModelShape.of(AutoConfig.for_model("qwen2", **sizes))
+
+
+def test_a_shape_is_that_of_the_model(small):
+    assert small.parameters == 494_032_768
+    assert (small.layers, small.hidden, small.queries, small.keys, small.vocabulary) == (24, 896, 896, 128, 151936)
+    assert small.tensor == 151936 * 896
+    assert small.parameters == 24 * small.layer + small.tensor + 896
+
+
+@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}, {"head_dim": 16}])
+@pytest.mark.parametrize("biased", [False, True])
+def test_of_common_models_it_follows_from_the_configuration_alone(kind, more, biased):
+    if biased and kind in ("llama", "qwen3"):
+        more = {**more, "attention_bias": True, **({"mlp_bias": True} if kind == "llama" else {})}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 200}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model(kind, **sizes, **heads, **more)
+    assert ModelShape.of_dense(config.to_dict()) == ModelShape.of(config)
+
+
+def test_of_experts_those_count_that_a_token_passes():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 100}
+    config = AutoConfig.for_model("qwen3_moe", **sizes, **heads, num_experts=8, num_experts_per_tok=2)
+    assert ModelShape.of(config).intermediate == 2 * 16
+
+
+def test_a_shape_comes_from_a_folder_or_from_a_configuration_beside_the_job(model, tmp_path):
+    assert shape_of(model) == shape_of("some/hub-name", f"{model}/config.json") == shape_of("no-name", model)
+    assert shape_of("some/hub-name") is None
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    assert shape_of(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", [OptimizerConfig(lr=1e-3), OptimizerConfig(name="sgd", lr=1e-3)])
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
+def test_weights_and_optimizer_are_what_an_engine_holds(model, precision, optimizer, lora):
+    if lora is not None:
+        pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    engine = Fsdp2TrainEngine(model, optimizer, TrainSettings(precision=precision, lora=lora))
+    use = ModelUse("trained", model, optimizer=optimizer, lora=lora)
+    found, held = bytes_of(shape_of(model), use, replace(ON_CUDA, precision=precision)), engine.footprint()
+    assert found.weights == pytest.approx(held["weights"], rel=0.02)
+    assert found.optimizer == pytest.approx(held.get("optimizer", 0), rel=0.02)
+
+
+def test_a_step_of_half_a_billion_parameters_has_the_peak_that_an_h100_had(small):
+    """33.8 GB with 64 rows of 256 tokens, half of them trained, all logits at once: see device-cuda.md."""
+    found = bytes_of(small, ModelUse("trained", "", longest=256), replace(ON_CUDA, max_tokens_per_microbatch=16384))
+    logits = 2 * 2 * 64 * 128 * small.vocabulary
+    assert found.weights + found.optimizer == pytest.approx(6.9e9, rel=0.01)
+    assert found.weights + found.optimizer + found.activations + logits == pytest.approx(33.8e9, rel=0.15)
+
+
+def test_members_that_shard_a_model_hold_their_part_and_two_layers_of_the_rest(small):
+    one, eight = (bytes_of(small, ModelUse("trained", "", members), ON_CUDA) for members in (1, 8))
+    assert eight.optimizer == one.optimizer / 8 and eight.gradients == one.gradients / 8
+    assert eight.weights == 4 * small.parameters / 8
+    assert (one.gathered, eight.gathered) == (0.0, 2 * (small.parameters - 22 * small.layer))
+    copies = replace(ON_CUDA, parallel=ParallelSizes(ddp_size=8))
+    assert bytes_of(small, ModelUse("trained", "", 8), copies).optimizer == one.optimizer
+    split = replace(ON_CUDA, parallel=ParallelSizes(tensor_parallel_size=2, context_parallel_size=2))
+    assert bytes_of(small, ModelUse("trained", "", 8), split).logits < one.logits
+
+
+def test_recomputed_activations_are_those_of_one_layer_and_each_layers_input(small):
+    use = ModelUse("trained", "")
+    whole, less = (bytes_of(small, use, replace(ON_CUDA, gradient_checkpointing=on)) for on in (False, True))
+    assert less.activations == pytest.approx(whole.activations / 24 + 16384 * 24 * 896 * 2)
+    frozen = bytes_of(small, ModelUse("frozen", ""), ON_CUDA)
+    assert frozen.weights == 2 * small.parameters and frozen.activations == pytest.approx(whole.activations / 24)
+
+
+def test_logits_of_a_large_vocabulary_take_one_chunk(small):
+    twice = replace(small, vocabulary=2 * small.vocabulary)
+    found, larger = (bytes_of(shape, ModelUse("trained", ""), ON_CUDA).logits for shape in (small, twice))
+    assert found == 4 * (1 << 29) + 4 * small.vocabulary * 896
+    assert larger - found == 4 * small.vocabulary * 896  # the gradient of the output layer alone
+    few = replace(ON_CUDA, max_tokens_per_microbatch=1024)
+    assert bytes_of(small, ModelUse("trained", ""), few).logits == 4 * 1024 * small.vocabulary
+
+
+def test_a_rollout_has_weights_and_the_cache_of_what_it_decodes_at_once(small):
+    use, engine = ModelUse("rollout", "", longest=1000), replace(ON_CUDA, max_batch=256)
+    found = bytes_of(small, use, engine)
+    assert found.weights == 2 * small.parameters
+    assert found.kv_cache == 256 * 1000 * 24 * 2 * 128 * 2
+    halves = bytes_of(small, use, replace(engine, rollout_tensor_parallel_size=2))
+    assert (halves.weights, halves.kv_cache) == (found.weights / 2, found.kv_cache / 2)
+
+
+def plan(monkeypatch, shape, uses, engine, gigabytes):
+    monkeypatch.setattr(memory_plan, "shape_of", lambda model, fallback=None: shape)
+    return MemoryPlan.of(uses, replace(engine, device_memory_gb=gigabytes), None)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "tokens", "change"),
+    [
+        (40, 16384, ""),
+        (30, 16384, "engine.max_tokens_per_microbatch=8192"),
+        (16, 16384, "engine.gradient_checkpointing=true"),
+        (13.2, 16384, "engine.gradient_checkpointing=true engine.max_tokens_per_microbatch=4096"),
+        (12, 16384, "engine.max_tokens_per_microbatch=1024"),
+        (9, 16384, "engine.gradient_checkpointing=true engine.max_tokens_per_microbatch=1024 workload.actor.num=2"),
+        (1, 16384, "no setting here makes it fit"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_the_smallest_change_that_would(monkeypatch, small, gigabytes, tokens, change):
+    engine = replace(ON_CUDA, max_tokens_per_microbatch=tokens)
+    found = plan(monkeypatch, small, {ACTOR: ModelUse("trained", "")}, engine, gigabytes).find_errors()
+    assert [error.what.rpartition("; ")[2].removeprefix("it fits with ") for error in found] == (
+        [change] if change else []
+    )
+    for error in found:
+        assert error.where == "config.engine"
+        assert f"of a device of {gigabytes:.1f} (" in error.what
+
+
+def test_the_change_that_is_named_fits(monkeypatch, small):
+    checkpointed = replace(ON_CUDA, gradient_checkpointing=True, max_tokens_per_microbatch=1024)
+    assert plan(monkeypatch, small, {ACTOR: ModelUse("trained", "", 2)}, checkpointed, 9).find_errors() == []
+    assert plan(monkeypatch, small, {ACTOR: ModelUse("trained", "", 1)}, checkpointed, 9).find_errors() != []
+
+
+def test_a_rollout_that_cannot_hold_one_sequence_is_split(monkeypatch, small):
+    uses = {ROLLOUT: ModelUse("rollout", "", longest=32768)}
+    (error,) = plan(monkeypatch, small, uses, ON_CUDA, 1.6).find_errors()
+    assert error.what.endswith("it fits with engine.rollout_tensor_parallel_size=2")
+    assert plan(monkeypatch, small, uses, ON_CUDA, 4).find_errors() == []
+
+
+def test_people_get_a_table_by_role_and_owner(monkeypatch, small):
+    uses = {ACTOR: ModelUse("trained", "", 8), ROLLOUT: ModelUse("rollout", "", 8, longest=100_000)}
+    head, names, *rows = plan(monkeypatch, small, uses, ON_CUDA, 80).lines()
+    assert head == "memory of each device, GB of 80:"
+    assert names.split("  ")[-1] == "at most" and "kv cache" in names
+    assert [row.split()[:2] for row in rows] == [["ACTOR", "x8"], ["ROLLOUT", "x8"]]
+    assert float(rows[1].split()[-1]) == 0.85 * 80, "a rollout takes its share, and no more"
+    assert len({len(row) for row in rows}) == 1
+
+
+def test_nothing_is_said_or_refused_without_a_shape_or_a_device(monkeypatch, small):
+    uses = {ACTOR: ModelUse("trained", "some/hub-name")}
+    assert MemoryPlan.of(uses, replace(ON_CUDA, device_memory_gb=1), None).lines() == []
+    if not torch.cuda.is_available():
+        assert plan(monkeypatch, small, uses, ON_CUDA, None).find_errors() == []
+    assert math.isfinite(bytes_of(small, uses[ACTOR], ON_CUDA).peak)

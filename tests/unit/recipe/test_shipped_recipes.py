@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The jobs under ``examples/recipes``: checked without weights, data, GPUs or network, as their pages say."""
+
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrover.python.rl.common.hub import Lookup, looking_up
+from dlrover.python.rl.config.load import load_job
+from dlrover.python.rl.runtime.process.inspection import inspect_job
+
+REPOSITORY = Path(__file__).parents[3]
+RECIPES = sorted((REPOSITORY / "examples/recipes").glob("*.yaml"))
+PAGES = {"qwen2.5-7b-math-apart": "qwen2.5-7b-math"}
+
+
+def page_of(recipe):
+    return recipe.with_name(f"{PAGES.get(recipe.stem, recipe.stem)}.md").read_text()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_has_no_error_and_its_page_has_the_memory_that_it_takes(recipe, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    with looking_up(Lookup.NONE):
+        found = inspect_job(load_job(recipe))
+    assert found.errors == ()
+    table = found.about[found.about.index("memory of each device, GB of 80:") + 2 :]
+    assert [line.split()[0] for line in table if not line.startswith("  REWARD")]
+    for line in table:
+        role, peak = line.split()[0], line.split()[-1]
+        assert float(peak) < 80
+        assert re.search(rf"\b{re.escape(peak)}\b", page_of(recipe)), f"{role} takes {peak} GB"
+    assert all(nbytes is not None for nbytes in found.state_bytes.values())
+
+
+def test_there_are_recipes_of_every_size_and_kind():
+    names = {recipe.stem for recipe in RECIPES}
+    assert {"qwen2.5-0.5b-gsm8k", "qwen2.5-7b-math", "qwen2.5-7b-math-apart", "qwen2.5-72b-math"} <= names
+    assert {"qwen2.5-7b-sft", "qwen2.5-7b-dpo"} <= names
+
+
+def test_the_largest_is_checked_in_ten_seconds_by_the_command():
+    command = [sys.executable, "-m", "dlrover.python.rl.cli", "check", "examples/recipes/qwen2.5-72b-math.yaml"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert found.returncode == 0, found.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10, "of processor time"
+    assert "ACTOR x32" in found.stdout and "commits: ACTOR 32 x 27.3 GB" in found.stdout
