@@ -153,6 +153,25 @@ def test_adapters_are_trained_alone_and_leave_merged(model_path, tmp_path):
     assert all(torch.equal(merged[name], tensor) for name, tensor in after.items())
 
 
+def test_without_its_adapters_an_engine_computes_what_it_began_with_to_the_bit(model_path):
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    engine = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(lora=LoraSettings(rank=4)))
+
+    def logprobs():
+        return engine.evaluate(make_batch()).ragged("logprobs").values
+
+    before = logprobs()
+    for seed in range(3):
+        engine.step(make_batch(seed), token_loss)
+    with engine.without_adapters():
+        without = logprobs()
+    assert np.array_equal(without, before)
+    assert not np.array_equal(logprobs(), before)
+    with pytest.raises(RuntimeError, match="inside"), engine.without_adapters():
+        raise RuntimeError("inside")
+    assert not np.array_equal(logprobs(), before), "they are back"
+
+
 def test_adapters_beside_a_model_in_bf16_leave_in_one_precision(model_path, tmp_path):
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     engine = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(lora=LoraSettings(rank=2), precision="bf16"))

@@ -2,7 +2,12 @@
 """The workloads of the recipes, one class for each role. They read no configuration: ``init_model`` has arguments."""
 
 from dlrover.python.rl.recipe.roles.actor import ActorWorkload, CriticWorkload, ScorerWorkload
-from dlrover.python.rl.recipe.roles.reference import ReferenceWorkload, TeacherWorkload
+from dlrover.python.rl.recipe.roles.reference import (
+    ReferenceWorkload,
+    ShardedReferenceWorkload,
+    ShardedTeacherWorkload,
+    TeacherWorkload,
+)
 from dlrover.python.rl.recipe.roles.reward import ModelRewardWorkload, RewardWorkload
 from dlrover.python.rl.recipe.roles.rollout import RolloutWorkload
 
@@ -14,5 +19,7 @@ __all__ = [
     "RewardWorkload",
     "RolloutWorkload",
     "ScorerWorkload",
+    "ShardedReferenceWorkload",
+    "ShardedTeacherWorkload",
     "TeacherWorkload",
 ]

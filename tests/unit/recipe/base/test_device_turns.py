@@ -12,6 +12,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from recipe_stage import Stage, kill  # noqa: E402
 
 from dlrover.python.rl.common.errors import InvocationError  # noqa: E402
+from dlrover.python.rl.common.names import RLRoleType  # noqa: E402
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine  # noqa: E402
 from dlrover.python.rl.engine.memory.device_memory import MemoryLedger  # noqa: E402
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine  # noqa: E402
@@ -41,11 +42,15 @@ class TurnReference(ReferenceWorkload):
     takes_turns = True
 
 
-def stage(folder, classes, collocation="", **drawing):
+def stage(folder, classes, collocation="", adapters=False, has_reference=True, **drawing):
     actor, rollout, reference = classes
     roles = {"ACTOR": (actor, 1), "ROLLOUT": (rollout, 1), "REFERENCE": (reference, 1), "REWARD": (RewardWorkload, 1)}
     small = {"samples_per_prompt": 4, "max_new_tokens": 3, "temperature": 1.0, **drawing}
     job = tiny_job(folder, 2, reference=True, rollout=small, prompts_per_step=4)
+    if adapters:
+        job.config.engine.lora = {"rank": 2, "targets": ["q_proj", "v_proj"]}
+    if not has_reference:
+        del roles["REFERENCE"]
     return Stage(folder / "out", GRPOTrainer, roles, job.config, collocation)
 
 
@@ -121,6 +126,21 @@ def test_a_collocated_rollout_wakes_once_a_step_and_reads_each_prompt_once(tmp_p
     assert wakes == [0, 0, 1, 2], "evaluation, step 1, step 2, evaluation"
     assert len(read) == len(set(read)) == 2 * 4 * samples
     assert {done for *_, done in read} == {0}
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_with_adapters_the_actor_is_the_reference_and_the_run_is_the_same(tmp_path, monkeypatch, turns):
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
+    ends = []
+    for name, has_role in (("with", True), ("without", False)):
+        classes = (
+            (TurnActor, TurnRollout, TurnReference) if turns else (ActorWorkload, RolloutWorkload, ReferenceWorkload)
+        )
+        made = stage(tmp_path / name, classes, ",".join(SHARING), adapters=True, has_reference=has_role)
+        assert (RLRoleType.REFERENCE in made.port.members) == has_role
+        ends.append(end_of(made))
+    assert ends[0] == ends[1]
 
 
 def test_roles_that_share_nothing_or_only_cores_keep_what_they_have(tmp_path, undisturbed):

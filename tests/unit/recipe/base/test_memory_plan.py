@@ -168,6 +168,19 @@ def test_the_change_that_is_named_fits(monkeypatch, small):
     assert plan(monkeypatch, small, {ACTOR: ModelUse("trained", "", 1)}, checkpointed, 9).find_errors() != []
 
 
+def test_a_reference_that_does_not_fit_is_sharded(monkeypatch, small):
+    uses = {REFERENCE: ModelUse("frozen", "", 4, can_shard=True)}
+    few = replace(ON_CUDA, max_tokens_per_microbatch=1024)
+    (error,) = plan(monkeypatch, small, uses, few, 1.4).find_errors()
+    assert error.what.endswith("it fits with engine.shard_frozen=true")
+    sharded = replace(few, shard_frozen=True)
+    assert plan(monkeypatch, small, uses, sharded, 1.4).find_errors() == []
+    found = bytes_of(small, uses[REFERENCE], sharded)
+    assert found.weights == 2 * small.parameters / 4 and found.gathered == 2 * (small.parameters - 22 * small.layer)
+    copy = replace(uses[REFERENCE], can_shard=False)
+    assert bytes_of(small, copy, sharded) == bytes_of(small, copy, few)
+
+
 def test_a_rollout_that_cannot_hold_one_sequence_is_split(monkeypatch, small):
     uses = {ROLLOUT: ModelUse("rollout", "", longest=32768)}
     (error,) = plan(monkeypatch, small, uses, ON_CUDA, 1.6).find_errors()

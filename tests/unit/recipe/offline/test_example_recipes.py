@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from example_jobs import EXAMPLES, PAIRS, log_probs, metrics_of, stage, write_rows
+from example_jobs import EXAMPLES, PAIRS, ROLES, log_probs, metrics_of, stage, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from dlrover.python.rl.common.names import RLRoleType
@@ -108,6 +108,18 @@ def test_dpo_begins_with_the_logarithm_of_two_and_goes_on_as_by_hand(inputs, tmp
 def test_the_kin_of_dpo_begin_where_their_formulas_say(inputs, tmp_path, name, first):
     (row,) = ran("dpo", tmp_path, config_of(inputs, "dpo", algorithm={"name": name}))
     assert row["loss"] == pytest.approx(first, abs=1e-4)
+
+
+def test_dpo_with_adapters_needs_no_reference_and_is_the_same(inputs, tmp_path):
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    config = config_of(inputs, "dpo", epochs=3.0)
+    config["engine"] = {**config["engine"], "lora": {"rank": 2, "targets": ["q_proj", "v_proj"]}}
+    assert problems_of(DPOTrainer, config, ACTOR=1) == {}
+    ends = []
+    for name, roles in (("with", ROLES["dpo"]), ("without", {"ACTOR": ROLES["dpo"]["ACTOR"]})):
+        stage("dpo", tmp_path / name, config, roles).run()
+        ends.append((tmp_path / name / "model/model.safetensors").read_bytes())
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize(("kind", "rate"), [(SFTConfig, 1e-5), (RMConfig, 1e-5), (DPOConfig, 1e-6)])

@@ -2,6 +2,7 @@
 """Interfaces of train engines and rollout engines."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
@@ -18,7 +19,8 @@ from dlrover.python.rl.engine.api.weights import Offloadable, WeightSnapshot
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Low-rank adapters instead of full training. Published weights are merged, in bf16 with ``precision: bf16``."""
+    """Low-rank adapters instead of full training. A job needs no role REFERENCE then: the actor is it, without its
+    adapters. Published weights are merged, in bf16 with ``precision: bf16``."""
 
     rank: Annotated[int, Gt(0)] = 16
     """Rank of the adapters."""
@@ -135,6 +137,9 @@ class BaseTrainEngine(Offloadable, Protocol):
             NonFiniteUpdate: the loss or the gradient norm is not finite, and ``skip_nonfinite`` updates before it were
                 not; nothing has changed on any rank.
         """
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside, :meth:`evaluate` is of the model that the adapters began with; of engines that train some."""
 
     def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
         """Hugging Face's name and whole tensor of each weight; tied ones once, adapters merged. Parameters are cast to

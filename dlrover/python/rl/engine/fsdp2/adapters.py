@@ -2,7 +2,8 @@
 """Low-rank adapters through peft: ``W' = W + B A alpha / rank`` (Hu et al., arXiv:2106.09685, equation 3)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,22 @@ def add_adapters(module: Any, settings: LoraSettings) -> None:
             inject_adapter_in_model(config, module)
     except ValueError as error:
         raise EngineError(f"no adapters can be added: {error}") from error
+
+
+@contextmanager
+def silenced(module: Any) -> Iterator[None]:
+    """Inside, the module computes as without its adapters: to the bit, since each adds its output times 0."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+    scales = [dict(layer.scaling) for layer in layers]
+    for layer, scale in zip(layers, scales, strict=True):
+        layer.scaling.update(dict.fromkeys(scale, 0.0))
+    try:
+        yield
+    finally:
+        for layer, scale in zip(layers, scales, strict=True):
+            layer.scaling.update(scale)
 
 
 def model_name(name: str) -> str:

@@ -14,7 +14,14 @@ from dlrover.python.rl.engine.api.base import OptimizerConfig, Rendezvous, Token
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.cpu_kernels import install_cpu_kernels
 from dlrover.python.rl.engine.fsdp2 import INFO
-from dlrover.python.rl.engine.fsdp2.adapters import add_adapters, fresh_adapter, is_adapter, merge, model_name
+from dlrover.python.rl.engine.fsdp2.adapters import (
+    add_adapters,
+    fresh_adapter,
+    is_adapter,
+    merge,
+    model_name,
+    silenced,
+)
 from dlrover.python.rl.engine.fsdp2.materialize import MaterializedModule, MaterializeOptions, materialize
 from dlrover.python.rl.engine.fsdp2.shards import Grid, ParameterShard, to_local_tensor
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
@@ -213,6 +220,13 @@ class Fsdp2TrainEngine(BackendTrainEngine):
         merge_states(backend.local_state(), noted())
         backend._refresh()
         self._has_weights = True
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        backend = self._require_ready("without_adapters")
+        assert isinstance(backend, Fsdp2Backend)
+        with silenced(backend.module):
+            yield
 
     def _make(self, loaded: bool) -> Fsdp2Backend:
         parked = ParkedTensors(self._owner, self._memory)

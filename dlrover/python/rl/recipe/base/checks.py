@@ -135,6 +135,6 @@ def validate_algorithm(
         more = f"; the trainer of recipe.{where.pop()} has it" if len(where) == 1 else ""
         what = f"it needs {', '.join(sorted(absent))}, which this trainer does not have{more}"
         return [ConfigError("config.algorithm", what)]
-    if "ref_logprobs" in algorithm.needs.all and RLRoleType.REFERENCE not in roles:
+    if "ref_logprobs" in algorithm.needs.all and RLRoleType.REFERENCE not in roles and cfg.engine.lora is None:
         return [ConfigError("workload", "config.algorithm.kl_coef is above 0, which needs the role 'reference'")]
     return []

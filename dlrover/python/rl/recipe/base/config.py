@@ -61,6 +61,10 @@ class EngineConfig:
     """Parallelism of the actor; the remaining members shard the parameters. None: all shard them on CUDA; on a CPU each
     member holds a full copy if the engine supports it, and restores it from its own file after a failure."""
 
+    shard_frozen: bool = False
+    """The members of a reference and of a teacher hold a part of the model each, and not a copy: for models that do not
+    fit on a device. Their classes are then ``ShardedReferenceWorkload`` and ``ShardedTeacherWorkload``."""
+
     lora: LoraSettings | None = None
     """Train LoRA adapters of the actor only, if the engine supports them; rollouts receive the merged weights."""
 

@@ -4,7 +4,7 @@
 Of ``P`` parameters on ``s`` ranks that divide them, with ``w`` bytes a number (2 in bf16, 4 in fp32) and ``t`` tokens
 in a pass::
 
-    weights      trained: 4 P / s, and 2 P more in bf16 where s is 1; else w P / s
+    weights      trained: 4 P / s, and 2 P more in bf16 where s is 1; else w P / s, with s 1 but for shard_frozen
     gathered     where s > 1: two layers, and what lies outside of the layers, w bytes each
     gradients    4 P / s
     optimizer    8 P / s with AdamW
@@ -52,6 +52,7 @@ class ModelUse:
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraSettings | None = None
     longest: int = 0  # tokens of a row
+    can_shard: bool = False  # a frozen model of which each member may hold a part
 
 
 @dataclass(frozen=True)
@@ -81,22 +82,24 @@ def bytes_of(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> PlannedB
         cache = 2 * width * shape.keys * shape.layers * engine.max_batch * use.longest
         return PlannedBytes(width * shape.parameters / divisor, kv_cache=cache / divisor)
     trained = use.kind == "trained"
-    sizes = _sizes(engine, use)
+    sizes = _sizes(engine, use) if trained else ParallelSizes()
     tensor, context = sizes.tensor_parallel_size, sizes.context_parallel_size
-    shards = use.members // sizes.ddp_size if trained else 1
+    shards = use.members // sizes.ddp_size if trained else use.members if engine.shard_frozen and use.can_shard else 1
     tokens = max(engine.max_tokens_per_microbatch, use.longest) / context
     activations = _activations(shape, width, tokens, tensor, trained, engine.gradient_checkpointing)
     logits = _logits(shape, width, tokens, tensor, trained)
-    if not trained:
-        return PlannedBytes(width * shape.parameters, activations=activations, logits=logits)
-    gathers = shards > tensor * sizes.pipeline_parallel_size
     outside = shape.parameters - shape.layers * shape.layer
+    gathered = width * (2 * shape.layer + max(outside, 0))
+    if not trained:
+        weights = width * shape.parameters / shards
+        return PlannedBytes(weights, gathered if shards > 1 else 0.0, activations=activations, logits=logits)
+    gathers = shards > tensor * sizes.pipeline_parallel_size
     moments = 8 if use.optimizer.name == "adamw" else 4 if use.optimizer.momentum else 0
     changed = shape.parameters if use.lora is None else use.lora.rank * shape.adapted
     kept = 4 * changed + (0 if use.lora is None else width * shape.parameters)
     return PlannedBytes(
         kept / shards + (0 if gathers or width == 4 else width * changed / shards),
-        width * (2 * shape.layer + max(outside, 0)) / tensor if gathers else 0.0,
+        gathered / tensor if gathers else 0.0,
         4 * changed / shards,
         moments * changed / shards,
         activations,
@@ -235,6 +238,8 @@ def _alternatives(
     for changes, changed in smaller:
         yield changes, changed, use.members
     if use.kind == "frozen":
+        if use.can_shard and use.members > 1 and not engine.shard_frozen:
+            yield ["engine.shard_frozen=true"], replace(engine, shard_frozen=True), use.members
         return
     changes, changed = smaller[-1]
     members = use.members

@@ -74,7 +74,8 @@ class ExampleConfig:
 
 
 class ExampleTrainer(RecipeTrainer):
-    """Role ACTOR, whose members are data-parallel ranks; and REFERENCE where the loss needs it.
+    """Role ACTOR, whose members are data-parallel ranks; and REFERENCE where the loss needs it, which with adapters is
+    the actor without them.
 
     ::
 
@@ -121,7 +122,7 @@ class ExampleTrainer(RecipeTrainer):
         cfg, optimizer = self.cfg, self.cfg.optimizer.over(self.total_steps)
         begin = self.RG_ACTOR.init_model.options(blocking=False)
         loading = [begin(cfg.model, cfg.engine, optimizer, self.algorithm, cfg.seed)]
-        if _uses_reference(self.algorithm):
+        if _uses_reference(self.algorithm) and RLRoleType.REFERENCE in self.actor_handles:
             loading.append(self.RG_REFERENCE.init_model.options(blocking=False)(cfg.model, cfg.engine))
         return loading
 
@@ -158,9 +159,12 @@ class ExampleTrainer(RecipeTrainer):
         ready = batch.select(*TRAINED, "line").with_columns(**annotated.columns)
         if not _uses_reference(algorithm):
             return ready
-        reference = self.RG_REFERENCE
-        plan = self._partition(batch, reference.data_parallel_size)
-        logprobs = reference.logprobs.options(blocking=True)(Shard(batch.select(*TRAINED), rows=plan.groups), 1.0)
+        if RLRoleType.REFERENCE in self.actor_handles:
+            group, compute = self.RG_REFERENCE, self.RG_REFERENCE.logprobs
+        else:
+            group, compute = self.RG_ACTOR, self.RG_ACTOR.reference_logprobs  # without its adapters
+        plan = self._partition(batch, group.data_parallel_size)
+        logprobs = compute.options(blocking=True)(Shard(batch.select(*TRAINED), rows=plan.groups), 1.0)
         return ready.with_columns(ref_logprobs=plan.gather(logprobs)["ref_logprobs"])
 
     def update(self, step: int, batch: Batch) -> UpdateResult:
@@ -238,7 +242,7 @@ class ExampleTrainer(RecipeTrainer):
             algorithm = cls.algorithm_of(cfg)
         except InvalidJob as error:
             return [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
-        if _uses_reference(algorithm) and RLRoleType.REFERENCE not in roles:
+        if _uses_reference(algorithm) and RLRoleType.REFERENCE not in roles and cfg.engine.lora is None:
             return [ConfigError("workload", "the role 'reference' is required: the loss compares with it")]
         return []
 

@@ -89,7 +89,8 @@ class PolicyTrainer(RecipeTrainer):
     def init(self) -> None:
         super().init()
         cfg = self.cfg
-        self.needed_outputs = [output for output in self.aux_outputs(cfg) if output.is_needed(self.algorithm.needs.all)]
+        needed = [output for output in self.aux_outputs(cfg) if output.is_needed(self.algorithm.needs.all)]
+        self.needed_outputs = [self._by_actor(output) for output in needed]
         self.prompts = self.state["prompts"] = PromptSource(cfg)
         self.collector = SampleCollector(self, cfg, self.prompts)
         self.reward_failures = self.state["reward_failures"] = RewardFailures(cfg.reward)
@@ -100,6 +101,12 @@ class PolicyTrainer(RecipeTrainer):
         self.engines = {"train engine": names[0][0], "rollout engine": names[1][0]}
         levels = names[2] if cfg.rollout.env_path is None and cfg.reward.model is None else []
         self.sandbox = {f"sandbox/{level}": float(count) for level, count in Counter(filter(None, levels)).items()}
+
+    def _by_actor(self, output: AuxOutput) -> AuxOutput:
+        """The actor without its adapters is the reference, where the job has none."""
+        if output.role != "reference" or RLRoleType.REFERENCE in self.actor_handles:
+            return output
+        return replace(output, role="actor", method="reference_logprobs", init=None, collective=True)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -205,9 +212,11 @@ class PolicyTrainer(RecipeTrainer):
         results = []
         for output in self.needed_outputs:
             group = self.group(output.role)
-            if output.collective:
+            if output.collective or group.workload_class.needs_own_process:
                 method = getattr(group, output.method).options(blocking=False)
                 pending = method(batch.shard_evenly(group.data_parallel_size), *output.args)
+                # Another role that meets in collectives may share its devices: one after the other.
+                pending.result()  # waits: for a pass over the rows, which a limit bounds
             else:
                 method = bind_method(group, output.method, len(batch.scored), blocking=False)
                 pending = method(batch.samples, *output.args)
@@ -362,7 +371,8 @@ class PolicyTrainer(RecipeTrainer):
         errors += cls.validate_own(cfg, roles)
         for output in cls.aux_outputs(cfg) if not algorithm_errors else ():
             is_reported = any(f"'{output.role}'" in error.what for error in errors)
-            if output.is_needed(cls.needs_of(cfg)) and not is_reported:
+            by_actor = output.role == "reference" and cfg.engine.lora is not None
+            if output.is_needed(cls.needs_of(cfg)) and not is_reported and not by_actor:
                 errors += require_role(cls.__name__, RLRoleType(output.role), roles)
         return errors
 

@@ -320,7 +320,7 @@ class RecipeTrainer(BaseTrainer):
         made = {
             RLRoleType.ACTOR: ModelUse("trained", cfg.model, optimizer=cfg.optimizer, lora=cfg.engine.lora),
             RLRoleType.ROLLOUT: ModelUse("rollout", cfg.model),
-            RLRoleType.REFERENCE: ModelUse("frozen", cfg.model),
+            RLRoleType.REFERENCE: ModelUse("frozen", cfg.model, can_shard=True),
         }
         longest = cls.longest_row(cfg)
         return {role: replace(use, members=roles[role], longest=longest) for role, use in made.items() if role in roles}

@@ -79,6 +79,13 @@ class ActorWorkload(TrainedWorkload):
         with self._turn() if self._recomputes else nullcontext():
             return rollouts.with_columns(old_logprobs=self._old_logprobs(rollouts, temperature)).select(*names)
 
+    @trainer_invocation(blocking=False, changes_state=False)
+    @on_device
+    def reference_logprobs(self, rollouts: Batch, temperature: float) -> Batch:
+        """``ref_logprobs`` of the initial policy, where adapters are trained: this model without them."""
+        with self._engine.without_adapters():
+            return Batch({"ref_logprobs": self._engine.evaluate(rollouts.select(*TRAINED), temperature)["logprobs"]})
+
     @property
     def _recomputes(self) -> bool:
         return "rollout_logprobs" in self._algorithm.needs.all

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """REFERENCE and TEACHER: frozen models that compute log-probs of the policy's samples."""
 
+from collections.abc import Iterable
+from typing import Any
+
+from dlrover.python.rl.common.errors import ConfigError
+from dlrover.python.rl.config.typed import salvage
 from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.engine.api.base import Rendezvous
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import EngineWorkload, on_device
 from dlrover.python.rl.recipe.base.updates import TRAINED
@@ -11,8 +17,19 @@ from dlrover.python.rl.trainer.workload import trainer_invocation
 class ReferenceWorkload(EngineWorkload):
     """REFERENCE: a frozen copy of the initial policy."""
 
+    @classmethod
+    def check_config(cls, config: Any) -> Iterable[ConfigError]:
+        engine, _ = salvage(EngineConfig, config.get("engine") or {}, "config.engine")
+        if engine is None or engine.shard_frozen == cls.needs_own_process:
+            return []
+        what = f"needs the class Sharded{cls.__name__}" if engine.shard_frozen else f"has to be true for {cls.__name__}"
+        return [ConfigError("config.engine.shard_frozen", what)]
+
     def init_model(self, model: str, engine: EngineConfig) -> None:
-        self._make_train_engine(model, engine)
+        self._make_train_engine(model, engine, rendezvous=self._rendezvous())
+
+    def _rendezvous(self) -> Rendezvous:
+        return Rendezvous()
 
     @trainer_invocation(blocking=False)
     @on_device
@@ -32,3 +49,16 @@ class TeacherWorkload(ReferenceWorkload):
         if not top:
             return Batch({"teacher_logprobs": outputs["logprobs"]})
         return Batch({"candidates": outputs["candidates"], "teacher_logprobs": outputs["candidate_logprobs"]})
+
+
+class ShardedReferenceWorkload(ReferenceWorkload):
+    """REFERENCE: a frozen copy of which each member holds a part, gathered layer by layer as it computes."""
+
+    needs_own_process = True
+
+    def _rendezvous(self) -> Rendezvous:
+        return Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
+
+
+class ShardedTeacherWorkload(ShardedReferenceWorkload, TeacherWorkload):
+    """TEACHER of which each member holds a part."""
