@@ -13,18 +13,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dlrover.python.rl.algorithm.registry import make_algorithm
 from dlrover.python.rl.algorithm.sft import SFT
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.state_tree import dump_in_place
 from dlrover.python.rl.engine.api.base import OptimizerConfig, RolloutSettings, SamplingParams, TrainSettings
+from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.loading import DTYPES, write_atomically
+from dlrover.python.rl.engine.model.model_shape import ModelShape
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.recipe.base.memory_plan import ModelUse, bytes_of
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import write_state
 
 
@@ -95,7 +99,7 @@ class Bench:
     """
 
     def __init__(self, model: Path, shape: Shape, device: str, precision: Any) -> None:
-        self.shape, self.on_gpu = shape, torch.device(device).type == "cuda"
+        self.model, self.shape, self.on_gpu = model, shape, torch.device(device).type == "cuda"
         self.memory, self.precision = DeviceMemory(device), precision
         self.train = Fsdp2TrainEngine(
             model, OptimizerConfig(lr=1e-5), TrainSettings(device, precision), memory=self.memory
@@ -170,9 +174,18 @@ class Bench:
         )
         self.train.step(batch, make_algorithm("grpo", {}).loss)
 
+    def step_bytes(self) -> float:
+        """What :meth:`sft_step` takes beyond weights and optimizer, by the arithmetic of ``check``."""
+        shape = ModelShape.of(AutoConfig.from_pretrained(self.model))
+        tokens = self.shape.rows * self.shape.length
+        engine = EngineConfig(device="cuda", precision=self.precision, max_tokens_per_microbatch=tokens)
+        found = bytes_of(shape, ModelUse("trained", ""), engine)
+        return found.gradients + found.activations + found.logits
+
     def sync(self) -> None:
-        """The train engine's weights to the rollout engine, verified."""
-        self.rollout.receive(self.train.publish(), rewind=True)
+        """The train engine's weights to the rollout engine in its precision, verified."""
+        weights = take_snapshot(self.train.named_weights(DTYPES[self.precision]), self.train.version)
+        self.rollout.receive(weights, rewind=True)
 
     def draw(self) -> None:
         """Complete the prompts."""
@@ -190,7 +203,8 @@ class Bench:
 
     def copy(self) -> tuple[float, int]:
         """Seconds of a plain copy of the weights on the device, and their bytes."""
-        named = [tensor.detach().to(self.memory.device, copy=True) for _, tensor in self.train.named_weights()]
+        weights = self.train.named_weights(DTYPES[self.precision])
+        named = [tensor.detach().to(self.memory.device, copy=True) for _, tensor in weights]
         other = [torch.empty_like(tensor) for tensor in named]
         seconds = [self.timed(lambda: [to.copy_(of) for to, of in zip(other, named, strict=True)]) for _ in range(5)]
         return median(seconds), sum(tensor.nbytes for tensor in named)

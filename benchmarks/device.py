@@ -49,6 +49,7 @@ def training(bench: Bench, parameters: int, rounds: int) -> Results:
     flops = bench.shape.flops(parameters)
     return {
         "product_tflops": rate / 1e12,
+        "step_bytes": bench.step_bytes(),
         **{
             name: {
                 "seconds": seconds[name],
@@ -136,10 +137,11 @@ def summary(results: Results) -> str:
     lines += [
         "",
         f"* a matrix product reaches {results['training']['product_tflops']:,.1f} TFLOP/s",
+        f"* an sft step takes {results['training']['step_bytes'] / 1e9:.2f} GB by the arithmetic of `dlrover-rl check`",
         f"* rollout: {engine['tokens_per_s']:,.0f} tokens/s, {library['seconds'] / engine['seconds']:.2f}x of"
         f" transformers' `generate` ({library['tokens_per_s']:,.0f})",
-        f"* weight sync in one process, verified: {sync['seconds'] * 1e3:,.1f} ms for {megabytes:,.0f} MB of float32;"
-        f" a plain copy of them on the device: {sync['copy_seconds'] * 1e3:,.2f} ms",
+        f"* weight sync in one process, verified: {sync['seconds'] * 1e3:,.1f} ms for {megabytes:,.0f} MB of"
+        f" {results['precision']}; a plain copy of them on the device: {sync['copy_seconds'] * 1e3:,.2f} ms",
         f"* the state, {commit['state_bytes'] / 1e9:.2f} GB, written to memory: {commit['write']:.2f} s; completions"
         f" take {commit['draw']:.3f} s, {commit['draw_meanwhile']:.3f} s while it is written; until both have ended"
         f" {commit['both']:.2f} s",
