@@ -103,10 +103,13 @@ def engine_class(point: ExtensionPoint, name: str) -> Any:
 def engine_place(point: ExtensionPoint, name: str) -> str:
     """``package.module:Class`` of an engine, which is not imported. Raises as :func:`engine_class`."""
     try:
-        _read_info(point, name)
-        return point.place(name)
+        info = _read_info(point, name)
     except ClassNotFound as error:
         raise EngineError(str(error)) from error
+    may_be_remote = "url" in getattr(info.options, "__dataclass_fields__", ())  # that of SGLang
+    if not may_be_remote and (absent := absent_package(point, name, {})):
+        raise MissingExtra(info.distribution or absent, absent)
+    return point.place(name)
 
 
 def validate_engine(

@@ -319,10 +319,6 @@ class PolicyConfig:
     model: str
     """Folder or hub name of a causal language model."""
 
-    model_config: str | None = None
-    """Its ``config.json``, or a folder with it, for the arithmetic of memory where the files of ``model`` are not on
-    this machine. None: that of ``model``."""
-
     data: PromptData = PromptData()
     steps: Positive = 100
     """Training steps. Each generates samples with the current policy and trains on them."""
@@ -353,6 +349,10 @@ class PolicyConfig:
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     engine: EngineConfig = EngineConfig()
+    model_config: str | None = None
+    """The ``config.json`` of ``model``, or a folder with it, for the arithmetic of memory where the model's files are
+    not on this machine. None: that of ``model``."""
+
     keep: KeepConfig = KeepConfig()
     log: LogConfig = LogConfig()
 

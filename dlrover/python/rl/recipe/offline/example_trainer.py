@@ -40,10 +40,6 @@ class ExampleConfig:
     model: str
     """Folder or hub name of a causal language model."""
 
-    model_config: str | None = None
-    """Its ``config.json``, or a folder with it, for the arithmetic of memory where the files of ``model`` are not on
-    this machine. None: that of ``model``."""
-
     data: ExampleData
     epochs: Annotated[float, Gt(0.0)] = 1.0
     """Passes over the data."""
@@ -65,6 +61,10 @@ class ExampleConfig:
 
     optimizer: OptimizerConfig = OptimizerConfig()
     engine: EngineConfig = EngineConfig()
+    model_config: str | None = None
+    """The ``config.json`` of ``model``, or a folder with it, for the arithmetic of memory where the model's files are
+    not on this machine. None: that of ``model``."""
+
     keep: KeepConfig = KeepConfig()
     log: LogConfig = LogConfig()
 
