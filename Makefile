@@ -17,6 +17,9 @@ ARGS ?=
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
+# What is compiled once need not be compiled by every process that starts.
+export PYTHONDONTWRITEBYTECODE :=
+
 # One process has the machine to itself, whatever library it measures: as many threads as it asks for, which wait as
 # they do by default.
 ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY

@@ -57,6 +57,7 @@ def succeed(*arguments):
 TRAIN = "config.data.train=problems.jsonl"
 
 
+@pytest.mark.slow
 def test_an_engine_and_a_weight_transport(tmp_path, model):
     """The engine samples as the built-in one does, and has the weights of the last update that the transport sent."""
     files = [EXAMPLES / "plain_engine.py", EXAMPLES / "file_transport.py"]
@@ -81,6 +82,7 @@ WRONG_NAMES = {
 WRONG_OPTION = {"config.engine.rollout_options={flot64: true}": "did you mean 'float64'"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hints", [WRONG_NAMES, WRONG_OPTION], ids=["names", "option"])
 def test_a_wrong_name_or_option_is_refused_before_the_start(tmp_path, model, hints):
     files = [EXAMPLES / "plain_engine.py", EXAMPLES / "file_transport.py"]
@@ -93,6 +95,7 @@ def test_an_algorithm(tmp_path, model):
     succeed(tmp_path, model, ALGORITHM / "grpo.yaml", [ALGORITHM / "above_median.py"], TRAIN)
 
 
+@pytest.mark.slow
 def test_an_environment(tmp_path, model):
     files = [DATA / "guess.py", DATA / "digits.jsonl"]
     data = ("config.data.train=digits.jsonl", "config.rollout.env_path=guess.py")

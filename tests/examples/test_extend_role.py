@@ -39,6 +39,7 @@ def run(folder, *arguments):
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
+@pytest.mark.slow
 def test_the_loss_of_an_own_algorithm_gets_the_column_of_an_own_role(folder):
     outcome = run(folder, "run", "job.yaml", "--local", "job_dir=out", "+config.engine.threads=1")
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr

@@ -27,6 +27,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_sends_its_metrics_to_the_tracker_of_a_file(folder):
     write_tiny_model(folder / "tiny", hidden=32, layers=1, max_positions=32)
     rows = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(4)]

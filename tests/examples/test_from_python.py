@@ -33,6 +33,7 @@ def in_small(code):
     return code.replace("steps=2,", f"steps=2, {SMALL},")
 
 
+@pytest.mark.slow
 def test_the_first_program_of_the_guide_trains_and_shows_its_metrics(tmp_path):
     code = in_small((GUIDES / "python" / "grpo.py").read_text(encoding="utf-8"))
     said = run(f"{code}print(run.model.is_dir(), len(run.steps), len(run.samples), sorted(run.summary)[0])\n", tmp_path)

@@ -84,6 +84,7 @@ def test_the_trainer_runs_on_a_ray_of_its_own(folder):
     assert "hello: finished" in done.stderr
 
 
+@pytest.mark.slow
 def test_own_problems_and_model_go_in_with_nothing_else_changed(folder):
     from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 

@@ -251,6 +251,7 @@ def launchable(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.feature(14)
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="'sglang' is installed here")
 def test_without_a_url_a_server_is_started_and_ended(launchable, model_path):

@@ -161,6 +161,7 @@ def test_inputs_that_only_a_run_finds_wrong_fail_it_without_a_traceback_of_its_o
     assert printed.count("samples failed: rewards:raises raised KeyError: ") == 2 * raised, "once for each batch"
 
 
+@pytest.mark.slow
 def test_a_long_message_of_a_reward_function_is_cut(inputs, tmp_path):
     code, printed = cli(inputs, f"run --local job.yaml reward.function=rewards:raises_a_lot job_dir={tmp_path}/out")
     assert code == 1

@@ -50,6 +50,7 @@ def test_runs_of_one_file_have_folders_of_their_own_and_latest_is_the_last(desk)
     assert (desk.folder / "runs/held/latest").resolve() == last
 
 
+@pytest.mark.slow
 def test_old_runs_lose_their_checkpoints_only_and_check_names_them_first(desk):
     for _ in range(3):
         desk.run("run", "job.yaml", HERE)

@@ -38,6 +38,7 @@ def summary(folder, name):
     return json.loads((folder / "runs" / name / "latest/summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_model_that_learned_from_samples_scores_as_at_the_end_of_its_training(tmp_path):
     job = policy_job(tmp_path, "grpo", rollout={"max_new_tokens": 8}, steps=2)
     text = job_to_yaml(job).replace(f"job_dir: {job.job_dir}\n", "")

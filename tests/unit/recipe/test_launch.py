@@ -285,6 +285,7 @@ def steps_of(folder):
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_another_command_of_the_same_name_is_a_new_run_and_the_interrupted_one_can_be_resumed(desk):
     # Calls are repeated with the same settings only, and the number of steps is one.
     first, output = interrupted(desk, f"{SFT} steps=100000 name=shared checkpoint.commit_every=1", rows=3)

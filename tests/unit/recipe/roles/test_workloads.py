@@ -319,6 +319,7 @@ print(*sorted(set(sys.modules) - before))
 """
 
 
+@pytest.mark.slow
 def test_who_is_warm_imports_nothing_more_when_it_takes_over(model):
     ran = subprocess.run([sys.executable, "-c", LATE, model], capture_output=True, text=True, timeout=240, check=True)
     family = "transformers.models."  # what is looked up by the name in a model's own files
